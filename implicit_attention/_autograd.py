@@ -1,0 +1,50 @@
+"""Small helpers around torch's automatic differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is open."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether no derivative of what is computed from `tensors` can be asked for, so that fused kernels may be used."""
+    if transforms_active():
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether `tensor` is inside torch.vmap at any level, so that the host cannot look at its numbers."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def jvp_by_vjp(function: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
+    """J t of `function` with reverse mode only: the vjp is linear in its cotangent, and J t is the vjp of that.
+
+    torch.func.jvp cannot be called inside the jvp rule of a torch.autograd.Function.
+    """
+    out, pullback = torch.func.vjp(function, *primals)
+    _, pushforward = torch.func.vjp(pullback, torch.zeros_like(out))
+    return _first(pushforward(tuple(tangents)))
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Undo a broadcast: the gradient of an expanded tensor."""
+    return tensor.sum_to_size(shape) if tensor.shape != shape else tensor

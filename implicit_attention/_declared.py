@@ -1,0 +1,91 @@
+"""Objects that know their own tensors, so that a solve can be differentiated with respect to each of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+
+class _FunctionalModule:
+    """A module called with given tensors in place of its own parameters and buffers."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self.module = module
+        self.tensors = tensors
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.module, self.tensors, args, kwargs)
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Declared):
+        for inner, tensor in value.named_tensors():
+            yield f"{name}.{inner}", tensor
+    elif isinstance(value, nn.Module):
+        for inner, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield f"{name}.{inner}", tensor
+    elif isinstance(value, _FunctionalModule):
+        for inner, tensor in value.tensors.items():
+            yield f"{name}.{inner}", tensor
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _named(item, f"{name}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named(item, f"{name}[{key!r}]")
+
+
+def _rebuilt(value: Any, new: Iterator[Tensor]) -> Any:
+    """`value` with its tensors taken from `new`, in the order of `_named`."""
+    if isinstance(value, Tensor):
+        return next(new)
+    if isinstance(value, Declared):
+        return value._replace_from(new)
+    if isinstance(value, nn.Module):
+        names = [n for n, _ in [*value.named_parameters(), *value.named_buffers()]]
+        return _FunctionalModule(value, {n: next(new) for n in names})
+    if isinstance(value, _FunctionalModule):
+        return _FunctionalModule(value.module, {n: next(new) for n in value.tensors})
+    if isinstance(value, tuple | list):
+        items = [_rebuilt(item, new) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _rebuilt(item, new) for key, item in value.items()}
+    return value
+
+
+class Declared:
+    """Base of potentials, energies and maps: every tensor held in an attribute is declared, in order of assignment.
+
+    Attributes may be tensors, other `Declared` objects, modules (their parameters and buffers) and tuples, lists or
+    dicts of these. Nothing needs to be registered: a subclass only assigns its attributes.
+    """
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in vars(self).items():
+            yield from _named(value, name)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that the object reads, in a fixed order."""
+        return tuple(tensor for _, tensor in self.named_tensors())
+
+    def replace(self, *tensors: Tensor) -> Self:
+        """The same object reading other tensors, given in the order of `tensors()`."""
+        new = iter(tensors)
+        result = self._replace_from(new)
+        if next(new, None) is not None:
+            raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
+        return result
+
+    def _replace_from(self, new: Iterator[Tensor]) -> Self:
+        clone = copy.copy(self)
+        for name, value in vars(self).items():
+            object.__setattr__(clone, name, _rebuilt(value, new))
+        return clone

@@ -1,0 +1,58 @@
+"""How failures reach the user: one exception or warning that counts and locates them."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from . import _validate
+from ._autograd import is_batched
+from ._types import OnFailure
+from .errors import ConvergenceError, ConvergenceWarning
+from .solution import sentence
+from .status import Status
+
+SHOWN = 3
+
+
+def check_on_failure(on_failure: str) -> None:
+    _validate.check_choice("on_failure", on_failure, ("raise", "warn", "ignore"))
+
+
+def report_failures(
+    on_failure: OnFailure, what: str, status: Tensor, residual: Tensor, tolerance: Tensor, steps: Tensor
+) -> None:
+    """Raise or warn if any problem failed. Inside vmap, where the host cannot look, the status itself must be read."""
+    if on_failure == "ignore" or is_batched(status):
+        return
+    failed = status > Status.SADDLE
+    if not bool(failed.any()):
+        return
+    indices = failed.nonzero()
+    first = [tuple(i) for i in indices[:SHOWN].tolist()]
+    where = ", ".join(str(i[0]) if len(i) == 1 else str(i) for i in first) if first[0] else "the only problem"
+    more = ", ..." if len(indices) > SHOWN else ""
+    example = first[0]
+    message = (
+        f"{what} failed for {len(indices)} of {status.numel()} problems, first at {where}{more}: "
+        f"{sentence(status[example], residual[example], tolerance[example], steps[example])}"
+    )
+    if on_failure == "raise":
+        raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
+    warnings.warn(message, ConvergenceWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """Stack level of the first caller outside this package, so that a warning points at the user's line."""
+    import sys
+
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0]
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    return level
+
+
+__all__ = ["check_on_failure", "report_failures", "torch"]

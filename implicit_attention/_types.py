@@ -1,0 +1,12 @@
+"""Type names used across the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+#: A linear map on one vector per problem, (*batch, n) -> (*batch, n).
+LinearMap: TypeAlias = Callable[[Tensor], Tensor]
+OnFailure: TypeAlias = Literal["raise", "warn", "ignore"]

@@ -1,0 +1,115 @@
+"""Checks at the door. Every message names the argument, the requirement, what was received and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
+    """Raise ValueError "`argument` must requirement, got received; remedy" unless condition holds."""
+    if not condition:
+        raise ValueError(message(argument, requirement, received, remedy))
+
+
+def message(argument: str, requirement: str, received: object, remedy: str = "") -> str:
+    return f"`{argument}` must {requirement}, got {received}" + (f"; {remedy}" if remedy else "")
+
+
+def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
+    """A floating-point tensor with at least `min_ndim` axes."""
+    if not isinstance(value, Tensor):
+        raise TypeError(message(argument, "be a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor"))
+    if not value.is_floating_point():
+        raise TypeError(
+            message(argument, "have a floating-point dtype", value.dtype, f"convert it with {argument}.float()")
+        )
+    require(value.ndim >= min_ndim, argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}")
+
+
+def check_same_kind(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """All tensors on one device; all floating-point ones of one dtype."""
+    named = list(tensors)
+    if not named:
+        return
+    for what, remedy in (("device", "move it with .to(device)"), ("dtype", "convert it with .to(dtype)")):
+        group = [(n, t) for n, t in named if what == "device" or t.is_floating_point()]
+        for name, tensor in group[1:]:
+            first_name, first = group[0]
+            if getattr(tensor, what) != getattr(first, what):
+                raise ValueError(
+                    message(
+                        name,
+                        f"have the {what} of `{first_name}` ({getattr(first, what)})",
+                        getattr(tensor, what),
+                        remedy,
+                    )
+                )
+
+
+def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: tuple[int, ...], meaning: str) -> None:
+    """`shape` broadcasts to `target` without enlarging it."""
+    fits = len(shape) <= len(target) and all(
+        s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False)
+    )
+    require(fits, argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}")
+
+
+def check_number(
+    argument: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    remedy: str = "",
+) -> None:
+    """A finite real number in [low, high] (or (low, high] with `open_low`)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(message(argument, "be a number", repr(value), remedy))
+    bounds = (
+        f"{'>' if open_low else '>='} {low:g}"
+        if math.isinf(high)
+        else f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+    )
+    inside = (value > low if open_low else value >= low) and value <= high and math.isfinite(value)
+    require(inside, argument, f"be {bounds}", value, remedy)
+
+
+def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message(argument, "be an integer", repr(value), remedy))
+    require(value >= low, argument, f"be >= {low}", value, remedy)
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[Any]) -> None:
+    listed = list(choices)
+    require(value in listed, argument, f"be one of {', '.join(map(repr, listed))}", repr(value))
+
+
+def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning: str) -> None:
+    """`shape` and `other` broadcast with each other."""
+    fits = all(s == t or 1 in (s, t) for s, t in zip(reversed(shape), reversed(other), strict=False))
+    require(fits, argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}")
+
+
+def check_range(
+    argument: str, value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
+) -> Tensor:
+    """`value` with all entries in [low, high] (NaN passes: it is bad data, not a bad argument).
+
+    Where the host can look without waiting, an entry outside raises. On an accelerator and inside torch.func
+    transforms it becomes NaN instead, which the problems that read it report.
+    """
+    inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
+    if value.device.type != "cpu" or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return torch.where(inside, value, torch.nan)
+    if not bool(inside.all()):
+        worst = value.detach()[~inside].flatten()[0].item()
+        bounds = f"{'>' if open_low else '>='} {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
+        raise ValueError(message(argument, f"be {bounds} everywhere", worst, remedy))
+    return value

@@ -1,0 +1,9 @@
+"""Adjoints: how a solution is differentiated. An argument of `solve`, not a property of a solver."""
+
+from .base import Adjoint, Request
+from .implicit import Implicit
+from .one_step import OneStep
+from .phantom import Phantom
+from .unrolled import Unrolled
+
+__all__ = ["Adjoint", "Implicit", "OneStep", "Phantom", "Request", "Unrolled"]

@@ -1,0 +1,325 @@
+"""The exact gradient of a fixed point, from the implicit function theorem, differentiable to any order.
+
+z = f(z, t) gives dz = (I - J)^{-1} (df/dt) dt with J = df/dz. Two autograd functions hold all of it: `_FixedPoint`
+solves the problem, `_AdjointSolve` the linear system; the backward of each is written with the other's tools, so that
+it can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import is_batched, jvp_by_vjp, transforms_active
+from .._reporting import report_failures
+from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
+from ..problem import Problem, VmappedProblem, pullback
+from ..solvers.iterate import Outcome
+from ..status import Status
+from .base import Adjoint, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Implicit(Adjoint):
+    """dL/dt = (df/dt)^T u with (I - J)^T u = dL/dz: exact at a solution, whatever way led there.
+
+    Args:
+        linear_solver: method for the linear system: `CG()`, `MINRES()`, `GMRES()` or `Neumann()` with their tolerances,
+            which are relative to the cotangent. None is CG() for symmetric problems (energies) and GMRES() for others.
+            Where CG meets negative curvature the problem sits on a saddle: MINRES finishes and the status says SADDLE.
+
+    Gradients: with respect to every tensor of the problem, to any order, under torch.func.grad, vjp, jvp and vmap too.
+    The initial state gets the gradient zero: the solution does not depend on it.
+
+    A problem that has not converged has no such gradient; `solve` reports it by `on_failure`, and so does a backward
+    solve that does not converge (also in `Solution.adjoint`).
+    """
+
+    linear_solver: LinearSolver[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.linear_solver is not None and not isinstance(self.linear_solver, LinearSolver):
+            raise TypeError(
+                _validate.message(
+                    "linear_solver",
+                    "be None or a LinearSolver",
+                    repr(self.linear_solver),
+                    "for example CG() or GMRES()",
+                )
+            )
+
+    def check(self, request: Request) -> None:
+        solver, problem = request.solver, request.problem
+        if self.linear_solver is not None and self.linear_solver.symmetric and not problem.symmetric:
+            raise ValueError(
+                _validate.message(
+                    "linear_solver",
+                    "suit a map whose Jacobian is not symmetric",
+                    type(self.linear_solver).__name__,
+                    "use GMRES() or Neumann(), or declare FixedPointMap(..., symmetric=True)",
+                )
+            )
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in problem.tensors())
+        if differentiated and (solver.fixed_budget or solver.max_steps == 0):
+            raise ValueError(
+                _validate.message(
+                    "adjoint",
+                    "not be Implicit() for a fixed number of steps: where they end is no solution",
+                    f"{type(solver).__name__}(max_steps={solver.max_steps}, rtol={solver.rtol:g}, atol={solver.atol:g})",
+                    "use Unrolled() or Phantom(), or a positive rtol",
+                )
+            )
+
+    def run(self, request: Request) -> Outcome:
+        return fixed_point(request, self.linear_solver, request.initial, request.problem.tensors())
+
+
+def fixed_point(
+    request: Request, linear_solver: LinearSolver[Any] | None, initial: Tensor, tensors: tuple[Tensor, ...]
+) -> Outcome:
+    """The outcome of the solver, its value differentiable with respect to `tensors`."""
+    call = _Call(request.problem, linear_solver, request)
+    value, status, residual, tolerance, steps, evals, *trace = _FixedPoint.apply(call, initial, *tensors)
+    return Outcome(value, status, residual, tolerance, steps, evals, tuple(trace))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What travels through the autograd functions beside tensors."""
+
+    problem: Problem
+    linear_solver: LinearSolver[Any] | None
+    request: Request
+
+    def lifted(self, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]) -> tuple[_Call, tuple[Tensor, ...]]:
+        """The same call with one more leading axis, for vmap."""
+        moved = tuple(t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True))
+        dims = tuple(None if d is None else 0 for d in in_dims)
+        return dataclasses.replace(self, problem=VmappedProblem(self.problem, moved, dims)), moved
+
+
+class _FixedPoint(torch.autograd.Function):
+    """(call, initial, *tensors) -> (value, status, residual, tolerance, num_steps, num_evals, *trace)."""
+
+    @staticmethod
+    def forward(call: _Call, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with _exactly(initial):
+            outcome = call.request.solver.run(call.problem.replace(*tensors), initial, trace=call.request.trace)
+        # Forward mode cannot attach tangents to outputs that are views.
+        return tuple(t.clone() if t._is_view() else t for t in (*outcome[:6], *outcome.trace))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        call, _, *tensors = inputs
+        ctx.call = call
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(output[0], *tensors)
+        ctx.save_for_forward(output[0], *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        z, *tensors = ctx.saved_tensors
+        if cotangents[0] is None:
+            return (None,) * (2 + len(tensors))
+        call = cast(_Call, ctx.call)
+        problem = call.problem.replace(*tensors)
+        with _exactly(z):
+            if not torch.is_grad_enabled() and not transforms_active():
+                # First order: one linearisation serves the solve and the gradient.
+                linear = problem.linearize(z)
+                u = _solve(call, problem, linear.transposed, cotangents[0])
+                gradients = linear.pullback(u)
+            else:
+                u = _AdjointSolve.apply(call, True, z, cotangents[0], *tensors)
+                gradients = pullback(problem, z, u)
+        return (None, None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+        z, *tensors = ctx.saved_tensors
+        call = cast(_Call, ctx.call)
+        with _exactly(z):
+            forcing = _pushforward(call.problem, z, tensors, tangents[2:])
+            dz = z * 0 if forcing is None else _AdjointSolve.apply(call, False, z, forcing, *tensors)
+        return (dz, *(None,) * (5 + (_trace_length(call))))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: _Call, initial: Tensor, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        lifted, moved = call.lifted(tensors, in_dims[2:])
+        start = _batched_first(initial, in_dims[1], info.batch_size)
+        output = _FixedPoint.apply(lifted, start, *moved)
+        return output, (0,) * 6 + (1,) * (len(output) - 6)
+
+
+class _AdjointSolve(torch.autograd.Function):
+    """(call, transpose, z, rhs, *tensors) -> x with (I - J^T) x = rhs, or (I - J) x = rhs without `transpose`."""
+
+    @staticmethod
+    def forward(call: _Call, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor) -> Tensor:
+        problem = call.problem.replace(*tensors)
+        linear = problem.linearize(z)
+        return _solve(call, problem, linear.transposed if transpose else linear.product, rhs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.call, ctx.transpose, z, _, *tensors = inputs
+        ctx.save_for_backward(z, output, *tensors)
+        ctx.save_for_forward(z, output, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        z, x, *tensors = ctx.saved_tensors
+        call = cast(_Call, ctx.call)
+        with _exactly(z):
+            v = _AdjointSolve.apply(call, not ctx.transpose, z, cotangent, *tensors)
+            left, right = (x, v) if ctx.transpose else (v, x)
+            by_z, *by_tensors = _bilinear_gradient(call.problem, z, tensors, left, right)
+        return (None, None, by_z, v, *by_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        z, x, *tensors = ctx.saved_tensors
+        call = cast(_Call, ctx.call)
+        _, _, dz, drhs, *dtensors = tangents
+        transpose = ctx.transpose
+        where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+
+        def product(z: Tensor, *floating: Tensor) -> Tensor:
+            problem = call.problem.replace(*_filled(tensors, where, floating))
+            if transpose:
+                _, vjp = torch.func.vjp(problem.fixed_point_map, z)
+                return cast(Tensor, vjp(x)[0])
+            return jvp_by_vjp(problem.fixed_point_map, (z,), (x,))
+
+        with _exactly(z):
+            primals = (z, *(tensors[i] for i in where))
+            given = (dz, *(dtensors[i] for i in where))
+            change = jvp_by_vjp(product, primals, [_or_zeros(d, p) for d, p in zip(given, primals, strict=True)])
+            rhs = change if drhs is None else change + drhs
+            return cast(Tensor, _AdjointSolve.apply(call, transpose, z, rhs, *tensors))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: _Call, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, int]:
+        lifted, moved = call.lifted(tensors, in_dims[4:])
+        z, rhs = (_batched_first(t, d, info.batch_size) for t, d in ((z, in_dims[2]), (rhs, in_dims[3])))
+        return _AdjointSolve.apply(lifted, transpose, z, rhs, *moved), 0
+
+
+def _solve(call: _Call, problem: Problem, product: Any, rhs: Tensor) -> Tensor:
+    """x with x - product(x) = rhs, problem by problem, by the chosen method; its evidence goes to the report."""
+    event_ndim = problem.event_ndim
+    lead = rhs.shape[: rhs.ndim - event_ndim]
+    event = rhs.shape[len(lead) :]
+
+    def matvec(v: Tensor) -> Tensor:
+        return v - product(v.reshape(rhs.shape)).reshape(v.shape)
+
+    flat = rhs.reshape(*lead, event.numel())
+    chosen = call.linear_solver or (CG() if problem.symmetric else GMRES())
+    with torch.no_grad():
+        solution = chosen.solve(matvec, flat)
+        status = solution.status
+        if isinstance(chosen, CG) and bool(solution.negative_curvature.any()):
+            solution, status = _finish_with_minres(chosen, matvec, flat, solution)
+        _report(call, chosen, flat, solution, status)
+    return solution.value.reshape(rhs.shape)
+
+
+def _finish_with_minres(chosen: CG, matvec: Any, rhs: Tensor, first: LinearSolution) -> tuple[LinearSolution, Tensor]:
+    """Solve again, with MINRES, the problems in which CG met negative curvature; the others keep their answer."""
+    saddle = first.negative_curvature
+    again = MINRES(rtol=chosen.rtol, atol=chosen.atol, max_steps=chosen.max_steps, check_every=chosen.check_every)
+    second = again.solve(matvec, torch.where(saddle[..., None], rhs, 0.0))
+    solution = LinearSolution(
+        value=torch.where(saddle[..., None], second.value, first.value),
+        status=torch.where(saddle, second.status, first.status),
+        residual=torch.where(saddle, second.residual, first.residual),
+        num_steps=first.num_steps + torch.where(saddle, second.num_steps, 0),
+        negative_curvature=saddle,
+    )
+    status = torch.where(saddle & solution.converged, int(Status.SADDLE), solution.status.to(torch.int64))
+    return solution, status.to(torch.int8)
+
+
+def _report(call: _Call, chosen: LinearSolver[Any], rhs: Tensor, solution: LinearSolution, status: Tensor) -> None:
+    report = call.request.report
+    report.status, report.residual, report.num_steps = status, solution.residual, solution.num_steps
+    report.tolerance = chosen.atol + chosen.rtol * torch.linalg.vector_norm(rhs, dim=-1)
+    report.negative_curvature = solution.negative_curvature
+    report_failures(
+        call.request.on_failure,
+        f"the adjoint solve by {type(chosen).__name__}, whose gradient is therefore wrong,",
+        status,
+        solution.residual,
+        report.tolerance,
+        solution.num_steps,
+    )
+
+
+def _pushforward(problem: Problem, z: Tensor, tensors: list[Tensor], tangents: tuple[Any, ...]) -> Tensor | None:
+    """(df/dt) dt at fixed z, or None if no tensor moves."""
+    where = [i for i, d in enumerate(tangents) if d is not None and tensors[i].is_floating_point()]
+    if not where:
+        return None
+
+    def mapped(*moving: Tensor) -> Tensor:
+        return problem.replace(*_filled(tensors, where, moving)).fixed_point_map(z)
+
+    return jvp_by_vjp(mapped, [tensors[i] for i in where], [tangents[i] for i in where])
+
+
+def _bilinear_gradient(
+    problem: Problem, z: Tensor, tensors: list[Tensor], left: Tensor, right: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of <left, J right> with respect to z and each tensor."""
+    where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+
+    def bilinear(z: Tensor, *floating: Tensor) -> Tensor:
+        _, vjp = torch.func.vjp(problem.replace(*_filled(tensors, where, floating)).fixed_point_map, z)
+        return (vjp(left)[0] * right).sum()
+
+    by_z, *by_floating = torch.func.grad(bilinear, argnums=tuple(range(1 + len(where))))(
+        z, *(tensors[i] for i in where)
+    )
+    gradients: list[Tensor | None] = [None] * len(tensors)
+    for i, gradient in zip(where, by_floating, strict=True):
+        gradients[i] = gradient
+    return (by_z, *gradients)
+
+
+def _filled(tensors: list[Tensor], where: list[int], new: tuple[Tensor, ...]) -> list[Tensor]:
+    filled = list(tensors)
+    for i, tensor in zip(where, new, strict=True):
+        filled[i] = tensor
+    return filled
+
+
+def _or_zeros(tangent: Tensor | None, primal: Tensor) -> Tensor:
+    return torch.zeros_like(primal) if tangent is None else tangent
+
+
+def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _trace_length(call: _Call) -> int:
+    if not call.request.trace:
+        return 0
+    return 3 if call.problem.has_energy else 2
+
+
+def _exactly(z: Tensor) -> torch.autocast:
+    """The precision of the state, whatever autocast asks for."""
+    return torch.autocast(z.device.type, enabled=False)
+
+
+__all__ = ["Implicit", "fixed_point", "is_batched"]

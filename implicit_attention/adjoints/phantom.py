@@ -1,0 +1,40 @@
+"""The phantom gradient: a few damped steps from the solution are differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .. import _validate
+from ..solvers.iterate import Outcome
+from .base import Adjoint, Request, attach
+from .one_step import detached_outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Phantom(Adjoint):
+    """dL/dt of z <- f(z) + damping (z - f(z)), repeated `steps` times from the solution held fixed.
+
+    A truncated Neumann series for (I - J)^{-1}: an approximation whose error falls geometrically with `steps`.
+
+    Args:
+        steps: >= 1; 1 without damping is `OneStep()`.
+        damping: in [0, 1), 0 is none.
+
+    Reference: Geng et al. (2021), with tau = 1 - damping.
+    """
+
+    steps: int = 5
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        _validate.check_integer("steps", self.steps, low=1)
+        _validate.check_number("damping", self.damping, low=0.0, high=1.0)
+        _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 no gradient would flow")
+
+    def run(self, request: Request) -> Outcome:
+        outcome = detached_outcome(request)
+        z = outcome.value
+        for _ in range(self.steps):
+            mapped = request.problem.fixed_point_map(z)
+            z = mapped if self.damping == 0 else mapped + self.damping * (z - mapped)
+        return outcome._replace(value=attach(outcome.value, z))

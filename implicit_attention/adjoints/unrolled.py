@@ -1,0 +1,30 @@
+"""The gradient of the iteration itself, recorded step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .. import _validate
+from ..solvers.iterate import Outcome
+from .base import Adjoint, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrolled(Adjoint):
+    """dL/dt through every step of the solver, and through the initial state: exact for what was computed.
+
+    Memory grows with the number of steps. The one choice for fixed budgets (rtol = atol = 0), and the baseline of
+    unrolled networks. Inside torch.vmap all `max_steps` steps are made, as the host cannot see who has finished.
+    """
+
+    def check(self, request: Request) -> None:
+        _validate.require(
+            request.solver.differentiable,
+            "adjoint",
+            "not be Unrolled() for a solver whose steps cannot be differentiated",
+            type(request.solver).__name__,
+            "use Implicit(), or Picard, Anderson, Broyden or GradientDescent",
+        )
+
+    def run(self, request: Request) -> Outcome:
+        return request.solver.run(request.problem, request.initial, trace=request.trace, graph=True)

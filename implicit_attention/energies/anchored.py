@@ -1,0 +1,131 @@
+"""The energy of equilibrium attention: a potential, a field that is the query, and an anchor between them."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import Self
+
+from .. import _validate
+from .._autograd import sum_to_shape
+from ..potentials import Potential
+from ..problem import Evaluation, Linearization
+from .base import Energy
+
+
+class AnchoredEnergy(Energy):
+    """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor) Phi(z), per query x.
+
+    f(z) = anchor x + (1 - anchor) mean(z); Hess E v = v - (1 - anchor) Cov(z) v. With anchor = 0 the energy is that of
+    an associative memory and x is only where one starts; with anchor > 0 every query keeps an equilibrium of its own,
+    to which gradients flow.
+
+    Args:
+        potential: Phi, a log-partition potential such as `LogSumExp(keys, beta)`.
+        field: the queries x, (*batch, N, D).
+        anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit; an anchor outside [0, 1].
+
+    Gradients: with respect to field, anchor and the potential's tensors, to any order.
+    """
+
+    event_ndim = 1
+
+    def __init__(
+        self,
+        potential: Potential,
+        field: Float[Tensor, "*batch N D"],
+        anchor: float | Float[Tensor, "*#batch"] = 0.0,
+    ) -> None:
+        if not isinstance(potential, Potential):
+            raise TypeError(
+                _validate.message(
+                    "potential", "be a Potential", type(potential).__name__, "for example LogSumExp(keys, beta)"
+                )
+            )
+        _validate.check_float_tensor("field", field, min_ndim=2)
+        potential.check_state("field", field)
+        if isinstance(anchor, Tensor):
+            _validate.check_float_tensor("anchor", anchor)
+            _validate.check_same_kind([("field", field), ("anchor", anchor)])
+            _validate.check_broadcast("anchor", anchor.shape, field.shape[:-2], "the leading axes of `field`")
+            anchor = _validate.check_range("anchor", anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
+        else:
+            _validate.check_number("anchor", anchor, low=0.0, high=1.0)
+        self.potential = potential
+        self.field = field
+        self.anchor = anchor
+
+    @property
+    def monotone(self) -> bool:  # type: ignore[override]
+        """Plain steps descend for every convex potential and every anchor."""
+        return self.potential.convex
+
+    @property
+    def _anchor(self) -> float | Tensor:
+        return self.anchor[..., None, None] if isinstance(self.anchor, Tensor) else self.anchor
+
+    @property
+    def _row_anchor(self) -> float | Tensor:
+        return self.anchor[..., None] if isinstance(self.anchor, Tensor) else self.anchor
+
+    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+        """E(z), (*batch, N, D) -> (*batch, N)."""
+        return self._energy(z, self.potential.value(z))
+
+    def _energy(self, z: Tensor, value: Tensor) -> Tensor:
+        return (z * (z / 2 - self._anchor * self.field)).sum(-1) - (1 - self._row_anchor) * value
+
+    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """f(z) = anchor x + (1 - anchor) mean(z)."""
+        return self._map(self.potential.mean(z))
+
+    def _map(self, mean: Tensor) -> Tensor:
+        return mean + self._anchor * (self.field - mean)
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return z - self.fixed_point_map(z)
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return v - (1 - self._anchor) * self.potential.covariance_product(z, v)
+
+    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
+        if not energy:
+            return Evaluation(self.fixed_point_map(z), None)
+        value, mean = self.potential.evaluate(z)
+        return Evaluation(self._map(mean), self._energy(z, value))
+
+    def linearize(self, z: Tensor) -> Linearization:
+        covariance = self.potential.linearize(z)
+        if covariance is None:
+            return super().linearize(z)
+        cov = covariance
+
+        def product(v: Tensor) -> Tensor:
+            return (1 - self._anchor) * cov.product(v)
+
+        def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
+            gradients = [*cov.pullback((1 - self._anchor) * u), self._anchor * u]
+            if isinstance(self.anchor, Tensor):
+                by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))
+                gradients.append(sum_to_shape(by_anchor, self.anchor.shape))
+            return tuple(gradients)
+
+        return Linearization(product, product, pullback)
+
+    def select(self, index: Tensor) -> Self | None:
+        potential = self.potential.select(index)
+        if potential is None:
+            return None
+        clone = self.replace(*self.tensors())
+        clone.potential = potential
+        clone.field = self.field.gather(-2, index[..., None].expand(*index.shape, self.field.shape[-1]))
+        return clone
+
+    def check_state(self, z: Tensor) -> None:
+        super().check_state(z)
+        _validate.require(
+            z.shape == self.field.shape, "initial", f"have the field's shape {tuple(self.field.shape)}", tuple(z.shape)
+        )

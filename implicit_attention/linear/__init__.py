@@ -1,0 +1,33 @@
+"""Matrix-free linear solvers and eigenvalue estimates: batched, every problem on its own, with evidence.
+
+A problem is one vector of the last axis: b has the shape (*batch, n), and `matvec` maps (*batch, n) to (*batch, n),
+each row separately. Symmetric positive definite: `CG`. Symmetric: `MINRES`. Anything square: `GMRES`. I - A a
+contraction: `Neumann`. A new method subclasses `LinearSolver`.
+"""
+
+from ._cg import CG, cg
+from ._gmres import GMRES, gmres
+from ._minres import MINRES, minres
+from ._neumann import Neumann, neumann
+from ._solution import LinearSolution
+from .base import LinearSolver, SweepState
+from .spectrum import Eigenvalue, LanczosResult, extreme_eigenvalues, lanczos, spectral_radius
+
+__all__ = [
+    "CG",
+    "GMRES",
+    "MINRES",
+    "Neumann",
+    "cg",
+    "gmres",
+    "minres",
+    "neumann",
+    "LinearSolution",
+    "LinearSolver",
+    "SweepState",
+    "lanczos",
+    "extreme_eigenvalues",
+    "spectral_radius",
+    "LanczosResult",
+    "Eigenvalue",
+]

@@ -1,0 +1,127 @@
+"""Conjugate gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .._types import LinearMap
+from ..status import Status
+from ._solution import LinearSolution
+from ._vectors import ROUNDOFF, divide, dot, freeze, length
+from .base import LinearSolver, SweepState, fresh
+
+
+@dataclass(frozen=True)
+class CGState(SweepState):
+    value: Tensor
+    residual: Tensor
+    residual_square: Tensor
+    search: Tensor
+    stiffness: Tensor  # the largest |A p| / |p| met: a lower bound of |A|
+
+
+@dataclass(frozen=True)
+class CG(LinearSolver[CGState]):
+    """Conjugate gradients, for symmetric positive definite A.
+
+    x_k minimises x . A x / 2 - b . x over span{b, A b, ..., A^{k-1} b}: k steps for k distinct eigenvalues.
+    A problem that meets p . A p <= 0 ends there: it keeps its iterate, is flagged `negative_curvature` and gives the
+    unit `direction` p / |p|; its status is STALLED. Curvature within rounding of 0 counts as negative only if |A p| is
+    not small too: for A >= 0, |A p|^2 <= |A| p . A p, so that p . A p = 0 with A p != 0 proves A indefinite, while
+    A p = 0 is a singular A (STALLED, not flagged).
+
+    Reference: Hestenes, Stiefel (1952); the exit is that of Steihaug (1983).
+    """
+
+    symmetric: ClassVar[bool] = True
+    monotone: ClassVar[bool] = False
+    keeps_direction: ClassVar[bool] = True
+
+    def begin(self, residual: Tensor) -> CGState:
+        zeros, verdict, negative = fresh(residual)
+        square = dot(residual, residual)
+        return CGState(
+            residual_norm=square.sqrt(),
+            verdict=verdict,
+            negative_curvature=negative,
+            value=torch.zeros_like(residual),
+            residual=residual,
+            residual_square=square,
+            search=residual,
+            stiffness=zeros,
+        )
+
+    def step(self, matvec: LinearMap, state: CGState, active: Tensor) -> CGState:
+        product = matvec(state.search)
+        curvature, square = dot(state.search, product), dot(state.search, state.search)
+        strength = dot(product, product)
+        stiffness = torch.maximum(state.stiffness, divide(strength, square).sqrt())
+        noise = ROUNDOFF * torch.finfo(product.dtype).eps * stiffness * square
+        blocked = active & (curvature <= noise)  # a NaN is not blocked: it goes on into the residual and is seen there
+        negative = blocked & ((curvature < -noise) | (strength > 100 * noise * stiffness))
+        advanced = replace(self._advance(state, product, curvature), stiffness=stiffness)
+        state = freeze(active & ~blocked, advanced, state)
+        return replace(
+            state,
+            verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
+            negative_curvature=state.negative_curvature | negative,
+        )
+
+    def _advance(self, state: CGState, product: Tensor, curvature: Tensor) -> CGState:
+        rate = divide(state.residual_square, curvature).unsqueeze(-1)
+        residual = torch.addcmul(state.residual, rate, product, value=-1)
+        square = dot(residual, residual)
+        ratio = divide(square, state.residual_square).unsqueeze(-1)
+        return replace(
+            state,
+            value=torch.addcmul(state.value, rate, state.search),
+            residual=residual,
+            residual_norm=square.sqrt(),
+            residual_square=square,
+            search=torch.addcmul(residual, ratio, state.search),
+        )
+
+    def correction(self, state: CGState) -> Tensor:
+        return state.value
+
+    def direction(self, state: CGState) -> Tensor:
+        # The search direction of a blocked problem is still the one that blocked it.
+        unit = divide(state.search, length(state.search))
+        return torch.where(state.negative_curvature.unsqueeze(-1), unit, 0.0)
+
+
+def cg(
+    matvec: LinearMap,
+    b: Tensor,
+    *,
+    initial: Tensor | None = None,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    max_steps: int | None = None,
+    check_every: int | None = None,
+) -> LinearSolution:
+    """Solve A x = b by conjugate gradients, A symmetric positive definite: `CG(...).solve(matvec, b)`.
+
+    Args:
+        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
+        b: right-hand sides, (*batch, n).
+        initial: first guess, (*batch, n).
+        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
+        atol: absolute tolerance.
+        max_steps: largest number of matvecs of a problem.
+        check_every: steps between two looks of the host.
+
+    Returns:
+        `LinearSolution`, with `negative_curvature` and `direction` where A turned out not to be positive definite.
+
+    Raises:
+        TypeError, ValueError: as `LinearSolver.solve`.
+
+    Reference: Hestenes, Stiefel (1952).
+
+    """
+    return CG(rtol, atol, max_steps, check_every).solve(matvec, b, initial=initial)

@@ -1,0 +1,157 @@
+"""Restarted generalised minimal residuals, for any square system."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .._types import LinearMap
+from .._validate import check_integer
+from ..status import Status
+from ._solution import LinearSolution
+from ._vectors import ROUNDOFF, choose, combination, coordinates, divide, dot, length, orthogonalise
+from .base import LinearSolver, SweepState, fresh
+
+
+@dataclass(frozen=True)
+class GMRESState(SweepState):
+    """After j steps: Q H = [R; 0] for the Hessenberg matrix H, Q kept as rows so that one product rotates a column."""
+
+    basis: Tensor  # V, (*batch, j + 1, n)
+    rotated: Tensor  # the first j rows of Q, (*batch, j, j + 1)
+    last: Tensor  # row j + 1 of Q, the only one that later rotations change, (*batch, j + 1)
+    triangle: Tensor  # R, (*batch, j, j); a frozen problem gets unit columns
+    target: Tensor  # the first j entries of Q |r| e_1, (*batch, j); 0 for a frozen problem
+    pending: Tensor  # entry j + 1: the signed residual, (*batch)
+    stiffness: Tensor  # the largest |A v| met: a lower bound of |A|, (*batch)
+
+
+@dataclass(frozen=True)
+class GMRES(LinearSolver[GMRESState]):
+    """Restarted generalised minimal residuals, for any square A, symmetric or not.
+
+    x_k minimises |b - A x| over span{b, A b, ..., A^{k-1} b} by Arnoldi's method (Gram-Schmidt done twice) and one
+    Givens rotation per step; after `restart` steps the basis is dropped and a new cycle begins at the true residual.
+    A cycle that leaves 99.9 % of the residual ends a problem as STALLED; so does a singular Hessenberg matrix.
+
+    Args:
+        restart: steps between two restarts; the memory is (restart + 1) vectors per problem.
+
+    Reference: Saad, Schultz (1986).
+    """
+
+    restart: int = 30
+
+    symmetric: ClassVar[bool] = False
+    max_sweeps: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("restart", self.restart, low=1)
+
+    def sweep_steps(self, max_steps: int) -> int:
+        return min(self.restart, max_steps)
+
+    def begin(self, residual: Tensor) -> GMRESState:
+        zeros, verdict, negative = fresh(residual)
+        size = length(residual)
+        none = zeros.unsqueeze(-1)[..., :0]
+        return GMRESState(
+            residual_norm=size,
+            verdict=verdict,
+            negative_curvature=negative,
+            basis=divide(residual, size).unsqueeze(-2),
+            rotated=none.unsqueeze(-1),
+            last=torch.ones_like(zeros).unsqueeze(-1),
+            triangle=none.unsqueeze(-1)[..., :0],
+            target=none,
+            pending=size,
+            stiffness=zeros,
+        )
+
+    def step(self, matvec: LinearMap, state: GMRESState, active: Tensor) -> GMRESState:
+        product = matvec(state.basis[..., -1, :])
+        column, remainder = orthogonalise(state.basis, product)
+        stiffness = torch.maximum(state.stiffness, length(product))
+        tiny = ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
+        height = length(remainder)
+        height = torch.where(height <= tiny, 0.0, height)  # happy breakdown: the Krylov space is invariant
+        above, diagonal = coordinates(state.rotated, column), dot(state.last, column)
+        pivot = torch.hypot(diagonal, height)
+        blocked = active & (pivot <= tiny)  # A is singular on the invariant space
+        used = active & ~blocked
+        cosine, sine = divide(diagonal, pivot), divide(height, pivot)
+        pending = torch.where(used, -sine * state.pending, state.pending)
+        following = choose(used, divide(remainder, height), torch.zeros_like(remainder))
+        return GMRESState(
+            residual_norm=pending.abs(),
+            verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
+            negative_curvature=state.negative_curvature,
+            basis=torch.cat([state.basis, following.unsqueeze(-2)], -2),
+            rotated=_bordered(state.rotated, _appended(cosine, state.last, sine)),
+            last=_appended(-sine, state.last, cosine),
+            triangle=_with_column(state.triangle, above, pivot, used),
+            target=torch.cat([state.target, torch.where(used, cosine * state.pending, 0.0).unsqueeze(-1)], -1),
+            pending=pending,
+            stiffness=stiffness,
+        )
+
+    def correction(self, state: GMRESState) -> Tensor:
+        weights = torch.linalg.solve_triangular(state.triangle, state.target.unsqueeze(-1), upper=True)
+        return combination(state.basis[..., :-1, :], weights.squeeze(-1))
+
+
+def _appended(factor: Tensor, row: Tensor, entry: Tensor) -> Tensor:
+    """[factor * row, entry]."""
+    return torch.cat([factor.unsqueeze(-1) * row, entry.unsqueeze(-1)], -1)
+
+
+def _bordered(rows: Tensor, row: Tensor) -> Tensor:
+    """The rows, widened by a column of zeros, and one more row below."""
+    return torch.cat([pad(rows, (0, 1)), row.unsqueeze(-2)], -2)
+
+
+def _with_column(triangle: Tensor, above: Tensor, diagonal: Tensor, used: Tensor) -> Tensor:
+    """The triangle with one more column [above, diagonal], or [0, 1] for the problems that do not use it."""
+    column = torch.cat([above, diagonal.unsqueeze(-1)], -1)
+    unit = torch.cat([torch.zeros_like(above), torch.ones_like(diagonal).unsqueeze(-1)], -1)
+    return torch.cat([pad(triangle, (0, 0, 0, 1)), choose(used, column, unit).unsqueeze(-1)], -1)
+
+
+def gmres(
+    matvec: LinearMap,
+    b: Tensor,
+    *,
+    initial: Tensor | None = None,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    max_steps: int | None = None,
+    check_every: int | None = None,
+    restart: int = 30,
+) -> LinearSolution:
+    """Solve A x = b by restarted generalised minimal residuals, any A: `GMRES(...).solve(matvec, b)`.
+
+    Args:
+        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
+        b: right-hand sides, (*batch, n).
+        initial: first guess, (*batch, n).
+        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
+        atol: absolute tolerance.
+        max_steps: largest number of matvecs of a problem.
+        check_every: steps between two looks of the host.
+        restart: steps between two restarts.
+
+    Returns:
+        `LinearSolution`; STALLED where restarts make no progress.
+
+    Raises:
+        TypeError, ValueError: as `LinearSolver.solve`.
+
+    Reference: Saad, Schultz (1986).
+
+    """
+    return GMRES(rtol, atol, max_steps, check_every, restart).solve(matvec, b, initial=initial)

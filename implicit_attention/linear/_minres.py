@@ -1,0 +1,151 @@
+"""Minimal residuals for symmetric systems, definite or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .._types import LinearMap
+from ..status import Status
+from ._solution import LinearSolution
+from ._vectors import ROUNDOFF, divide, dot, freeze, length
+from .base import LinearSolver, SweepState, fresh
+
+
+@dataclass(frozen=True)
+class MINRESState(SweepState):
+    value: Tensor
+    lanczos: Tensor  # v_k
+    lanczos_before: Tensor  # v_{k-1}
+    beta: Tensor  # beta_k, the coupling of v_k and v_{k-1}
+    cosine: Tensor  # c_{k-1}
+    sine: Tensor  # s_{k-1}
+    delta: Tensor  # delta_k, entry (k-1, k) of the rotated tridiagonal matrix before the rotation k-1
+    epsilon: Tensor  # epsilon_k, entry (k-2, k)
+    search: Tensor  # d_{k-1}
+    search_before: Tensor  # d_{k-2}
+    stiffness: Tensor  # the largest column of the tridiagonal matrix met: a lower bound of |A|
+
+
+@dataclass(frozen=True)
+class MINRES(LinearSolver[MINRESState]):
+    """Minimal residuals, for symmetric A, definite or indefinite.
+
+    x_k minimises |b - A x| over span{b, A b, ..., A^{k-1} b}; the residual never grows. A singular system ends at a
+    least-squares solution (A r = 0), as STALLED unless it is consistent. `negative_curvature` is free here: the
+    residual r_{k-1} has the curvature -c_{k-1} gamma_k |r_{k-1}|^2 in terms of the rotations. MINRES goes on after
+    meeting it, so the flag says that A is not positive definite on the Krylov space of b; no direction is kept.
+
+    Reference: Paige, Saunders (1975), in the notation of Choi, Paige, Saunders (2011); the curvature test is that of
+    Liu, Roosta (2022), "MINRES: from negative curvature detection to monotonicity properties".
+    """
+
+    symmetric: ClassVar[bool] = True
+
+    def begin(self, residual: Tensor) -> MINRESState:
+        zeros, verdict, negative = fresh(residual)
+        size, still = length(residual), torch.zeros_like(residual)
+        return MINRESState(
+            residual_norm=size,
+            verdict=verdict,
+            negative_curvature=negative,
+            value=still,
+            lanczos=divide(residual, size),
+            lanczos_before=still,
+            beta=zeros,
+            cosine=zeros - 1,
+            sine=zeros,
+            delta=zeros,
+            epsilon=zeros,
+            search=still,
+            search_before=still,
+            stiffness=zeros,
+        )
+
+    def step(self, matvec: LinearMap, state: MINRESState, active: Tensor) -> MINRESState:
+        following, alpha, beta = self._lanczos(matvec, state)
+        column = (state.beta.square() + alpha.square() + beta.square()).sqrt()
+        stiffness = torch.maximum(state.stiffness, column)
+        tiny = ROUNDOFF * torch.finfo(beta.dtype).eps * stiffness
+        beta = torch.where(beta <= tiny, 0.0, beta)  # an invariant subspace
+        gamma = state.sine * state.delta - state.cosine * alpha
+        curvature = -state.cosine * gamma  # of the unit residual r_{k-1} / |r_{k-1}|
+        # |A r_{k-1}| / |r_{k-1}| = |(gamma_k, c_{k-1} beta_{k+1})|: nothing left to reduce.
+        blocked = active & (torch.hypot(gamma, state.cosine * beta) <= tiny)
+        negative = active & ~blocked & (curvature <= tiny)
+        advanced = self._advance(state, following, alpha, beta, gamma)
+        state = freeze(active & ~blocked, replace(advanced, stiffness=stiffness), state)
+        return replace(
+            state,
+            verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
+            negative_curvature=state.negative_curvature | negative,
+        )
+
+    def _lanczos(self, matvec: LinearMap, state: MINRESState) -> tuple[Tensor, Tensor, Tensor]:
+        """(beta_{k+1} v_{k+1}, alpha_k, beta_{k+1})."""
+        product = torch.addcmul(matvec(state.lanczos), state.beta.unsqueeze(-1), state.lanczos_before, value=-1)
+        alpha = dot(state.lanczos, product)
+        following = torch.addcmul(product, alpha.unsqueeze(-1), state.lanczos, value=-1)
+        return following, alpha, length(following)
+
+    def _advance(
+        self, state: MINRESState, following: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor
+    ) -> MINRESState:
+        above = state.cosine * state.delta + state.sine * alpha
+        pivot = torch.hypot(gamma, beta)
+        cosine, sine = divide(gamma, pivot), divide(beta, pivot)
+        search = state.lanczos - above.unsqueeze(-1) * state.search - state.epsilon.unsqueeze(-1) * state.search_before
+        search = divide(search, pivot)
+        return replace(
+            state,
+            residual_norm=sine * state.residual_norm,
+            value=torch.addcmul(state.value, (cosine * state.residual_norm).unsqueeze(-1), search),
+            lanczos=divide(following, beta),
+            lanczos_before=state.lanczos,
+            beta=beta,
+            cosine=cosine,
+            sine=sine,
+            delta=-state.cosine * beta,
+            epsilon=state.sine * beta,
+            search=search,
+            search_before=state.search,
+        )
+
+    def correction(self, state: MINRESState) -> Tensor:
+        return state.value
+
+
+def minres(
+    matvec: LinearMap,
+    b: Tensor,
+    *,
+    initial: Tensor | None = None,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    max_steps: int | None = None,
+    check_every: int | None = None,
+) -> LinearSolution:
+    """Solve A x = b by minimal residuals, A symmetric, definite or not: `MINRES(...).solve(matvec, b)`.
+
+    Args:
+        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
+        b: right-hand sides, (*batch, n).
+        initial: first guess, (*batch, n).
+        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
+        atol: absolute tolerance.
+        max_steps: largest number of matvecs of a problem.
+        check_every: steps between two looks of the host.
+
+    Returns:
+        `LinearSolution`, flagged `negative_curvature` where a residual met v . A v <= 0; no `direction`.
+
+    Raises:
+        TypeError, ValueError: as `LinearSolver.solve`.
+
+    Reference: Paige, Saunders (1975).
+
+    """
+    return MINRES(rtol, atol, max_steps, check_every).solve(matvec, b, initial=initial)

@@ -1,0 +1,109 @@
+"""The Neumann series: plain fixed-point iteration on a linear system."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .._types import LinearMap
+from ..status import Status
+from ._solution import LinearSolution
+from ._vectors import choose, freeze, length
+from .base import LinearSolver, SweepState, fresh
+
+#: A residual that has grown by this factor is not a transient.
+GROWTH = 1e6
+
+
+@dataclass(frozen=True)
+class NeumannState(SweepState):
+    value: Tensor
+    residual: Tensor
+    best: Tensor
+    best_norm: Tensor
+    start_norm: Tensor
+
+
+@dataclass(frozen=True)
+class Neumann(LinearSolver[NeumannState]):
+    """The Neumann series x = sum_k (I - A)^k b, for A with spectral radius of I - A below 1.
+
+    x <- x + (b - A x). A problem whose residual grows by a factor 1e6 or leaves the finite numbers is DIVERGED; one
+    that grows more slowly ends as MAX_STEPS. Both return their best iterate.
+
+    Reference: Neumann (1877), Untersuchungen ueber das logarithmische und Newton'sche Potential.
+    """
+
+    symmetric: ClassVar[bool] = False
+
+    def default_max_steps(self, n: int) -> int:
+        """500, whatever n: the series does not terminate after n terms."""
+        return 500
+
+    def begin(self, residual: Tensor) -> NeumannState:
+        _, verdict, negative = fresh(residual)
+        size, still = length(residual), torch.zeros_like(residual)
+        return NeumannState(
+            residual_norm=size,
+            verdict=verdict,
+            negative_curvature=negative,
+            value=still,
+            residual=residual,
+            best=still,
+            best_norm=size,
+            start_norm=size,
+        )
+
+    def step(self, matvec: LinearMap, state: NeumannState, active: Tensor) -> NeumannState:
+        value, residual = state.value + state.residual, state.residual - matvec(state.residual)
+        size = length(residual)
+        better = size < state.best_norm
+        advanced = replace(
+            state,
+            residual_norm=size,
+            verdict=state.verdict.masked_fill(~(size <= GROWTH * state.start_norm), int(Status.DIVERGED)),
+            value=value,
+            residual=residual,
+            best=choose(better, value, state.best),
+            best_norm=torch.where(better, size, state.best_norm),
+        )
+        return freeze(active, advanced, state)
+
+    def correction(self, state: NeumannState) -> Tensor:
+        return state.best
+
+
+def neumann(
+    matvec: LinearMap,
+    b: Tensor,
+    *,
+    initial: Tensor | None = None,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    max_steps: int | None = None,
+    check_every: int | None = None,
+) -> LinearSolution:
+    """Solve A x = b by the Neumann series, I - A a contraction: `Neumann(...).solve(matvec, b)`.
+
+    Args:
+        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
+        b: right-hand sides, (*batch, n).
+        initial: first guess, (*batch, n).
+        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
+        atol: absolute tolerance.
+        max_steps: largest number of matvecs of a problem.
+        check_every: steps between two looks of the host.
+
+    Returns:
+        `LinearSolution`; DIVERGED, with the best iterate, where the series does not converge.
+
+    Raises:
+        TypeError, ValueError: as `LinearSolver.solve`.
+
+    Reference: Neumann (1877).
+
+    """
+    return Neumann(rtol, atol, max_steps, check_every).solve(matvec, b, initial=initial)

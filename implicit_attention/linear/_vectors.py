@@ -1,0 +1,89 @@
+"""Vector algebra along the last axis, one row per problem: nothing here mixes two rows."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+State = TypeVar("State")
+
+#: A relative quantity below ROUNDOFF * eps is taken for rounding noise.
+ROUNDOFF = 10.0
+
+
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """left . right, (*batch)."""
+    return (left * right).sum(-1)
+
+
+def norm(vector: Tensor) -> Tensor:
+    """Euclidean length, (*batch); squares neither overflow nor underflow."""
+    unit, scale = normalised(vector)
+    return scale * length(unit)
+
+
+def length(vector: Tensor) -> Tensor:
+    """Euclidean length of vectors whose squares are representable, (*batch)."""
+    size: Tensor = torch.linalg.vector_norm(vector, dim=-1)
+    return size
+
+
+def normalised(vector: Tensor) -> tuple[Tensor, Tensor]:
+    """(vector / scale, scale), scale (*batch) the power of two that brings the largest entry into [1/2, 1).
+
+    A power of two changes no bit of the mantissas, so solutions are exactly equivariant under such rescalings of b.
+    """
+    peak = vector.abs().amax(-1)
+    exponent = torch.frexp(peak).exponent.clamp(-120, 120)
+    scale = torch.ldexp(torch.ones_like(peak), exponent)
+    scale = torch.where(peak.isfinite() & (peak > 0), scale, 1.0)
+    return vector / scale.unsqueeze(-1), scale
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, and 0 where the denominator is 0; a (*batch) denominator divides vectors too."""
+    divisor = along(denominator, numerator)
+    return torch.where(divisor == 0, 0.0, numerator / divisor)
+
+
+def along(per_problem: Tensor, target: Tensor) -> Tensor:
+    """Append axes to a (*batch) tensor until it broadcasts along `target`."""
+    return per_problem.reshape(per_problem.shape + (1,) * (target.ndim - per_problem.ndim))
+
+
+def choose(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """New rows where the (*batch) mask holds, old rows elsewhere."""
+    return torch.where(along(mask, new), new, old)
+
+
+def freeze(active: Tensor, new: State, old: State) -> State:
+    """A dataclass of (*batch, ...) tensors: rows of `new` where active, untouched rows of `old` elsewhere."""
+    changes: dict[str, Any] = {}
+    for field in fields(new):  # type: ignore[arg-type]
+        after, before = getattr(new, field.name), getattr(old, field.name)
+        changes[field.name] = after if after is before else choose(active, after, before)
+    return replace(new, **changes)  # type: ignore[type-var]
+
+
+def coordinates(basis: Tensor, vector: Tensor) -> Tensor:
+    """Inner products of the rows of a (*batch, k, n) basis with a vector, (*batch, k)."""
+    return (basis * vector.unsqueeze(-2)).sum(-1)
+
+
+def combination(basis: Tensor, weights: Tensor) -> Tensor:
+    """sum_k weights_k basis_k, (*batch, n)."""
+    return (basis * weights.unsqueeze(-1)).sum(-2)
+
+
+def orthogonalise(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """(coordinates in the basis, remainder orthogonal to it), by classical Gram-Schmidt done twice.
+
+    Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to working precision.
+    """
+    first = coordinates(basis, vector)
+    vector = vector - combination(basis, first)
+    second = coordinates(basis, vector)
+    return first + second, vector - combination(basis, second)

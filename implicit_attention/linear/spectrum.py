@@ -1,0 +1,183 @@
+"""Eigenvalues of matrix-free maps from a few matvecs: Lanczos for symmetric ones, Arnoldi for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._types import LinearMap
+from .._validate import check_integer, require
+from ._sweeps import check_arguments, checked
+from ._vectors import ROUNDOFF, along, divide, dot, length, normalised, orthogonalise
+
+
+@dataclass(frozen=True)
+class LanczosResult:
+    """A symmetric map on a k-dimensional subspace: Q A Q^T = T, tridiagonal.
+
+    Attributes:
+        alphas: diagonal of T, (*batch, k).
+        betas: off-diagonal of T, (*batch, k - 1); 0 where an invariant subspace was complete.
+        ritz_values: eigenvalues of T, ascending, (*batch, k).
+        error_bounds: |A y - theta y| of the unit Ritz vectors y, (*batch, k): an eigenvalue of A lies that near.
+        basis: the rows of Q, orthonormal, (*batch, k, n), or None.
+    """
+
+    alphas: Tensor
+    betas: Tensor
+    ritz_values: Tensor
+    error_bounds: Tensor
+    basis: Tensor | None = None
+
+
+class Eigenvalue(NamedTuple):
+    """An estimate (*batch) and its error bound (*batch): a true eigenvalue lies within `error_bound`."""
+
+    value: Tensor
+    error_bound: Tensor
+
+
+def lanczos(matvec: LinearMap, start: Tensor, steps: int, *, keep_basis: bool = False) -> LanczosResult:
+    """Reduce a symmetric map to tridiagonal form on the Krylov space of `start`, with full reorthogonalisation.
+
+    A q_j = beta_{j-1} q_{j-1} + alpha_j q_j + beta_j q_{j+1}. Where the Krylov space is complete before k vectors, the
+    recurrence goes on with beta = 0 and a fixed pseudo-random vector orthogonal to it, so every Ritz value is genuine
+    and k = n gives the whole spectrum. A problem that meets a NaN gets NaN throughout.
+
+    Args:
+        matvec: x -> A x, symmetric, (*batch, n) -> (*batch, n), acting on each row separately.
+        start: first vector, (*batch, n), any length; a zero start is replaced.
+        steps: number k of vectors, at most n of them are used.
+        keep_basis: whether to return Q.
+
+    Returns:
+        `LanczosResult`.
+
+    Raises:
+        TypeError, ValueError: wrong types, shapes or dtypes, or steps < 1.
+
+    Reference: Lanczos (1950); error bound: Parlett (1980), section 13.2.
+
+    """
+    with torch.no_grad():
+        basis, hessenberg, last = arnoldi(matvec, start, steps)
+        alphas = hessenberg.diagonal(dim1=-2, dim2=-1)
+        betas = hessenberg.diagonal(offset=-1, dim1=-2, dim2=-1)
+        tridiagonal = alphas.diag_embed() + betas.diag_embed(-1) + betas.diag_embed(1)
+        clean, broken = _without_nan(tridiagonal)
+        values, vectors = torch.linalg.eigh(clean)
+        bounds = last.unsqueeze(-1) * vectors[..., -1, :].abs()
+        fill = broken.unsqueeze(-1)
+        return LanczosResult(
+            alphas,
+            betas,
+            values.masked_fill(fill, torch.nan),
+            bounds.masked_fill(fill, torch.nan),
+            basis if keep_basis else None,
+        )
+
+
+def extreme_eigenvalues(matvec: LinearMap, start: Tensor, steps: int = 30) -> tuple[Eigenvalue, Eigenvalue]:
+    """Estimate the smallest and the largest eigenvalue of a symmetric map, each with its error bound.
+
+    The smallest Ritz value lies above the smallest eigenvalue, the largest below the largest; `error_bound` is the
+    distance within which some eigenvalue lies, not a proof that it is the extreme one.
+
+    Args:
+        matvec: x -> A x, symmetric, (*batch, n) -> (*batch, n), acting on each row separately.
+        start: first vector, (*batch, n); a random one.
+        steps: number of Lanczos vectors.
+
+    Returns:
+        (smallest, largest), each an `Eigenvalue` (value, error_bound) of (*batch) tensors.
+
+    Raises:
+        TypeError, ValueError: as `lanczos`.
+
+    Reference: Parlett (1980), chapter 13.
+
+    """
+    result = lanczos(matvec, start, steps)
+    values, bounds = result.ritz_values, result.error_bounds
+    return Eigenvalue(values[..., 0], bounds[..., 0]), Eigenvalue(values[..., -1], bounds[..., -1])
+
+
+def spectral_radius(matvec: LinearMap, start: Tensor, steps: int = 30) -> Tensor:
+    """Estimate max |lambda| over the eigenvalues of a map, symmetric or not, by Arnoldi's method.
+
+    The largest eigenvalue modulus of the small Hessenberg matrix: an estimate, not a bound; exact for steps = n.
+
+    Args:
+        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
+        start: first vector, (*batch, n); a random one.
+        steps: number of Arnoldi vectors.
+
+    Returns:
+        The spectral radius, (*batch); NaN for a problem that meets one.
+
+    Raises:
+        TypeError, ValueError: as `lanczos`.
+
+    Reference: Arnoldi (1951).
+
+    """
+    with torch.no_grad():
+        clean, broken = _without_nan(arnoldi(matvec, start, steps)[1])
+        moduli: Tensor = torch.linalg.eigvals(clean).abs()
+        return moduli.amax(-1).masked_fill(broken, torch.nan)
+
+
+def arnoldi(matvec: LinearMap, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows v_j, (*batch, k, n); H, (*batch, k, k); last): A v_j = sum_i H_ij v_i, plus last v_{k+1} for j = k."""
+    check_arguments(1.0, matvec, start, None)
+    check_integer("steps", steps, low=1)
+    n = start.shape[-1]
+    require(n > 0, "start", "have at least one entry per problem", f"shape {tuple(start.shape)}")
+    apply, count = checked(matvec, start), min(steps, n)
+    fillers = _fillers(start, count)
+    vector = _started(start.detach(), fillers[0])
+    basis = vector.unsqueeze(-2)
+    columns: list[Tensor] = []
+    stiffness = height = torch.zeros_like(vector[..., 0])
+    for index in range(count):
+        product = apply(vector) if start.numel() else vector
+        stiffness = torch.maximum(stiffness, length(product))
+        column, vector, height = _extend(basis, product, fillers[index], stiffness)
+        columns.append(torch.cat([column, height.unsqueeze(-1)], -1))
+        if index + 1 < count:
+            basis = torch.cat([basis, vector.unsqueeze(-2)], -2)
+    padded = [torch.nn.functional.pad(c, (0, count + 1 - c.shape[-1])) for c in columns]
+    return basis, torch.stack(padded, -1)[..., :count, :], height
+
+
+def _extend(basis: Tensor, product: Tensor, filler: Tensor, stiffness: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(coordinates of A v, next unit vector, subdiagonal entry); the filler replaces an A v with nothing new in it."""
+    column, vector = orthogonalise(basis, product)
+    height = length(vector)
+    complete = height <= ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
+    vector = torch.where(along(complete, vector), filler, vector)
+    _, vector = orthogonalise(basis, divide(vector, length(vector)))
+    return column, divide(vector, length(vector)), torch.where(complete, 0.0, height)
+
+
+def _started(start: Tensor, filler: Tensor) -> Tensor:
+    """Unit start vectors; a filler where the start is zero."""
+    unit, _ = normalised(start)
+    vector = torch.where(along(dot(unit, unit) == 0, unit), filler, unit)
+    return divide(vector, length(vector))
+
+
+def _fillers(start: Tensor, count: int) -> Tensor:
+    """Pseudo-random vectors (count, n), the same on every call and device; the global generator is not touched."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(count, start.shape[-1], generator=generator, dtype=torch.float64)
+    return drawn.to(device=start.device, dtype=start.dtype)
+
+
+def _without_nan(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """(matrices with the non-finite ones zeroed, which ones those were): LAPACK refuses NaN for the whole batch."""
+    broken = ~matrix.isfinite().all(-1).all(-1)
+    return matrix.masked_fill(broken.unsqueeze(-1).unsqueeze(-1), 0.0), broken

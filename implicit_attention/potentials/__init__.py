@@ -1,0 +1,7 @@
+"""Potentials Phi with their gradient (mean) and Hessian (covariance): one family per file."""
+
+from .base import CovarianceMap, Potential
+from .log_sum_exp import LogSumExp
+from .quadratic import Quadratic
+
+__all__ = ["CovarianceMap", "LogSumExp", "Potential", "Quadratic"]

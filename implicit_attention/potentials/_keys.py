@@ -1,0 +1,69 @@
+"""What potentials over a set of keys share: checks of keys, beta and masks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from .. import _validate
+from .base import Potential
+
+
+class KeyPotential(Potential):
+    """Base of potentials that are sums over keys (*batch, M, D) at inverse temperature beta.
+
+    `beta` is a float or a tensor that broadcasts to *batch.
+    """
+
+    keys: Tensor
+    beta: float | Tensor
+
+    def __init__(self, keys: Tensor, beta: float | Tensor) -> None:
+        _validate.check_float_tensor("keys", keys, min_ndim=2)
+        _validate.require(
+            keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}", "mask keys out instead"
+        )
+        self.keys = keys
+        if isinstance(beta, Tensor):
+            _validate.check_float_tensor("beta", beta)
+            _validate.check_same_kind([("keys", keys), ("beta", beta)])
+            _validate.check_together("beta", beta.shape, keys.shape[:-2], "the leading axes of `keys`")
+            beta = _validate.check_range(
+                "beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example as an exponential"
+            )
+        else:
+            _validate.check_number("beta", beta, low=0.0, open_low=True)
+        self.beta = beta
+
+    @property
+    def _scale(self) -> float | Tensor:
+        """Beta, shaped to multiply scores or states."""
+        return self.beta[..., None, None] if isinstance(self.beta, Tensor) else self.beta
+
+    @property
+    def _row_scale(self) -> float | Tensor:
+        """Beta, shaped to multiply one number per row."""
+        return self.beta[..., None] if isinstance(self.beta, Tensor) else self.beta
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        _validate.check_float_tensor(argument, z, min_ndim=2)
+        _validate.require(
+            z.shape[-1] == self.keys.shape[-1],
+            argument,
+            f"have the keys' dimension {self.keys.shape[-1]} on its last axis",
+            f"shape {tuple(z.shape)}",
+        )
+        _validate.check_same_kind([("keys", self.keys), (argument, z)])
+        _validate.check_broadcast("keys", self.keys.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
+        if isinstance(self.beta, Tensor):
+            _validate.check_broadcast("beta", self.beta.shape, z.shape[:-2], f"the leading axes of `{argument}`")
+
+    def select(self, index: Tensor) -> Self:
+        return self
+
+    def diameter(self) -> Tensor:
+        """The largest distance between two keys of a set, (*batch); blocks of keys, no (M, M, D) tensor."""
+        keys = self.keys.detach()
+        blocks = [torch.cdist(part, keys).amax(dim=(-1, -2)) for part in keys.split(512, dim=-2)]
+        return torch.stack(blocks).amax(0)

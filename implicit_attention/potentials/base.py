@@ -1,0 +1,79 @@
+"""A potential: a log-partition function Phi, its gradient (the mean) and its Hessian (the covariance)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from .._declared import Declared
+from .._types import LinearMap
+
+
+class CovarianceMap(NamedTuple):
+    """The covariance of a potential at one state, without graph.
+
+    product: v -> Cov v; pullback: u -> (d mean/dt)^T u for each t of `potential.tensors()`.
+    """
+
+    product: LinearMap
+    pullback: Callable[[Tensor], tuple[Tensor | None, ...]]
+
+
+class Potential(Declared):
+    """Phi(z) with mean(z) = grad Phi(z) and covariance_product(z, v) = Hess Phi(z) v.
+
+    States have shape (*batch, N, D) and values (*batch, N): every row z is its own problem. A subclass defines
+    `value`; the rest follows by automatic differentiation until it is given in closed form. Tensors held in
+    attributes are declared by that (see `Declared`).
+    """
+
+    #: Whether Phi is convex. It then certifies that fixed-point steps of the anchored energy descend.
+    convex: bool = False
+    #: Whether `mean` and the covariance are written out; otherwise they come from `value` by differentiation.
+    closed_form: ClassVar[bool] = False
+
+    def value(self, z: Tensor) -> Tensor:
+        """Phi(z), (*batch, N, D) -> (*batch, N)."""
+        raise NotImplementedError(f"{type(self).__name__} must define value(z) -> (*batch, N)")
+
+    def mean(self, z: Tensor) -> Tensor:
+        """Grad Phi(z), (*batch, N, D) -> (*batch, N, D)."""
+
+        def total(z: Tensor) -> Tensor:
+            return self.value(z).sum()
+
+        gradient: Tensor = torch.func.grad(total)(z)
+        return gradient
+
+    def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
+        """Hess Phi(z) v, per row; symmetric in its two uses, so that it is both the JVP and the VJP of `mean`."""
+        _, vjp = torch.func.vjp(self.mean, z)
+        product: Tensor = vjp(v)[0]
+        return product
+
+    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """(value, mean) of one evaluation."""
+        return self.value(z), self.mean(z)
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        """The covariance at one state for many products, or None where it is no cheaper than differentiation."""
+        return None
+
+    def bounded_below(self, anchor: float) -> bool:
+        """Whether |z|^2/2 - (1 - anchor) Phi(z) is bounded below; a potential that may not be says so here."""
+        return True
+
+    def lipschitz(self) -> Tensor | None:
+        """An upper bound on |Hess Phi(z)| over all z, per batch entry, or None if none is known."""
+        return None
+
+    def select(self, index: Tensor) -> Self | None:
+        """The same potential for the rows `index` (*batch, K) of its states, or None if it cannot tell."""
+        return None
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        """Raise if states of z's shape do not fit the potential."""

@@ -1,0 +1,84 @@
+"""The quadratic potential, whose mean is linear attention: the solvable case."""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import _validate
+from ._keys import KeyPotential
+
+
+class Quadratic(KeyPotential):
+    """Phi(z) = (beta/2) sum_j <k_j, z>^2, whose mean beta K^T K z is linear attention without normalisation.
+
+    The anchored energy is then quadratic and its equilibrium (I - (1 - anchor) beta K^T K)^{-1} anchor x.
+
+    Args:
+        keys: (*batch, M, D).
+        beta: > 0, a float or a tensor that broadcasts to *batch.
+        mask: boolean over keys, broadcasts to (*batch, 1, M); True = the key counts.
+        bias: not supported (there is no exponential that it could shift); must be None.
+
+    The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; see `bounded_below`.
+
+    Gradients: with respect to z, keys and beta, to any order.
+    """
+
+    convex = True
+    closed_form = True
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "*batch M D"],
+        beta: float | Float[Tensor, "*#batch"],
+        *,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        super().__init__(keys, beta)
+        _validate.require(
+            bias is None, "bias", "be None for Quadratic", "a tensor", "use LogSumExp for additive biases"
+        )
+        if mask is not None:
+            _validate.require(
+                mask.dtype == torch.bool and mask.ndim >= 1 and mask.shape[-1] == keys.shape[-2],
+                "mask",
+                f"be boolean with {keys.shape[-2]} keys on its last axis",
+                f"{mask.dtype} of shape {tuple(mask.shape)}",
+            )
+            _validate.require(
+                mask.ndim == 1 or mask.shape[-2] == 1,
+                "mask",
+                "be the same for all queries, shape (*batch, 1, M)",
+                f"shape {tuple(mask.shape)}",
+                "use one Quadratic per group of queries",
+            )
+            self.keys = keys.where((mask if mask.ndim == 1 else mask.squeeze(-2))[..., None], 0.0)
+
+    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+        """Phi(z), (*batch, N, D) -> (*batch, N)."""
+        return self._row_scale * self._project(z).square().sum(-1) / 2
+
+    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """beta K^T K z, per row."""
+        return self._scale * einsum(self._project(z), self.keys, "... n m, ... m d -> ... n d")
+
+    def covariance_product(
+        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
+    ) -> Float[Tensor, "*batch N D"]:
+        """beta K^T K v, whatever z."""
+        return self.mean(v)
+
+    def bounded_below(self, anchor: float) -> bool:
+        """Whether (1 - anchor) beta lambda_max(K^T K) < 1 for every batch entry."""
+        return bool(((1 - anchor) * self.lipschitz() < 1).all())
+
+    def lipschitz(self) -> Tensor:
+        """beta lambda_max(K^T K), (*batch)."""
+        return self.beta * torch.linalg.matrix_norm(self.keys.detach(), ord=2).square()
+
+    def _project(self, z: Tensor) -> Tensor:
+        return einsum(z, self.keys, "... n d, ... m d -> ... n m")

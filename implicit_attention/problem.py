@@ -1,0 +1,210 @@
+"""What a solver solves: z = f(z), one problem per leading index, with evidence-relevant properties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from . import _validate
+from ._autograd import jvp_by_vjp
+from ._declared import Declared
+from ._types import LinearMap
+
+
+class Linearization(NamedTuple):
+    """The Jacobian J = df/dz of a problem at one state, as three linear maps without graph.
+
+    product: v -> J v; transposed: u -> J^T u; pullback: u -> (df/dt)^T u for each t of `problem.tensors()`
+    (None for tensors that are not floating-point).
+    """
+
+    product: LinearMap
+    transposed: LinearMap
+    pullback: Callable[[Tensor], tuple[Tensor | None, ...]]
+
+
+class Evaluation(NamedTuple):
+    """f(z) and, where asked for, E(z) per problem."""
+
+    mapped: Tensor
+    energy: Tensor | None
+
+
+class Problem(Declared):
+    """A fixed-point problem z = f(z).
+
+    The last `event_ndim` axes of a state are one problem, all leading axes number independent problems. A subclass
+    defines `fixed_point_map`; everything else has a default built on it with automatic differentiation.
+    """
+
+    #: Number of trailing axes that form one problem.
+    event_ndim: int
+    #: Whether df/dz is symmetric (f - z is a negative gradient).
+    symmetric: bool = False
+    #: Whether there is an energy whose negative gradient is f(z) - z.
+    has_energy: ClassVar[bool] = False
+    #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed, so that plain steps need no test.
+    monotone: bool = False
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        """f(z), differentiable to any order."""
+        raise NotImplementedError(f"{type(self).__name__} must define fixed_point_map(z)")
+
+    def energy(self, z: Tensor) -> Tensor:
+        """E(z) per problem."""
+        raise NotImplementedError(f"{type(self).__name__} has no energy; use an energy, or a solver that needs none")
+
+    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
+        """f(z) and, if asked for, E(z) in one go."""
+        return Evaluation(self.fixed_point_map(z), self.energy(z) if energy else None)
+
+    def linearize(self, z: Tensor) -> Linearization:
+        """The Jacobian of f at z, for many products at one state."""
+        _, transposed = torch.func.vjp(self.fixed_point_map, z)
+
+        def product(v: Tensor) -> Tensor:
+            if self.symmetric:
+                return transposed(v)[0]
+            return jvp_by_vjp(self.fixed_point_map, (z,), (v,))
+
+        return Linearization(product, lambda u: transposed(u)[0], lambda u: pullback(self, z, u))
+
+    def select(self, index: Tensor) -> Self | None:
+        """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
+        return None
+
+    def check_state(self, z: Tensor) -> None:
+        """Raise if `z` cannot be a state of this problem."""
+        _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)
+
+    def check_closure(self, z: Tensor) -> None:
+        """Raise if f reads a tensor that requires grad and is not declared: its gradient would silently be zero."""
+
+
+def pullback(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    """(df/dt)^T u at fixed z for every tensor t of the problem; differentiable when derivatives are recorded."""
+    tensors = problem.tensors()
+    where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+
+    def mapped(*floating: Tensor) -> Tensor:
+        new = list(tensors)
+        for i, t in zip(where, floating, strict=True):
+            new[i] = t
+        return problem.replace(*new).fixed_point_map(z)
+
+    result: list[Tensor | None] = [None] * len(tensors)
+    if where:
+        _, vjp = torch.func.vjp(mapped, *(tensors[i] for i in where))
+        for i, gradient in zip(where, vjp(cotangent), strict=True):
+            result[i] = gradient
+    return tuple(result)
+
+
+class UserProblem(Problem):
+    """A problem made of a user's function(z, *inputs), or of a module, whose tensors are the declared ones."""
+
+    def __init__(self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int) -> None:
+        if not callable(function):
+            raise TypeError(
+                _validate.message("function", "be callable", type(function).__name__, "pass f(z, *tensors)")
+            )
+        _validate.check_integer("event_ndim", event_ndim, low=0)
+        self.function = function
+        self.inputs = inputs
+        self.event_ndim = event_ndim
+
+    def _check_output(self, result: Any, shape: torch.Size, meaning: str) -> Tensor:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        if not isinstance(result, Tensor):
+            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", type(result).__name__))
+        if result.shape != shape:
+            raise ValueError(
+                _validate.message(name, f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}")
+            )
+        return result
+
+    def check_closure(self, z: Tensor) -> None:
+        detached = self.replace(*(t.detach() for t in self.tensors()))
+        with torch.enable_grad():
+            result = detached.function(z.detach(), *detached.inputs)
+        if isinstance(result, Tensor) and result.requires_grad:
+            raise ValueError(
+                f"`{getattr(self.function, '__name__', 'function')}` reads {_closed_over(self.function)} which requires "
+                "grad but is not declared, so its gradient would silently be zero; pass it as an argument: "
+                f"{type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
+            )
+
+
+def _closed_over(function: Any) -> str:
+    """Names of the tensors that need grad in a function's closure, globals or bound object."""
+    found = []
+    code = getattr(function, "__code__", None)
+    cells = zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False)
+    scope = {name: cell.cell_contents for name, cell in cells}
+    scope |= {n: getattr(function, "__globals__", {}).get(n) for n in getattr(code, "co_names", ())}
+    scope |= {f"self.{n}": v for n, v in getattr(getattr(function, "__self__", None), "__dict__", {}).items()}
+    for name, value in scope.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            found.append(f"`{name}`")
+        elif isinstance(value, nn.Module) and any(p.requires_grad for p in value.parameters()):
+            found.append(f"the parameters of `{name}`")
+    return " and ".join(found) or "a tensor"
+
+
+class FixedPointMap(UserProblem):
+    """The problem z = f(z, *tensors) for any map, gradient of an energy or not.
+
+    Args:
+        function: f(z, *tensors) -> tensor of z's shape, acting on each problem (the last `event_ndim` axes)
+            separately; or an nn.Module, whose parameters are then declared.
+        *inputs: every tensor that f reads and whose gradient may be wanted.
+        event_ndim: number of trailing axes of z that form one problem.
+        symmetric: promise that df/dz is symmetric, so that the adjoint may use conjugate gradients.
+
+    Gradients: with respect to every declared tensor, first and second order. A tensor that requires grad and is read
+    without being declared raises ValueError in `solve`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor] | nn.Module,
+        *inputs: Any,
+        event_ndim: int,
+        symmetric: bool = False,
+    ) -> None:
+        super().__init__(function, *inputs, event_ndim=event_ndim)
+        self.symmetric = symmetric
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self._check_output(self.function(z, *self.inputs), z.shape, "of z")
+
+
+class VmappedProblem(Problem):
+    """A problem whose tensors carry one more leading axis, mapped over with torch.vmap."""
+
+    def __init__(self, inner: Problem, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]) -> None:
+        # Held in a closure: the tensors of `inner` are stale and must not be declared.
+        self._rebuild: Callable[..., Problem] = lambda *ts: inner.replace(*ts)
+        self.mapped_tensors = tensors
+        self.in_dims = in_dims
+        self.event_ndim = inner.event_ndim
+        self.symmetric = inner.symmetric
+        self.monotone = inner.monotone
+        self.has_energy = inner.has_energy  # type: ignore[misc]  # an instance may shadow the class's answer
+
+    def _vmap(self, method: str, z: Tensor) -> Tensor:
+        def call(z: Tensor, *tensors: Tensor) -> Tensor:
+            result: Tensor = getattr(self._rebuild(*tensors), method)(z)
+            return result
+
+        return torch.vmap(call, in_dims=(0, *self.in_dims))(z, *self.mapped_tensors)
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self._vmap("fixed_point_map", z)
+
+    def energy(self, z: Tensor) -> Tensor:
+        return self._vmap("energy", z)

@@ -1,0 +1,102 @@
+"""What a solve returns: the value, and for every problem the evidence that it is an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .status import Status
+
+__all__ = ["AdjointReport", "Solution", "Status", "Trace", "summarize"]
+
+
+class Trace(NamedTuple):
+    """Per iteration and problem, (iterations, *lead): the residual of the best state so far, its energy, and the map
+    evaluations spent by then."""
+
+    residual: Tensor
+    energy: Tensor | None
+    num_evals: Tensor
+
+
+@dataclasses.dataclass
+class AdjointReport:
+    """Evidence of the linear solve behind a gradient, per problem; empty until a backward pass has run."""
+
+    status: Tensor | None = None
+    residual: Tensor | None = None
+    tolerance: Tensor | None = None
+    num_steps: Tensor | None = None
+    negative_curvature: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Solution:
+    """The answer to a fixed-point problem, problem by problem. `lead` are the axes that number problems.
+
+    Attributes:
+        value: z, of the initial state's shape; float32 where the inputs are half precision.
+        status: (*lead), int8 codes of `Status`.
+        residual: (*lead), |f(z) - z|_2 of that very value.
+        tolerance: (*lead), atol + rtol |f(z)|_2, which the residual had to reach.
+        num_steps: (*lead), updates that led to the value.
+        num_evals: (*lead), evaluations of f (matrix-vector products of inner solves included) spent on the problem.
+        trace: the course of the iteration, if it was asked for.
+        adjoint: evidence of the backward solve, filled when a gradient was computed with `Implicit()`.
+    """
+
+    value: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    num_evals: Tensor
+    trace: Trace | None = None
+    adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
+    energy_function: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def energy(self) -> Tensor | None:
+        """E(value) per problem, (*lead), computed when asked for; None for a map without an energy."""
+        if self.energy_function is None:
+            return None
+        with torch.no_grad():
+            return self.energy_function(self.value.detach())
+
+    @property
+    def converged(self) -> Tensor:
+        """(*lead), True where the residual reached the tolerance."""
+        return (self.status == Status.CONVERGED) | (self.status == Status.SADDLE)
+
+    @property
+    def failed(self) -> Tensor:
+        """(*lead), True where the value is not an answer."""
+        return self.status > Status.SADDLE
+
+    def message(self, *index: int) -> str:
+        """The sentence for one problem: what happened and what to do."""
+        return sentence(self.status[index], self.residual[index], self.tolerance[index], self.num_steps[index])
+
+    def __repr__(self) -> str:
+        return f"Solution({summarize(self.status, self.residual, self.num_evals)})"
+
+
+def sentence(status: Tensor, residual: Tensor, tolerance: Tensor, steps: Tensor) -> str:
+    return Status(int(status)).sentence.format(residual=float(residual), tolerance=float(tolerance), steps=int(steps))
+
+
+def summarize(status: Tensor, residual: Tensor, num_evals: Tensor) -> str:
+    """One line over all problems: counts by status, largest residual, median and largest number of evaluations."""
+    codes = Counter(status.flatten().tolist())
+    counts = ", ".join(f"{count} {Status(code).name}" for code, count in sorted(codes.items()))
+    if status.numel() == 0:
+        return "no problems"
+    return (
+        f"{counts}; residual <= {float(residual.max()):.1e}; evaluations "
+        f"median {int(num_evals.flatten().median())}, max {int(num_evals.max())}"
+    )

@@ -1,0 +1,107 @@
+"""Anderson acceleration, problem by problem, with a safeguard."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..problem import Problem
+from .base import rows_where
+from .iterate import Iteration
+from .safeguard import Proposal, Safeguarded
+
+
+class History(NamedTuple):
+    """The last accepted steps, newest first: changes of r and of f(z), their Gram matrix, and where they are valid."""
+
+    dr: tuple[Tensor, ...]
+    df: tuple[Tensor, ...]
+    gram: tuple[tuple[Tensor, ...], ...]
+    valid: tuple[Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Anderson(Safeguarded):
+    """z <- f(z) - sum_i gamma_i df_i with gamma = argmin |r - sum_i gamma_i dr_i|^2, over the last accepted steps.
+
+    Args:
+        history: number of past steps to mix, >= 1.
+        ridge: Tikhonov term, relative to the mean diagonal of the Gram matrix.
+        plain_steps: applications of f before the first accelerated step.
+        guard: see `Safeguarded`; without it the method ends on saddles of attention energies.
+
+
+    Reference: Walker and Ni (2011), type II; the safeguards are this library's.
+    """
+
+    history: int = 3
+    ridge: float = 1e-10
+    plain_steps: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.check_integer("history", self.history, low=1)
+        _validate.check_number("ridge", self.ridge, low=0.0)
+        _validate.check_integer("plain_steps", self.plain_steps, low=1, remedy="the first step has no history to mix")
+
+    def init_history(self, z: Tensor) -> History:
+        return History((), (), (), ())
+
+    def remember(self, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
+        keep = self.history - 1
+        column = tuple(_dot(dr, old) for old in history.dr[:keep])
+        gram = ((_dot(dr, dr), *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
+        return History(
+            dr=(dr, *history.dr[:keep]),
+            df=(dz + dr, *history.df[:keep]),
+            gram=gram,
+            valid=(fresh, *(v & fresh for v in history.valid[:keep])),
+        )
+
+    def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
+        if point.index < self.plain_steps:
+            return Proposal(point.r, torch.zeros_like(accepted))
+        weights = self._weights(history, point.r)
+        s = point.r
+        for weight, valid, df in zip(weights, history.valid, history.df, strict=True):
+            s = s - rows_where(valid, weight[..., None] * df, torch.zeros_like(df))
+        usable = history.valid[0] & torch.isfinite(s).all(-1)
+        return Proposal(s, usable)
+
+    def _weights(self, history: History, r: Tensor) -> list[Tensor]:
+        """The least-squares weights by an LDL^T factorisation written out over the (small) history."""
+        m, valid = len(history.dr), history.valid
+        diagonal = [torch.where(valid[i], history.gram[i][0], 0.0) for i in range(m)]
+        count = torch.stack(valid).sum(0).clamp(min=1)
+        shift = self.ridge * torch.stack(diagonal).sum(0) / count + torch.finfo(r.dtype).tiny
+        rhs = [torch.where(valid[i], _dot(history.dr[i], r), 0.0) for i in range(m)]
+        lower: list[list[Tensor]] = []
+        pivots: list[Tensor] = []
+        for i in range(m):
+            row: list[Tensor] = []
+            for j in range(i):
+                entry = torch.where(valid[i] & valid[j], history.gram[j][i - j], 0.0)
+                for k in range(j):
+                    entry = entry - row[k] * lower[j][k] * pivots[k]
+                row.append(entry / pivots[j])
+            pivot = diagonal[i] + shift
+            for k in range(i):
+                pivot = pivot - row[k].square() * pivots[k]
+            # Columns that are dependent to rounding get no weight.
+            pivots.append(torch.where(pivot > 4 * torch.finfo(r.dtype).eps * diagonal[i] + shift / 2, pivot, torch.inf))
+            for k in range(i):
+                rhs[i] = rhs[i] - row[k] * rhs[k]
+            lower.append(row)
+        weights = [b / p for b, p in zip(rhs, pivots, strict=True)]
+        for i in reversed(range(m)):
+            for k in range(i + 1, m):
+                weights[i] = weights[i] - lower[k][i] * weights[k]
+        return weights
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1)

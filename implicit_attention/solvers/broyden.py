@@ -1,0 +1,75 @@
+"""Broyden's method, problem by problem, with a safeguard."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..problem import Problem
+from .base import rows_where
+from .iterate import Iteration
+from .safeguard import Proposal, Safeguarded
+
+
+class History(NamedTuple):
+    """-H = I - sum_i u_i v_i^T, the inverse of minus the Jacobian of r = f(z) - z, newest pair first."""
+
+    u: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    valid: tuple[Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Broyden(Safeguarded):
+    """z <- z - H r with H the inverse Jacobian of r = f(z) - z, updated by rank one after every accepted step.
+
+    Starts from H = -I, that is from the plain step.
+
+    Args:
+        history: largest number of rank-one updates kept; the oldest is dropped.
+        guard: see `Safeguarded`; without it the method ends on saddles of attention energies.
+
+    Reference: Broyden (1965), the first ("good") method, in the limited-memory form of its inverse.
+    """
+
+    history: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.check_integer("history", self.history, low=1)
+
+    def init_history(self, z: Tensor) -> History:
+        return History((), (), ())
+
+    def remember(self, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
+        # Minus H everywhere: B = -H, so that B r is the step and B dr = -dz is the secant condition.
+        v = _apply(history, dz, transposed=True)
+        denominator = (v * dr).sum(-1)
+        well = fresh & (denominator.abs() > torch.finfo(dr.dtype).eps * (v.norm(dim=-1) * dr.norm(dim=-1)))
+        u = (dz + _apply(history, dr)) / torch.where(well, denominator, 1.0)[..., None]
+        keep = self.history - 1
+        return History(
+            (u, *history.u[:keep]),
+            (v, *history.v[:keep]),
+            (well, *(old & fresh for old in history.valid[:keep])),
+        )
+
+    def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
+        if not history.u:
+            return Proposal(point.r, torch.zeros_like(accepted))
+        s = _apply(history, point.r)
+        usable = history.valid[0] & torch.isfinite(s).all(-1)
+        return Proposal(s, usable)
+
+
+def _apply(history: History, x: Tensor, *, transposed: bool = False) -> Tensor:
+    """B x = x - sum_i u_i <v_i, x>, or its transpose."""
+    pairs = (history.v, history.u) if transposed else (history.u, history.v)
+    result = x
+    for u, v, valid in zip(*pairs, history.valid, strict=True):
+        result = result - rows_where(valid, u * (v * x).sum(-1, keepdim=True), torch.zeros_like(u))
+    return result

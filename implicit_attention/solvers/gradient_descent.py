@@ -1,0 +1,43 @@
+"""Gradient descent on the energy, the method that unrolled networks use."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from .. import _validate
+from ..problem import Problem
+from .base import Solver, Update
+from .iterate import Iteration
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientDescent(Solver):
+    """z <- z - step_size grad E(z), where -grad E(z) = f(z) - z.
+
+    Args:
+        step_size: > 0; 1 is one softmax attention per step, and below 2 over the largest curvature of E it descends.
+
+    Raises:
+        ValueError: in `solve`, for a map that has no energy.
+    """
+
+    step_size: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.check_number("step_size", self.step_size, low=0.0, open_low=True)
+
+    def check_problem(self, problem: Problem) -> None:
+        _validate.require(
+            problem.has_energy,
+            "problem",
+            "have an energy for GradientDescent",
+            type(problem).__name__,
+            "use Picard(damping=...) for a map that is no gradient",
+        )
+
+    def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
+        return Update(state, point.z + self.step_size * point.r)

@@ -1,0 +1,63 @@
+"""Newton's method with an inner Krylov solver, problem by problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..linear import CG, GMRES
+from ..problem import Problem
+from .base import rows_where
+from .iterate import Iteration
+from .safeguard import STRETCH, Proposal, Safeguarded
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonKrylov(Safeguarded):
+    """z <- z + t s with (I - J) s = r solved to a relative `forcing`, J the Jacobian of f, t halved until accepted.
+
+    For energies I - J is the Hessian: conjugate gradients solve, and leave at the first direction of negative curvature
+    with what they have (at once: along -grad E), so that the iteration descends past saddles. Other maps use GMRES.
+    Every product with J counts as one evaluation.
+
+    Args:
+        forcing: relative residual of the inner solves, in (0, 1).
+        inner_steps: largest number of products in one inner solve.
+        guard: see `Safeguarded`.
+
+    Reference: Dembo, Eisenstat and Steihaug (1982).
+    """
+
+    forcing: float = 0.1
+    inner_steps: int = 50
+
+    differentiable: ClassVar[bool] = False
+    backtracks: ClassVar[bool] = True
+    # A Newton step is longer than the plain one along each eigenvector with curvature below 1.
+    slope: ClassVar[float] = 1e-3
+    longest: ClassVar[float] = float("inf")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.check_number("forcing", self.forcing, low=0.0, high=1.0, open_low=True)
+        _validate.require(self.forcing < 1, "forcing", "be < 1", self.forcing)
+        _validate.check_integer("inner_steps", self.inner_steps, low=1)
+
+    def propose(self, problem: Problem, history: object, point: Iteration, accepted: Tensor) -> Proposal:
+        event = point.event_shape
+        linear = problem.linearize(point.z.unflatten(-1, event) if event else point.z.squeeze(-1))
+
+        def matvec(v: Tensor) -> Tensor:
+            product = linear.product(v.unflatten(-1, event) if event else v.squeeze(-1))
+            return v - (product.flatten(-len(event)) if event else product.unsqueeze(-1))
+
+        rhs = rows_where(accepted & torch.isfinite(point.residual), point.r, torch.zeros_like(point.r))
+        inner = (CG if problem.symmetric else GMRES)(rtol=self.forcing, max_steps=self.inner_steps)
+        solution = inner.solve(matvec, rhs)
+        found = (solution.value != 0).any(-1)
+        s = rows_where(found, solution.value, STRETCH * point.r)
+        return Proposal(s, torch.isfinite(s).all(-1), solution.num_steps)

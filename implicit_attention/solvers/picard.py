@@ -1,0 +1,35 @@
+"""Picard iteration: the map again and again, i.e. repeated attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from .. import _validate
+from ..problem import Problem
+from .base import Solver, Update
+from .iterate import Iteration
+
+
+@dataclasses.dataclass(frozen=True)
+class Picard(Solver):
+    """z <- f(z) + damping (z - f(z)).
+
+    Args:
+        damping: in [0, 1); 0 is the plain iteration. What is measured against the tolerance is f(z) - z, never the
+            damped step.
+    """
+
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.check_number("damping", self.damping, low=0.0, high=1.0)
+        _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 nothing would move")
+
+    def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
+        if self.damping == 0:
+            return Update(state, point.mapped)
+        return Update(state, point.mapped - self.damping * point.r)

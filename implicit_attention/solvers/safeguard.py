@@ -1,0 +1,185 @@
+"""Accelerated steps that are kept only where they pay: the part that Anderson, Broyden and Newton share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..problem import Problem
+from .base import Solver, Update, rows_where
+from .iterate import Iteration
+
+Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
+
+# An accelerated step must lower E by this part of |r|^2; a plain one of a convex potential lowers it by 1/2.
+DESCENT = 0.25
+# E is known to this many units of rounding.
+ENERGY_SLACK = 4.0
+# Where the last step met negative curvature, extrapolation would climb to a saddle: go this many plain steps at once.
+STRETCH = 4.0
+# Steps shorter than this part of the proposed one are given up.
+SHORTEST = 2.0**-24
+
+
+class Proposal(NamedTuple):
+    """direction (*lead, n); accelerated (*lead), whether it is more than the plain step; num_evals spent on it."""
+
+    direction: Tensor
+    accelerated: Tensor
+    num_evals: Tensor | None = None
+
+
+class Memory(NamedTuple):
+    """The last accepted point, the step tried from it, and what the method remembers."""
+
+    z: Tensor
+    r: Tensor
+    residual: Tensor
+    energy: Tensor | None
+    direction: Tensor
+    length: Tensor
+    accelerated: Tensor
+    history: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Safeguarded(Solver):
+    """Base of solvers that propose a direction from every accepted point and test where it leads.
+
+    The guard decides what is kept. "energy": E must fall by |r|^2/4 (for a shortened step in proportion); where E
+    cannot resolve that in the given precision, by the trapezoid rule on its gradient. "residual": |r| must fall.
+    "none": every finite state is kept. "auto" is "energy" for energies and "residual" for other maps. A rejected step
+    is replaced by the plain one, f(z), and the history of that problem starts anew; a plain step that is not certain
+    to descend (`problem.monotone`) is tested too, and halved until it does. Where E curves downwards along the last
+    step, the next one is four plain steps long.
+    """
+
+    guard: Guard = dataclasses.field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.check_choice("guard", self.guard, ("auto", "energy", "residual", "none"))
+
+    def check_problem(self, problem: Problem) -> None:
+        if self.guard == "energy":
+            _validate.require(
+                problem.has_energy,
+                "guard",
+                "be 'residual', 'none' or 'auto' for a map without an energy",
+                repr(self.guard),
+            )
+
+    def needs_energy(self, problem: Problem) -> bool:
+        return self._guard(problem) == "energy"
+
+    def _guard(self, problem: Problem) -> str:
+        if self.guard != "auto":
+            return self.guard
+        return "energy" if problem.has_energy else "residual"
+
+    # What a method defines.
+
+    def init_history(self, z: Tensor) -> Any:
+        """The method's memory before any step."""
+        return ()
+
+    def remember(self, history: Any, dz: Tensor, dr: Tensor, fresh: Tensor) -> Any:
+        """The memory with one more accepted step, where `fresh`; elsewhere emptied."""
+        return history
+
+    def propose(self, problem: Problem, history: Any, point: Iteration, accepted: Tensor) -> Proposal:
+        """The direction to try from an accepted point."""
+        raise NotImplementedError
+
+    #: Whether a rejected accelerated step is shortened rather than replaced by the plain one.
+    backtracks: ClassVar[bool] = False
+    #: An accelerated step s is not evaluated unless <r, s> >= slope |r|^2, and it is cut to longest |r|. (Near a fold
+    #: the true step is that long; refusing it there would leave hundreds of plain steps.)
+    slope: ClassVar[float] = 0.5
+    longest: ClassVar[float] = 30.0
+
+    # The shared part.
+
+    def init(self, problem: Problem, z: Tensor) -> Memory:
+        unknown = torch.zeros_like(z[..., 0] if z.shape[-1] else z.sum(-1))
+        energy = unknown if self.needs_energy(problem) else None
+        plain = torch.zeros_like(unknown, dtype=torch.bool)
+        return Memory(z, z, unknown, energy, z, unknown, plain, self.init_history(z))
+
+    def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
+        if point.index == 0:
+            return None
+        finite = torch.isfinite(point.residual)
+        guard = self._guard(problem)
+        if guard == "none":
+            return finite | ~state.accelerated
+        if guard == "residual":
+            good = point.residual < self._residual_bound(state)
+        else:
+            good = self._descends(state, point)
+        if problem.monotone or guard == "residual":
+            # A plain step needs no test: it descends, or there is nothing better to fall back on.
+            return (good & finite) | ~state.accelerated
+        return good & finite
+
+    def _residual_bound(self, state: Memory) -> Tensor:
+        return state.residual
+
+    def _descends(self, state: Memory, point: Iteration) -> Tensor:
+        assert point.energy is not None
+        assert state.energy is not None
+        square = state.residual.square()
+        slope = (state.r * state.direction).sum(-1)
+        required = DESCENT * state.length * torch.where(state.accelerated & (not self.backtracks), square, slope)
+        rounding = torch.finfo(point.z.dtype).eps * torch.maximum(point.energy.abs(), state.energy.abs())
+        measured = state.energy - point.energy
+        # -grad E = r, so this is the fall of E along the step up to third order, free of cancellation.
+        trapezoid = state.length * ((state.r + point.r) * state.direction).sum(-1) / 2
+        resolved = required > ENERGY_SLACK * rounding
+        return torch.where(resolved, measured >= required - rounding, trapezoid >= required)
+
+    def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
+        """The proposal where it passes what can be tested without an evaluation, the plain step elsewhere."""
+        s, usable, num_evals = proposal
+        if self._guard(problem) != "none":
+            s = s * (self.longest * point.residual / torch.linalg.vector_norm(s, dim=-1)).clamp(max=1.0)[..., None]
+            if problem.symmetric:
+                usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
+        if self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
+            s = rows_where(downward, STRETCH * point.r, s)
+            usable = (usable | downward) if point.index > 1 else usable
+        return Proposal(rows_where(usable, s, point.r), usable, num_evals)
+
+    def step(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> Update:
+        fresh = accepted if point.index > 0 else torch.zeros_like(accepted)
+        history = self.remember(state.history, point.z - state.z, point.r - state.r, fresh)
+        base = Memory(
+            z=rows_where(accepted, point.z, state.z),
+            r=rows_where(accepted, point.r, state.r),
+            residual=torch.where(accepted, point.residual, state.residual),
+            energy=None
+            if point.energy is None or state.energy is None
+            else torch.where(accepted, point.energy, state.energy),
+            direction=state.direction,
+            length=state.length,
+            accelerated=state.accelerated,
+            history=history,
+        )
+        point = point._replace(z=base.z, r=base.r, residual=base.residual)
+        downward = fresh & (((point.z - state.z) * (point.r - state.r)).sum(-1) >= 0)
+        proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
+        to_plain = ~accepted & state.accelerated & (not self.backtracks)
+        shorter = ~accepted & ~to_plain
+        direction = rows_where(accepted, proposal.direction, rows_where(to_plain, base.r, state.direction))
+        length = torch.where(shorter, state.length / 2, torch.ones_like(state.length))
+        memory = base._replace(
+            direction=direction,
+            length=length,
+            accelerated=torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain),
+        )
+        candidate = base.z + length[..., None] * direction
+        return Update(memory, candidate, length < SHORTEST, proposal.num_evals)

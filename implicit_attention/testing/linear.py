@@ -1,0 +1,277 @@
+"""The contract of a linear solver: inherit `LinearSolverContract` in a pytest class and set `solver`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..linear import LinearSolution, LinearSolver
+from ..status import Status
+
+Matvec = Callable[[Tensor], Tensor]
+
+
+def dense_map(matrix: Tensor) -> Matvec:
+    """x -> A x for matrices (*batch, n, n), each row computed alike whatever the size of the batch."""
+    return lambda vector: (matrix * vector.unsqueeze(-2)).sum(-1)
+
+
+def symmetric_matrices(*batch: int, eigenvalues: Tensor, seed: int = 0) -> Tensor:
+    """Random symmetric matrices (*batch, n, n) with the given eigenvalues, (n,) or (*batch, n)."""
+    basis = torch.linalg.qr(random(*batch, eigenvalues.shape[-1], eigenvalues.shape[-1], seed=seed))[0]
+    matrix = (basis * eigenvalues.unsqueeze(-2)) @ basis.mT
+    return (matrix + matrix.mT) / 2
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers in float64, the same on every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def relative_residual(matrix: Tensor, b: Tensor, value: Tensor) -> Tensor:
+    """|b - A x| / |b|, by a matrix product that the solver did not use."""
+    error = torch.linalg.vector_norm(b - (matrix @ value.unsqueeze(-1)).squeeze(-1), dim=-1)
+    return torch.div(error, torch.linalg.vector_norm(b, dim=-1))
+
+
+def refusal(call: Callable[[], Any], kind: type[Exception]) -> str:
+    """The message of the exception that the call must raise."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+class LinearSolverContract:
+    """What every `LinearSolver` promises; a subclass sets `solver` (its default options) and what it can do."""
+
+    solver: ClassVar[LinearSolver[Any]]
+    #: Whether an ill-conditioned system takes more steps even if it has few unknowns.
+    slow_when_hard: ClassVar[bool] = False
+
+    def matrices(self, *batch: int, n: int = 5, seed: int = 0) -> Tensor:
+        """Systems that every method solves: symmetric, spectrum in [0.5, 1.5]."""
+        return symmetric_matrices(*batch, eigenvalues=torch.linspace(0.5, 1.5, n, dtype=torch.float64), seed=seed)
+
+    def hard(self, n: int = 5) -> Tensor:
+        """A slow system, (n, n), that every method solves."""
+        return symmetric_matrices(eigenvalues=torch.linspace(0.1, 1.9, n, dtype=torch.float64), seed=9)
+
+    def solve(self, matrix: Tensor, b: Tensor, **options: Any) -> LinearSolution:
+        initial = options.pop("initial", None)
+        return replace(self.solver, **options).solve(dense_map(matrix), b, initial=initial)
+
+    def test_equals_the_dense_solution(self) -> None:
+        matrix, b = self.matrices(2, 3), random(2, 3, 5, seed=1)
+        solution = self.solve(matrix, b, rtol=1e-12)
+        assert solution.converged.all()
+        torch.testing.assert_close(solution.value, torch.linalg.solve(matrix, b), rtol=1e-10, atol=1e-10)
+
+    def test_evidence_has_the_documented_shapes_and_types(self) -> None:
+        solution = self.solve(self.matrices(2, 3), random(2, 3, 5))
+        assert solution.value.shape == (2, 3, 5)
+        for tensor, dtype in (
+            (solution.status, torch.int8),
+            (solution.residual, torch.float64),
+            (solution.num_steps, torch.int64),
+            (solution.negative_curvature, torch.bool),
+            (solution.converged, torch.bool),
+        ):
+            assert tensor.shape == (2, 3)
+            assert tensor.dtype == dtype
+        assert not solution.negative_curvature.any()
+        if self.solver.keeps_direction:
+            assert solution.direction is not None
+            assert not solution.direction.any()
+        else:
+            assert solution.direction is None
+
+    def test_residual_is_that_of_the_value_returned(self) -> None:
+        matrix, b = self.matrices(4), random(4, 5, seed=1)
+        for max_steps in (1, 2, 200):
+            solution = self.solve(matrix, b, max_steps=max_steps)
+            truth = relative_residual(matrix, b, solution.value) * b.norm(dim=-1)
+            torch.testing.assert_close(solution.residual, truth, rtol=1e-6, atol=1e-14)
+
+    def test_converged_means_residual_within_tolerance(self) -> None:
+        matrix, b = self.matrices(4), random(4, 5, seed=1)
+        for options in ({"rtol": 1e-3}, {"rtol": 1e-9}, {"rtol": 0.0, "atol": 1e-4}):
+            solution = self.solve(matrix, b, **options)
+            tolerance = options.get("atol", 0.0) + options["rtol"] * b.norm(dim=-1)
+            assert solution.converged.all()
+            assert (solution.residual <= tolerance).all()
+
+    def test_a_larger_tolerance_takes_fewer_steps(self) -> None:
+        matrix, b = self.matrices(n=20), random(20, seed=1)
+        steps = [int(self.solve(matrix, b, rtol=rtol).num_steps) for rtol in (1e-1, 1e-4, 1e-8)]
+        assert steps[0] < steps[1] < steps[2]
+        assert int(self.solve(matrix, b, rtol=1e-8, atol=1.0).num_steps) < steps[2]
+
+    def test_each_problem_stops_on_its_own_and_bit_for_bit_alone(self) -> None:
+        easy, b = self.matrices(3), random(4, 5, seed=1)
+        alone = self.solve(easy, b[:3])
+        mixed = self.solve(torch.cat([easy, self.hard().unsqueeze(0)]), b, rtol=1e-6, max_steps=500)
+        assert mixed.converged.all()
+        assert not self.slow_when_hard or mixed.num_steps[3] > alone.num_steps.max()
+        for name in ("value", "residual", "num_steps", "status"):
+            assert torch.equal(getattr(mixed, name)[:3], getattr(alone, name)), name
+
+    def test_an_early_problem_is_frozen_while_a_late_one_goes_on(self) -> None:
+        matrix = torch.stack([torch.eye(5, dtype=torch.float64), self.hard()])
+        b = random(2, 5, seed=1)
+        solution = self.solve(matrix, b, rtol=1e-10, max_steps=500)
+        assert solution.num_steps.tolist()[0] == 1 < solution.num_steps.tolist()[1]
+        assert torch.equal(solution.value[0], self.solve(matrix[0], b[0]).value)
+        torch.testing.assert_close(solution.value[0], b[0], rtol=1e-14, atol=1e-14)
+
+    def test_nan_and_infinity_stay_in_their_problem(self) -> None:
+        matrix, b = self.matrices(4), random(4, 5, seed=1)
+        clean = self.solve(matrix, b)
+        for poison in (torch.nan, torch.inf):
+            sick_matrix, sick_b = matrix.clone(), b.clone()
+            sick_matrix[1, 2, 3] = poison
+            sick_b[3, 0] = poison
+            solution = self.solve(sick_matrix, sick_b)
+            assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED, Status.NONFINITE]
+            assert solution.value[1::2].isnan().all()
+            assert torch.equal(solution.value[::2], clean.value[::2])
+            assert torch.equal(solution.residual[::2], clean.residual[::2])
+
+    def test_nan_in_the_guess_stays_in_its_problem(self) -> None:
+        matrix, b = self.matrices(2), random(2, 5, seed=1)
+        initial = torch.zeros_like(b)
+        clean = self.solve(matrix, b, initial=initial)
+        initial[0, 0] = torch.nan
+        solution = self.solve(matrix, b, initial=initial)
+        assert solution.status.tolist() == [Status.NONFINITE, Status.CONVERGED]
+        assert torch.equal(solution.value[1], clean.value[1])
+
+    def test_empty_batches_give_empty_results(self) -> None:
+        for shape in ((0, 5), (2, 0, 5), (3, 0)):
+            solution = self.solve(torch.zeros(*shape, shape[-1], dtype=torch.float64), random(*shape))
+            assert solution.value.shape == shape
+            assert solution.status.shape == solution.residual.shape == solution.num_steps.shape == shape[:-1]
+            assert solution.converged.all()
+
+    def test_one_problem_without_batch_axes(self) -> None:
+        matrix, b = self.matrices(), random(5, seed=1)
+        solution = self.solve(matrix, b)
+        assert solution.value.shape == (5,)
+        assert solution.status.shape == ()
+        assert relative_residual(matrix, b, solution.value) <= 1e-6
+
+    def test_one_unknown(self) -> None:
+        solution = self.solve(torch.tensor([[[0.5]], [[1.5]]]).double(), torch.tensor([[1.0], [3.0]]).double())
+        assert solution.converged.all()
+        torch.testing.assert_close(solution.value, torch.tensor([[2.0], [2.0]]).double(), rtol=1e-5, atol=0)
+
+    def test_zero_right_hand_side_gives_exactly_zero_without_a_step(self) -> None:
+        matrix, b = self.matrices(2), random(2, 5, seed=1)
+        b[0] = 0.0
+        for initial in (None, torch.ones_like(b)):
+            solution = self.solve(matrix, b, initial=initial)
+            assert torch.equal(solution.value[0], torch.zeros(5).double())
+            assert solution.num_steps[0] == 0
+            assert solution.residual[0] == 0
+            assert solution.converged.all()
+
+    def test_starts_from_the_initial_guess(self) -> None:
+        matrix, b = self.matrices(2), random(2, 5, seed=1)
+        exact = torch.linalg.solve(matrix, b)
+        done = self.solve(matrix, b, initial=exact)
+        assert done.num_steps.tolist() == [0, 0]
+        assert torch.equal(done.value, exact)
+        near = self.solve(matrix, b, initial=exact + 1e-5 * random(2, 5, seed=2))
+        assert near.converged.all()
+        assert (near.num_steps < self.solve(matrix, b).num_steps).all()
+
+    def test_exhausted_budget_is_reported_and_kept(self) -> None:
+        b = random(2, 5, seed=1)
+        matrix = torch.stack([self.hard(), torch.eye(5, dtype=torch.float64)])
+        solution = self.solve(matrix, b, max_steps=2, rtol=1e-10)
+        assert solution.status.tolist() == [Status.MAX_STEPS, Status.CONVERGED]
+        assert solution.num_steps.tolist() == [2, 1]
+        assert 0 < solution.residual[0] < b[0].norm() * 2
+
+    def test_check_every_spaces_the_looks_of_the_host(self) -> None:
+        product, b = dense_map(torch.eye(5, dtype=torch.float64)), random(5, seed=1)
+        calls: list[int] = []
+
+        def counted(vector: Tensor) -> Tensor:
+            calls.append(1)
+            return product(vector)
+
+        for check_every in (1, 4):
+            calls.clear()
+            replace(self.solver, check_every=check_every).solve(counted, b)
+            assert len(calls) == check_every + 1  # one step is enough; one more product is the last check
+
+    def test_check_every_changes_no_value(self) -> None:
+        matrix, b = self.matrices(3), random(3, 5, seed=1)
+        reference = self.solve(matrix, b, check_every=1)
+        for check_every in (2, 7):
+            solution = self.solve(matrix, b, check_every=check_every)
+            assert torch.equal(solution.value, reference.value)
+            assert torch.equal(solution.num_steps, reference.num_steps)
+            assert torch.equal(solution.status, reference.status)
+
+    def test_scaling_b_by_a_power_of_two_scales_the_answer_exactly(self) -> None:
+        matrix, b = self.matrices(2), random(2, 5, seed=1)
+        reference = self.solve(matrix, b)
+        for scale in (2.0**-100, 2.0**90):
+            solution = self.solve(matrix, b * scale)
+            assert torch.equal(solution.value, reference.value * scale)
+            assert torch.equal(solution.num_steps, reference.num_steps)
+        tiny = self.solve(matrix.float(), b.float() * 2.0**-100)
+        assert tiny.converged.all()
+        assert (tiny.num_steps > 0).all()
+
+    def test_float32_reaches_its_smallest_tolerance(self) -> None:
+        matrix, b = self.matrices(3, n=20), random(3, 20, seed=1)
+        solution = self.solve(matrix.float(), b.float(), rtol=1e-6)
+        assert solution.value.dtype == solution.residual.dtype == torch.float32
+        assert solution.converged.all()
+        assert (relative_residual(matrix, b, solution.value.double()) < 3e-6).all()
+
+    def test_detached_and_indifferent_to_grad_mode(self) -> None:
+        matrix, b = self.matrices(2), random(2, 5, seed=1)
+        leaf = b.clone().requires_grad_()
+        solution = self.solve(matrix.clone().requires_grad_(), leaf, initial=leaf)
+        assert not solution.value.requires_grad
+        assert torch.equal(solution.value, self.solve(matrix, b, initial=b).value)
+
+    def test_arguments_are_left_unchanged(self) -> None:
+        matrix, b, initial = self.matrices(2), random(2, 5, seed=1), random(2, 5, seed=2)
+        copies = b.clone(), initial.clone()
+        self.solve(matrix, b, initial=initial)
+        assert torch.equal(b, copies[0])
+        assert torch.equal(initial, copies[1])
+
+    def test_refuses_what_it_cannot_do(self) -> None:
+        b = random(2, 5)
+        matrix, product = self.matrices(2), dense_map(self.matrices(2))
+        assert "float64" in refusal(lambda: self.solve(matrix.float(), b.float(), rtol=1e-8), ValueError)
+        for half in (torch.float16, torch.bfloat16):
+            assert "b.float()" in refusal(partial(self.solver.solve, product, b.to(half)), TypeError)
+        assert "`b`" in refusal(lambda: self.solver.solve(product, b.long()), TypeError)
+        assert "`initial`" in refusal(lambda: self.solver.solve(product, b, initial=b[:1]), ValueError)
+        assert "`initial`" in refusal(lambda: self.solver.solve(product, b, initial=b.float()), ValueError)
+        assert "matvec" in refusal(lambda: self.solver.solve(lambda v: v[..., :1], b), ValueError)
+        assert "matvec" in refusal(lambda: self.solver.solve(lambda v: v.float(), b), ValueError)
+        assert "`matvec`" in refusal(lambda: self.solver.solve(matrix, b), TypeError)  # type: ignore[arg-type]
+
+    def test_refuses_wrong_options(self) -> None:
+        for name, wrong in (("rtol", -1.0), ("rtol", 2.0), ("atol", -1e-9), ("max_steps", 0), ("check_every", 0)):
+            options: dict[str, Any] = {name: wrong}
+            text = refusal(partial(replace, self.solver, **options), ValueError)
+            assert f"`{name}`" in text
+            assert str(wrong) in text
+        for name in ("rtol", "max_steps", "check_every"):
+            options = {name: "1"}
+            assert f"`{name}`" in refusal(partial(replace, self.solver, **options), TypeError)

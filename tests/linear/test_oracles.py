@@ -1,0 +1,273 @@
+"""Each method against dense algebra and SciPy, and in the cases that only it, or not even it, can solve."""
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+import torch
+
+from implicit_attention.linear import CG, GMRES, MINRES, cg, gmres, minres, neumann
+from implicit_attention.status import Status
+from implicit_attention.testing.linear import dense_map, random, relative_residual, symmetric_matrices
+
+F64 = torch.float64
+
+
+def diagonal(*entries):
+    return torch.diag(torch.tensor(entries, dtype=F64))
+
+
+def spread(n, low=0.1, high=3.0):
+    return torch.linspace(low, high, n, dtype=F64)
+
+
+def counted_scipy(method, matrix, b, **options):
+    """(solution, number of products) of a scipy.sparse.linalg method."""
+    calls = []
+
+    def product(vector):
+        calls.append(1)
+        return matrix.numpy() @ vector
+
+    operator = scipy.sparse.linalg.LinearOperator(matrix.shape, matvec=product, dtype=np.float64)
+    value, code = getattr(scipy.sparse.linalg, method)(operator, b.numpy(), **options)
+    assert code == 0
+    return torch.from_numpy(value), len(calls)
+
+
+@pytest.mark.parametrize("ours", [cg, minres])
+def test_symmetric_methods_match_scipy_in_value_and_cost(ours):
+    matrix, b = symmetric_matrices(eigenvalues=spread(40)), random(40, seed=1)
+    options = {"rtol": 1e-8} if ours is cg else {"rtol": 1e-10}
+    expected, calls = counted_scipy(ours.__name__, matrix, b, **options)
+    solution = ours(dense_map(matrix), b, rtol=1e-8)
+    assert solution.converged
+    torch.testing.assert_close(solution.value, expected, rtol=1e-6, atol=1e-6)
+    assert solution.num_steps <= calls + 2
+
+
+def test_cg_iterates_are_those_of_scipy():
+    matrix, b = symmetric_matrices(eigenvalues=spread(20)), random(20, seed=1)
+    iterates = []
+    scipy.sparse.linalg.cg(matrix.numpy(), b.numpy(), rtol=0, maxiter=6, callback=lambda x: iterates.append(x.copy()))
+    for step, iterate in enumerate(iterates, start=1):
+        solution = cg(dense_map(matrix), b, rtol=1e-12, max_steps=step)
+        torch.testing.assert_close(solution.value, torch.from_numpy(iterate), rtol=1e-10, atol=1e-12)
+
+
+def test_gmres_matches_scipy_in_value_and_cost():
+    matrix, b = torch.eye(40, dtype=F64) + 0.1 * random(40, 40, seed=2), random(40, seed=1)
+    expected, calls = counted_scipy("gmres", matrix, b, rtol=1e-8, restart=40)
+    solution = gmres(dense_map(matrix), b, rtol=1e-8, restart=40)
+    assert solution.converged
+    torch.testing.assert_close(solution.value, expected, rtol=1e-6, atol=1e-6)
+    assert abs(int(solution.num_steps) - calls) <= 2
+
+
+def test_minres_and_gmres_minimise_the_residual_over_the_krylov_space():
+    matrix, b = symmetric_matrices(eigenvalues=spread(12, -2.0, 3.0)), random(12, seed=1)
+    for step in range(1, 8):
+        krylov = torch.stack([torch.linalg.matrix_power(matrix, k) @ b for k in range(step)], -1)
+        krylov = torch.linalg.qr(krylov)[0]
+        least = b - matrix @ krylov @ torch.linalg.lstsq(matrix @ krylov, b.unsqueeze(-1)).solution.squeeze(-1)
+        for method in (minres, gmres):
+            residual = method(dense_map(matrix), b, rtol=1e-12, max_steps=step).residual
+            torch.testing.assert_close(residual, least.norm(), rtol=1e-8, atol=0)
+
+
+def test_neumann_sums_the_series():
+    matrix, b = symmetric_matrices(eigenvalues=spread(6, 0.3, 1.7)), random(6, seed=1)
+    power, total = b, b * 0
+    for step in range(1, 9):
+        total, power = total + power, power - matrix @ power
+        torch.testing.assert_close(neumann(dense_map(matrix), b, rtol=1e-12, max_steps=step).value, total)
+
+
+def test_cg_needs_one_step_per_distinct_eigenvalue():
+    eigenvalues = torch.tensor([1.0, 2, 3]).double().repeat_interleave(10)
+    solution = cg(dense_map(symmetric_matrices(2, eigenvalues=eigenvalues)), random(2, 30, seed=1), rtol=1e-10)
+    assert solution.num_steps.tolist() == [3, 3]
+
+
+# Negative curvature
+
+
+def indefinite(seed):
+    return symmetric_matrices(eigenvalues=torch.cat([spread(10), -spread(2)]), seed=seed)
+
+
+def test_cg_stops_at_negative_curvature_and_returns_a_direction_of_it():
+    matrix = torch.stack([indefinite(1), symmetric_matrices(eigenvalues=spread(12)), indefinite(2)])
+    solution = cg(dense_map(matrix), random(3, 12, seed=1))
+    assert solution.negative_curvature.tolist() == [True, False, True]
+    assert solution.status.tolist() == [Status.STALLED, Status.CONVERGED, Status.STALLED]
+    direction = solution.direction[::2]
+    assert (direction * dense_map(matrix[::2])(direction)).sum(-1).max() < 0
+    torch.testing.assert_close(direction.norm(dim=-1), torch.ones(2, dtype=F64))
+    assert not solution.direction[1].any()
+
+
+def test_cg_keeps_the_iterate_that_it_had_when_it_met_negative_curvature():
+    matrix, b = indefinite(1), random(12, seed=1)
+    solution = cg(dense_map(matrix), b)
+    met_after = int(solution.num_steps)
+    assert met_after > 1
+    before = cg(dense_map(matrix), b, max_steps=met_after - 1)
+    assert not before.negative_curvature
+    assert torch.equal(solution.value, before.value)
+
+
+def test_zero_curvature_counts_as_negative_only_if_it_proves_an_indefinite_matrix():
+    b = torch.ones(2, dtype=F64)
+    saddle, flat = cg(dense_map(diagonal(1, -1)), b), cg(dense_map(diagonal(0, 0)), b)
+    assert saddle.negative_curvature
+    assert not flat.negative_curvature
+    assert saddle.status == flat.status == Status.STALLED
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_on_a_singular_semidefinite_matrix_is_not_called_negative(seed):
+    eigenvalues = torch.cat([torch.zeros(3, dtype=F64), spread(9)])
+    matrix = symmetric_matrices(4, eigenvalues=eigenvalues, seed=seed)
+    b = random(4, 12, seed=seed + 1)
+    for method in (cg, minres):
+        assert not method(dense_map(matrix), b, rtol=1e-10).negative_curvature.any()
+
+
+def test_minres_solves_indefinite_systems_and_flags_them():
+    matrix = torch.stack([indefinite(1), symmetric_matrices(eigenvalues=spread(12)), indefinite(2)])
+    b = random(3, 12, seed=1)
+    solution = minres(dense_map(matrix), b, rtol=1e-10)
+    assert solution.converged.all()
+    assert solution.negative_curvature.tolist() == [True, False, True]
+    assert solution.direction is None
+    torch.testing.assert_close(solution.value, torch.linalg.solve(matrix, b), rtol=1e-7, atol=1e-7)
+
+
+def test_minres_flags_a_residual_of_negative_curvature_at_the_step_that_reads_it():
+    matrix, b = indefinite(3), random(12, seed=4)
+    product = dense_map(matrix)
+    for step in range(1, 12):
+        residuals = [b] + [
+            b - product(minres(product, b, rtol=1e-12, max_steps=k).value) for k in range(1, step)
+        ]  # r_0 ... r_{step - 1}
+        met = any(float(r @ product(r)) <= 0 for r in residuals)
+        assert bool(minres(product, b, rtol=1e-12, max_steps=step).negative_curvature) == met
+
+
+# Singular and non-symmetric systems
+
+
+def test_consistent_singular_systems_are_solved():
+    matrix, b = diagonal(1, 2, 0), torch.tensor([1.0, 1, 0], dtype=F64)
+    for method in (cg, minres, gmres):
+        solution = method(dense_map(matrix), b)
+        assert solution.converged
+        torch.testing.assert_close(solution.value, torch.tensor([1, 0.5, 0], dtype=F64))
+
+
+def test_inconsistent_singular_systems_end_as_stalled_least_squares():
+    matrix, b = diagonal(1, 2, 0), torch.ones(3, dtype=F64)
+    for method in (minres, gmres):
+        solution = method(dense_map(matrix), b)
+        assert solution.status == Status.STALLED
+        torch.testing.assert_close(solution.residual, torch.tensor(1.0, dtype=F64))
+    large = symmetric_matrices(eigenvalues=torch.cat([torch.zeros(1, dtype=F64), spread(29, 0.5, 2.0)]))
+    b = random(30, seed=1)
+    solution = minres(dense_map(large), b)
+    least = b - large @ (torch.linalg.pinv(large, hermitian=True, rtol=1e-10) @ b)
+    assert solution.status == Status.STALLED
+    torch.testing.assert_close(solution.residual, least.norm(), rtol=1e-10, atol=0)
+
+
+def test_zero_matrix_stalls_without_nan():
+    for method in (cg, minres, gmres):
+        solution = method(dense_map(torch.zeros(2, 4, 4, dtype=F64)), random(2, 4))
+        assert solution.status.tolist() == [Status.STALLED] * 2
+        assert not solution.value.any()
+
+
+def test_gmres_solves_rotations_and_general_matrices():
+    quarter = torch.tensor([[0.0, -1], [1, 0]], dtype=F64)
+    solution = gmres(dense_map(quarter), torch.tensor([1.0, 2], dtype=F64))
+    torch.testing.assert_close(solution.value, torch.tensor([2.0, -1], dtype=F64))
+    matrix, b = random(5, 20, 20, seed=2), random(5, 20, seed=3)
+    solution = gmres(dense_map(matrix), b, rtol=1e-11)
+    assert solution.converged.all()
+    assert relative_residual(matrix, b, solution.value).max() < 1e-11
+    torch.testing.assert_close(solution.value, torch.linalg.solve(matrix, b), rtol=1e-7, atol=1e-7)
+
+
+def test_gmres_breakdown_of_one_problem_leaves_the_others_alone():
+    b = random(3, 6, seed=1)
+    general = random(6, 6, seed=2)
+    matrix = torch.stack([torch.eye(6, dtype=F64), general, torch.zeros(6, 6, dtype=F64)])
+    solution = gmres(dense_map(matrix), b, rtol=1e-10)
+    assert solution.status.tolist() == [Status.CONVERGED, Status.CONVERGED, Status.STALLED]
+    assert solution.num_steps.tolist()[0] == 1
+    assert torch.equal(solution.value[1], gmres(dense_map(general), b[1], rtol=1e-10).value)
+
+
+def test_restart_changes_cost_and_stagnation_is_stalled():
+    shift, b = torch.roll(torch.eye(6, dtype=F64), 1, 0), torch.eye(6, dtype=F64)[0]
+    assert gmres(dense_map(shift), b, restart=6).num_steps == 6
+    stagnant = gmres(dense_map(shift), b, restart=5)
+    assert stagnant.status == Status.STALLED
+    assert stagnant.num_steps == 5
+    matrix, b = torch.eye(40, dtype=F64) + 0.1 * random(40, 40, seed=2), random(40, seed=1)
+    short, full = gmres(dense_map(matrix), b, restart=5), gmres(dense_map(matrix), b, restart=40)
+    assert short.converged
+    assert short.num_steps > full.num_steps
+    with pytest.raises(ValueError, match="restart"):
+        GMRES(restart=0)
+
+
+def test_neumann_reports_divergence_and_returns_its_best():
+    matrix = torch.stack([diagonal(3, 1), diagonal(0.5, 1), diagonal(1e200, 1)])
+    solution = neumann(dense_map(matrix), torch.ones(3, 2, dtype=F64))
+    assert solution.status.tolist() == [Status.DIVERGED, Status.CONVERGED, Status.DIVERGED]
+    assert solution.value.isfinite().all()
+    assert (solution.residual <= 2**0.5).all()
+
+
+def test_rotation_never_converges_under_neumann_and_says_so():
+    quarter = torch.tensor([[1.0, 1], [-1, 1]], dtype=F64)  # I - A rotates by a quarter turn
+    solution = neumann(dense_map(quarter), torch.ones(2, dtype=F64), max_steps=50)
+    assert solution.status == Status.MAX_STEPS
+    assert solution.num_steps == 50
+
+
+# Rounding
+
+
+def test_a_recurrence_that_drifts_is_refined_or_reported():
+    eigenvalues = torch.logspace(-4, 0, 30, dtype=F64)
+    matrix, b = symmetric_matrices(3, eigenvalues=eigenvalues), random(3, 30, seed=1)
+    for method in (cg, minres, gmres):
+        solution = method(dense_map(matrix.float()), b.float(), rtol=1e-6)
+        truth = relative_residual(matrix.float().double(), b.float().double(), solution.value.double())
+        assert (solution.status == Status.CONVERGED).tolist() == (truth <= 1e-5).tolist()
+        assert (solution.status != Status.CONVERGED).any()
+        assert (solution.status[truth > 1e-5] == Status.STALLED).all()
+
+
+def test_refinement_pays_for_a_drifted_recurrence():
+    matrix, b = symmetric_matrices(eigenvalues=torch.logspace(-9, 0, 12, dtype=F64)), random(12, seed=1)
+    refined = minres(dense_map(matrix), b, rtol=1e-4, max_steps=500)
+    assert refined.converged
+    assert relative_residual(matrix, b, refined.value) <= 1e-4
+
+
+def test_functions_are_the_solvers():
+    matrix, b = symmetric_matrices(2, eigenvalues=spread(8)), random(2, 8, seed=1)
+    options = {"rtol": 1e-3, "atol": 1e-3, "max_steps": 7, "check_every": 2}
+    for function, solver in ((cg, CG), (minres, MINRES), (gmres, GMRES)):
+        left = function(dense_map(matrix), b, initial=b, **options)
+        right = solver(**options).solve(dense_map(matrix), b, initial=b)
+        assert torch.equal(left.value, right.value)
+        assert torch.equal(left.num_steps, right.num_steps)
+
+
+def test_declared_needs():
+    assert CG.symmetric
+    assert MINRES.symmetric
+    assert not GMRES.symmetric
