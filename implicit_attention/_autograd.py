@@ -31,18 +31,21 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
+def vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[..., Any]]:
+    """torch.func.vjp, (outputs, pullback), with one type."""
+    outputs, pullback = torch.func.vjp(function, *primals)[:2]
+    return outputs, pullback
+
+
 def jvp_by_vjp(function: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     """J t of `function` with reverse mode only: the vjp is linear in its cotangent, and J t is the vjp of that.
 
     torch.func.jvp cannot be called inside the jvp rule of a torch.autograd.Function.
     """
-    out, pullback = torch.func.vjp(function, *primals)
-    _, pushforward = torch.func.vjp(pullback, torch.zeros_like(out))
-    return _first(pushforward(tuple(tangents)))
-
-
-def _first(value: Any) -> Tensor:
-    return value[0] if isinstance(value, tuple) else value
+    out, pullback = vjp(function, *primals)
+    _, pushforward = vjp(pullback, torch.zeros_like(out))
+    tangent: Tensor = pushforward(tuple(tangents))[0]
+    return tangent
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
-import torch
 from torch import Tensor
 
 from . import _validate
@@ -46,13 +46,8 @@ def report_failures(
 
 def _outside() -> int:
     """Stack level of the first caller outside this package, so that a warning points at the user's line."""
-    import sys
-
     frame, level = sys._getframe(1), 1
     package = __name__.partition(".")[0]
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     return level
-
-
-__all__ = ["check_on_failure", "report_failures", "torch"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import jvp_by_vjp
+from ._autograd import jvp_by_vjp, vjp
 from ._declared import Declared
 from ._types import LinearMap
 
@@ -64,14 +64,20 @@ class Problem(Declared):
 
     def linearize(self, z: Tensor) -> Linearization:
         """The Jacobian of f at z, for many products at one state."""
-        _, transposed = torch.func.vjp(self.fixed_point_map, z)
+        _, by_state = vjp(self.fixed_point_map, z)
+
+        def transposed(u: Tensor) -> Tensor:
+            result: Tensor = by_state(u)[0]
+            return result
 
         def product(v: Tensor) -> Tensor:
-            if self.symmetric:
-                return transposed(v)[0]
-            return jvp_by_vjp(self.fixed_point_map, (z,), (v,))
+            return transposed(v) if self.symmetric else jvp_by_vjp(self.fixed_point_map, (z,), (v,))
 
-        return Linearization(product, lambda u: transposed(u)[0], lambda u: pullback(self, z, u))
+        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+
+    def lipschitz(self) -> Tensor | None:
+        """A Lipschitz constant of f over all states, per batch entry (*lead[:-1]), or None if none is known."""
+        return None
 
     def select(self, index: Tensor) -> Self | None:
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
@@ -98,8 +104,8 @@ def pullback(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | N
 
     result: list[Tensor | None] = [None] * len(tensors)
     if where:
-        _, vjp = torch.func.vjp(mapped, *(tensors[i] for i in where))
-        for i, gradient in zip(where, vjp(cotangent), strict=True):
+        _, by_tensors = vjp(mapped, *(tensors[i] for i in where))
+        for i, gradient in zip(where, by_tensors(cotangent), strict=True):
             result[i] = gradient
     return tuple(result)
 
@@ -132,10 +138,11 @@ class UserProblem(Problem):
         with torch.enable_grad():
             result = detached.function(z.detach(), *detached.inputs)
         if isinstance(result, Tensor) and result.requires_grad:
+            name = getattr(self.function, "__name__", "function")
             raise ValueError(
-                f"`{getattr(self.function, '__name__', 'function')}` reads {_closed_over(self.function)} which requires "
-                "grad but is not declared, so its gradient would silently be zero; pass it as an argument: "
-                f"{type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
+                f"`{name}` reads {_closed_over(self.function)}, which requires grad but is not declared, so its"
+                " gradient would silently be zero; pass it as an argument:"
+                f" {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
             )
 
 

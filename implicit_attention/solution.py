@@ -86,14 +86,18 @@ class Solution:
         return f"Solution({summarize(self.status, self.residual, self.num_evals)})"
 
 
+def _status(code: int) -> Status:
+    return next(s for s in Status if s == code)
+
+
 def sentence(status: Tensor, residual: Tensor, tolerance: Tensor, steps: Tensor) -> str:
-    return Status(int(status)).sentence.format(residual=float(residual), tolerance=float(tolerance), steps=int(steps))
+    return _status(int(status)).sentence.format(residual=float(residual), tolerance=float(tolerance), steps=int(steps))
 
 
 def summarize(status: Tensor, residual: Tensor, num_evals: Tensor) -> str:
     """One line over all problems: counts by status, largest residual, median and largest number of evaluations."""
     codes = Counter(status.flatten().tolist())
-    counts = ", ".join(f"{count} {Status(code).name}" for code, count in sorted(codes.items()))
+    counts = ", ".join(f"{count} {_status(code).name}" for code, count in sorted(codes.items()))
     if status.numel() == 0:
         return "no problems"
     return (

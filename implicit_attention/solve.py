@@ -65,9 +65,8 @@ def solve(
         initial = initial.float()
     request = Request(problem, initial, solver, trace, AdjointReport(), on_failure)
     adjoint.check(request)
-    if torch.is_grad_enabled() or transforms_active():
-        if not isinstance(adjoint, Unrolled):
-            problem.check_closure(initial)
+    if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
+        problem.check_closure(initial)
     with torch.autocast(initial.device.type, enabled=False):
         outcome = adjoint.run(request)
     solution = Solution(

@@ -49,7 +49,7 @@ class Status(enum.IntEnum):
     DIVERGED = (
         6,
         (
-            "the iteration left the finite numbers; the best state seen after {steps} steps has residual {residual:.1e}; "
+            "the iteration left the finite numbers; the best state, after {steps} steps, has residual {residual:.1e}; "
             "add damping, lower beta or raise the anchor"
         ),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import is_batched, jvp_by_vjp, transforms_active
+from .._autograd import jvp_by_vjp, transforms_active, vjp
 from .._reporting import report_failures
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..problem import Problem, VmappedProblem, pullback
@@ -69,7 +69,7 @@ class Implicit(Adjoint):
                 _validate.message(
                     "adjoint",
                     "not be Implicit() for a fixed number of steps: where they end is no solution",
-                    f"{type(solver).__name__}(max_steps={solver.max_steps}, rtol={solver.rtol:g}, atol={solver.atol:g})",
+                    f"{type(solver).__name__} with max_steps={solver.max_steps} and rtol={solver.rtol:g}",
                     "use Unrolled() or Phantom(), or a positive rtol",
                 )
             )
@@ -83,7 +83,7 @@ def fixed_point(
 ) -> Outcome:
     """The outcome of the solver, its value differentiable with respect to `tensors`."""
     call = _Call(request.problem, linear_solver, request)
-    value, status, residual, tolerance, steps, evals, *trace = _FixedPoint.apply(call, initial, *tensors)
+    value, status, residual, tolerance, steps, evals, *trace = _apply(_FixedPoint, call, initial, *tensors)
     return Outcome(value, status, residual, tolerance, steps, evals, tuple(trace))
 
 
@@ -135,7 +135,7 @@ class _FixedPoint(torch.autograd.Function):
                 u = _solve(call, problem, linear.transposed, cotangents[0])
                 gradients = linear.pullback(u)
             else:
-                u = _AdjointSolve.apply(call, True, z, cotangents[0], *tensors)
+                u = _apply(_AdjointSolve, call, True, z, cotangents[0], *tensors)
                 gradients = pullback(problem, z, u)
         return (None, None, *gradients)
 
@@ -145,7 +145,7 @@ class _FixedPoint(torch.autograd.Function):
         call = cast(_Call, ctx.call)
         with _exactly(z):
             forcing = _pushforward(call.problem, z, tensors, tangents[2:])
-            dz = z * 0 if forcing is None else _AdjointSolve.apply(call, False, z, forcing, *tensors)
+            dz = z * 0 if forcing is None else _apply(_AdjointSolve, call, False, z, forcing, *tensors)
         return (dz, *(None,) * (5 + (_trace_length(call))))
 
     @staticmethod
@@ -154,7 +154,7 @@ class _FixedPoint(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         lifted, moved = call.lifted(tensors, in_dims[2:])
         start = _batched_first(initial, in_dims[1], info.batch_size)
-        output = _FixedPoint.apply(lifted, start, *moved)
+        output = _apply(_FixedPoint, lifted, start, *moved)
         return output, (0,) * 6 + (1,) * (len(output) - 6)
 
 
@@ -178,7 +178,7 @@ class _AdjointSolve(torch.autograd.Function):
         z, x, *tensors = ctx.saved_tensors
         call = cast(_Call, ctx.call)
         with _exactly(z):
-            v = _AdjointSolve.apply(call, not ctx.transpose, z, cotangent, *tensors)
+            v = _apply(_AdjointSolve, call, not ctx.transpose, z, cotangent, *tensors)
             left, right = (x, v) if ctx.transpose else (v, x)
             by_z, *by_tensors = _bilinear_gradient(call.problem, z, tensors, left, right)
         return (None, None, by_z, v, *by_tensors)
@@ -194,8 +194,7 @@ class _AdjointSolve(torch.autograd.Function):
         def product(z: Tensor, *floating: Tensor) -> Tensor:
             problem = call.problem.replace(*_filled(tensors, where, floating))
             if transpose:
-                _, vjp = torch.func.vjp(problem.fixed_point_map, z)
-                return cast(Tensor, vjp(x)[0])
+                return cast(Tensor, vjp(problem.fixed_point_map, z)[1](x)[0])
             return jvp_by_vjp(problem.fixed_point_map, (z,), (x,))
 
         with _exactly(z):
@@ -203,7 +202,7 @@ class _AdjointSolve(torch.autograd.Function):
             given = (dz, *(dtensors[i] for i in where))
             change = jvp_by_vjp(product, primals, [_or_zeros(d, p) for d, p in zip(given, primals, strict=True)])
             rhs = change if drhs is None else change + drhs
-            return cast(Tensor, _AdjointSolve.apply(call, transpose, z, rhs, *tensors))
+            return cast(Tensor, _apply(_AdjointSolve, call, transpose, z, rhs, *tensors))
 
     @staticmethod
     def vmap(
@@ -211,7 +210,11 @@ class _AdjointSolve(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         lifted, moved = call.lifted(tensors, in_dims[4:])
         z, rhs = (_batched_first(t, d, info.batch_size) for t, d in ((z, in_dims[2]), (rhs, in_dims[3])))
-        return _AdjointSolve.apply(lifted, transpose, z, rhs, *moved), 0
+        return _apply(_AdjointSolve, lifted, transpose, z, rhs, *moved), 0
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def _solve(call: _Call, problem: Problem, product: Any, rhs: Tensor) -> Tensor:
@@ -231,7 +234,8 @@ def _solve(call: _Call, problem: Problem, product: Any, rhs: Tensor) -> Tensor:
         if isinstance(chosen, CG) and bool(solution.negative_curvature.any()):
             solution, status = _finish_with_minres(chosen, matvec, flat, solution)
         _report(call, chosen, flat, solution, status)
-    return solution.value.reshape(rhs.shape)
+    value: Tensor = solution.value.reshape(rhs.shape)
+    return value
 
 
 def _finish_with_minres(chosen: CG, matvec: Any, rhs: Tensor, first: LinearSolution) -> tuple[LinearSolution, Tensor]:
@@ -284,8 +288,8 @@ def _bilinear_gradient(
     where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
 
     def bilinear(z: Tensor, *floating: Tensor) -> Tensor:
-        _, vjp = torch.func.vjp(problem.replace(*_filled(tensors, where, floating)).fixed_point_map, z)
-        return (vjp(left)[0] * right).sum()
+        _, by_state = vjp(problem.replace(*_filled(tensors, where, floating)).fixed_point_map, z)
+        return cast(Tensor, (by_state(left)[0] * right).sum())
 
     by_z, *by_floating = torch.func.grad(bilinear, argnums=tuple(range(1 + len(where))))(
         z, *(tensors[i] for i in where)
@@ -320,6 +324,3 @@ def _trace_length(call: _Call) -> int:
 def _exactly(z: Tensor) -> torch.autocast:
     """The precision of the state, whatever autocast asks for."""
     return torch.autocast(z.device.type, enabled=False)
-
-
-__all__ = ["Implicit", "fixed_point", "is_batched"]

@@ -115,6 +115,10 @@ class AnchoredEnergy(Energy):
 
         return Linearization(product, product, pullback)
 
+    def lipschitz(self) -> Tensor | None:
+        bound = self.potential.lipschitz()
+        return None if bound is None else (1 - self.anchor) * bound
+
     def select(self, index: Tensor) -> Self | None:
         potential = self.potential.select(index)
         if potential is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
+from .._autograd import vjp
 from ..problem import Problem, UserProblem
 
 
@@ -29,8 +30,8 @@ class Energy(Problem):
 
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
         """Hess E(z) v, each problem with its own Hessian."""
-        _, vjp = torch.func.vjp(self.gradient, z)
-        product: Tensor = vjp(v)[0]
+        _, pullback = vjp(self.gradient, z)
+        product: Tensor = pullback(v)[0]
         return product
 
     def fixed_point_map(self, z: Tensor) -> Tensor:

@@ -65,5 +65,5 @@ class KeyPotential(Potential):
     def diameter(self) -> Tensor:
         """The largest distance between two keys of a set, (*batch); blocks of keys, no (M, M, D) tensor."""
         keys = self.keys.detach()
-        blocks = [torch.cdist(part, keys).amax(dim=(-1, -2)) for part in keys.split(512, dim=-2)]
+        blocks = [torch.cdist(part, keys).amax(dim=(-1, -2)) for part in torch.split(keys, 512, dim=-2)]
         return torch.stack(blocks).amax(0)

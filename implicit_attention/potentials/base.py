@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from .._autograd import vjp
 from .._declared import Declared
 from .._types import LinearMap
 
@@ -51,8 +52,8 @@ class Potential(Declared):
 
     def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
         """Hess Phi(z) v, per row; symmetric in its two uses, so that it is both the JVP and the VJP of `mean`."""
-        _, vjp = torch.func.vjp(self.mean, z)
-        product: Tensor = vjp(v)[0]
+        _, pullback = vjp(self.mean, z)
+        product: Tensor = pullback(v)[0]
         return product
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:

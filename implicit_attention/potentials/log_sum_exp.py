@@ -67,14 +67,12 @@ class LogSumExp(KeyPotential):
         self.bias, self.empty = bias, None
         if mask is None and bias is None:
             return
-        if mask is None:
-            attended = bias != -torch.inf  # type: ignore[operator]  # bias is not None here
-        elif bias is None:
-            attended = mask
-            self.bias = torch.zeros((), dtype=keys.dtype, device=keys.device).where(mask, -torch.inf)
-        else:
-            attended = mask & (bias != -torch.inf)
-            self.bias = bias.where(mask, -torch.inf)
+        if bias is None:
+            bias = torch.zeros((), dtype=keys.dtype, device=keys.device)
+        if mask is not None:
+            bias = bias.where(mask, -torch.inf)
+        self.bias = bias
+        attended = torch.ne(bias, -torch.inf)
         self.empty = ~attended.any(-1)
         if attended.ndim > 1 or attended.shape[-1] == keys.shape[-2]:
             used = attended.any(-2) if attended.ndim > 1 else attended

@@ -78,7 +78,8 @@ class Quadratic(KeyPotential):
 
     def lipschitz(self) -> Tensor:
         """beta lambda_max(K^T K), (*batch)."""
-        return self.beta * torch.linalg.matrix_norm(self.keys.detach(), ord=2).square()
+        largest: Tensor = torch.linalg.matrix_norm(self.keys.detach(), ord=2)
+        return self.beta * largest.square()
 
     def _project(self, z: Tensor) -> Tensor:
         return einsum(z, self.keys, "... n d, ... m d -> ... n m")

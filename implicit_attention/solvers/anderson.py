@@ -63,7 +63,7 @@ class Anderson(Safeguarded):
         )
 
     def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
-        if point.index < self.plain_steps:
+        if point.step < self.plain_steps:
             return Proposal(point.r, torch.zeros_like(accepted))
         weights = self._weights(history, point.r)
         s = point.r

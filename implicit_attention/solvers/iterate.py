@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from .._autograd import is_batched
 from ..problem import Problem
-from ..solution import Trace
 from ..status import Status
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class Iteration(NamedTuple):
     r: Tensor
     residual: Tensor
     energy: Tensor | None
-    index: int
+    step: int
     event_shape: torch.Size
 
 
@@ -110,7 +109,7 @@ def _loop(solver: Solver, rows: _Rows, every: int, trace: bool, event: torch.Siz
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if update.num_evals is not None:
-            num_evals = num_evals + torch.where(active, update.num_evals, 0)
+            num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
         if update.stalled is not None:
             record = _finish(record, active & update.stalled, Status.STALLED)
             active = active & ~update.stalled
@@ -122,12 +121,22 @@ def _loop(solver: Solver, rows: _Rows, every: int, trace: bool, event: torch.Siz
 def _evaluate(
     solver: Solver, problem: Problem, z: Tensor, energy: bool, index: int, event: torch.Size
 ) -> tuple[Iteration, Tensor]:
-    mapped, value = problem.evaluate(z.unflatten(-1, event) if event else z.squeeze(-1), energy=energy)
-    mapped = mapped.flatten(-len(event)) if event else mapped.unsqueeze(-1)
+    mapped, value = problem.evaluate(unflat(z, event), energy=energy)
+    mapped = flat(mapped, event)
     r = mapped - z
     residual = torch.linalg.vector_norm(r, dim=-1)
     tolerance = solver.atol + solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
     return Iteration(z, mapped, r, residual, value, index, event), tolerance
+
+
+def flat(z: Tensor, event: torch.Size) -> Tensor:
+    """(*lead, *event) -> (*lead, n)."""
+    return z.reshape(*z.shape[: z.ndim - len(event)], math.prod(event))
+
+
+def unflat(z: Tensor, event: torch.Size) -> Tensor:
+    """(*lead, n) -> (*lead, *event)."""
+    return z.reshape(*z.shape[:-1], *event)
 
 
 def _empty_record(z: Tensor, energy: bool) -> _Record:
@@ -147,15 +156,15 @@ def _improve(
     num_evals: Tensor,
     last: bool,
 ) -> _Record:
-    better = candidates if last or point.index == 0 else candidates & (point.residual < record.residual) | converged
+    better = candidates if last or point.step == 0 else candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value non-finite, loudly; later, the best state is kept.
-    value = point.mapped.where(~torch.isfinite(point.residual)[..., None], point.z) if point.index == 0 else point.z
+    value = point.mapped.where(~torch.isfinite(point.residual)[..., None], point.z) if point.step == 0 else point.z
     return _Record(
         value=torch.where(better[..., None], value, record.value),
         status=record.status,
         residual=torch.where(better, point.residual, record.residual),
         tolerance=torch.where(better, tolerance, record.tolerance),
-        num_steps=torch.where(better, point.index, record.num_steps),
+        num_steps=torch.where(better, point.step, record.num_steps),
         num_evals=num_evals,
         energy=None if record.energy is None else torch.where(better, point.energy, record.energy),  # type: ignore[arg-type]
     )
@@ -174,7 +183,7 @@ class _Rows:
 
     def __init__(self, problem: Problem, initial: Tensor, *, compact: bool) -> None:
         lead = initial.shape[: initial.ndim - problem.event_ndim]
-        self.initial = initial.reshape(*lead, math.prod(initial.shape[len(lead) :]))
+        self.initial = flat(initial, initial.shape[len(lead) :])
         self.active = torch.ones(lead, dtype=torch.bool, device=initial.device)
         self.count = lead[-1] if lead else 0
         self.base = self.problem = problem

@@ -12,7 +12,7 @@ from .. import _validate
 from ..linear import CG, GMRES
 from ..problem import Problem
 from .base import rows_where
-from .iterate import Iteration
+from .iterate import Iteration, flat, unflat
 from .safeguard import STRETCH, Proposal, Safeguarded
 
 
@@ -49,11 +49,10 @@ class NewtonKrylov(Safeguarded):
 
     def propose(self, problem: Problem, history: object, point: Iteration, accepted: Tensor) -> Proposal:
         event = point.event_shape
-        linear = problem.linearize(point.z.unflatten(-1, event) if event else point.z.squeeze(-1))
+        linear = problem.linearize(unflat(point.z, event))
 
         def matvec(v: Tensor) -> Tensor:
-            product = linear.product(v.unflatten(-1, event) if event else v.squeeze(-1))
-            return v - (product.flatten(-len(event)) if event else product.unsqueeze(-1))
+            return v - flat(linear.product(unflat(v, event)), event)
 
         rhs = rows_where(accepted & torch.isfinite(point.residual), point.r, torch.zeros_like(point.r))
         inner = (CG if problem.symmetric else GMRES)(rtol=self.forcing, max_steps=self.inner_steps)

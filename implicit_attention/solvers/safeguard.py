@@ -19,6 +19,8 @@ Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 DESCENT = 0.25
 # E is known to this many units of rounding.
 ENERGY_SLACK = 4.0
+# Maps that are no gradient may have to let |r| grow by this much for a while.
+GROWTH = 20.0
 # Where the last step met negative curvature, extrapolation would climb to a saddle: go this many plain steps at once.
 STRETCH = 4.0
 # Steps shorter than this part of the proposed one are given up.
@@ -111,23 +113,20 @@ class Safeguarded(Solver):
         return Memory(z, z, unknown, energy, z, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
-        if point.index == 0:
+        if point.step == 0:
             return None
         finite = torch.isfinite(point.residual)
         guard = self._guard(problem)
         if guard == "none":
             return finite | ~state.accelerated
-        if guard == "residual":
-            good = point.residual < self._residual_bound(state)
-        else:
+        if guard == "energy":
             good = self._descends(state, point)
+        else:
+            good = point.residual < (1.0 if problem.symmetric else GROWTH) * state.residual
         if problem.monotone or guard == "residual":
             # A plain step needs no test: it descends, or there is nothing better to fall back on.
             return (good & finite) | ~state.accelerated
         return good & finite
-
-    def _residual_bound(self, state: Memory) -> Tensor:
-        return state.residual
 
     def _descends(self, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
@@ -145,17 +144,16 @@ class Safeguarded(Solver):
     def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
         """The proposal where it passes what can be tested without an evaluation, the plain step elsewhere."""
         s, usable, num_evals = proposal
-        if self._guard(problem) != "none":
+        if self._guard(problem) != "none" and problem.symmetric:
             s = s * (self.longest * point.residual / torch.linalg.vector_norm(s, dim=-1)).clamp(max=1.0)[..., None]
-            if problem.symmetric:
-                usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
+            usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
         if self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
             s = rows_where(downward, STRETCH * point.r, s)
-            usable = (usable | downward) if point.index > 1 else usable
+            usable = (usable | downward) if point.step > 1 else usable
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
 
     def step(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> Update:
-        fresh = accepted if point.index > 0 else torch.zeros_like(accepted)
+        fresh = accepted if point.step > 0 else torch.zeros_like(accepted)
         history = self.remember(state.history, point.z - state.z, point.r - state.r, fresh)
         base = Memory(
             z=rows_where(accepted, point.z, state.z),

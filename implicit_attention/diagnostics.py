@@ -1,0 +1,196 @@
+"""What a fixed point is like: contraction, curvature, how many there are, how many keys it rests on, how far it may be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from . import _validate
+from ._types import LinearMap
+from .linear import extreme_eigenvalues
+from .linear import spectral_radius as arnoldi_radius
+from .potentials import LogSumExp
+from .problem import Problem
+from .solution import Solution
+from .solvers.iterate import flat, unflat
+
+# Rows handled at a time where an (N, M) or (N, N) matrix would be needed.
+TILE = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """All diagnostics of one solution, (*lead) unless said.
+
+    Attributes:
+        spectral_radius: estimate of the largest |eigenvalue| of df/dz; below 1 plain iteration converges locally.
+        smallest_curvature: estimate of the smallest eigenvalue of I - df/dz; NaN for a map whose Jacobian is not symmetric.
+        saddle: whether that is negative.
+        distinct: number of different fixed points along the last leading axis, (*lead[:-1]).
+        effective_keys: exp(entropy) of the attention at the solution; None where the potential is not LogSumExp.
+        certified_error: bound on the distance to the solution; inf where no Lipschitz bound below 1 is known.
+    """
+
+    spectral_radius: Tensor
+    smallest_curvature: Tensor
+    saddle: Tensor
+    distinct: Tensor
+    effective_keys: Tensor | None
+    certified_error: Tensor
+
+
+def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagnosis:
+    """All diagnostics of a solution at once; `steps` is the number of Lanczos vectors."""
+    z = solution.value.detach()
+    nowhere = torch.full_like(solution.residual, torch.nan)
+    curvature = smallest_curvature(problem, z, steps=steps) if problem.symmetric else nowhere
+    potential = getattr(problem, "potential", None)
+    return Diagnosis(
+        spectral_radius=spectral_radius(problem, z, steps=steps),
+        smallest_curvature=curvature,
+        saddle=curvature < -_negligible(z),
+        distinct=distinct_fixed_points(z, event_ndim=problem.event_ndim),
+        effective_keys=effective_keys(potential, z) if isinstance(potential, LogSumExp) else None,
+        certified_error=certified_error(problem, solution),
+    )
+
+
+@torch.no_grad()
+def spectral_radius(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Tensor, "*lead"]:
+    """Estimate max |eigenvalue| of df/dz at z, per problem.
+
+    A local number: it says how plain iteration behaves near z and certifies nothing (see `certified_error`).
+
+    Args:
+        problem: any problem.
+        z: states, (*lead, *event).
+        steps: number of Krylov vectors; exact from the number of entries of one problem on.
+    """
+    matvec, start = _jacobian(problem, z)
+    if problem.symmetric:
+        low, high = extreme_eigenvalues(matvec, start, steps)
+        return torch.maximum(low.value.abs(), high.value.abs())
+    return arnoldi_radius(matvec, start, steps)
+
+
+@torch.no_grad()
+def smallest_curvature(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Tensor, "*lead"]:
+    """Estimate the smallest eigenvalue of I - df/dz, for an energy of its Hessian, per problem.
+
+    From above: a negative number proves a direction of negative curvature, so a saddle at a stationary point.
+
+    Args:
+        problem: a problem whose Jacobian is symmetric.
+        z: states, (*lead, *event).
+        steps: number of Lanczos vectors; exact from the number of entries of one problem on.
+
+    Raises:
+        ValueError: for a map whose Jacobian is not symmetric.
+    """
+    _validate.require(
+        problem.symmetric,
+        "problem",
+        "have a symmetric Jacobian (an energy)",
+        type(problem).__name__,
+        "use spectral_radius for other maps",
+    )
+    matvec, start = _jacobian(problem, z)
+    return 1 - extreme_eigenvalues(matvec, start, steps)[1].value
+
+
+def is_saddle(problem: Problem, z: Tensor, *, steps: int = 30) -> Bool[Tensor, "*lead"]:
+    """Whether the energy has negative curvature at z beyond rounding, per problem; at a solution that is a saddle."""
+    return smallest_curvature(problem, z, steps=steps) < -_negligible(z)
+
+
+@torch.no_grad()
+def distinct_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1e-2) -> Int[Tensor, "*batch"]:
+    """Count the different solutions along the last leading axis.
+
+    Two solutions are the same within a distance of rtol times the larger of their norms (plus rtol times 1e-3).
+
+    Args:
+        value: (*batch, N, *event); problems whose value is not finite are not counted.
+        event_ndim: number of axes of one problem.
+        rtol: relative distance.
+
+    Returns:
+        (*batch) integers.
+    """
+    _validate.require(
+        value.ndim > event_ndim, "value", "have a leading axis of problems", f"shape {tuple(value.shape)}"
+    )
+    rows = flat(value, value.shape[value.ndim - event_ndim :])
+    norms = torch.linalg.vector_norm(rows, dim=-1)
+    finite = torch.isfinite(norms)
+    rows = torch.where(finite[..., None], rows, 0.0)
+    count = torch.zeros(rows.shape[:-2], dtype=torch.int64, device=value.device)
+    index = torch.arange(rows.shape[-2], device=value.device)
+    for part in index.split(TILE):
+        # cdist by matrix products loses the small distances that matter here.
+        near = torch.cdist(rows[..., part, :], rows, compute_mode="donot_use_mm_for_euclid_dist")
+        scale = torch.maximum(norms[..., part, None], norms[..., None, :]) + 1e-3
+        earlier = (near <= rtol * scale) & finite[..., None, :] & (index < part[:, None])
+        count += (finite[..., part] & ~earlier.any(-1)).sum(-1)
+    return count
+
+
+@torch.no_grad()
+def effective_keys(potential: LogSumExp, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    """exp(-sum_j p_j log p_j) of the attention weights at z: on how many keys the answer rests, from 1 to M.
+
+    Queries that attend to no key have 0.
+    """
+    index = torch.arange(z.shape[-2], device=z.device)
+    counts = []
+    for part in index.split(TILE):
+        rows = potential.select(part.expand(*z.shape[:-2], part.numel()))
+        p = rows.probabilities(z[..., part, :])
+        counts.append(torch.where(p.sum(-1) > 0, torch.special.entr(p).sum(-1).exp(), p.sum(-1)))
+    return torch.cat(counts, dim=-1)
+
+
+def energy_trace(solution: Solution) -> Tensor:
+    """The energy after every iteration, (iterations, *lead), of a solution that was asked for with trace=True."""
+    if solution.trace is None or solution.trace.energy is None:
+        raise ValueError(
+            _validate.message(
+                "solution",
+                "come from solve(energy, ..., trace=True)",
+                "one without an energy trace",
+                "solve again with trace=True (a map without an energy has none)",
+            )
+        )
+    return solution.trace.energy
+
+
+@torch.no_grad()
+def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lead"]:
+    """A bound on |z - z*| that holds: |r|/(1 - L), with L a Lipschitz constant of f everywhere.
+
+    For the anchored log-sum-exp energy L = (1 - anchor) beta diam(K)^2/4. Where L >= 1 or none is known the bound is
+    inf: the spectral radius at one point would certify nothing.
+    """
+    lipschitz = problem.lipschitz()
+    if lipschitz is None:
+        return torch.full_like(solution.residual, torch.inf)
+    bound = lipschitz[..., None].expand_as(solution.residual)
+    return torch.where(bound < 1, solution.residual / (1 - bound).clamp(min=torch.finfo(bound.dtype).tiny), torch.inf)
+
+
+def _negligible(z: Tensor) -> float:
+    """Curvature that rounding alone can make."""
+    return 1e3 * torch.finfo(z.dtype).eps
+
+
+def _jacobian(problem: Problem, z: Tensor) -> tuple[LinearMap, Tensor]:
+    """v -> J v on (*lead, n), and a fixed random start."""
+    event = z.shape[z.ndim - problem.event_ndim :]
+    linear = problem.linearize(z.detach())
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(event.numel(), generator=generator, dtype=torch.float64).to(z)
+    lead = z.shape[: z.ndim - problem.event_ndim]
+    return lambda v: flat(linear.product(unflat(v, event)), event), start.expand(*lead, event.numel())
