@@ -13,7 +13,7 @@ from .._types import LinearMap
 from .._validate import check_integer
 from ..status import Status
 from ._solution import LinearSolution
-from ._vectors import ROUNDOFF, choose, combination, coordinates, divide, dot, length, orthogonalise
+from ._vectors import ROUNDOFF, choose, coordinates, divide, dot, length, orthogonalise
 from .base import LinearSolver, SweepState, fresh
 
 
@@ -101,8 +101,14 @@ class GMRES(LinearSolver[GMRESState]):
         )
 
     def correction(self, state: GMRESState) -> Tensor:
-        weights = torch.linalg.solve_triangular(state.triangle, state.target.unsqueeze(-1), upper=True)
-        return combination(state.basis[..., :-1, :], weights.squeeze(-1))
+        # Column by column, so that the unit columns of a frozen problem change no bit of its sum.
+        target, value = state.target, torch.zeros_like(state.basis[..., 0, :])
+        for index in reversed(range(target.shape[-1])):
+            column = state.triangle[..., index]
+            weight = (target[..., index] / column[..., index]).unsqueeze(-1)
+            target = torch.addcmul(target, weight, column, value=-1)
+            value = torch.addcmul(value, weight, state.basis[..., index, :])
+        return value
 
 
 def _appended(factor: Tensor, row: Tensor, entry: Tensor) -> Tensor:

@@ -35,9 +35,10 @@ class MINRES(LinearSolver[MINRESState]):
     """Minimal residuals, for symmetric A, definite or indefinite.
 
     x_k minimises |b - A x| over span{b, A b, ..., A^{k-1} b}; the residual never grows. A singular system ends at a
-    least-squares solution (A r = 0), as STALLED unless it is consistent. `negative_curvature` is free here: the
-    residual r_{k-1} has the curvature -c_{k-1} gamma_k |r_{k-1}|^2 in terms of the rotations. MINRES goes on after
-    meeting it, so the flag says that A is not positive definite on the Krylov space of b; no direction is kept.
+    least-squares solution, |A r| <= sqrt(10 eps) |A| |r|, as STALLED unless it is consistent.
+    `negative_curvature` is free here: the residual r_{k-1} has the curvature -c_{k-1} gamma_k |r_{k-1}|^2 in terms of
+    the rotations. MINRES goes on after meeting it, so the flag says that A is not positive definite on the Krylov space
+    of b; no direction is kept.
 
     Reference: Paige, Saunders (1975), in the notation of Choi, Paige, Saunders (2011); the curvature test is that of
     Liu, Roosta (2022), "MINRES: from negative curvature detection to monotonicity properties".
@@ -69,13 +70,14 @@ class MINRES(LinearSolver[MINRESState]):
         following, alpha, beta = self._lanczos(matvec, state)
         column = (state.beta.square() + alpha.square() + beta.square()).sqrt()
         stiffness = torch.maximum(state.stiffness, column)
-        tiny = ROUNDOFF * torch.finfo(beta.dtype).eps * stiffness
-        beta = torch.where(beta <= tiny, 0.0, beta)  # an invariant subspace
+        roundoff = ROUNDOFF * torch.finfo(beta.dtype).eps
+        beta = torch.where(beta <= roundoff * stiffness, 0.0, beta)  # an invariant subspace
         gamma = state.sine * state.delta - state.cosine * alpha
         curvature = -state.cosine * gamma  # of the unit residual r_{k-1} / |r_{k-1}|
-        # |A r_{k-1}| / |r_{k-1}| = |(gamma_k, c_{k-1} beta_{k+1})|: nothing left to reduce.
-        blocked = active & (torch.hypot(gamma, state.cosine * beta) <= tiny)
-        negative = active & ~blocked & (curvature <= tiny)
+        # |A r_{k-1}| / |r_{k-1}| = |(gamma_k, c_{k-1} beta_{k+1})|. Rounding stops its fall at about sqrt(eps) |A|, and
+        # going on would only add null vectors. Above that, A >= 0 has curvature >= |A r|^2 / |A| |r|^2 > roundoff |A|.
+        blocked = active & (torch.hypot(gamma, state.cosine * beta) <= roundoff**0.5 * stiffness)
+        negative = active & ~blocked & (curvature <= roundoff * stiffness)
         advanced = self._advance(state, following, alpha, beta, gamma)
         state = freeze(active & ~blocked, replace(advanced, stiffness=stiffness), state)
         return replace(

@@ -24,7 +24,7 @@ def dense_map(matrix: Tensor) -> Matvec:
 def symmetric_matrices(*batch: int, eigenvalues: Tensor, seed: int = 0) -> Tensor:
     """Random symmetric matrices (*batch, n, n) with the given eigenvalues, (n,) or (*batch, n)."""
     basis = torch.linalg.qr(random(*batch, eigenvalues.shape[-1], eigenvalues.shape[-1], seed=seed))[0]
-    matrix = (basis * eigenvalues.unsqueeze(-2)) @ basis.mT
+    matrix = torch.matmul(basis * eigenvalues.unsqueeze(-2), basis.mT)
     return (matrix + matrix.mT) / 2
 
 
@@ -122,6 +122,17 @@ class LinearSolverContract:
         for name in ("value", "residual", "num_steps", "status"):
             assert torch.equal(getattr(mixed, name)[:3], getattr(alone, name)), name
 
+    def test_every_row_of_a_batch_equals_its_own_solve_bit_for_bit(self) -> None:
+        lowest = torch.tensor([0.9, 0.5, 0.3, 0.2, 0.1, 1.0]).double()
+        eigenvalues = lowest.unsqueeze(-1) + (1.9 - lowest).unsqueeze(-1) * torch.linspace(0, 1, 24).double()
+        matrix, b = symmetric_matrices(6, eigenvalues=eigenvalues), random(6, 24, seed=1)
+        together = self.solve(matrix, b, rtol=1e-9, max_steps=400)
+        assert len(set(together.num_steps.tolist())) > 3
+        for row in range(6):
+            alone = self.solve(matrix[row], b[row], rtol=1e-9, max_steps=400)
+            assert torch.equal(together.value[row], alone.value)
+            assert together.num_steps[row] == alone.num_steps
+
     def test_an_early_problem_is_frozen_while_a_late_one_goes_on(self) -> None:
         matrix = torch.stack([torch.eye(5, dtype=torch.float64), self.hard()])
         b = random(2, 5, seed=1)
@@ -207,10 +218,28 @@ class LinearSolverContract:
             calls.append(1)
             return product(vector)
 
-        for check_every in (1, 4):
+        for check_every in (1, 3):
             calls.clear()
             replace(self.solver, check_every=check_every).solve(counted, b)
             assert len(calls) == check_every + 1  # one step is enough; one more product is the last check
+
+    def test_num_steps_counts_the_products_up_to_the_last_check(self) -> None:
+        product, b = dense_map(self.hard(12)), random(12, seed=1)
+        calls: list[int] = []
+
+        def counted(vector: Tensor) -> Tensor:
+            calls.append(1)
+            return product(vector)
+
+        for initial in (None, random(12, seed=2)):
+            for max_steps in (1, 6, 7, 400):
+                calls.clear()
+                solution = replace(self.solver, max_steps=max_steps, check_every=1).solve(counted, b, initial=initial)
+                assert solution.num_steps <= max_steps
+                assert len(calls) == int(solution.num_steps) + 1 + (initial is not None)
+                calls.clear()
+                replace(self.solver, max_steps=max_steps).solve(counted, b, initial=initial)
+                assert len(calls) == int(solution.num_steps) + 1 + (initial is not None)  # the default on the CPU
 
     def test_check_every_changes_no_value(self) -> None:
         matrix, b = self.matrices(3), random(3, 5, seed=1)

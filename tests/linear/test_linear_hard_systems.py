@@ -1,11 +1,9 @@
-"""Each method against dense algebra and SciPy, and in the cases that only it, or not even it, can solve."""
+"""Indefinite, singular, non-symmetric and divergent systems: solved, or reported as what they are."""
 
-import numpy as np
 import pytest
-import scipy.sparse.linalg
 import torch
 
-from implicit_attention.linear import CG, GMRES, MINRES, cg, gmres, minres, neumann
+from implicit_attention.linear import GMRES, cg, gmres, minres, neumann
 from implicit_attention.status import Status
 from implicit_attention.testing.linear import dense_map, random, relative_residual, symmetric_matrices
 
@@ -18,74 +16,6 @@ def diagonal(*entries):
 
 def spread(n, low=0.1, high=3.0):
     return torch.linspace(low, high, n, dtype=F64)
-
-
-def counted_scipy(method, matrix, b, **options):
-    """(solution, number of products) of a scipy.sparse.linalg method."""
-    calls = []
-
-    def product(vector):
-        calls.append(1)
-        return matrix.numpy() @ vector
-
-    operator = scipy.sparse.linalg.LinearOperator(matrix.shape, matvec=product, dtype=np.float64)
-    value, code = getattr(scipy.sparse.linalg, method)(operator, b.numpy(), **options)
-    assert code == 0
-    return torch.from_numpy(value), len(calls)
-
-
-@pytest.mark.parametrize("ours", [cg, minres])
-def test_symmetric_methods_match_scipy_in_value_and_cost(ours):
-    matrix, b = symmetric_matrices(eigenvalues=spread(40)), random(40, seed=1)
-    options = {"rtol": 1e-8} if ours is cg else {"rtol": 1e-10}
-    expected, calls = counted_scipy(ours.__name__, matrix, b, **options)
-    solution = ours(dense_map(matrix), b, rtol=1e-8)
-    assert solution.converged
-    torch.testing.assert_close(solution.value, expected, rtol=1e-6, atol=1e-6)
-    assert solution.num_steps <= calls + 2
-
-
-def test_cg_iterates_are_those_of_scipy():
-    matrix, b = symmetric_matrices(eigenvalues=spread(20)), random(20, seed=1)
-    iterates = []
-    scipy.sparse.linalg.cg(matrix.numpy(), b.numpy(), rtol=0, maxiter=6, callback=lambda x: iterates.append(x.copy()))
-    for step, iterate in enumerate(iterates, start=1):
-        solution = cg(dense_map(matrix), b, rtol=1e-12, max_steps=step)
-        torch.testing.assert_close(solution.value, torch.from_numpy(iterate), rtol=1e-10, atol=1e-12)
-
-
-def test_gmres_matches_scipy_in_value_and_cost():
-    matrix, b = torch.eye(40, dtype=F64) + 0.1 * random(40, 40, seed=2), random(40, seed=1)
-    expected, calls = counted_scipy("gmres", matrix, b, rtol=1e-8, restart=40)
-    solution = gmres(dense_map(matrix), b, rtol=1e-8, restart=40)
-    assert solution.converged
-    torch.testing.assert_close(solution.value, expected, rtol=1e-6, atol=1e-6)
-    assert abs(int(solution.num_steps) - calls) <= 2
-
-
-def test_minres_and_gmres_minimise_the_residual_over_the_krylov_space():
-    matrix, b = symmetric_matrices(eigenvalues=spread(12, -2.0, 3.0)), random(12, seed=1)
-    for step in range(1, 8):
-        krylov = torch.stack([torch.linalg.matrix_power(matrix, k) @ b for k in range(step)], -1)
-        krylov = torch.linalg.qr(krylov)[0]
-        least = b - matrix @ krylov @ torch.linalg.lstsq(matrix @ krylov, b.unsqueeze(-1)).solution.squeeze(-1)
-        for method in (minres, gmres):
-            residual = method(dense_map(matrix), b, rtol=1e-12, max_steps=step).residual
-            torch.testing.assert_close(residual, least.norm(), rtol=1e-8, atol=0)
-
-
-def test_neumann_sums_the_series():
-    matrix, b = symmetric_matrices(eigenvalues=spread(6, 0.3, 1.7)), random(6, seed=1)
-    power, total = b, b * 0
-    for step in range(1, 9):
-        total, power = total + power, power - matrix @ power
-        torch.testing.assert_close(neumann(dense_map(matrix), b, rtol=1e-12, max_steps=step).value, total)
-
-
-def test_cg_needs_one_step_per_distinct_eigenvalue():
-    eigenvalues = torch.tensor([1.0, 2, 3]).double().repeat_interleave(10)
-    solution = cg(dense_map(symmetric_matrices(2, eigenvalues=eigenvalues)), random(2, 30, seed=1), rtol=1e-10)
-    assert solution.num_steps.tolist() == [3, 3]
 
 
 # Negative curvature
@@ -234,40 +164,3 @@ def test_rotation_never_converges_under_neumann_and_says_so():
     solution = neumann(dense_map(quarter), torch.ones(2, dtype=F64), max_steps=50)
     assert solution.status == Status.MAX_STEPS
     assert solution.num_steps == 50
-
-
-# Rounding
-
-
-def test_a_recurrence_that_drifts_is_refined_or_reported():
-    eigenvalues = torch.logspace(-4, 0, 30, dtype=F64)
-    matrix, b = symmetric_matrices(3, eigenvalues=eigenvalues), random(3, 30, seed=1)
-    for method in (cg, minres, gmres):
-        solution = method(dense_map(matrix.float()), b.float(), rtol=1e-6)
-        truth = relative_residual(matrix.float().double(), b.float().double(), solution.value.double())
-        assert (solution.status == Status.CONVERGED).tolist() == (truth <= 1e-5).tolist()
-        assert (solution.status != Status.CONVERGED).any()
-        assert (solution.status[truth > 1e-5] == Status.STALLED).all()
-
-
-def test_refinement_pays_for_a_drifted_recurrence():
-    matrix, b = symmetric_matrices(eigenvalues=torch.logspace(-9, 0, 12, dtype=F64)), random(12, seed=1)
-    refined = minres(dense_map(matrix), b, rtol=1e-4, max_steps=500)
-    assert refined.converged
-    assert relative_residual(matrix, b, refined.value) <= 1e-4
-
-
-def test_functions_are_the_solvers():
-    matrix, b = symmetric_matrices(2, eigenvalues=spread(8)), random(2, 8, seed=1)
-    options = {"rtol": 1e-3, "atol": 1e-3, "max_steps": 7, "check_every": 2}
-    for function, solver in ((cg, CG), (minres, MINRES), (gmres, GMRES)):
-        left = function(dense_map(matrix), b, initial=b, **options)
-        right = solver(**options).solve(dense_map(matrix), b, initial=b)
-        assert torch.equal(left.value, right.value)
-        assert torch.equal(left.num_steps, right.num_steps)
-
-
-def test_declared_needs():
-    assert CG.symmetric
-    assert MINRES.symmetric
-    assert not GMRES.symmetric

@@ -32,6 +32,17 @@ def test_basis_is_orthonormal_and_reduces_the_map():
     assert lanczos(dense_map(matrix), random(2, 30, seed=1), 12).basis is None
 
 
+def test_orthogonality_survives_a_spectrum_on_which_one_pass_loses_it():
+    matrix = symmetric_matrices(2, eigenvalues=torch.logspace(-12, 0, 40, dtype=F64))
+    basis = lanczos(dense_map(matrix), random(2, 40, seed=1), 30, keep_basis=True).basis
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(30, dtype=F64).expand(2, 30, 30), rtol=0, atol=1e-13)
+
+
+def test_betas_vanish_where_an_invariant_subspace_is_complete():
+    result = lanczos(dense_map(torch.diag(torch.tensor([1.0, 1, 1, 2, 2])).double()), random(5, seed=1), 5)
+    assert (result.betas == 0).tolist() == [False, True, False, True]
+
+
 def test_error_bounds_hold():
     matrix = symmetric(4, n=30)
     result = lanczos(dense_map(matrix), random(4, 30, seed=1), 8)

@@ -1,0 +1,129 @@
+"""Problems with known answers that every solver must face."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from ..energies import AnchoredEnergy
+from ..potentials import LogSumExp
+from ..problem import FixedPointMap, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem: where to start and, if it is known in closed form, the answer. `source` says where it comes from."""
+
+    name: str
+    problem: Problem
+    initial: Tensor
+    answer: Tensor | None
+    source: str
+
+
+def fixed_point_cases(dtype: torch.dtype = torch.float64) -> list[Case]:
+    """Maps without an energy, one problem each: contractions, slopes of -1, a rotation, root finding as x + F(x)."""
+
+    def tensor(*values: float) -> Tensor:
+        return torch.tensor([values], dtype=dtype)
+
+    def case(name: str, f: object, initial: Tensor, answer: Tensor | None, source: str, *inputs: Tensor) -> Case:
+        return Case(name, FixedPointMap(f, *inputs, event_ndim=1), initial, answer, source)  # type: ignore[arg-type]
+
+    decay = tensor(0.9, 0.99, 0.999)
+    angle = 0.7
+    rotation = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(200, 200, generator=generator, dtype=torch.float64)
+    matrix = (0.9 * matrix / torch.linalg.matrix_norm(matrix, ord=2)).to(dtype)
+    shift = torch.randn(1, 200, generator=generator, dtype=torch.float64).to(dtype)
+    affine = torch.linalg.solve(torch.eye(200, dtype=torch.float64) - matrix.double(), shift[0].double()).to(dtype)[None]
+    elementary = "elementary"
+    nonlin = "SciPy, scipy/optimize/tests/test_nonlin.py"
+    return [
+        case("geometric decay", lambda x, d: d * x, tensor(1.0, 1.0, 1.0), tensor(0.0, 0.0, 0.0), elementary, decay),
+        case("sin(x) x^2", lambda x: x.sin() * x.square(), tensor(0.5), tensor(0.0), elementary),
+        case("x^3", lambda x: x**3, tensor(0.5), tensor(0.0), elementary),
+        case("cos x", torch.cos, tensor(0.0), tensor(0.7390851332151607), elementary),
+        case("cos x + pi/2", lambda x: x.cos() + math.pi / 2, tensor(0.0), tensor(math.pi / 2), "slope -1 at the answer"),
+        case("affine", lambda x, m, b: x @ m.mT + b, torch.zeros_like(shift), affine, "norm .9, n = 200", matrix, shift),
+        case("rotation", lambda x, r: x @ r.mT, tensor(1.0, 1.0), tensor(0.0, 0.0), "spectral radius 1", rotation),
+        case("exp(-x)", lambda x: (-x).exp(), tensor(0.0), tensor(0.5671432904097838), elementary),
+        case("tanh(x + 1)", lambda x: (x + 1).tanh(), tensor(0.0), tensor(0.9611811834804687), elementary),
+        case("scipy F", _scipy_f, torch.ones(1, 5, dtype=dtype), torch.zeros(1, 5, dtype=dtype), nonlin),
+        case("scipy F2", lambda x: 2 * x, tensor(1.0, 0.5, 2.0, 0.1, 0.3, 1.0), torch.zeros(1, 6, dtype=dtype), nonlin),
+        case("scipy F3", _scipy_f3, torch.tensor([[1.0, 2.0, 3.0]], dtype=dtype), torch.zeros(1, 3, dtype=dtype), nonlin),
+        case("scipy F4 (Powell)", _scipy_f4, tensor(-1.0, -2.0), None, nonlin),
+        case("scipy F5", _scipy_f5, tensor(2.0, 0.0, 2.0, 0.0), None, nonlin),
+        case("scipy F6", _scipy_f6, tensor(-0.5, 1.4), None, nonlin),
+    ]
+
+
+def _scipy_f(x: Tensor) -> Tensor:
+    d = x.new_tensor([3.0, 2.0, 1.5, 1.0, 0.5])
+    return x - d * x - 0.01 * x.square().sum(-1, keepdim=True) * x
+
+
+def _scipy_f3(x: Tensor) -> Tensor:
+    a = x.new_tensor([[-2.0, 1.0, 0.0], [1.0, -2.0, 1.0], [0.0, 1.0, -2.0]])
+    return x + x @ a
+
+
+def _scipy_f4(x: Tensor) -> Tensor:
+    first, second = x[..., 0], x[..., 1]
+    scale = 1e4
+    root = torch.stack(
+        [scale * first * second - 1, (-first).exp() + (-second).exp() - (1 + 1 / scale)],
+        dim=-1,
+    )
+    return x + root
+
+
+def _scipy_f5(x: Tensor) -> Tensor:
+    """The optimality conditions of a small constrained quadratic, linear in x."""
+    matrix = x.new_tensor([[4.0, 1.0, 0.0, 1.0], [1.0, 3.0, 1.0, 0.0], [0.0, 1.0, 2.0, 1.0], [1.0, 0.0, 1.0, 5.0]])
+    return x - (x @ matrix - x.new_tensor([1.0, 2.0, 3.0, 4.0])) / 8
+
+
+def _scipy_f6(x: Tensor) -> Tensor:
+    first, second = x[..., 0], x[..., 1]
+    root = torch.stack(
+        [(first + 3) * (second**5 - 7) + 18, (second * first.exp() - 1).sin()],
+        dim=-1,
+    )
+    a, b = -0.5, 1.4
+    slope = math.exp(a) * math.cos(b * math.exp(a) - 1)
+    jacobian = x.new_tensor([[b**5 - 7, 5 * (a + 3) * b**4], [b * slope, slope]])
+    return x - torch.linalg.solve(jacobian, root[..., None]).squeeze(-1)
+
+
+def hopfield_energy(
+    *,
+    batch: tuple[int, ...] = (),
+    queries: int = 64,
+    keys: int = 256,
+    dim: int = 64,
+    sharpness: float = 1.0,
+    anchor: float = 0.0,
+    clustered: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> AnchoredEnergy:
+    """The anchored log-sum-exp energy of Gaussian queries over Gaussian or clustered keys, beta = sharpness/sqrt(dim).
+
+    Clustered: 16 Gaussian centres, keys around them with standard deviation 1/2. These energies have saddles.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    patterns = normal(keys, dim)
+    if clustered:
+        centres = normal(16, dim)
+        owner = torch.randint(16, (*batch, keys), generator=generator)
+        patterns = centres.gather(-2, owner[..., None].expand(*owner.shape, dim)) + patterns / 2
+    return AnchoredEnergy(LogSumExp(patterns, sharpness / math.sqrt(dim)), normal(queries, dim), anchor)
