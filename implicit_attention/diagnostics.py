@@ -1,4 +1,4 @@
-"""What a fixed point is like: contraction, curvature, how many there are, how many keys it rests on, how far it may be."""
+"""What a fixed point is like: contraction, curvature, how many there are, how many keys carry it, how far it may be."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Diagnosis:
 
     Attributes:
         spectral_radius: estimate of the largest |eigenvalue| of df/dz; below 1 plain iteration converges locally.
-        smallest_curvature: estimate of the smallest eigenvalue of I - df/dz; NaN for a map whose Jacobian is not symmetric.
+        smallest_curvature: estimate of the smallest eigenvalue of I - df/dz; NaN where that is not symmetric.
         saddle: whether that is negative.
         distinct: number of different fixed points along the last leading axis, (*lead[:-1]).
         effective_keys: exp(entropy) of the attention at the solution; None where the potential is not LogSumExp.
@@ -129,7 +129,7 @@ def distinct_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1
     rows = torch.where(finite[..., None], rows, 0.0)
     count = torch.zeros(rows.shape[:-2], dtype=torch.int64, device=value.device)
     index = torch.arange(rows.shape[-2], device=value.device)
-    for part in index.split(TILE):
+    for part in torch.split(index, TILE):
         # cdist by matrix products loses the small distances that matter here.
         near = torch.cdist(rows[..., part, :], rows, compute_mode="donot_use_mm_for_euclid_dist")
         scale = torch.maximum(norms[..., part, None], norms[..., None, :]) + 1e-3
@@ -146,7 +146,7 @@ def effective_keys(potential: LogSumExp, z: Float[Tensor, "*batch N D"]) -> Floa
     """
     index = torch.arange(z.shape[-2], device=z.device)
     counts = []
-    for part in index.split(TILE):
+    for part in torch.split(index, TILE):
         rows = potential.select(part.expand(*z.shape[:-2], part.numel()))
         p = rows.probabilities(z[..., part, :])
         counts.append(torch.where(p.sum(-1) > 0, torch.special.entr(p).sum(-1).exp(), p.sum(-1)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import jvp_by_vjp, transforms_active, vjp
+from .._types import LinearMap
 from .._reporting import report_failures
 from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..problem import Problem, VmappedProblem, pullback
@@ -217,7 +218,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
-def _solve(call: _Call, problem: Problem, product: Any, rhs: Tensor) -> Tensor:
+def _solve(call: _Call, problem: Problem, product: LinearMap, rhs: Tensor) -> Tensor:
     """x with x - product(x) = rhs, problem by problem, by the chosen method; its evidence goes to the report."""
     event_ndim = problem.event_ndim
     lead = rhs.shape[: rhs.ndim - event_ndim]
@@ -234,8 +235,7 @@ def _solve(call: _Call, problem: Problem, product: Any, rhs: Tensor) -> Tensor:
         if isinstance(chosen, CG) and bool(solution.negative_curvature.any()):
             solution, status = _finish_with_minres(chosen, matvec, flat, solution)
         _report(call, chosen, flat, solution, status)
-    value: Tensor = solution.value.reshape(rhs.shape)
-    return value
+    return solution.value.reshape(rhs.shape)
 
 
 def _finish_with_minres(chosen: CG, matvec: Any, rhs: Tensor, first: LinearSolution) -> tuple[LinearSolution, Tensor]:

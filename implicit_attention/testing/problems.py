@@ -15,7 +15,7 @@ from ..problem import FixedPointMap, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: where to start and, if it is known in closed form, the answer. `source` says where it comes from."""
+    """One problem: where to start and, if there is only one, the answer. `source` says where the problem comes from."""
 
     name: str
     problem: Problem
@@ -34,28 +34,34 @@ def fixed_point_cases(dtype: torch.dtype = torch.float64) -> list[Case]:
         return Case(name, FixedPointMap(f, *inputs, event_ndim=1), initial, answer, source)  # type: ignore[arg-type]
 
     decay = tensor(0.9, 0.99, 0.999)
-    angle = 0.7
-    rotation = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=dtype)
+    cos, sin = math.cos(0.7), math.sin(0.7)
+    rotation = torch.tensor([[cos, -sin], [sin, cos]], dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(200, 200, generator=generator, dtype=torch.float64)
     matrix = (0.9 * matrix / torch.linalg.matrix_norm(matrix, ord=2)).to(dtype)
     shift = torch.randn(1, 200, generator=generator, dtype=torch.float64).to(dtype)
-    affine = torch.linalg.solve(torch.eye(200, dtype=torch.float64) - matrix.double(), shift[0].double()).to(dtype)[None]
+    affine = torch.linalg.solve(torch.eye(200, dtype=torch.float64) - matrix.double(), shift[0].double()).to(dtype)[
+        None
+    ]
     elementary = "elementary"
     nonlin = "SciPy, scipy/optimize/tests/test_nonlin.py"
     return [
         case("geometric decay", lambda x, d: d * x, tensor(1.0, 1.0, 1.0), tensor(0.0, 0.0, 0.0), elementary, decay),
-        case("sin(x) x^2", lambda x: x.sin() * x.square(), tensor(0.5), tensor(0.0), elementary),
-        case("x^3", lambda x: x**3, tensor(0.5), tensor(0.0), elementary),
+        case("sin(x) x^2", lambda x: x.sin() * x.square(), tensor(0.5), None, elementary),
+        case("x^3", lambda x: x**3, tensor(0.5), None, elementary),
         case("cos x", torch.cos, tensor(0.0), tensor(0.7390851332151607), elementary),
-        case("cos x + pi/2", lambda x: x.cos() + math.pi / 2, tensor(0.0), tensor(math.pi / 2), "slope -1 at the answer"),
-        case("affine", lambda x, m, b: x @ m.mT + b, torch.zeros_like(shift), affine, "norm .9, n = 200", matrix, shift),
+        case(
+            "cos x + pi/2", lambda x: x.cos() + math.pi / 2, tensor(0.0), tensor(math.pi / 2), "slope -1 at the answer"
+        ),
+        case(
+            "affine", lambda x, m, b: x @ m.mT + b, torch.zeros_like(shift), affine, "norm .9, n = 200", matrix, shift
+        ),
         case("rotation", lambda x, r: x @ r.mT, tensor(1.0, 1.0), tensor(0.0, 0.0), "spectral radius 1", rotation),
         case("exp(-x)", lambda x: (-x).exp(), tensor(0.0), tensor(0.5671432904097838), elementary),
-        case("tanh(x + 1)", lambda x: (x + 1).tanh(), tensor(0.0), tensor(0.9611811834804687), elementary),
+        case("tanh(x + 1)", lambda x: (x + 1).tanh(), tensor(0.0), tensor(0.9611797513715394), elementary),
         case("scipy F", _scipy_f, torch.ones(1, 5, dtype=dtype), torch.zeros(1, 5, dtype=dtype), nonlin),
-        case("scipy F2", lambda x: 2 * x, tensor(1.0, 0.5, 2.0, 0.1, 0.3, 1.0), torch.zeros(1, 6, dtype=dtype), nonlin),
-        case("scipy F3", _scipy_f3, torch.tensor([[1.0, 2.0, 3.0]], dtype=dtype), torch.zeros(1, 3, dtype=dtype), nonlin),
+        case("scipy F2", lambda x: 2 * x, tensor(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), torch.zeros(1, 6, dtype=dtype), nonlin),
+        case("scipy F3", _scipy_f3, tensor(1.0, 2.0, 3.0), tensor(-2.5, -4.0, -3.5), nonlin),
         case("scipy F4 (Powell)", _scipy_f4, tensor(-1.0, -2.0), None, nonlin),
         case("scipy F5", _scipy_f5, tensor(2.0, 0.0, 2.0, 0.0), None, nonlin),
         case("scipy F6", _scipy_f6, tensor(-0.5, 1.4), None, nonlin),
@@ -69,7 +75,7 @@ def _scipy_f(x: Tensor) -> Tensor:
 
 def _scipy_f3(x: Tensor) -> Tensor:
     a = x.new_tensor([[-2.0, 1.0, 0.0], [1.0, -2.0, 1.0], [0.0, 1.0, -2.0]])
-    return x + x @ a
+    return x + x @ a - x.new_tensor([1.0, 2.0, 3.0])
 
 
 def _scipy_f4(x: Tensor) -> Tensor:
@@ -83,9 +89,10 @@ def _scipy_f4(x: Tensor) -> Tensor:
 
 
 def _scipy_f5(x: Tensor) -> Tensor:
-    """The optimality conditions of a small constrained quadratic, linear in x."""
-    matrix = x.new_tensor([[4.0, 1.0, 0.0, 1.0], [1.0, 3.0, 1.0, 0.0], [0.0, 1.0, 2.0, 1.0], [1.0, 0.0, 1.0, 5.0]])
-    return x - (x @ matrix - x.new_tensor([1.0, 2.0, 3.0, 4.0])) / 8
+    """Flows through four equal pipes in parallel: pressures x^2/2 agree, and the flows sum to 4."""
+    pressure = x.square() / 2
+    root = torch.cat([pressure[..., 1:] - pressure[..., :1], x.sum(-1, keepdim=True) - 4], dim=-1)
+    return x + root
 
 
 def _scipy_f6(x: Tensor) -> Tensor:

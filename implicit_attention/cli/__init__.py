@@ -1,0 +1,1 @@
+"""The command line: `implicit-attention ...` and `python -m implicit_attention ...`."""

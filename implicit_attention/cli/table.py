@@ -1,0 +1,246 @@
+"""What the user sees while `compare` runs and when it is done."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .compare import Comparison, Settings
+
+WIDTH = 120
+MISSING = "-"
+
+
+def _console(stderr: bool) -> Console:
+    """A console that is wide enough for the table where nobody has set a width (pipes, logs)."""
+    stream = sys.stderr if stderr else sys.stdout
+    fixed = WIDTH if not stream.isatty() and "COLUMNS" not in os.environ else None
+    return Console(stderr=stderr, width=fixed, highlight=False, soft_wrap=False)
+
+
+def output_console() -> Console:
+    return _console(stderr=False)
+
+
+class Progress:
+    """A line per finished method on stderr, and a bar below them where stderr is a terminal."""
+
+    def __init__(self, total: int, console: Console | None = None) -> None:
+        self.console = _console(stderr=True) if console is None else console
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self.bar = Bar(
+            *columns, TimeElapsedColumn(), console=self.console, transient=True, disable=not self.console.is_terminal
+        )
+        self.task = self.bar.add_task("starting", total=total)
+        self.begun = False
+
+    def __enter__(self) -> Progress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.__exit__(kind, error, trace)
+
+    def update(self, name: str, row: dict[str, Any] | None) -> None:
+        """`name` begins (row None), or has ended with this row."""
+        if row is None:
+            self.bar.update(self.task, description=name, advance=1 if self.begun else 0)
+            self.begun = True
+            return
+        self.console.print(f"{name:<20} {_line(row)}", markup=False)
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"failed: {row['error']}: {row['message']}"
+    seconds = _milliseconds(row.get("forward_seconds"))
+    return (
+        f"{_evaluations(row)} evaluations, residual {_short(row['residual_max'])}, "
+        f"{_percent(row['converged'])} % converged, {seconds} ms"
+    )
+
+
+class Column(NamedTuple):
+    """Header, meaning in one line, and the text of a row."""
+
+    header: str
+    note: str
+    text: Callable[[dict[str, Any]], str]
+
+
+def _short(value: float | None) -> str:
+    return MISSING if value is None or value != value else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _percent(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    return f"{100 * value:.1f}".removesuffix(".0") if value < 1 else "100"
+
+
+def _milliseconds(value: float | None) -> str:
+    return MISSING if value is None else f"{1e3 * value:.3g}" if value < 1 else f"{1e3 * value:.0f}"
+
+
+def _evaluations(row: dict[str, Any]) -> str:
+    return f"{row['evaluations_median']:.0f}/{row['evaluations_max']:.0f}"
+
+
+def _status(row: dict[str, Any]) -> str:
+    counts = row["status"]
+    return next(iter(counts)) if len(counts) == 1 else "\n".join(f"{n} {name}" for name, n in counts.items())
+
+
+def _megabytes(row: dict[str, Any]) -> str:
+    size = row.get("peak_memory_bytes")
+    return MISSING if size is None else f"{size / 2**20:.1f}" if size < 100 * 2**20 else f"{size / 2**20:.0f}"
+
+
+def _rate(task: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: _percent(row["tasks"][task]["retrieval_rate"])
+
+
+COLUMNS = (
+    Column(
+        "evals\nmed/max",
+        "evaluations of the map per query; the last one measures the residual of what is returned",
+        _evaluations,
+    ),
+    Column("residual\nmax", "largest |f(z) - z| over the queries", lambda r: _short(r["residual_max"])),
+    Column("conv\n%", "queries whose residual reached the tolerance", lambda r: _percent(r["converged"])),
+    Column("sad-\ndles", "converged where the energy curves downwards", lambda r: str(r["saddles"])),
+    Column("points", "distinct fixed points among the converged states", lambda r: str(r["distinct_fixed_points"])),
+    Column(
+        "retr.\nerror",
+        "mean relative distance of the returned state from the stored pattern",
+        lambda r: _short(r["retrieval_error_mean"]),
+    ),
+    Column("half\n%", "half-masked queries retrieved (relative error < 1e-2)", _rate("half-masked")),
+    Column("noisy\n%", "noisy queries retrieved", _rate("noisy")),
+    Column(
+        "other\npoint",
+        "converged, but to another fixed point than the float64 reference from the same query",
+        lambda r: str(r["other_fixed_point"]),
+    ),
+    Column(
+        "grad.\nerror",
+        "relative error of the gradient for the patterns against float64 exact; other points count as errors",
+        lambda r: _short(r.get("gradient_error")),
+    ),
+    Column("fwd\nms", "median time of the solve", lambda r: _milliseconds(r.get("forward_seconds"))),
+    Column("bwd\nms", "median time of the gradient", lambda r: _milliseconds(r.get("backward_seconds"))),
+    Column("peak\nMiB", "memory of both at once, beyond the inputs", _megabytes),
+    Column("status", "counts where the queries differ", _status),
+)
+
+
+def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
+    """The table of all methods, cut into as many as the width asks for."""
+    from .compare import ATOL, MAX_STEPS, RTOL
+
+    settings = comparison.settings
+    title = (
+        f"{_source(settings)}: {settings.patterns} patterns, {settings.queries} half-masked and {settings.queries} "
+        f"noisy queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {settings.device}\n"
+        f"one tolerance for all: |f(z) - z| <= {ATOL:g} + {RTOL:g} |f(z)|, at most {MAX_STEPS} steps"
+    )
+    whole = _table(title, COLUMNS, comparison.rows)
+    if _width(whole) <= width or width < 40:
+        return [whole]
+    return [
+        _table(title, COLUMNS[:6], comparison.rows),
+        _table(None, COLUMNS[6:], comparison.rows),
+    ]
+
+
+def _width(table: Table) -> int:
+    return Measurement.get(Console(width=1000), Console(width=1000).options, table).maximum
+
+
+def _table(title: str | None, columns: tuple[Column, ...], rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("method", no_wrap=True)
+    for column in columns:
+        left = column.header == "status"
+        table.add_column(column.header, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(row["method"], *(_cell(column, row) for column in columns))
+    return table
+
+
+def _cell(column: Column, row: dict[str, Any]) -> str:
+    if "error" in row and "status" not in row:
+        return "ERROR" if column.header == "status" else MISSING
+    if "error" in row and column.header == "status":
+        return f"{_status(row)}\nERROR"
+    return column.text(row)
+
+
+def retrieval_table(comparison: Comparison) -> Table:
+    """Rates of one step and of the equilibrium over the draws, beside the reference where there is one."""
+    with_reference = comparison.settings.has_reference
+    draws = len(comparison.retrieval[0]["rates"])
+    table = Table(
+        title=f"retrieval rate, mean +- std over {draws} draws",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for header in ("queries", "state", "rate", *(("reference", "verdict") if with_reference else ())):
+        table.add_column(header, no_wrap=True)
+    for entry in comparison.retrieval:
+        cells = [entry["task"], entry["state"], f"{entry['mean']:.3f} +- {entry['std']:.3f}"]
+        if with_reference:
+            verdict = "within 3 sd" if entry["within_three"] else "NOT within 3 sd"
+            cells += [
+                f"{entry['reference_mean']:.3f} +- {entry['reference_std']:.3f}",
+                f"{verdict} ({entry['deviations']:+.1f})",
+            ]
+        table.add_row(*cells)
+    return table
+
+
+def show(comparison: Comparison, console: Console, out: Path) -> None:
+    """Print everything."""
+    for table in comparison_tables(comparison, console.width):
+        console.print(table)
+    for line in notes(comparison):
+        console.print(line, style="dim", markup=False)
+    console.print(retrieval_table(comparison))
+    written = "compare.json, convergence.png and retrieval.png"
+    console.print(f"{written} written to {out} after {comparison.seconds:.1f} s", markup=False)
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What the columns mean, and what the reader must know of this run."""
+    lines = [f"  {column.header.replace('-' + chr(10), '').replace(chr(10), ' ')}: {column.note}" for column in COLUMNS]
+    for row in comparison.rows:
+        if "error" in row:
+            lines.append(f"  {row['method']} failed with {row['error']}: {row['message']}")
+    if comparison.unusable:
+        lines.append(
+            f"  {comparison.unusable} of {comparison.settings.patterns} patterns hold NaN or infinity and are not "
+            "stored; queries made from them are not retrieved, and times and gradients leave out the NaN ones"
+        )
+    if comparison.untrusted:
+        lines.append(f"  {comparison.untrusted} queries left out of the gradient: no exact fixed point was found")
+    return lines
+
+
+def _source(settings: Settings) -> str:
+    return "scikit-learn's digits" if settings.data is None else settings.data.name

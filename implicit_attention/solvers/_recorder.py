@@ -1,0 +1,234 @@
+"""Evidence for solvers that are not ours: the best state of each problem among all that were evaluated."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import is_batched, transforms_active
+from ..problem import Problem
+from ..status import Status
+from .base import Solver
+from .iterate import Outcome, flat
+
+
+class Finished(Exception):
+    """Raised out of a foreign solver when nothing is left for it to do."""
+
+
+class Part(NamedTuple):
+    """Some of the problems, and where they sit in an object that evaluates them.
+
+    base (Q, n) are states of all problems of `problem`, of the shape `shape`; `position` are the places of `rows`.
+    """
+
+    rows: Tensor
+    problem: Problem
+    base: Tensor
+    shape: torch.Size
+    position: Tensor
+
+
+class Recorder:
+    """Evaluates f for a foreign solver and keeps the same evidence as the library's own loop.
+
+    All leading axes are one, P problems of n numbers each. The record of a problem is closed at the first state that
+    meets the tolerance (or at the first non-finite one), so it does not depend on how long its neighbours take.
+
+    Args:
+        strictness: part of the tolerance at which a record is closed.
+    """
+
+    def __init__(
+        self, solver: Solver, problem: Problem, initial: Tensor, *, trace: bool = False, strictness: float = 1.0
+    ) -> None:
+        event = initial.shape[initial.ndim - problem.event_ndim :]
+        self.solver, self.problem, self.strictness = solver, problem, strictness
+        self.shape, self.lead = initial.shape, initial.shape[: initial.ndim - len(event)]
+        self.initial = flat(initial, event).reshape(self.lead.numel(), event.numel())
+        self.rows = torch.arange(len(self.initial), device=initial.device)
+        self.value = self.initial.clone()
+        self.residual = initial.new_full((len(self.value),), torch.inf)
+        self.tolerance = torch.zeros_like(self.residual)
+        self.num_steps = torch.zeros_like(self.residual, dtype=torch.int32)
+        self.num_evals = torch.zeros_like(self.num_steps)
+        self.done, self.broken, self.stalled = (torch.zeros_like(self.residual, dtype=torch.bool) for _ in range(3))
+        self.energy = self.residual.clone() if trace and problem.has_energy else None
+        self.events: list[tuple[Tensor, Tensor, Tensor | None]] | None = [] if trace else None
+        self.in_map = False
+        self.first_mapped = self.evaluate(self.part(self.rows), self.initial, 0)
+        self.unreadable = self.broken.clone()
+
+    # Who is evaluated, and by what.
+
+    def part(self, rows: Tensor) -> Part:
+        """`rows` as problems of the whole."""
+        return Part(rows, self.problem, self.initial, self.shape, rows)
+
+    def alone(self, row: int) -> Part:
+        """One problem, evaluated with as few others as the whole allows."""
+        rows = torch.tensor([row], device=self.initial.device)
+        if not self.lead:
+            return self.part(rows)
+        batch, last = divmod(row, self.lead[-1])
+        index = rows.new_full((*self.lead[:-1], 1), last)
+        selected = self.problem.select(index)
+        if selected is None:
+            return self.part(rows)
+        axis = len(self.lead) - 1
+        base = self.initial.reshape(self.shape).narrow(axis, last, 1)
+        states = base.reshape(self.lead[:-1].numel(), self.initial.shape[1])
+        return Part(rows, selected, states, base.shape, rows.new_tensor([batch]))
+
+    def unsettled(self, rows: Tensor) -> Tensor:
+        """Those of `rows` in which something is left to do."""
+        return rows[~(self.done | self.broken | self.stalled | (self.residual == 0))[rows]]
+
+    def evaluate(self, part: Part, z: Tensor, step: int, *, last: bool = False) -> Tensor:
+        """f(z) of the states z (len(rows), n), taken down as evidence. `last`: z is the foreign solver's answer.
+
+        Inside a torch.func transform f is being linearised, which is no step: nothing is taken down.
+        """
+        z = z.reshape(len(part.rows), part.base.shape[1])
+        state = part.base.index_copy(0, part.position, z)
+        self.in_map = True
+        mapped, energy = part.problem.evaluate(state.reshape(part.shape), energy=self.energy is not None)
+        self.in_map = False
+        mapped = mapped.reshape(state.shape)[part.position].to(state.dtype)
+        if not transforms_active():
+            self._observe(part, z.detach(), mapped.detach(), energy, step, last)
+        return mapped
+
+    def _observe(self, part: Part, z: Tensor, mapped: Tensor, energy: Tensor | None, step: int, last: bool) -> None:
+        rows = part.rows
+        residual = torch.linalg.vector_norm(mapped - z, dim=-1)
+        tolerance = self.solver.atol + self.solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
+        finite = torch.isfinite(residual)
+        first = self.num_evals[rows] == 0
+        met = finite & (residual <= self.strictness * tolerance) & (not self.solver.fixed_budget)
+        better = first | met | finite & ((residual < self.residual[rows]) | (last and self.solver.fixed_budget))
+        better = better & ~(self.done | self.broken)[rows]
+        # As in the library's own loop: a map that is not finite at the initial state makes the value non-finite.
+        z = torch.where((first & ~finite)[:, None], mapped, z)
+        self.value[rows] = torch.where(better[:, None], z, self.value[rows])
+        self.residual[rows] = torch.where(better, residual, self.residual[rows])
+        self.tolerance[rows] = torch.where(better, tolerance, self.tolerance[rows])
+        self.num_steps[rows] = torch.where(better, min(step, self.solver.max_steps), self.num_steps[rows])
+        self.num_evals[rows] += 1
+        if self.energy is not None and energy is not None:
+            self.energy[rows] = torch.where(better, energy.reshape(-1)[part.position], self.energy[rows])
+        self.broken[rows] |= ~finite & ~self.done[rows]
+        self.done[rows] |= met & better
+        self._take_down(rows)
+
+    def _take_down(self, rows: Tensor) -> None:
+        if self.events is not None:
+            self.events.append((rows, self.residual[rows], None if self.energy is None else self.energy[rows]))
+
+    # What comes of it.
+
+    def round_to(self, problem: Problem, dtype: torch.dtype) -> None:
+        """Replace the values by those of another precision, and the evidence by what `problem` says of these."""
+        value = self.value.to(dtype)
+        mapped, energy = problem.evaluate(value.reshape(self.shape), energy=self.energy is not None)
+        mapped = mapped.reshape(value.shape)
+        residual = torch.linalg.vector_norm(mapped - value, dim=-1)
+        self.value, self.residual = value, torch.where(self.unreadable, self.residual.to(dtype), residual)
+        self.tolerance = self.solver.atol + self.solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
+        self.energy = None if energy is None else energy.reshape(-1)
+        if not self.solver.fixed_budget:
+            self.stalled |= self.done
+            self.done = torch.isfinite(self.residual) & (self.residual <= self.tolerance)
+        self.num_evals += 1
+        self._take_down(self.rows)
+
+    def outcome(self) -> Outcome:
+        """All of it, with the leading axes of the initial state."""
+        budget = self.solver.fixed_budget
+        last = Status.EXPLICIT if self.solver.max_steps == 0 else Status.BUDGET if budget else Status.MAX_STEPS
+        status = torch.full_like(self.num_steps, int(last), dtype=torch.int8)
+        status[self.stalled] = int(Status.STALLED)
+        status[self.broken] = int(Status.DIVERGED)
+        status[self.done] = int(Status.CONVERGED)
+        status[self.unreadable] = int(Status.NONFINITE)
+        evidence = (status, self.residual, self.tolerance, self.num_steps, self.num_evals)
+        status, residual, tolerance, num_steps, num_evals = (t.reshape(self.lead) for t in evidence)
+        value = self.value.reshape(self.shape)
+        return Outcome(value, status, residual, tolerance, num_steps, num_evals, self._trace())
+
+    def _trace(self) -> tuple[Tensor, ...]:
+        """One row per evaluation of a problem; those that needed fewer keep their last entry."""
+        if self.events is None:
+            return ()
+        length = int(self.num_evals.max()) if len(self.num_evals) else 1
+        residual, energy = (None if t is None else t.repeat(length, 1) for t in (self.residual, self.energy))
+        assert residual is not None
+        count = torch.zeros_like(self.num_evals, dtype=torch.int64)
+        for rows, best, best_energy in self.events:
+            residual[count[rows], rows] = best.to(residual.dtype)
+            if energy is not None and best_energy is not None:
+                energy[count[rows], rows] = best_energy.to(energy.dtype)
+            count[rows] += 1
+        spent = torch.arange(1, length + 1, dtype=torch.int32, device=residual.device)[:, None].minimum(self.num_evals)
+        return tuple(t.reshape(length, *self.lead) for t in (residual, energy, spent) if t is not None)
+
+
+class Options(Mapping[str, Any]):
+    """Options of a foreign solver: a copy that cannot be changed, hashable whatever the values are."""
+
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(_validate.message("options", "be a mapping from names to values", repr(given)))
+        self._items = deepcopy(dict(given or {}))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+    def check_reserved(self, reserved: Mapping[str, str]) -> None:
+        """Raise if an option is given that the adapter sets from an argument of its own."""
+        for name, argument in reserved.items():
+            _validate.require(name not in self, "options", f"not hold {name!r}", repr(self), f"use `{argument}`")
+
+    def copy(self) -> dict[str, Any]:
+        """A dict of one's own."""
+        return deepcopy(self._items)
+
+
+def needed(package: str, requirement: str, user: str) -> Any:
+    """The package, imported now."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package.partition(".")[0]:
+            raise
+        raise ImportError(f"{user} needs {package.partition('.')[0]}: pip install '{requirement}'") from error
+
+
+def check_plain(solver: Solver, problem: Problem, initial: Tensor, graph: bool) -> None:
+    """Raise where a solver that reads numbers on the host, and records no derivatives, cannot run."""
+    name = type(solver).__name__
+    _validate.require(
+        not graph, "graph", f"be False: the steps of {name} cannot be differentiated", graph, "use Implicit()"
+    )
+    if any(is_batched(t) for t in (initial, *problem.tensors())):
+        raise ValueError(
+            f"{name} cannot run inside torch.vmap: it reads numbers on the host; use solve with Implicit()"
+        )

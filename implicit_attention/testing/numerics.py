@@ -1,0 +1,47 @@
+"""Small dense oracles and comparisons for tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> Tensor:
+    """Standard normal numbers from a seed of their own, the same in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """|value - truth| / |truth|, norms over everything; the absolute error where the truth is zero."""
+    error = torch.linalg.vector_norm((value - truth).detach().double()).item()
+    norm = torch.linalg.vector_norm(truth.detach().double()).item()
+    return error / norm if norm > 0 else error
+
+
+def dense_jacobian(problem: Problem, z: Tensor) -> Tensor:
+    """df/dz of every problem as a matrix, (*lead, n, n), by differentiating each output: the slow, sure way."""
+    event = z.shape[z.ndim - problem.event_ndim :]
+    lead, n = z.shape[: z.ndim - problem.event_ndim], event.numel()
+    state = z.detach().requires_grad_()
+    mapped = problem.fixed_point_map(state).reshape(*lead, n)
+    rows = [
+        torch.autograd.grad(mapped[..., i].sum(), state, retain_graph=True)[0].reshape(*lead, n) for i in range(n)
+    ]
+    return torch.stack(rows, dim=-2)
+
+
+def dense_gradients(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    """dL/dt of every floating-point tensor t at a solution z, by a dense solve of the implicit function theorem."""
+    event = z.shape[z.ndim - problem.event_ndim :]
+    jacobian = dense_jacobian(problem, z)
+    eye = torch.eye(event.numel(), dtype=z.dtype)
+    flat = cotangent.reshape(*jacobian.shape[:-1])
+    u = torch.linalg.solve(eye - jacobian.mT, flat[..., None]).squeeze(-1).reshape(z.shape)
+    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in problem.tensors()]
+    mapped = problem.replace(*tensors).fixed_point_map(z.detach())
+    floating = [t for t in tensors if t.is_floating_point()]
+    gradients = iter(torch.autograd.grad(mapped, floating, u.detach(), allow_unused=True))
+    return tuple(next(gradients) if t.is_floating_point() else None for t in tensors)

@@ -1,0 +1,170 @@
+"""The contract of a potential: inherit `PotentialContract` and say how to make one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..potentials import Potential
+from .numerics import random, relative_error
+
+#: Two batch entries, three queries, five dimensions: shapes that break wrong axes.
+STATE = (2, 3, 5)
+
+
+class PotentialContract:
+    """Tests that every potential passes. A subclass defines `make(dtype)` for states of shape (2, 3, 5)."""
+
+    #: Potentials without a closed form cannot be restricted to rows and need not be compared with themselves.
+    selects = True
+
+    def make(self, dtype: torch.dtype) -> Potential:
+        raise NotImplementedError
+
+    def state(self, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+        return random(*STATE, seed=seed, dtype=dtype)
+
+    def differentiable(self) -> tuple[Potential, list[int]]:
+        """The potential, and which of its tensors can be differentiated."""
+        potential = self.make(torch.float64)
+        return potential, [i for i, t in enumerate(potential.tensors()) if t.is_floating_point()]
+
+    def test_shapes(self) -> None:
+        potential, z = self.make(torch.float64), self.state()
+        assert potential.value(z).shape == STATE[:-1]
+        assert potential.mean(z).shape == STATE
+        assert potential.covariance_product(z, z).shape == STATE
+
+    def test_mean_is_the_gradient_of_value(self) -> None:
+        z = self.state().requires_grad_()
+        potential = self.make(torch.float64)
+        (gradient,) = torch.autograd.grad(potential.value(z).sum(), z)
+        torch.testing.assert_close(potential.mean(z), gradient, rtol=1e-12, atol=1e-13)
+
+    def test_covariance_is_the_derivative_of_mean(self) -> None:
+        potential, v = self.make(torch.float64), self.state(2)
+        z = self.state().requires_grad_()
+        (product,) = torch.autograd.grad(potential.mean(z), z, v)
+        torch.testing.assert_close(potential.covariance_product(z, v), product, rtol=1e-12, atol=1e-13)
+
+    def test_covariance_is_symmetric(self) -> None:
+        potential, z, u, v = self.make(torch.float64), self.state(), self.state(2), self.state(3)
+        left = (u * potential.covariance_product(z, v)).sum(-1)
+        right = (v * potential.covariance_product(z, u)).sum(-1)
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-13)
+
+    def test_fast_paths_equal_the_differentiable_ones(self) -> None:
+        potential, z, v = self.make(torch.float64), self.state(), self.state(2)
+        tracked = z.clone().requires_grad_()
+        torch.testing.assert_close(potential.mean(z), potential.mean(tracked).detach(), rtol=1e-12, atol=1e-13)
+        value, mean = potential.evaluate(z)
+        torch.testing.assert_close(value, potential.value(z), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(mean, potential.mean(z), rtol=1e-12, atol=1e-13)
+        linear = potential.linearize(z)
+        if linear is not None:
+            torch.testing.assert_close(linear.product(v), potential.covariance_product(z, v), rtol=1e-12, atol=1e-13)
+
+    def test_linearized_pullback_equals_autograd(self) -> None:
+        potential, z, u = self.make(torch.float64), self.state(), self.state(2)
+        linear = potential.linearize(z)
+        if linear is None:
+            return
+        tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in potential.tensors()]
+        mean = potential.replace(*tensors).mean(z)
+        floating = [t for t in tensors if t.requires_grad]
+        expected = iter(torch.autograd.grad(mean, floating, u, materialize_grads=True))
+        for tensor, gradient in zip(tensors, linear.pullback(u), strict=True):
+            if tensor.requires_grad:
+                assert gradient is not None
+                torch.testing.assert_close(gradient, next(expected), rtol=1e-11, atol=1e-12)
+
+    def test_first_and_second_derivatives(self) -> None:
+        potential, where = self.differentiable()
+        given = potential.tensors()
+        # Finite differences cannot move an entry that is masked by -inf.
+        usable = [i for i in where if bool(torch.isfinite(given[i]).all())]
+
+        def functions(z: Tensor, *new: Tensor) -> tuple[Tensor, Tensor]:
+            tensors = list(given)
+            for i, tensor in zip(usable, new, strict=True):
+                tensors[i] = tensor
+            changed = potential.replace(*tensors)
+            return changed.value(z), changed.mean(z)
+
+        inputs = [self.state().requires_grad_(), *(given[i].detach().clone().requires_grad_() for i in usable)]
+        assert torch.autograd.gradcheck(functions, inputs)
+        assert torch.autograd.gradgradcheck(functions, inputs)
+
+    def test_rows_do_not_see_each_other(self) -> None:
+        potential, z = self.make(torch.float64), self.state()
+        changed = z.clone()
+        changed[:, 1] = torch.nan
+        for method in (potential.value, potential.mean, lambda x: potential.covariance_product(x, self.state(2))):
+            before, after = method(z), method(changed)
+            assert torch.equal(before[:, [0, 2]], after[:, [0, 2]])
+
+    def test_convexity_as_declared(self) -> None:
+        potential = self.make(torch.float64)
+        if not potential.convex:
+            return
+        for seed in range(20):
+            a, b = 3 * self.state(seed), 3 * self.state(seed + 100)
+            middle = potential.value((a + b) / 2)
+            assert bool((middle <= (potential.value(a) + potential.value(b)) / 2 + 1e-12).all())
+
+    def test_lipschitz_bound_holds(self) -> None:
+        potential = self.make(torch.float64)
+        bound = potential.lipschitz()
+        if bound is None:
+            return
+        for seed in range(20):
+            z, v = 2 * self.state(seed), self.state(seed + 100)
+            stretch = potential.covariance_product(z, v).norm(dim=-1) / v.norm(dim=-1)
+            assert bool((stretch <= bound[..., None] * (1 + 1e-12)).all())
+
+    def test_replace_returns_the_same_function_of_other_tensors(self) -> None:
+        potential, z = self.make(torch.float64), self.state()
+        same = potential.replace(*potential.tensors())
+        assert torch.equal(same.mean(z), potential.mean(z))
+        moved = [t + 0.1 if t.is_floating_point() else t for t in potential.tensors()]
+        if moved:
+            assert not torch.equal(potential.replace(*moved).mean(z), potential.mean(z))
+        with pytest.raises(ValueError, match="tensors"):
+            potential.replace(*potential.tensors(), z)
+
+    def test_select_takes_rows(self) -> None:
+        potential, z = self.make(torch.float64), self.state()
+        index = torch.tensor([[2, 0], [1, 1]])
+        chosen = potential.select(index)
+        assert (chosen is not None) == self.selects
+        if chosen is not None:
+            rows = z.gather(1, index[..., None].expand(2, 2, 5))
+            expected = potential.mean(z).gather(1, index[..., None].expand(2, 2, 5))
+            torch.testing.assert_close(chosen.mean(rows), expected, rtol=1e-13, atol=1e-14)
+
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+    def test_low_precision_stays_near_float64(self, dtype: torch.dtype, tolerance: float) -> None:
+        mean = self.make(dtype).mean(self.state(dtype=dtype))
+        assert mean.dtype == dtype
+        assert relative_error(mean, self.make(torch.float64).mean(self.state())) < tolerance
+
+    def test_vmap_equals_a_loop(self) -> None:
+        potential = self.make(torch.float64)
+        states = random(4, *STATE, seed=5)
+        torch.testing.assert_close(
+            torch.vmap(potential.mean)(states), torch.stack([potential.mean(z) for z in states]), rtol=1e-12, atol=1e-13
+        )
+
+    def test_compiles(self) -> None:
+        potential, z = self.make(torch.float64), self.state()
+        compiled = torch.compile(potential.mean, backend="eager")
+        torch.testing.assert_close(compiled(z), potential.mean(z))
+
+    def test_copies(self) -> None:
+        potential, z = self.make(torch.float64), self.state()
+        for other in (copy.deepcopy(potential), pickle.loads(pickle.dumps(potential))):
+            assert torch.equal(other.mean(z), potential.mean(z))

@@ -1,0 +1,43 @@
+"""Quadratic: the potential contract and its closed-form equilibrium."""
+
+import pytest
+import torch
+
+from implicit_attention import AnchoredEnergy, Picard, Quadratic, solve
+from implicit_attention.testing.numerics import random
+from implicit_attention.testing.potential import PotentialContract
+
+
+class TestQuadratic(PotentialContract):
+    def make(self, dtype):
+        return Quadratic(random(2, 7, 5, dtype=dtype), torch.tensor([0.02, 0.03], dtype=torch.float64).to(dtype))
+
+
+class TestMaskedQuadratic(PotentialContract):
+    def make(self, dtype):
+        mask = torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
+        return Quadratic(random(2, 7, 5, dtype=dtype), 0.03, mask=mask)
+
+
+def test_equilibrium_is_the_solution_of_a_linear_system():
+    keys, field, anchor = 0.3 * random(2, 7, 5), random(2, 3, 5, seed=1), 0.4
+    solution = solve(AnchoredEnergy(Quadratic(keys, 0.5), field, anchor), field, solver=Picard(rtol=1e-14))
+    matrix = torch.eye(5, dtype=torch.float64) - (1 - anchor) * 0.5 * keys.mT @ keys
+    torch.testing.assert_close(solution.value, torch.linalg.solve(matrix, anchor * field.mT).mT, rtol=1e-7, atol=1e-7)
+
+
+def test_bounded_below_follows_the_largest_eigenvalue():
+    keys = torch.eye(5)[None]
+    assert Quadratic(keys, 0.9).bounded_below(0.0)
+    assert not Quadratic(keys, 1.1).bounded_below(0.0)
+    assert Quadratic(keys, 1.1).bounded_below(0.2)
+
+
+def test_masks_per_query_and_biases_are_refused():
+    keys = torch.zeros(2, 7, 5)
+    with pytest.raises(ValueError, match="`bias` must be None for Quadratic"):
+        Quadratic(keys, 1.0, bias=torch.zeros(7))
+    with pytest.raises(ValueError, match="`mask` must be the same for all queries"):
+        Quadratic(keys, 1.0, mask=torch.ones(2, 3, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="`mask` must be boolean with 7 keys"):
+        Quadratic(keys, 1.0, mask=torch.ones(6, dtype=torch.bool))
