@@ -1,0 +1,99 @@
+"""AnchoredEnergy over every potential: the energy contract, its bounds, its arguments."""
+
+import pytest
+import torch
+
+from implicit_attention import AnchoredEnergy, LogSumExp, Picard, Potential, Quadratic, solve
+from implicit_attention.testing.energy import EnergyContract
+from implicit_attention.testing.numerics import random
+
+
+class TestLogSumExp(EnergyContract):
+    def make(self):
+        return AnchoredEnergy(LogSumExp(random(2, 7, 5), 0.6), random(2, 3, 5, seed=3), 0.3)
+
+
+class TestTensorAnchor(EnergyContract):
+    def make(self):
+        anchor = torch.tensor([0.2, 0.9], dtype=torch.float64)
+        beta = torch.tensor([0.5, 1.1], dtype=torch.float64)
+        return AnchoredEnergy(LogSumExp(random(2, 7, 5), beta), random(2, 3, 5, seed=3), anchor)
+
+
+class TestMasked(EnergyContract):
+    def make(self):
+        mask = random(2, 3, 7, seed=9) > 0
+        mask[0, 1] = False
+        potential = LogSumExp(random(2, 7, 5), 0.6, mask=mask, bias=random(2, 3, 7, seed=5))
+        return AnchoredEnergy(potential, random(2, 3, 5, seed=3), 0.3)
+
+
+class TestQuadratic(EnergyContract):
+    def make(self):
+        return AnchoredEnergy(Quadratic(0.3 * random(2, 7, 5), 0.4), random(2, 3, 5, seed=3), 0.3)
+
+
+class ValueOnly(Potential):
+    def __init__(self, weights):
+        self.weights = weights
+
+    def value(self, z):
+        return (z @ self.weights).square().log1p().sum(-1)
+
+
+class TestNonConvexPotentialGivenByItsValue(EnergyContract):
+    def make(self):
+        return AnchoredEnergy(ValueOnly(random(5, 4)), random(2, 3, 5, seed=3), 0.3)
+
+
+def test_anchor_one_is_the_field_and_anchor_zero_forgets_it():
+    keys, field = random(2, 7, 5), random(2, 3, 5, seed=3)
+    potential = LogSumExp(keys, 0.6)
+    z = random(2, 3, 5, seed=4)
+    torch.testing.assert_close(AnchoredEnergy(potential, field, 1.0).fixed_point_map(z), field)
+    torch.testing.assert_close(AnchoredEnergy(potential, field, 0.0).fixed_point_map(z), potential.mean(z))
+
+
+def test_one_step_from_the_query_is_softmax_attention():
+    keys, query = random(2, 7, 5), random(2, 3, 5, seed=3)
+    energy = AnchoredEnergy(LogSumExp(keys, 0.6), query)
+    one = solve(energy, query, solver=Picard(max_steps=1, rtol=0, atol=0))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, keys, scale=0.6)
+    torch.testing.assert_close(one.value, expected)
+
+
+def test_energy_of_a_hopfield_mixture_matches_ground_truth():
+    keys = torch.tensor([[1.0, 0.5], [-0.5, 1.2], [0.3, -1.0]], dtype=torch.float64)
+    start = torch.tensor([[0.2, 0.1]], dtype=torch.float64)
+    energy = AnchoredEnergy(LogSumExp(keys, 1.0), start)
+    solution = solve(energy, start, solver=Picard(rtol=0, atol=1e-13))
+    assert solution.value[0].tolist() == pytest.approx([0.2415214765, 0.5878474157], abs=1e-9)
+    assert solution.energy.item() == pytest.approx(-1.209001656387, abs=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"potential": torch.zeros(7, 5)}, TypeError, "`potential` must be a Potential, got Tensor"),
+        ({"field": torch.zeros(5)}, ValueError, "`field` must have at least 2 axes"),
+        ({"field": torch.zeros(2, 3, 6)}, ValueError, "`field` must have the keys' dimension 5 on its last axis"),
+        ({"field": torch.zeros(2, 3, 5, dtype=torch.int32)}, TypeError, "`field` must have a floating-point dtype"),
+        ({"field": torch.zeros(2, 3, 5, dtype=torch.float64)}, ValueError, "`field` must have the dtype of `keys`"),
+        ({"field": torch.zeros(3, 3, 5)}, ValueError, "`keys` must broadcast to the leading axes of `field`"),
+        ({"anchor": -0.1}, ValueError, r"`anchor` must be in \[0, 1\], got -0.1"),
+        ({"anchor": 1.1}, ValueError, r"`anchor` must be in \[0, 1\], got 1.1"),
+        ({"anchor": torch.tensor(1.1)}, ValueError, r"`anchor` must be in \[0, 1\] everywhere, got 1.1"),
+        ({"anchor": torch.ones(3)}, ValueError, "`anchor` must broadcast to the leading axes of `field`"),
+        ({"anchor": None}, TypeError, "`anchor` must be a number"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, words):
+    arguments = {"potential": LogSumExp(torch.ones(2, 7, 5), 1.0), "field": torch.zeros(2, 3, 5), "anchor": 0.5}
+    with pytest.raises(error, match=words):
+        AnchoredEnergy(**(arguments | change))
+
+
+def test_masks_that_do_not_fit_the_queries_are_named():
+    potential = LogSumExp(torch.ones(2, 7, 5), 1.0, mask=torch.ones(2, 4, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"`mask or bias` must broadcast to \(\*batch, N, M\) = \(2, 3, 7\)"):
+        AnchoredEnergy(potential, torch.zeros(2, 3, 5))
