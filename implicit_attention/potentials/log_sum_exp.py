@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import einsum
@@ -185,11 +187,13 @@ class LogSumExp(KeyPotential):
         bias = self.bias
         # Its fast kernels want exactly two leading axes.
         if len(batch) != 2:
-            query, keys = (t.reshape(-1, 1, *t.shape[-2:]) for t in (query, keys))
-            if bias is not None:
-                bias = bias.expand(*batch, z.shape[-2], keys.shape[-2]).reshape(-1, 1, z.shape[-2], keys.shape[-2])
-        elif bias is not None:
-            bias = bias.expand(*batch, z.shape[-2], keys.shape[-2])
+            two = (math.prod(batch), 1)
+            query, keys = (t.reshape(*two, *t.shape[-2:]) for t in (query, keys))
+        else:
+            two = batch  # type: ignore[assignment]
+        if bias is not None:
+            pairs = (z.shape[-2], keys.shape[-2])
+            bias = bias.expand(*batch, *pairs).reshape(*two, *pairs)
         mean = F.scaled_dot_product_attention(query, keys, keys, attn_mask=bias, scale=scale)
         return self._masked_rows(mean.reshape(z.shape))
 

@@ -1,0 +1,218 @@
+"""Every solver under the contract, and what is special about each."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    Broyden,
+    FixedPointMap,
+    GradientDescent,
+    LogSumExp,
+    NewtonKrylov,
+    Picard,
+    Status,
+    solve,
+)
+from implicit_attention.diagnostics import is_saddle, smallest_curvature
+from implicit_attention.testing.numerics import random
+from implicit_attention.testing.problems import hopfield_energy
+from implicit_attention.testing.solver import CASES, SolverContract
+
+
+class TestPicard(SolverContract):
+    solver = Picard()
+    beyond = frozenset(
+        {
+            "geometric decay",
+            "cos x + pi/2",
+            "rotation",
+            "scipy F",
+            "scipy F2",
+            "scipy F3",
+            "scipy F4 (Powell)",
+            "scipy F5",
+        }
+    )
+
+
+class TestDampedPicard(SolverContract):
+    solver = Picard(damping=0.5)
+    beyond = frozenset({"geometric decay", "rotation", "scipy F2", "scipy F4 (Powell)", "scipy F5"})
+
+
+class TestAnderson(SolverContract):
+    solver = Anderson()
+
+
+class TestAndersonWithALongHistory(SolverContract):
+    solver = Anderson(history=5)
+
+
+class TestBroyden(SolverContract):
+    solver = Broyden()
+    beyond = frozenset({"scipy F5"})
+
+
+class TestNewtonKrylov(SolverContract):
+    solver = NewtonKrylov()
+
+
+class TestGradientDescent(SolverContract):
+    solver = GradientDescent(0.5)
+    needs_energy = True
+
+
+ACCELERATED = [Anderson(), Anderson(history=5), Anderson(history=1), Broyden(), NewtonKrylov()]
+
+
+@pytest.mark.parametrize("solver", ACCELERATED, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("sharpness", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("anchor", [0.0, 0.5])
+def test_clustered_keys_every_query_converges_and_none_on_a_saddle(solver, dtype, sharpness, anchor):
+    energy = hopfield_energy(sharpness=sharpness, clustered=True, anchor=anchor, dtype=dtype)
+    solver = dataclasses.replace(solver, rtol=1e-6, atol=0.0)
+    solution = solve(energy, energy.field, solver=solver)
+    exact = energy.replace(*(t.double() for t in energy.tensors()))
+    curvature = smallest_curvature(exact, solution.value.double(), steps=64)
+    assert curvature.min() > -1e-5
+
+
+@pytest.mark.parametrize("solver", [Anderson(guard="none"), Broyden(guard="none")], ids=repr)
+def test_without_the_guard_saddles_and_stalls_appear(solver):
+    """The reason for the guard; if this ever fails, the clustered keys above no longer test it."""
+    energy = hopfield_energy(sharpness=1.0, clustered=True)
+    solution = solve(energy, energy.field, solver=dataclasses.replace(solver, rtol=1e-6), on_failure="ignore")
+    bad = is_saddle(energy, solution.value, steps=64) | solution.failed
+    assert bad.sum() > 10
+
+
+@pytest.mark.parametrize("solver", ACCELERATED, ids=repr)
+def test_acceleration_survives_to_the_precision_of_float32(solver):
+    energy = hopfield_energy(clustered=True, anchor=0.5, dtype=torch.float32)
+    accelerated = solve(energy, energy.field, solver=dataclasses.replace(solver, rtol=1e-6, atol=0.0))
+    plain = solve(energy, energy.field, solver=Picard(rtol=1e-6, atol=0.0))
+    slow = plain.num_evals > 40
+    assert slow.any()
+    assert accelerated.num_evals[slow].float().mean() < 0.8 * plain.num_evals[slow].float().mean()
+
+
+def test_accelerated_minima_are_those_of_plain_descent():
+    energy = hopfield_energy(sharpness=2.0, clustered=True)
+    tight = {"rtol": 0.0, "atol": 1e-9, "max_steps": 2000}
+    plain = solve(energy, energy.field, solver=Picard(**tight))
+    for solver in ACCELERATED[:4]:
+        other = solve(energy, energy.field, solver=dataclasses.replace(solver, **tight))
+        same = (other.value - plain.value).norm(dim=-1) < 1e-5
+        assert same.float().mean() > 0.95
+
+
+def test_a_fold_that_needs_long_steps_is_crossed():
+    """Near the fold of clustered keys the accelerated step is some fifty times the plain one: Picard needs 500."""
+    energy = hopfield_energy(sharpness=3.0, clustered=True, anchor=0.5)
+    tight = {"rtol": 0.0, "atol": 1e-6, "max_steps": 1000}
+    plain = solve(energy, energy.field, solver=Picard(**tight))
+    fast = solve(energy, energy.field, solver=Anderson(**tight))
+    assert plain.num_evals.max() > 3 * fast.num_evals.max()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Picard(), Picard(damping=0.3)),
+        (GradientDescent(0.1), GradientDescent(0.9)),
+        (Anderson(history=1), Anderson(history=4)),
+        (Anderson(ridge=1e-10), Anderson(ridge=0.5)),
+        (Anderson(plain_steps=1), Anderson(plain_steps=6)),
+        (Anderson(guard="energy"), Anderson(guard="none")),
+        (Anderson(guard="residual"), Anderson(guard="none")),
+        (Broyden(history=1), Broyden(history=9)),
+        (Broyden(guard="energy"), Broyden(guard="none")),
+        (NewtonKrylov(forcing=0.5), NewtonKrylov(forcing=1e-3)),
+        (NewtonKrylov(inner_steps=1), NewtonKrylov(inner_steps=20)),
+    ],
+    ids=repr,
+)
+def test_every_option_changes_behaviour(one, other):
+    energy = hopfield_energy(sharpness=2.0, clustered=True, anchor=0.2)
+    counts = [
+        solve(energy, energy.field, solver=dataclasses.replace(s, max_steps=60), on_failure="ignore").num_evals
+        for s in (one, other)
+    ]
+    assert not torch.equal(*counts)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Picard(damping=1.0), ValueError, "`damping` must be < 1"),
+        (lambda: Picard(damping=-0.1), ValueError, r"`damping` must be in \[0, 1\]"),
+        (lambda: GradientDescent(0.0), ValueError, "`step_size` must be > 0"),
+        (lambda: Anderson(history=0), ValueError, "`history` must be >= 1"),
+        (lambda: Anderson(ridge=-1.0), ValueError, "`ridge` must be >= 0"),
+        (lambda: Anderson(plain_steps=0), ValueError, "`plain_steps` must be >= 1"),
+        (lambda: Anderson(guard="maybe"), ValueError, "`guard` must be one of 'auto', 'energy'"),
+        (lambda: Broyden(history=0), ValueError, "`history` must be >= 1"),
+        (lambda: NewtonKrylov(forcing=1.0), ValueError, "`forcing` must be < 1"),
+        (lambda: NewtonKrylov(inner_steps=0), ValueError, "`inner_steps` must be >= 1"),
+        (lambda: Anderson(histroy=3), TypeError, "histroy"),
+    ],
+)
+def test_wrong_options_are_named(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_an_energy_guard_needs_an_energy():
+    case = CASES["cos x"]
+    with pytest.raises(ValueError, match="`guard` must be 'residual', 'none' or 'auto' for a map without an energy"):
+        solve(case.problem, case.initial, solver=Anderson(guard="energy"))
+
+
+def test_damping_is_not_what_is_measured():
+    """A damped step is shorter than the residual; stopping on it would stop ten times too early."""
+    problem = FixedPointMap(lambda x: 0.5 * x, event_ndim=1)
+    solution = solve(problem, torch.ones(1, 1, dtype=torch.float64), solver=Picard(damping=0.9, rtol=0, atol=1e-3))
+    assert (problem.fixed_point_map(solution.value) - solution.value).norm() <= 1e-3
+
+
+def test_finished_problems_stop_costing():
+    energy = hopfield_energy(queries=640, keys=32, dim=16, sharpness=4.0, anchor=0.3, clustered=True)
+    rows = []
+
+    class Counting(LogSumExp):
+        def mean(self, z):
+            rows.append(z.shape[-2])
+            return super().mean(z)
+
+    potential = energy.potential
+    counted = AnchoredEnergy(Counting(potential.keys, potential.beta), energy.field, 0.3)
+    solution = solve(counted, energy.field, solver=Picard(rtol=1e-6))
+    assert rows[0] == 640
+    assert rows[-1] < 200
+    assert sum(rows) < 1.5 * int(solution.num_evals.sum())
+
+
+def test_statuses_have_sentences():
+    for status in Status:
+        text = status.sentence.format(residual=1.0, tolerance=0.1, steps=3)
+        assert len(text) > 20
+    assert [s.name for s in Status if s.failed] == ["MAX_STEPS", "STALLED", "DIVERGED", "NONFINITE"]
+
+
+def test_a_budget_returns_the_last_state_not_the_best():
+    problem = FixedPointMap(lambda x: 2 * x, event_ndim=1)
+    solution = solve(problem, torch.ones(1, 1), solver=Picard(max_steps=3, rtol=0, atol=0))
+    assert solution.value.item() == 8.0
+    assert solution.num_steps.item() == 3
+
+
+def test_non_finite_map_later_on_returns_the_best_state():
+    problem = FixedPointMap(lambda x: torch.where(x > 3, torch.inf, x + 1 / (1 + x)), event_ndim=1)
+    solution = solve(problem, random(1, 1).abs(), solver=Picard(), on_failure="ignore")
+    assert solution.status.item() == Status.DIVERGED
+    assert solution.value.isfinite().all()
