@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import transforms_active
 from ..problem import FixedPointMap, Problem
+from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
 from .anderson import Anderson
 from .base import Solver
@@ -118,6 +119,8 @@ class TorchDEQ(Solver):
 
         def mapped(x: Tensor, tau: float = 1.0) -> Tensor:
             nonlocal calls
+            if transforms_active():
+                return recorder.evaluate(part, x, calls)
             calls += 1
             known = calls == 1 and torch.equal(x, start)
             fx = recorder.first_mapped[rows] if known else recorder.evaluate(part, x, calls - 1)
@@ -225,10 +228,10 @@ def _as_torchdeq(name: str) -> Callable[..., Any]:
         tol = 0.0 if return_final else max(tol, torch.finfo(x0.dtype).tiny)
         rtol, atol = (tol, 0.0) if stop_mode == "rel" else (0.0, tol)
         chosen = kind(max_steps=int(max_iter), rtol=rtol, atol=atol, **options)
-        course = _Course(func, x0, indexing or [])
+        course = _Course(func, x0, indexing or [], return_final)
         problem = FixedPointMap(course.mapped, event_ndim=max(x0.ndim - 1, 0))
         outcome = chosen.run(problem, x0)
-        return outcome.value, course.trajectory(outcome.value), course.statistics(outcome, int(max_iter))
+        return outcome.value, course.trajectory(outcome), course.statistics(outcome, int(max_iter))
 
     shown = [p for p in inspect.signature(solver).parameters.values() if p.kind is not p.VAR_KEYWORD]
     extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fields]
@@ -239,10 +242,10 @@ def _as_torchdeq(name: str) -> Callable[..., Any]:
 
 
 class _Course:
-    """What torchdeq reports of a run: errors after every step, and the best states after some of them."""
+    """What torchdeq reports of a run: errors after every step, and the best (or latest) states after some of them."""
 
-    def __init__(self, func: Callable[[Tensor], Tensor], x0: Tensor, indexing: list[int]) -> None:
-        self.func, self.x0, self.indexing = func, x0, indexing
+    def __init__(self, func: Callable[[Tensor], Tensor], x0: Tensor, indexing: list[int], latest: bool) -> None:
+        self.func, self.indexing, self.latest = func, indexing, latest
         self.samples = x0.shape[0] if x0.ndim >= 2 else x0.numel()
         self.absolute: list[Tensor] = []
         self.relative: list[Tensor] = []
@@ -258,9 +261,9 @@ class _Course:
     def _take_down(self, z: Tensor, fz: Tensor) -> None:
         error, size = (self._norm(t) for t in (fz - z, fz))
         if self.indexing:
-            lower = error < self.lowest
+            lower = (error < self.lowest) | self.latest
             self.lowest = torch.where(lower, error, self.lowest)
-            self.best = torch.where(lower.reshape(*z.shape[:1], *(1,) * (z.ndim - 1)), z, self.best)
+            self.best = torch.where(_per_sample(lower, z), z, self.best)
             if len(self.absolute) in self.indexing:
                 self.states.append(self.best)
         self.absolute.append(error)
@@ -270,21 +273,31 @@ class _Course:
         norm: Tensor = torch.linalg.vector_norm(t.reshape(self.samples, -1 if t.numel() else 0), dim=-1)
         return norm
 
-    def trajectory(self, value: Tensor) -> list[Tensor]:
-        """One state per index, the answer itself for steps after the last."""
-        return self.states + [value] * (len(self.indexing) - len(self.states))
+    def trajectory(self, outcome: Outcome) -> list[Tensor]:
+        """One state per index: the answer itself after a sample has converged, and after the end."""
+        value = outcome.value
+        ended = [outcome.num_steps.masked_fill(outcome.status != Status.CONVERGED, k + 1) <= k for k in self.indexing]
+        states = [torch.where(_per_sample(e, value), value, s) for e, s in zip(ended, self.states, strict=False)]
+        return states + [value] * (len(self.indexing) - len(states))
 
     def statistics(self, outcome: Outcome, max_iter: int) -> Any:
         """The entries of torchdeq's SolverStat, the traces max_iter + 1 long as with its own solvers."""
         steps = outcome.num_steps.reshape(self.samples)
-        absolute, relative = (torch.stack(t, dim=1) for t in (self.absolute, self.relative))
         at = steps.to(torch.int64)[:, None]
-        lowest = {"abs": absolute.gather(1, at), "rel": relative.gather(1, at)}
-        missing = max_iter + 1 - absolute.shape[1]
-        return needed("torchdeq.solver.stat", REQUIREMENT, "register_with_torchdeq").SolverStat(
-            abs_lowest=lowest["abs"].squeeze(1),
-            rel_lowest=lowest["rel"].squeeze(1),
-            abs_trace=torch.cat([absolute, lowest["abs"].expand(-1, missing)], dim=1),
-            rel_trace=torch.cat([relative, lowest["rel"].expand(-1, missing)], dim=1),
-            nstep=steps.to(torch.float32),
-        )
+        # What is evaluated of a sample after it has converged is no part of its course.
+        after = torch.arange(len(self.absolute), device=at.device) > at
+        after = after & (outcome.status.reshape(self.samples, 1) == Status.CONVERGED)
+        errors: dict[str, Tensor] = {}
+        for name, trace in (("abs", self.absolute), ("rel", self.relative)):
+            full = torch.stack(trace, dim=1)
+            lowest = full.gather(1, at)
+            rest = lowest.expand(-1, max_iter + 1 - len(trace))
+            errors[f"{name}_lowest"] = lowest.squeeze(1)
+            errors[f"{name}_trace"] = torch.cat([torch.where(after, lowest, full), rest], dim=1)
+        module = needed("torchdeq.solver.stat", REQUIREMENT, "register_with_torchdeq")
+        return module.SolverStat(**errors, nstep=steps.to(torch.float32))
+
+
+def _per_sample(flags: Tensor, z: Tensor) -> Tensor:
+    """One flag per sample, shaped to broadcast with a batch z of torchdeq."""
+    return flags.reshape(*z.shape[:1], *(1,) * (z.ndim - 1))
