@@ -97,19 +97,23 @@ def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning:
     require(fits, argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}")
 
 
+def inside(value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False) -> Tensor:
+    """`value` with NaN where it lies outside [low, high], so that the problems that read it report it.
+
+    For what the host cannot look at without waiting, and for parameters that change after they were checked.
+    """
+    fits = ((value > low) if open_low else (value >= low)) & (value <= high)
+    return torch.where(fits, value, torch.nan)
+
+
 def check_range(
     argument: str, value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
-) -> Tensor:
-    """`value` with all entries in [low, high] (NaN passes: it is bad data, not a bad argument).
-
-    Where the host can look without waiting, an entry outside raises. On an accelerator and inside torch.func
-    transforms it becomes NaN instead, which the problems that read it report.
-    """
-    inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
+) -> None:
+    """All entries in [low, high], where the host can look without waiting; NaN is bad data, not a bad argument."""
     if value.device.type != "cpu" or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        return torch.where(inside, value, torch.nan)
+        return
+    inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
     if not bool(inside.all()):
         worst = value.detach()[~inside].flatten()[0].item()
         bounds = f"{'>' if open_low else '>='} {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
         raise ValueError(message(argument, f"be {bounds} everywhere", worst, remedy))
-    return value

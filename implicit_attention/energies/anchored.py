@@ -51,7 +51,7 @@ class AnchoredEnergy(Energy):
             _validate.check_float_tensor("anchor", anchor)
             _validate.check_same_kind([("field", field), ("anchor", anchor)])
             _validate.check_broadcast("anchor", anchor.shape, field.shape[:-2], "the leading axes of `field`")
-            anchor = _validate.check_range("anchor", anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
+            _validate.check_range("anchor", anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
         else:
             _validate.check_number("anchor", anchor, low=0.0, high=1.0)
         self.potential = potential
@@ -64,12 +64,15 @@ class AnchoredEnergy(Energy):
         return self.potential.convex
 
     @property
-    def _anchor(self) -> float | Tensor:
-        return self.anchor[..., None, None] if isinstance(self.anchor, Tensor) else self.anchor
+    def _row_anchor(self) -> float | Tensor:
+        if not isinstance(self.anchor, Tensor):
+            return self.anchor
+        return _validate.inside(self.anchor, low=0.0, high=1.0)[..., None]
 
     @property
-    def _row_anchor(self) -> float | Tensor:
-        return self.anchor[..., None] if isinstance(self.anchor, Tensor) else self.anchor
+    def _anchor(self) -> float | Tensor:
+        anchor = self._row_anchor
+        return anchor[..., None] if isinstance(anchor, Tensor) else anchor
 
     def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """E(z), (*batch, N, D) -> (*batch, N)."""

@@ -29,7 +29,7 @@ class KeyPotential(Potential):
             _validate.check_float_tensor("beta", beta)
             _validate.check_same_kind([("keys", keys), ("beta", beta)])
             _validate.check_together("beta", beta.shape, keys.shape[:-2], "the leading axes of `keys`")
-            beta = _validate.check_range(
+            _validate.check_range(
                 "beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example as an exponential"
             )
         else:
@@ -37,14 +37,17 @@ class KeyPotential(Potential):
         self.beta = beta
 
     @property
-    def _scale(self) -> float | Tensor:
-        """Beta, shaped to multiply scores or states."""
-        return self.beta[..., None, None] if isinstance(self.beta, Tensor) else self.beta
-
-    @property
     def _row_scale(self) -> float | Tensor:
         """Beta, shaped to multiply one number per row."""
-        return self.beta[..., None] if isinstance(self.beta, Tensor) else self.beta
+        if not isinstance(self.beta, Tensor):
+            return self.beta
+        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None]
+
+    @property
+    def _scale(self) -> float | Tensor:
+        """Beta, shaped to multiply scores or states."""
+        scale = self._row_scale
+        return scale[..., None] if isinstance(scale, Tensor) else scale
 
     def check_state(self, argument: str, z: Tensor) -> None:
         _validate.check_float_tensor(argument, z, min_ndim=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +48,6 @@ class LogSumExp(KeyPotential):
 
     convex = True
     closed_form = True
-    bias: Tensor | None
-    #: Rows that attend to no key, broadcastable to (*batch, N); None where there are none by construction.
-    empty: Tensor | None
 
     def __init__(
         self,
@@ -66,80 +64,74 @@ class LogSumExp(KeyPotential):
             _validate.check_float_tensor("bias", bias, min_ndim=1)
             _validate.check_same_kind([("keys", keys), ("bias", bias)])
             _check_pairs("bias", bias, keys)
-        self.bias, self.empty = bias, None
-        if mask is None and bias is None:
-            return
-        if bias is None:
-            bias = torch.zeros((), dtype=keys.dtype, device=keys.device)
-        if mask is not None:
-            bias = bias.where(mask, -torch.inf)
+        self.mask = mask
         self.bias = bias
-        attended = torch.ne(bias, -torch.inf)
-        self.empty = ~attended.any(-1)
-        if attended.ndim > 1 or attended.shape[-1] == keys.shape[-2]:
-            used = attended.any(-2) if attended.ndim > 1 else attended
-            if used.shape[-1] == keys.shape[-2] and used.ndim <= keys.ndim - 1:
-                self.keys = keys.where(used[..., None], 0.0)
 
     def check_state(self, argument: str, z: Tensor) -> None:
         super().check_state(argument, z)
-        if self.bias is not None:
-            target = (*z.shape[:-1], self.keys.shape[-2])
-            _validate.check_broadcast("mask or bias", self.bias.shape, target, "(*batch, N, M)")
+        for argument, pairs in (("mask", self.mask), ("bias", self.bias)):
+            if pairs is not None:
+                target = (*z.shape[:-1], self.keys.shape[-2])
+                _validate.check_broadcast(argument, pairs.shape, target, "(*batch, N, M)")
 
     # The three numbers, differentiable to any order.
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        return self._masked(self._scores(z).logsumexp(-1) / self._row_scale)
+        read = self._read()
+        return read.zero_empty(self._scores(z, read).logsumexp(-1) / self._row_scale)
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
+        read = self._read()
         if is_plain(z, *self.tensors()):
-            return self._flash_mean(z)
-        return self._masked_rows(einsum(self._scores(z).softmax(-1), self.keys, "... n m, ... m d -> ... n d"))
+            return self._flash_mean(z, read)
+        p = self._scores(z, read).softmax(-1)
+        return read.zero_empty(einsum(p, read.keys, "... n m, ... m d -> ... n d"), rows=True)
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess Phi(z) v = beta [K^T (p * K v) - mean <mean, v>], per row."""
-        return self._covariance(self._scores(z).softmax(-1), v)
+        read = self._read()
+        p = self._scores(z, read).softmax(-1)
+        mean = einsum(p, read.keys, "... n m, ... m d -> ... n d")
+        return self._covariance(p, mean, v, read)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self._scores(z)
+        read = self._read()
+        scores = self._scores(z, read)
         logsumexp = scores.logsumexp(-1, keepdim=True)
-        mean = einsum((scores - logsumexp).exp(), self.keys, "... n m, ... m d -> ... n d")
-        return self._masked(logsumexp.squeeze(-1) / self._row_scale), self._masked_rows(mean)
+        mean = einsum((scores - logsumexp).exp(), read.keys, "... n m, ... m d -> ... n d")
+        return read.zero_empty(logsumexp.squeeze(-1) / self._row_scale), read.zero_empty(mean, rows=True)
 
     def probabilities(self, z: Tensor) -> Tensor:
         """softmax(beta K z + bias), (*batch, N, M); zeros for a query that attends to no key."""
-        return self._masked_rows(self._scores(z).softmax(-1))
+        read = self._read()
+        return read.zero_empty(self._scores(z, read).softmax(-1), rows=True)
 
     def linearize(self, z: Tensor) -> CovarianceMap:
-        scores = self._scores(z)
+        read = self._read()
+        scores = self._scores(z, read)
         shifted = scores - scores.logsumexp(-1, keepdim=True)
-        p = shifted.exp().masked_fill_(shifted < -_CUTOFF[z.dtype], 0.0)
-        if self.empty is not None:
-            p = p.masked_fill_(self.empty[..., None], 0.0)
-        mean = p @ self.keys
-
-        def centred(u: Tensor) -> Tensor:
-            return p * (u @ self.keys.mT - (mean * u).sum(-1, keepdim=True))
+        p = read.zero_empty(shifted.exp().masked_fill_(shifted < -_CUTOFF[z.dtype], 0.0), rows=True)
+        mean = p @ read.keys
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            w = centred(u)
-            keys = p.mT @ u + w.mT @ (self._scale * z)
-            gradients: list[Tensor | None] = [sum_to_shape(keys, self.keys.shape)]
+            centred = p * (u @ read.keys.mT - (mean * u).sum(-1, keepdim=True))
+            gradients: list[Tensor | None] = [
+                sum_to_shape(p.mT @ u + centred.mT @ (self._scale * z), self.keys.shape),
+            ]
             if isinstance(self.beta, Tensor):
-                by_beta = ((w @ self.keys) * z).sum((-1, -2))
+                by_beta = ((centred @ read.keys) * z).sum((-1, -2))
                 gradients.append(sum_to_shape(by_beta, self.beta.shape))
-            if self.bias is not None:
-                gradients.append(sum_to_shape(w, self.bias.shape))
-            if self.empty is not None:
+            if self.mask is not None:
                 gradients.append(None)
+            if self.bias is not None:
+                gradients.append(sum_to_shape(centred, self.bias.shape))
             return tuple(gradients)
 
-        return CovarianceMap(lambda v: self._covariance(p, v, mean), pullback)
+        return CovarianceMap(lambda v: self._covariance(p, mean, v, read), pullback)
 
     # Structure.
 
@@ -148,54 +140,71 @@ class LogSumExp(KeyPotential):
         return self.beta * self.diameter().square() / 4
 
     def select(self, index: Tensor) -> Self:
-        if self.bias is None:
+        if self.mask is None and self.bias is None:
             return self
         clone = self.replace(*self.tensors())
-        clone.bias = _select_rows(self.bias, index, trailing=1)
-        clone.empty = None if self.empty is None else _select_rows(self.empty, index, trailing=0)
+        clone.mask = None if self.mask is None else _select_rows(self.mask, index)
+        clone.bias = None if self.bias is None else _select_rows(self.bias, index)
         return clone
 
     # Parts.
 
-    def _scores(self, z: Tensor) -> Tensor:
-        scores = einsum(self._scale * z, self.keys, "... n d, ... m d -> ... n m")
-        if self.bias is not None:
-            scores = scores + self.bias
-        if self.empty is not None:
-            # A row of -inf has a NaN gradient; any finite row will do, as its results are replaced.
-            scores = scores.masked_fill(self.empty[..., None], 0.0)
-        return scores
+    def _read(self) -> _Read:
+        """What the mask leaves to be read."""
+        keys, mask, bias = self.keys, self.mask, self.bias
+        if mask is None and bias is None:
+            return _Read(keys, None, None)
+        if bias is not None and mask is not None:
+            bias = bias.where(mask, -torch.inf)
+        attended = torch.ne(bias, -torch.inf) if bias is not None else mask
+        assert attended is not None
+        used = attended.any(-2) if attended.ndim > 1 else attended
+        if used.ndim < keys.ndim:
+            # A key that nobody attends to may hold anything: 0 * NaN would be NaN.
+            keys = keys.where(used[..., None], 0.0)
+        return _Read(keys, bias if bias is not None else mask, ~attended.any(-1))
 
-    def _masked(self, per_row: Tensor) -> Tensor:
-        return per_row if self.empty is None else per_row.masked_fill(self.empty, 0.0)
+    def _scores(self, z: Tensor, read: _Read) -> Tensor:
+        scores = einsum(self._scale * z, read.keys, "... n d, ... m d -> ... n m")
+        if read.pairs is not None:
+            boolean = read.pairs.dtype == torch.bool
+            scores = scores.masked_fill(~read.pairs, -torch.inf) if boolean else scores + read.pairs
+        # A row of -inf has a NaN gradient; any finite row will do, as its results are replaced.
+        return read.zero_empty(scores, rows=True)
 
-    def _masked_rows(self, rows: Tensor) -> Tensor:
-        return rows if self.empty is None else rows.masked_fill(self.empty[..., None], 0.0)
+    def _covariance(self, p: Tensor, mean: Tensor, v: Tensor, read: _Read) -> Tensor:
+        projected = einsum(v, read.keys, "... n d, ... m d -> ... n m")
+        second = einsum(p * projected, read.keys, "... n m, ... m d -> ... n d")
+        return read.zero_empty(self._scale * (second - mean * (mean * v).sum(-1, keepdim=True)), rows=True)
 
-    def _covariance(self, p: Tensor, v: Tensor, mean: Tensor | None = None) -> Tensor:
-        if mean is None:
-            mean = einsum(p, self.keys, "... n m, ... m d -> ... n d")
-        projected = einsum(v, self.keys, "... n d, ... m d -> ... n m")
-        second = einsum(p * projected, self.keys, "... n m, ... m d -> ... n d")
-        return self._masked_rows(self._scale * (second - mean * (mean * v).sum(-1, keepdim=True)))
-
-    def _flash_mean(self, z: Tensor) -> Tensor:
+    def _flash_mean(self, z: Tensor, read: _Read) -> Tensor:
         """`mean` through scaled_dot_product_attention, which never stores the (N, M) scores."""
         batch = z.shape[:-2]
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
-        keys = self.keys.expand(*batch, *self.keys.shape[-2:])
-        bias = self.bias
+        keys = read.keys.expand(*batch, *read.keys.shape[-2:])
         # Its fast kernels want exactly two leading axes.
-        if len(batch) != 2:
-            two = (math.prod(batch), 1)
-            query, keys = (t.reshape(*two, *t.shape[-2:]) for t in (query, keys))
-        else:
-            two = batch  # type: ignore[assignment]
-        if bias is not None:
-            pairs = (z.shape[-2], keys.shape[-2])
-            bias = bias.expand(*batch, *pairs).reshape(*two, *pairs)
-        mean = F.scaled_dot_product_attention(query, keys, keys, attn_mask=bias, scale=scale)
-        return self._masked_rows(mean.reshape(z.shape))
+        two = batch if len(batch) == 2 else torch.Size((math.prod(batch), 1))
+        query, keys = (t.reshape(*two, *t.shape[-2:]) for t in (query, keys))
+        pairs = read.pairs
+        if pairs is not None:
+            shape = (z.shape[-2], keys.shape[-2])
+            pairs = pairs.expand(*batch, *shape).reshape(*two, *shape)
+        mean = F.scaled_dot_product_attention(query, keys, keys, attn_mask=pairs, scale=scale)
+        return read.zero_empty(mean.reshape(z.shape), rows=True)
+
+
+class _Read(NamedTuple):
+    """The keys that are read, mask or bias of the pairs, and which rows (*batch, N) attend to nothing."""
+
+    keys: Tensor
+    pairs: Tensor | None
+    empty: Tensor | None
+
+    def zero_empty(self, values: Tensor, *, rows: bool = False) -> Tensor:
+        """0 for the queries that attend to no key; `rows` if a query has more than one number."""
+        if self.empty is None:
+            return values
+        return values.masked_fill(self.empty[..., None] if rows else self.empty, 0.0)
 
 
 def _check_pairs(argument: str, pairs: Tensor, keys: Tensor) -> None:
@@ -221,11 +230,9 @@ def _check_mask(mask: Tensor, keys: Tensor) -> None:
     _check_pairs("mask", mask, keys)
 
 
-def _select_rows(pairs: Tensor, index: Tensor, *, trailing: int) -> Tensor:
-    """Rows `index` (*batch, K) of a tensor that broadcasts to (*batch, N, ...) with `trailing` axes after N."""
-    axis = -1 - trailing
-    if pairs.ndim < 1 + trailing or pairs.shape[axis] == 1:
+def _select_rows(pairs: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` (*batch, K) of a tensor that broadcasts to (*batch, N, M)."""
+    if pairs.ndim < 2 or pairs.shape[-2] == 1:
         return pairs
-    tail = pairs.shape[pairs.ndim - trailing :]
-    rows = pairs.expand(*index.shape[:-1], *pairs.shape[axis:])
-    return rows.gather(axis, index.reshape(*index.shape, *(1,) * trailing).expand(*index.shape, *tail))
+    rows = pairs.expand(*index.shape[:-1], *pairs.shape[-2:])
+    return rows.gather(-2, index[..., None].expand(*index.shape, pairs.shape[-1]))

@@ -56,7 +56,7 @@ class Quadratic(KeyPotential):
                 f"shape {tuple(mask.shape)}",
                 "use one Quadratic per group of queries",
             )
-            self.keys = keys.where((mask if mask.ndim == 1 else mask.squeeze(-2))[..., None], 0.0)
+        self.mask = mask
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
@@ -64,7 +64,7 @@ class Quadratic(KeyPotential):
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """beta K^T K z, per row."""
-        return self._scale * einsum(self._project(z), self.keys, "... n m, ... m d -> ... n d")
+        return self._scale * einsum(self._project(z), self._counted(), "... n m, ... m d -> ... n d")
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
@@ -78,8 +78,14 @@ class Quadratic(KeyPotential):
 
     def lipschitz(self) -> Tensor:
         """beta lambda_max(K^T K), (*batch)."""
-        largest: Tensor = torch.linalg.matrix_norm(self.keys.detach(), ord=2)
+        largest: Tensor = torch.linalg.matrix_norm(self._counted().detach(), ord=2)
         return self.beta * largest.square()
 
+    def _counted(self) -> Tensor:
+        """The keys, those that do not count as zeros."""
+        if self.mask is None:
+            return self.keys
+        return self.keys.where((self.mask if self.mask.ndim == 1 else self.mask.squeeze(-2))[..., None], 0.0)
+
     def _project(self, z: Tensor) -> Tensor:
-        return einsum(z, self.keys, "... n d, ... m d -> ... n m")
+        return einsum(z, self._counted(), "... n d, ... m d -> ... n m")

@@ -39,6 +39,7 @@ class NewtonKrylov(Safeguarded):
     backtracks: ClassVar[bool] = True
     # A Newton step is longer than the plain one along each eigenvector with curvature below 1.
     slope: ClassVar[float] = 1e-3
+    growth: ClassVar[float] = 1.5
     longest: ClassVar[float] = float("inf")
 
     def __post_init__(self) -> None:

@@ -19,8 +19,6 @@ Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 DESCENT = 0.25
 # E is known to this many units of rounding.
 ENERGY_SLACK = 4.0
-# Maps that are no gradient may have to let |r| grow by this much for a while.
-GROWTH = 20.0
 # Where the last step met negative curvature, extrapolation would climb to a saddle: go this many plain steps at once.
 STRETCH = 4.0
 # Steps shorter than this part of the proposed one are given up.
@@ -102,6 +100,8 @@ class Safeguarded(Solver):
     #: An accelerated step s is not evaluated unless <r, s> >= slope |r|^2, and it is cut to longest |r|. (Near a fold
     #: the true step is that long; refusing it there would leave hundreds of plain steps.)
     slope: ClassVar[float] = 0.5
+    #: For maps that are no gradient: how much |r| may grow in one step.
+    growth: ClassVar[float] = 20.0
     longest: ClassVar[float] = 30.0
 
     # The shared part.
@@ -122,7 +122,7 @@ class Safeguarded(Solver):
         if guard == "energy":
             good = self._descends(state, point)
         else:
-            good = point.residual < (1.0 if problem.symmetric else GROWTH) * state.residual
+            good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
         if problem.monotone or guard == "residual":
             # A plain step needs no test: it descends, or there is nothing better to fall back on.
             return (good & finite) | ~state.accelerated

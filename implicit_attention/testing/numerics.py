@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..problem import Problem
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> Tensor:
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normal numbers from a seed of their own, the same in every dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+    # NumPy's generator, unlike torch's, may be called inside torch.vmap.
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    return torch.as_tensor(numbers, dtype=torch.float64).to(dtype)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """|value - truth| / |truth|, norms over everything; the absolute error where the truth is zero."""
-    error = torch.linalg.vector_norm((value - truth).detach().double()).item()
-    norm = torch.linalg.vector_norm(truth.detach().double()).item()
+    error = float(torch.linalg.vector_norm((value - truth).detach().double()))
+    norm = float(torch.linalg.vector_norm(truth.detach().double()))
     return error / norm if norm > 0 else error
 
 
@@ -27,9 +29,7 @@ def dense_jacobian(problem: Problem, z: Tensor) -> Tensor:
     lead, n = z.shape[: z.ndim - problem.event_ndim], event.numel()
     state = z.detach().requires_grad_()
     mapped = problem.fixed_point_map(state).reshape(*lead, n)
-    rows = [
-        torch.autograd.grad(mapped[..., i].sum(), state, retain_graph=True)[0].reshape(*lead, n) for i in range(n)
-    ]
+    rows = [torch.autograd.grad(mapped[..., i].sum(), state, retain_graph=True)[0].reshape(*lead, n) for i in range(n)]
     return torch.stack(rows, dim=-2)
 
 

@@ -81,11 +81,7 @@ def _scipy_f3(x: Tensor) -> Tensor:
 def _scipy_f4(x: Tensor) -> Tensor:
     first, second = x[..., 0], x[..., 1]
     scale = 1e4
-    root = torch.stack(
-        [scale * first * second - 1, (-first).exp() + (-second).exp() - (1 + 1 / scale)],
-        dim=-1,
-    )
-    return x + root
+    return x + torch.stack([scale * first * second - 1, (-first).exp() + (-second).exp() - (1 + 1 / scale)], dim=-1)
 
 
 def _scipy_f5(x: Tensor) -> Tensor:
@@ -104,7 +100,8 @@ def _scipy_f6(x: Tensor) -> Tensor:
     a, b = -0.5, 1.4
     slope = math.exp(a) * math.cos(b * math.exp(a) - 1)
     jacobian = x.new_tensor([[b**5 - 7, 5 * (a + 3) * b**4], [b * slope, slope]])
-    return x - torch.linalg.solve(jacobian, root[..., None]).squeeze(-1)
+    step: Tensor = torch.linalg.solve(jacobian, root[..., None])
+    return x - step.squeeze(-1)
 
 
 def hopfield_energy(

@@ -28,7 +28,8 @@ CASES = {case.name: case for case in fixed_point_cases()}
 def recomputed_residual(problem: Problem, solution: Solution) -> Tensor:
     z = solution.value.detach()
     difference = problem.fixed_point_map(z) - z
-    return difference.reshape(*solution.residual.shape, -1).norm(dim=-1)
+    residual: Tensor = torch.linalg.vector_norm(difference.reshape(*solution.residual.shape, -1), dim=-1)
+    return residual
 
 
 class SolverContract:
@@ -168,7 +169,10 @@ class SolverContract:
         easy = AnchoredEnergy(energy.potential, field, 0.3)
         alone = solve(easy, field, solver=self.to(rtol, 0.0), on_failure="ignore")
         some = solve(
-            AnchoredEnergy(energy.potential, field[:35], 0.3), field[:35], solver=self.to(rtol, 0.0), on_failure="ignore"
+            AnchoredEnergy(energy.potential, field[:35], 0.3),
+            field[:35],
+            solver=self.to(rtol, 0.0),
+            on_failure="ignore",
         )
         for other in (mixed, some):
             if self.bitwise:

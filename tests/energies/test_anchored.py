@@ -95,5 +95,5 @@ def test_bad_arguments_are_named(change, error, words):
 
 def test_masks_that_do_not_fit_the_queries_are_named():
     potential = LogSumExp(torch.ones(2, 7, 5), 1.0, mask=torch.ones(2, 4, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"`mask or bias` must broadcast to \(\*batch, N, M\) = \(2, 3, 7\)"):
+    with pytest.raises(ValueError, match=r"`mask` must broadcast to \(\*batch, N, M\) = \(2, 3, 7\)"):
         AnchoredEnergy(potential, torch.zeros(2, 3, 5))

@@ -1,0 +1,263 @@
+"""The contract of an adjoint: inherit `AdjointContract` and name the adjoint, and whether its gradient is exact."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ..adjoints import Adjoint
+from ..energies import AnchoredEnergy, EnergyFunction
+from ..potentials import LogSumExp
+from ..problem import FixedPointMap, Problem
+from ..solve import solve
+from ..solvers import Anderson, Picard, Solver
+from .numerics import dense_gradients, random, relative_error
+
+Inputs = tuple[Tensor, ...]
+
+
+def attention_inputs() -> Inputs:
+    """Keys, field, beta, anchor and bias, shaped to break wrong axes."""
+    return (
+        random(2, 7, 5).requires_grad_(),
+        random(2, 3, 5, seed=1).requires_grad_(),
+        torch.tensor([0.3, 0.5], dtype=torch.float64, requires_grad=True),
+        torch.tensor([0.3, 0.6], dtype=torch.float64, requires_grad=True),
+        random(2, 3, 7, seed=2).requires_grad_(),
+    )
+
+
+def attention_energy(keys: Tensor, field: Tensor, beta: Tensor, anchor: Tensor, bias: Tensor) -> AnchoredEnergy:
+    return AnchoredEnergy(LogSumExp(keys, beta, bias=bias), field, anchor)
+
+
+def rotation_map(weight: Tensor, shift: Tensor) -> FixedPointMap:
+    """A contraction whose Jacobian is far from symmetric."""
+    return FixedPointMap(lambda z, w, b: torch.tanh(z @ w.mT + b), weight, shift, event_ndim=1)
+
+
+def coupled_map(weight: Tensor, shift: Tensor) -> FixedPointMap:
+    """Sites of a sample see each other: two event axes."""
+    return FixedPointMap(lambda z, w, b: torch.tanh(w @ z + b), weight, shift, event_ndim=2)
+
+
+class AdjointContract:
+    """Tests that every adjoint passes, in the strength that its exactness allows."""
+
+    adjoint: ClassVar[Adjoint]
+    #: Relative error of its gradients on the attention energy; exact adjoints have 1e-8 or less.
+    accuracy: ClassVar[float] = 1e-8
+    #: Whether maps with a non-symmetric Jacobian can be differentiated.
+    any_map: ClassVar[bool] = True
+    solver: ClassVar[Solver] = Anderson(rtol=0.0, atol=1e-13, max_steps=500)
+    #: Whether gradients flow to the initial state.
+    through_initial: ClassVar[bool] = False
+
+    @property
+    def exact(self) -> bool:
+        return self.accuracy <= 1e-8
+
+    def equilibrium(self, problem: Problem, initial: Tensor) -> Tensor:
+        return solve(problem, initial, solver=self.solver, adjoint=self.adjoint).value
+
+    def attention(self, *inputs: Tensor) -> Tensor:
+        return self.equilibrium(attention_energy(*inputs), random(2, 3, 5, seed=1))
+
+    def loss(self, *inputs: Tensor) -> Tensor:
+        return (self.attention(*inputs) * random(2, 3, 5, seed=7)).sum()
+
+    def check_against_dense(self, problem: Problem, initial: Tensor, accuracy: float) -> None:
+        value = self.equilibrium(problem, initial)
+        cotangent = random(*value.shape, seed=7)
+        expected = dense_gradients(problem, value.detach(), cotangent)
+        tensors = [t for t in problem.tensors() if t.requires_grad]
+        gradients = iter(torch.autograd.grad(value, tensors, cotangent))
+        for tensor, truth in zip(problem.tensors(), expected, strict=True):
+            if tensor.requires_grad:
+                assert truth is not None
+                assert relative_error(next(gradients), truth) < accuracy
+
+    def test_value_is_that_of_the_solver(self) -> None:
+        energy = attention_energy(*attention_inputs())
+        plain = self.solver.run(energy, energy.field.detach()).value.detach()
+        tolerance = 1e-12 if self.through_initial else 0.0
+        torch.testing.assert_close(
+            self.equilibrium(energy, energy.field.detach()), plain, rtol=tolerance, atol=tolerance
+        )
+
+    def test_gradients_against_a_dense_solve(self) -> None:
+        energy = attention_energy(*attention_inputs())
+        self.check_against_dense(energy, energy.field.detach(), max(self.accuracy, 1e-10))
+
+    def test_gradients_of_maps_that_are_no_gradient(self) -> None:
+        if not self.any_map:
+            return
+        weight, shift = (0.2 * random(5, 5)).requires_grad_(), random(2, 3, 5, seed=1).requires_grad_()
+        self.check_against_dense(rotation_map(weight, shift), torch.zeros(2, 3, 5).double(), max(self.accuracy, 1e-9))
+        weight = (0.2 * random(3, 3)).requires_grad_()
+        self.check_against_dense(coupled_map(weight, shift), torch.zeros(2, 3, 5).double(), max(self.accuracy, 1e-9))
+
+    def test_gradcheck(self) -> None:
+        if self.exact:
+            assert torch.autograd.gradcheck(self.attention, attention_inputs(), fast_mode=True)
+
+    def test_gradgradcheck(self) -> None:
+        if self.exact:
+            assert torch.autograd.gradgradcheck(self.attention, attention_inputs(), fast_mode=True)
+
+    def test_gradcheck_of_maps_that_are_no_gradient(self) -> None:
+        if not (self.exact and self.any_map):
+            return
+        shift = random(2, 2, 3, seed=1).requires_grad_()
+        for make, size in ((rotation_map, 3), (coupled_map, 2)):
+            weight = (0.2 * random(size, size)).requires_grad_()
+
+            def function(weight: Tensor, shift: Tensor, make: Callable[..., Problem] = make) -> Tensor:
+                return self.equilibrium(make(weight, shift), torch.zeros_like(shift))
+
+            assert torch.autograd.gradcheck(function, (weight, shift), fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, (weight, shift), fast_mode=True)
+
+    def test_anchor_zero_with_respect_to_the_keys(self) -> None:
+        keys, query = random(2, 4, 5).requires_grad_(), random(2, 3, 5, seed=1)
+
+        def function(keys: Tensor) -> Tensor:
+            return self.equilibrium(AnchoredEnergy(LogSumExp(keys, 0.4), query, 0.0), query)
+
+        if self.exact:
+            assert torch.autograd.gradcheck(function, (keys,), fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, (keys,), fast_mode=True)
+        (gradient,) = torch.autograd.grad(function(keys).sum(), keys)
+        assert gradient.abs().sum() > 0
+
+    def test_the_scale_of_the_loss_does_not_matter(self) -> None:
+        inputs = attention_inputs()
+        gradients = torch.autograd.grad(self.loss(*inputs), inputs)
+        small = torch.autograd.grad(1e-9 * self.loss(*inputs), inputs)
+        for gradient, other in zip(gradients, small, strict=True):
+            assert relative_error(1e9 * other, gradient) < 1e-6
+
+    def test_zero_cotangent_gives_zero(self) -> None:
+        inputs = attention_inputs()
+        for gradient in torch.autograd.grad(0.0 * self.attention(*inputs).sum(), inputs):
+            assert gradient.eq(0).all()
+
+    def test_initial_state(self) -> None:
+        energy = attention_energy(*attention_inputs())
+        initial = energy.field.detach().clone().requires_grad_()
+        value = self.equilibrium(energy, initial)
+        (gradient,) = torch.autograd.grad(value.sum(), initial, allow_unused=True, materialize_grads=True)
+        assert bool(gradient.ne(0).any()) == self.through_initial or gradient.abs().max() < 1e-6
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+    def test_func_transforms(self) -> None:
+        inputs = attention_inputs()
+        expected = torch.autograd.grad(self.loss(*inputs), inputs)
+        detached = tuple(t.detach() for t in inputs)
+        everything = tuple(range(len(inputs)))
+        for got, truth in zip(torch.func.grad(self.loss, everything)(*detached), expected, strict=True):
+            assert relative_error(got, truth) < 1e-8
+        tangents = tuple(random(*t.shape, seed=20 + i) for i, t in enumerate(inputs))
+        slope = torch.func.jvp(self.loss, detached, tangents)[1]
+        along = sum((t * g).sum() for t, g in zip(tangents, expected, strict=True))
+        assert relative_error(slope, torch.as_tensor(along)) < 1e-8
+
+    def test_vmap_equals_a_loop(self) -> None:
+        keys, *rest = (t.detach() for t in attention_inputs())
+        stack = random(3, *keys.shape, seed=30)
+        for function in (self.attention, torch.func.grad(self.loss)):
+            dims = (0, *(None for _ in rest))
+            batched = torch.vmap(function, in_dims=dims)(stack, *rest)
+            torch.testing.assert_close(batched, torch.stack([function(k, *rest) for k in stack]), rtol=1e-8, atol=1e-9)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+    def test_second_derivatives_agree_in_all_modes(self) -> None:
+        if not self.exact:
+            return
+        keys, *rest = (t.detach() for t in attention_inputs())
+
+        def function(shift: Tensor) -> Tensor:
+            moved = keys + torch.linspace(-1, 1, 70, dtype=torch.float64).view_as(keys) * shift
+            return (self.attention(moved, *rest) ** 2).sum()
+
+        at = torch.tensor(0.1, dtype=torch.float64)
+        twice = torch.func.grad(torch.func.grad(function))(at)
+        mixed = torch.func.hessian(function)(at)
+        step = 1e-4
+        slopes = [torch.func.grad(function)(at + s) for s in (-step, step)]
+        assert relative_error(mixed, twice) < 1e-7
+        assert relative_error((slopes[1] - slopes[0]) / (2 * step), twice) < 1e-5
+
+    def test_gradients_flow_in_eval_mode(self) -> None:
+        layer = nn.Linear(5, 5).double().eval()
+        keys = random(2, 7, 5)
+        field = layer(random(2, 3, 5, seed=1))
+        loss = self.equilibrium(AnchoredEnergy(LogSumExp(keys, 0.5), field, 0.5), field).sum()
+        torch.autograd.backward(loss)
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.abs().sum() > 0
+
+    def test_second_forward_and_repeated_backward(self) -> None:
+        inputs = attention_inputs()
+        loss = self.loss(*inputs)
+        first = torch.autograd.grad(loss, inputs, retain_graph=True)
+        again = torch.autograd.grad(loss, inputs)
+        other = torch.autograd.grad(self.loss(*inputs), inputs)
+        for a, b, c in zip(first, again, other, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+    def test_autocast_does_not_touch_the_solve(self) -> None:
+        inputs = tuple(t.detach().float().requires_grad_() for t in attention_inputs())
+        outside = torch.autograd.grad(self._loss32(*inputs), inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = self._loss32(*inputs)
+        inside = torch.autograd.grad(loss, inputs)
+        for a, b in zip(inside, outside, strict=True):
+            assert torch.equal(a, b)
+
+    def _loss32(self, *inputs: Tensor) -> Tensor:
+        solution = solve(
+            attention_energy(*inputs), inputs[1].detach(), solver=Picard(rtol=1e-5), adjoint=self._for_float32()
+        )
+        return (solution.value * random(2, 3, 5, seed=7, dtype=torch.float32)).sum()
+
+    def _for_float32(self) -> Adjoint:
+        return self.adjoint
+
+    def test_half_precision_inputs_get_half_precision_gradients(self) -> None:
+        inputs = tuple(t.detach().bfloat16().requires_grad_() for t in attention_inputs())
+        solution = solve(
+            attention_energy(*inputs), inputs[1].detach(), solver=Picard(rtol=1e-5), adjoint=self._for_float32()
+        )
+        gradients = torch.autograd.grad(solution.value.sum(), inputs)
+        assert all(g.dtype == torch.bfloat16 and g.isfinite().all() for g in gradients)
+
+    def test_masked_rows_have_finite_gradients(self) -> None:
+        keys, field = random(2, 7, 5).requires_grad_(), random(2, 3, 5, seed=1).requires_grad_()
+        mask = random(2, 3, 7, seed=9) > 0
+        mask[0, 1] = False
+        for anchor in (0.0, 0.5):
+            energy = AnchoredEnergy(LogSumExp(keys, 0.4, mask=mask), field, anchor)
+            value = self.equilibrium(energy, field.detach())
+            torch.testing.assert_close(value[0, 1], anchor * field[0, 1])
+            gradients = torch.autograd.grad(value.square().sum(), (keys, field), materialize_grads=True)
+            assert all(g.isfinite().all() for g in gradients)
+
+    def test_energies_of_users(self) -> None:
+        weight = random(5).abs().requires_grad_()
+        energy = EnergyFunction(_bowl, weight, event_ndim=1, step_size=0.2)
+        self.check_against_dense(energy, random(2, 3, 5), 1e-8 if self.exact else 1.0)
+
+    def test_copies_are_equal(self) -> None:
+        assert copy.deepcopy(self.adjoint) == self.adjoint == pickle.loads(pickle.dumps(self.adjoint))
+
+
+def _bowl(z: Tensor, weight: Tensor) -> Any:
+    return ((1 + weight) * z.square() / 2 - z.sin()).sum(-1)

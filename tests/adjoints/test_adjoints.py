@@ -1,0 +1,313 @@
+"""Every adjoint under the contract; the exact ones against each other and against torchdeq; what each refuses."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from implicit_attention import (
+    CG,
+    GMRES,
+    MINRES,
+    AnchoredEnergy,
+    Anderson,
+    Broyden,
+    ConvergenceError,
+    ConvergenceWarning,
+    FixedPointMap,
+    GradientDescent,
+    Implicit,
+    LogSumExp,
+    Neumann,
+    NewtonKrylov,
+    OneStep,
+    Phantom,
+    Picard,
+    Status,
+    Unrolled,
+    solve,
+)
+from implicit_attention.testing.adjoint import AdjointContract, attention_energy, attention_inputs
+from implicit_attention.testing.numerics import dense_gradients, random, relative_error
+
+TIGHT = {"rtol": 0.0, "atol": 1e-13, "max_steps": 500}
+
+
+class TestImplicitByDefault(AdjointContract):
+    adjoint = Implicit()
+    accuracy = 1e-8
+    solver = Anderson(**TIGHT)
+
+
+class ForFloat32:
+    def _for_float32(self):
+        return Implicit()
+
+
+class TestImplicitByCG(ForFloat32, AdjointContract):
+    adjoint = Implicit(CG(rtol=1e-12))
+    any_map = False
+
+
+class TestImplicitByMINRES(ForFloat32, AdjointContract):
+    adjoint = Implicit(MINRES(rtol=1e-12))
+    any_map = False
+
+
+class TestImplicitByGMRES(ForFloat32, AdjointContract):
+    adjoint = Implicit(GMRES(rtol=1e-12))
+
+
+class TestImplicitByNeumann(ForFloat32, AdjointContract):
+    adjoint = Implicit(Neumann(rtol=1e-12))
+
+
+class TestUnrolledPicard(AdjointContract):
+    adjoint = Unrolled()
+    solver = Picard(rtol=0.0, atol=0.0, max_steps=60)
+    through_initial = True
+
+
+class TestOneStep(AdjointContract):
+    adjoint = OneStep()
+    accuracy = 1.0
+
+
+class TestPhantom(AdjointContract):
+    adjoint = Phantom(steps=5, damping=0.1)
+    accuracy = 0.3
+
+
+def test_first_and_second_derivatives_entry_by_entry():
+    keys, field, beta, anchor, bias = (t.detach() for t in attention_inputs())
+    inputs = (keys[:, :4, :3], field[:, :2, :3], beta, anchor, bias[:, :2, :4])
+
+    def function(*inputs):
+        return solve(attention_energy(*inputs), torch.zeros(2, 2, 3).double(), solver=Anderson(**TIGHT)).value
+
+    inputs = tuple(t.clone().requires_grad_() for t in inputs)
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True)
+
+
+EXACT = [
+    Implicit(CG(rtol=1e-12)),
+    Implicit(MINRES(rtol=1e-12)),
+    Implicit(GMRES(rtol=1e-12)),
+    Implicit(Neumann(rtol=1e-13)),
+]
+
+
+def gradients(adjoint, solver):
+    inputs = attention_inputs()
+    value = solve(attention_energy(*inputs), inputs[1].detach(), solver=solver, adjoint=adjoint).value
+    return torch.autograd.grad((value * random(2, 3, 5, seed=7)).sum(), inputs)
+
+
+@pytest.mark.parametrize("adjoint", EXACT, ids=repr)
+@pytest.mark.parametrize(
+    "solver",
+    [Anderson(**TIGHT), Broyden(**TIGHT), NewtonKrylov(**TIGHT), Picard(**TIGHT)],
+    ids=lambda s: type(s).__name__,
+)
+def test_implicit_gradient_equals_600_unrolled_steps(adjoint, solver):
+    unrolled = gradients(Unrolled(), Picard(rtol=0.0, atol=0.0, max_steps=600))
+    for got, truth in zip(gradients(adjoint, solver), unrolled, strict=True):
+        assert relative_error(got, truth) < 1e-10
+
+
+def test_implicit_gradient_equals_that_of_torchdeq():
+    from torchdeq import get_deq
+
+    def through_torchdeq():
+        inputs = attention_inputs()
+        energy = attention_energy(*inputs)
+        deq = get_deq(
+            f_solver="fixed_point_iter", f_max_iter=500, f_tol=1e-14, ift=True, b_solver="fixed_point_iter",
+            b_max_iter=500, b_tol=1e-14,
+        )  # fmt: skip
+        deq.train()
+        states, _ = deq(energy.fixed_point_map, energy.field.detach())
+        return torch.autograd.grad((states[-1] * random(2, 3, 5, seed=7)).sum(), inputs)
+
+    for got, truth in zip(gradients(EXACT[0], Anderson(**TIGHT)), through_torchdeq(), strict=True):
+        assert relative_error(got, truth) < 1e-10
+
+
+def test_phantom_errors_fall_with_the_steps_and_one_step_is_the_first():
+    truth = torch.cat([g.flatten() for g in gradients(EXACT[0], Anderson(**TIGHT))])
+
+    def error(adjoint):
+        return relative_error(torch.cat([g.flatten() for g in gradients(adjoint, Anderson(**TIGHT))]), truth)
+
+    errors = [error(Phantom(steps=k)) for k in (1, 3, 6)]
+    assert errors[0] > 3 * errors[1] > 9 * errors[2]
+    assert errors[0] == pytest.approx(error(OneStep()), rel=1e-9)
+    assert error(Phantom(steps=3, damping=0.5)) > errors[1]
+
+
+def test_query_of_a_bare_memory_gets_exactly_no_gradient():
+    """With anchor 0 the query is only where one starts; the reason for the anchor."""
+    keys, query = random(7, 5), random(3, 5, seed=1).requires_grad_()
+    value = solve(AnchoredEnergy(LogSumExp(keys, 0.4), query, 0.0), query).value
+    (gradient,) = torch.autograd.grad(value.sum(), query, allow_unused=True, materialize_grads=True)
+    assert gradient.eq(0).all()
+
+
+def test_initial_state_with_unrolled_gradients_only():
+    keys, field = random(7, 5), random(3, 5, seed=1)
+    energy = AnchoredEnergy(LogSumExp(keys, 0.4), field, 0.5)
+    initial = field.clone().requires_grad_()
+    few = solve(energy, initial, solver=GradientDescent(0.5, rtol=0, atol=0, max_steps=2), adjoint=Unrolled())
+    (gradient,) = torch.autograd.grad(few.value.sum(), initial)
+    assert gradient.abs().min() > 0
+
+
+def test_fixed_budgets_refuse_the_implicit_gradient():
+    inputs = attention_inputs()
+    energy = attention_energy(*inputs)
+    budget = Picard(rtol=0, atol=0, max_steps=3)
+    with pytest.raises(ValueError, match=r"`adjoint` must not be Implicit\(\) for a fixed number of steps.*Unrolled"):
+        solve(energy, inputs[1], solver=budget)
+    with torch.no_grad():
+        assert solve(energy, inputs[1], solver=budget).status.eq(Status.BUDGET).all()
+    for adjoint in (Unrolled(), Phantom(), OneStep()):
+        solve(energy, inputs[1], solver=budget, adjoint=adjoint).value.sum().backward()
+
+
+def test_solvers_that_cannot_be_unrolled_say_so():
+    inputs = attention_inputs()
+    with pytest.raises(ValueError, match=r"`adjoint` must not be Unrolled\(\).*got NewtonKrylov; use Implicit\(\)"):
+        solve(attention_energy(*inputs), inputs[1], solver=NewtonKrylov(), adjoint=Unrolled())
+
+
+def test_symmetric_methods_refuse_other_maps():
+    problem = FixedPointMap(lambda z, w: torch.tanh(z @ w), 0.2 * random(5, 5), event_ndim=1)
+    with pytest.raises(
+        ValueError, match="`linear_solver` must suit a map whose Jacobian is not symmetric, got CG; use GMRES"
+    ):
+        solve(problem, random(3, 5), adjoint=Implicit(CG()))
+    with pytest.raises(TypeError, match="`linear_solver` must be None or a LinearSolver"):
+        Implicit("cg")
+
+
+def two_keys(sharpness):
+    """At z = 0 between two keys: a minimum for small beta, a saddle for large."""
+    keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    return keys, AnchoredEnergy(LogSumExp(keys, sharpness), torch.zeros(1, 2, dtype=torch.float64), 0.0)
+
+
+def test_a_saddle_is_reported_and_still_differentiated_exactly():
+    keys, energy = two_keys(2.0)
+    solution = solve(energy, torch.zeros(1, 2, dtype=torch.float64), solver=Picard())
+    cotangent = torch.tensor([[1.0, 0.5]], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(solution.value, keys, cotangent)
+    assert solution.adjoint.status.tolist() == [Status.SADDLE]
+    assert solution.adjoint.negative_curvature.all()
+    truth, *_ = dense_gradients(energy, solution.value.detach(), cotangent)
+    assert relative_error(gradient, truth) < 1e-6
+
+
+def test_a_minimum_reports_a_converged_adjoint():
+    keys, energy = two_keys(0.5)
+    solution = solve(energy, torch.zeros(1, 2, dtype=torch.float64), solver=Picard())
+    assert solution.adjoint.status is None
+    solution.value.sum().backward()
+    assert solution.adjoint.status.tolist() == [Status.CONVERGED]
+    assert solution.adjoint.residual <= solution.adjoint.tolerance
+    assert keys.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn", "ignore"])
+def test_an_adjoint_that_does_not_converge_is_reported(on_failure):
+    inputs = attention_inputs()
+    solution = solve(attention_energy(*inputs), inputs[1], adjoint=Implicit(CG(max_steps=1)), on_failure=on_failure)
+    if on_failure == "raise":
+        with pytest.raises(
+            ConvergenceError, match="adjoint solve by CG, whose gradient is therefore wrong, failed for"
+        ):
+            solution.value.sum().backward()
+    elif on_failure == "warn":
+        with pytest.warns(ConvergenceWarning, match="adjoint solve by CG"):
+            solution.value.sum().backward()
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            solution.value.sum().backward()
+    assert (solution.adjoint.status == Status.MAX_STEPS).any()
+
+
+def test_float32_refuses_tolerances_it_cannot_reach():
+    inputs = tuple(t.detach().float().requires_grad_() for t in attention_inputs())
+    solution = solve(attention_energy(*inputs), inputs[1], adjoint=Implicit(CG(rtol=1e-9)))
+    with pytest.raises(ValueError, match="rtol"):
+        solution.value.sum().backward()
+
+
+def test_undeclared_tensors_that_require_grad_are_named():
+    weight = (0.2 * random(5, 5)).requires_grad_()
+    layer = torch.nn.Linear(5, 5).double()
+    initial = random(3, 5)
+    with pytest.raises(ValueError, match="reads `weight`, which requires grad but is not declared"):
+        solve(FixedPointMap(lambda z: torch.tanh(z @ weight), event_ndim=1), initial)
+    with pytest.raises(ValueError, match="reads the parameters of `layer`"):
+        solve(FixedPointMap(lambda z: torch.tanh(layer(z) / 4), event_ndim=1), initial)
+    hidden = {"w": weight}
+    with pytest.raises(ValueError, match="not declared"):
+        solve(FixedPointMap(lambda z: torch.tanh(z @ hidden["w"]), event_ndim=1), initial)
+    with torch.no_grad():
+        solve(FixedPointMap(lambda z: torch.tanh(z @ weight), event_ndim=1), initial)
+    solve(
+        FixedPointMap(lambda z: torch.tanh(z @ weight), event_ndim=1), initial, adjoint=Unrolled()
+    ).value.sum().backward()
+    assert weight.grad.abs().sum() > 0
+
+
+def test_undeclared_tensors_are_found_inside_func_transforms():
+    initial = random(3, 5)
+
+    def loss(weight):
+        return solve(FixedPointMap(lambda z: torch.tanh(z @ weight), event_ndim=1), initial).value.sum()
+
+    with pytest.raises(ValueError, match="not declared"):
+        torch.func.grad(loss)(0.2 * random(5, 5))
+
+
+def test_modules_declare_their_parameters():
+    layer = torch.nn.Linear(5, 5).double()
+    with torch.no_grad():
+        layer.weight.mul_(0.3)
+    problem = FixedPointMap(torch.nn.Sequential(layer, torch.nn.Tanh()), event_ndim=1)
+    initial = random(3, 5)
+    solve(problem, initial, solver=Anderson(**TIGHT)).value.sum().backward()
+    implicit = layer.weight.grad.clone()
+    layer.zero_grad()
+    solve(problem, initial, solver=Picard(rtol=0, atol=0, max_steps=300), adjoint=Unrolled()).value.sum().backward()
+    assert relative_error(implicit, layer.weight.grad) < 1e-7
+
+
+def test_vmapped_linear_solves_do_not_mix():
+    keys = random(4, 7, 5)
+    field = random(3, 5, seed=1)
+
+    def loss(keys, anchor):
+        return solve(AnchoredEnergy(LogSumExp(keys, 0.5), field, anchor), field, solver=Anderson(**TIGHT)).value.sum()
+
+    anchors = torch.tensor([0.2, 0.4, 0.6, 1.0], dtype=torch.float64)
+    batched = torch.vmap(torch.func.grad(loss, argnums=1))(keys, anchors)
+    single = torch.stack([torch.func.grad(loss, argnums=1)(k, a) for k, a in zip(keys, anchors, strict=True)])
+    torch.testing.assert_close(batched, single, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Phantom(steps=0), "`steps` must be >= 1"),
+        (lambda: Phantom(damping=1.0), "`damping` must be < 1"),
+        (lambda: Phantom(damping=math.nan), "`damping` must be in"),
+    ],
+)
+def test_wrong_options_are_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
