@@ -8,8 +8,11 @@ from .potentials import LogSumExp, Potential, Quadratic
 from .problem import FixedPointMap
 from .solution import Solution
 from .solve import solve
-from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard
+from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard, SciPy, TorchDEQ, register_if_imported
 from .status import Status
+
+# With torchdeq loaded, its users find our solvers by name; without it nothing is imported.
+register_if_imported()
 
 __version__ = "0.1.0"
 
@@ -28,6 +31,8 @@ __all__ = [
     "Broyden",
     "NewtonKrylov",
     "GradientDescent",
+    "TorchDEQ",
+    "SciPy",
     "Implicit",
     "OneStep",
     "Phantom",

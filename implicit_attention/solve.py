@@ -54,7 +54,7 @@ def solve(
             hint = (
                 "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)" if name == "problem" else "see the docs"
             )
-            raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__, hint))
+            raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
     check_on_failure(on_failure)
     problem.check_state(initial)
     _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from .methods import EQUILIBRIUM, EXPLICIT, methods
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAWS = 8
+SHARED_FROM = 100_000  # pairs of pattern and query from which several threads are used
 RTOL, ATOL, MAX_STEPS = 1e-5, 1e-8, 200
 #: Retrieval rates of digits measured independently of this command: log-sum-exp, beta 8, 200 patterns, anchor 0,
 #: mean and standard deviation over 8 draws.
@@ -52,11 +55,16 @@ class Settings:
 
     @property
     def descents(self) -> tuple[int, ...]:
-        return (5, 20) if self.quick else (5, 20, 80)
+        return (5, 20) if self.quick else (5, 20, 50)
 
     @property
     def repeats(self) -> int:
-        return 2 if self.quick else 7
+        return 2 if self.quick else 5
+
+    @property
+    def max_seconds(self) -> float:
+        """No further timed run of a method is begun after so long."""
+        return 0.3 if self.quick else 1.0
 
     @property
     def has_reference(self) -> bool:
@@ -85,7 +93,7 @@ class Settings:
         if self.patterns < 1:
             raise InputError(f"`--patterns` must be >= 1, got {self.patterns}; store at least one pattern")
         if not (self.beta > 0 and math.isfinite(self.beta)):
-            raise InputError(f"`--beta` must be > 0, got {self.beta:g}; it is an inverse temperature, try 8")
+            raise InputError(f"`--beta` must be > 0 and finite, got {self.beta:g}; it is an inverse temperature, try 8")
         if not 0 <= self.anchor <= 1:
             raise InputError(f"`--anchor` must be in [0, 1], got {self.anchor:g}; 0 is retrieval")
         if self.dtype not in DTYPES:
@@ -116,11 +124,29 @@ class Comparison:
     solutions: dict[str, Solution]
     unusable: int
     untrusted: int
+    threads: int
     seconds: float
 
 
 def compare(settings: Settings, progress: Callable[[str, dict[str, Any] | None], None]) -> Comparison:
     """Run all methods; `progress(name, row)` is called before (row None) and after each of them."""
+    with _threads(settings):
+        return _compare(settings, progress)
+
+
+@contextmanager
+def _threads(settings: Settings) -> Iterator[None]:
+    """One thread for problems too small to share, for which threads mostly wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    if settings.patterns * settings.queries <= SHARED_FROM and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _compare(settings: Settings, progress: Callable[[str, dict[str, Any] | None], None]) -> Comparison:
     begin = time.perf_counter()
     data = settings.load()
     noise = noise_of(None if settings.data is None else data)
@@ -134,13 +160,12 @@ def compare(settings: Settings, progress: Callable[[str, dict[str, Any] | None],
         seed=settings.seed,
     ).to(device, dtype)
     sample = drawn.first().limited(settings.queries)
-    task = prepare(
-        sample, beta=settings.beta, anchor=settings.anchor, rtol=RTOL, atol=ATOL, seed=settings.seed
-    )
+    progress("reference in float64", None)
+    task = prepare(sample, beta=settings.beta, anchor=settings.anchor, rtol=RTOL, atol=ATOL, seed=settings.seed)
     rows, solutions = [], {}
     for method in methods(rtol=RTOL, atol=ATOL, max_steps=MAX_STEPS, descents=settings.descents):
         progress(method.name, None)
-        row, solution = evaluate(method, task, repeats=settings.repeats, trace=True)
+        row, solution = evaluate(method, task, repeats=settings.repeats, max_seconds=settings.max_seconds, trace=True)
         progress(method.name, row)
         rows.append(row)
         if solution is not None:
@@ -155,6 +180,7 @@ def compare(settings: Settings, progress: Callable[[str, dict[str, Any] | None],
         sample=sample,
         solutions=solutions,
         unusable=int((~sample.usable).sum()),
+        threads=torch.get_num_threads(),
         untrusted=int((sample.finite & (task.weights == 0).all(-1)).sum()),
         seconds=time.perf_counter() - begin,
     )
@@ -201,22 +227,27 @@ def compare_to_files(settings: Settings, out: Path) -> None:
     """Check the options, compare with progress, print the tables, write the three files into `out`."""
     require_modules("rich", "matplotlib", *(() if settings.data else ("sklearn",)))
     settings.check()
-    if out.exists() and not out.is_dir():
-        raise InputError(f"`--out` must be a folder, got the file {out.name!r}; choose another name")
+    with _writable(out):
+        out.mkdir(parents=True, exist_ok=True)
     from .report import figures, write_json
     from .table import Progress, output_console, show
 
-    with Progress(total=len(methods(rtol=RTOL, atol=ATOL, max_steps=1, descents=settings.descents)) + 2) as progress:
+    with Progress(total=len(methods(rtol=RTOL, atol=ATOL, max_steps=1, descents=settings.descents)) + 3) as progress:
         comparison = compare(settings, progress.update)
         progress.update("figures", None)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
+        with _writable(out):
             write_json(comparison, out / "compare.json")
             figures(comparison, out)
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise InputError(f"`--out` must be a writable folder, got {str(out)!r} ({reason}); choose another") from None
     show(comparison, output_console(), out)
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InputError(f"`--out` must be a writable folder, got {str(out)!r} ({reason}); choose another") from None
 
 
 __all__ = ["EQUILIBRIUM", "EXPLICIT", "Comparison", "Settings", "compare", "compare_to_files", "retrieval"]

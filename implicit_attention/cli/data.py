@@ -42,10 +42,9 @@ def load_file(path: Path) -> Tensor:
     try:
         array = _read_tensor(name, path) if path.suffix == ".pt" else _read_numpy(name, path)
     except (OSError, EOFError, ValueError, RuntimeError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"{name} must hold one plain array, got a file that cannot be read without running its code or is damaged "
-            f"({reason[:100]}); save numbers with numpy.save or torch.save(tensor)"
+            f"{name} must hold one plain array, got a file that is damaged or could be read only by running its code "
+            f"({type(error).__name__}); save numbers with numpy.save or torch.save(tensor)"
         ) from None
     if array.ndim != 2 or array.shape[1] == 0:
         raise InputError(
@@ -57,11 +56,10 @@ def load_file(path: Path) -> Tensor:
 def _read_numpy(name: str, path: Path) -> Tensor:
     import numpy as np
 
-    loaded: Any = np.load(path, allow_pickle=False)
-    if isinstance(loaded, np.lib.npyio.NpzFile):
-        with loaded:
-            only = _only(name, list(loaded.files))
-            loaded = loaded[only]
+    with path.open("rb") as file:  # numpy leaves a damaged archive open
+        loaded: Any = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.lib.npyio.NpzFile):
+            loaded = loaded[_only(name, list(loaded.files))]
     if loaded.dtype.kind not in "biuf":
         raise InputError(f"{name} must hold real numbers, got dtype {loaded.dtype}; convert it with .astype('float32')")
     return torch.from_numpy(np.ascontiguousarray(loaded, dtype=np.float64))
@@ -111,12 +109,12 @@ class Sample:
         """The first draw alone."""
         return Sample(self.keys[0], self.queries[0], self.targets[0], self.usable[0])
 
-    def limited(self, queries: int) -> Sample:
-        """The first `queries` queries of each task."""
+    def limited(self, count: int) -> Sample:
+        """The first `count` queries of each task."""
         half = self.queries.shape[-2] // 2
-        rows = torch.cat([torch.arange(queries), half + torch.arange(queries)]).to(self.queries.device)
-        chosen = (t.index_select(-2, rows) for t in (self.queries, self.targets))
-        return Sample(self.keys, *chosen, self.usable)
+        rows = torch.cat([torch.arange(count), half + torch.arange(count)]).to(self.queries.device)
+        queries_, targets = (t.index_select(-2, rows) for t in (self.queries, self.targets))
+        return dataclasses.replace(self, queries=queries_, targets=targets)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Sample:
         """The sample as the solvers see it; what overflows in `dtype` is not usable."""

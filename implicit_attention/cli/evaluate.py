@@ -24,6 +24,7 @@ SUCCESS = 1e-2
 SAME = 1e-2
 #: Curvature below which a point is a saddle; what is nearer to 0 is within the error of an iterated state.
 NEGATIVE = -1e-4
+LANCZOS_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +75,15 @@ def prepare(sample: Sample, *, beta: float, anchor: float, rtol: float, atol: fl
     # What stalls within rounding of the tolerance is still exact for a comparison.
     trusted[finite] = solution.residual <= 1e-9 * (1 + solution.value.detach().norm(dim=-1))
     weights = weights.where(trusted[:, None], 0.0)
-    (solution.value * weights[finite]).sum().backward()
-    gradient = torch.zeros_like(keys) if keys.grad is None else keys.grad
+    loss = (solution.value * weights[finite]).sum()
+    (gradient,) = torch.autograd.grad(loss, [keys], materialize_grads=True)
     return Task(sample, beta, anchor, rtol, atol, reference, weights, gradient)
 
 
-def evaluate(method: Method, task: Task, *, repeats: int, trace: bool) -> tuple[dict[str, Any], Solution | None]:
-    """(row of numbers, traced solution) of a method; one that raises keeps its row, with the error as its status."""
+def evaluate(
+    method: Method, task: Task, *, repeats: int, max_seconds: float, trace: bool
+) -> tuple[dict[str, Any], Solution | None]:
+    """(row of numbers, solution) of a method; one that raises keeps its row, with the error as its status."""
     row: dict[str, Any] = {"method": method.name}
     solution = None
     try:
@@ -89,12 +92,11 @@ def evaluate(method: Method, task: Task, *, repeats: int, trace: bool) -> tuple[
         row["adjoint"] = type(method.adjoint).__name__
         energy = task.energy(task.sample.keys, task.sample.queries)
         with torch.no_grad():
-            solution = solve(energy, task.sample.queries, solver=solver, on_failure="ignore")
+            solution = solve(
+                energy, task.sample.queries, solver=solver, on_failure="ignore", trace=trace and method.plotted
+            )
         row |= _reached(task, energy, solution)
-        row |= _cost(method, task, solver, repeats)
-        if trace and method.plotted:
-            with torch.no_grad():
-                solution = solve(energy, task.sample.queries, solver=solver, on_failure="ignore", trace=True)
+        row |= _cost(method, task, solver, repeats, max_seconds)
     except Exception as error:
         text = str(error).strip().splitlines()
         row |= {"error": type(error).__name__, "message": text[0] if text else ""}
@@ -120,21 +122,19 @@ def _reached(task: Task, energy: AnchoredEnergy, solution: Solution) -> dict[str
     }
     half = z.shape[0] // 2
     parts = {"all": slice(None), TASKS[0]: slice(0, half), TASKS[1]: slice(half, None)}
-    summaries = {
-        name: _summary(exact[part], {k: v[part] for k, v in columns.items()}) for name, part in parts.items()
-    }
+    summaries = {name: _summary(exact[part], {k: v[part] for k, v in columns.items()}) for name, part in parts.items()}
     return {**summaries.pop("all"), "tasks": summaries}
 
 
 def _summary(z: Tensor, column: dict[str, Tensor]) -> dict[str, Any]:
     evaluations, residual, error = column["evaluations"].double(), column["residual"], column["error"]
-    known = error[error.isfinite()]
+    known, reached = error[error.isfinite()], residual[residual.isfinite()]
     return {
         "queries": len(z),
         "evaluations_median": _median(evaluations),
         "evaluations_max": float(evaluations.max()),
-        "residual_median": _median(residual),
-        "residual_max": float(residual.max()),
+        "residual_median": _median(reached) if len(reached) else None,
+        "residual_max": float(reached.max()) if len(reached) else None,
         "converged": float(column["converged"].double().mean()),
         "saddles": int(column["saddle"].sum()),
         "distinct_fixed_points": int(distinct_fixed_points(z[column["converged"]], rtol=SAME)),
@@ -142,8 +142,12 @@ def _summary(z: Tensor, column: dict[str, Tensor]) -> dict[str, Any]:
         "retrieval_error_mean": float(known.mean()) if len(known) else None,
         "retrieval_error_median": _median(error),
         "retrieval_rate": float((error < SUCCESS).double().mean()),
-        "status": {Status(code).name: n for code, n in sorted(Counter(column["status"].tolist()).items())},
+        "status": {_name(code): n for code, n in sorted(Counter(column["status"].tolist()).items())},
     }
+
+
+def _name(code: int) -> str:
+    return next(status.name for status in Status if status == code)
 
 
 def _median(values: Tensor) -> float:
@@ -154,10 +158,10 @@ def curvature(task: Task, z: Tensor) -> Tensor:
     """Smallest eigenvalue of the Hessian of E per query, in float64; NaN for states that are not finite."""
     exact = task.sample.to(z.device, torch.float64)
     energy = energy_of(exact.keys, exact.queries, task.sample.usable, beta=task.beta, anchor=task.anchor)
-    return smallest_curvature(energy, z, steps=min(64, z.shape[-1]))
+    return smallest_curvature(energy, z, steps=LANCZOS_STEPS)
 
 
-def _cost(method: Method, task: Task, solver: Any, repeats: int) -> dict[str, Any]:
+def _cost(method: Method, task: Task, solver: Any, repeats: int, max_seconds: float) -> dict[str, Any]:
     """Gradient error, time and memory, on the queries that are finite."""
     sample, finite = task.sample, task.sample.finite
     if not bool(finite.any()):
@@ -174,9 +178,9 @@ def _cost(method: Method, task: Task, solver: Any, repeats: int) -> dict[str, An
 
     def backward(loss: Tensor) -> None:
         if loss.requires_grad:
-            loss.backward()
+            torch.autograd.backward(loss)
 
-    seconds = median_times(forward, backward, device=device, repeats=repeats, warmup=1, max_seconds=1.5)
+    seconds = median_times(forward, backward, device=device, repeats=repeats, warmup=1, max_seconds=max_seconds)
     gradient = keys.grad
     memory = peak_memory(lambda: backward(forward()), device)
     norm = task.gradient.norm()

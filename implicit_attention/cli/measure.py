@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -55,7 +56,7 @@ def _timed_chain(first: Callable[[], Any], then: tuple[Callable[[Any], Any], ...
     for stage in then:
         result = stage(result)
         marks.append(_now(device))
-    return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(marks)]
 
 
 def _now(device: torch.device) -> float:

@@ -52,7 +52,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "device": {
             "type": device.type,
             "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-            "threads": torch.get_num_threads(),
+            "threads": comparison.threads,
         },
         "rows": comparison.rows,
         "retrieval": comparison.retrieval,
@@ -108,16 +108,18 @@ def figures(comparison: Comparison, out: Path) -> None:
         ("equilibrium", equilibrium[chosen], retrieved(equilibrium, sample.targets)[chosen]),
         ("truth", sample.targets[chosen], None),
     ]
-    rates = {e["task"]: {} for e in comparison.retrieval}
+    rates: dict[str, dict[str, float]] = {e["task"]: {} for e in comparison.retrieval}
     for entry in comparison.retrieval:
         rates[entry["task"]][entry["state"]] = entry["mean"]
     summary = "; ".join(
         f"{task} {100 * r['one step']:.0f} % by one step, {100 * r['equilibrium']:.0f} % at equilibrium"
         for task, r in rates.items()
     )
-    retrieval_figure(grid, columns=columns, title=f"Retrieval: {what}\nretrieved over all draws: {summary}\nqueries chosen so that every outcome is seen").savefig(
-        out / "retrieval.png"
-    )
+    retrieval_figure(
+        grid,
+        columns=columns,
+        title=f"Retrieval: {what}\nretrieved over all draws: {summary}\nqueries chosen to show every outcome",
+    ).savefig(out / "retrieval.png")
 
 
 def states(energy: AnchoredEnergy, comparison: Comparison) -> tuple[Tensor, Tensor]:
@@ -133,7 +135,8 @@ def states(energy: AnchoredEnergy, comparison: Comparison) -> tuple[Tensor, Tens
 def retrieved(z: Tensor, targets: Tensor) -> Tensor:
     exact = targets.double()
     distance = (z.double() - exact).norm(dim=-1)
-    return distance < SUCCESS * exact.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    near: Tensor = distance < SUCCESS * exact.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    return near
 
 
 def choose(one: Tensor, equilibrium: Tensor, targets: Tensor) -> list[int]:

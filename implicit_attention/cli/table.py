@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+
+from .methods import STEP_SIZE
 
 if TYPE_CHECKING:
     from .compare import Comparison, Settings
@@ -41,7 +44,12 @@ class Progress:
         self.console = _console(stderr=True) if console is None else console
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self.bar = Bar(
-            *columns, TimeElapsedColumn(), console=self.console, transient=True, disable=not self.console.is_terminal
+            *columns,
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+            refresh_per_second=2,
         )
         self.task = self.bar.add_task("starting", total=total)
         self.begun = False
@@ -83,7 +91,12 @@ class Column(NamedTuple):
 
 
 def _short(value: float | None) -> str:
-    return MISSING if value is None or value != value else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    """Two digits in at most six characters."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0 or 1e-2 <= value < 100:
+        return f"{value:.2g}"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def _percent(value: float | None) -> str:
@@ -93,7 +106,9 @@ def _percent(value: float | None) -> str:
 
 
 def _milliseconds(value: float | None) -> str:
-    return MISSING if value is None else f"{1e3 * value:.3g}" if value < 1 else f"{1e3 * value:.0f}"
+    if value is None:
+        return MISSING
+    return f"{1e3 * value:.1f}" if value < 1e-2 else f"{1e3 * value:.0f}"
 
 
 def _evaluations(row: dict[str, Any]) -> str:
@@ -101,13 +116,15 @@ def _evaluations(row: dict[str, Any]) -> str:
 
 
 def _status(row: dict[str, Any]) -> str:
-    counts = row["status"]
-    return next(iter(counts)) if len(counts) == 1 else "\n".join(f"{n} {name}" for name, n in counts.items())
+    counts: dict[str, int] = row["status"]
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "\n".join(f"{n} {name}" for name, n in counts.items() if name != "CONVERGED")
 
 
 def _megabytes(row: dict[str, Any]) -> str:
     size = row.get("peak_memory_bytes")
-    return MISSING if size is None else f"{size / 2**20:.1f}" if size < 100 * 2**20 else f"{size / 2**20:.0f}"
+    return MISSING if size is None else f"{size / 2**20:.1f}" if size < 10 * 2**20 else f"{size / 2**20:.0f}"
 
 
 def _rate(task: str) -> Callable[[dict[str, Any]], str]:
@@ -120,10 +137,14 @@ COLUMNS = (
         "evaluations of the map per query; the last one measures the residual of what is returned",
         _evaluations,
     ),
-    Column("residual\nmax", "largest |f(z) - z| over the queries", lambda r: _short(r["residual_max"])),
+    Column(
+        "resid.\nmax",
+        "largest |f(z) - z| over the queries (where it is a finite number)",
+        lambda r: _short(r["residual_max"]),
+    ),
     Column("conv\n%", "queries whose residual reached the tolerance", lambda r: _percent(r["converged"])),
     Column("sad-\ndles", "converged where the energy curves downwards", lambda r: str(r["saddles"])),
-    Column("points", "distinct fixed points among the converged states", lambda r: str(r["distinct_fixed_points"])),
+    Column("pts", "distinct fixed points among the converged states", lambda r: str(r["distinct_fixed_points"])),
     Column(
         "retr.\nerror",
         "mean relative distance of the returned state from the stored pattern",
@@ -144,7 +165,7 @@ COLUMNS = (
     Column("fwd\nms", "median time of the solve", lambda r: _milliseconds(r.get("forward_seconds"))),
     Column("bwd\nms", "median time of the gradient", lambda r: _milliseconds(r.get("backward_seconds"))),
     Column("peak\nMiB", "memory of both at once, beyond the inputs", _megabytes),
-    Column("status", "counts where the queries differ", _status),
+    Column("status", "with counts where the queries differ; the others are CONVERGED", _status),
 )
 
 
@@ -154,25 +175,35 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
 
     settings = comparison.settings
     title = (
-        f"{_source(settings)}: {settings.patterns} patterns, {settings.queries} half-masked and {settings.queries} "
-        f"noisy queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {settings.device}\n"
+        f"{_source(settings)}: {settings.patterns} patterns, {settings.queries} half-masked + {settings.queries} noisy "
+        f"queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {_place(comparison)}\n"
         f"one tolerance for all: |f(z) - z| <= {ATOL:g} + {RTOL:g} |f(z)|, at most {MAX_STEPS} steps"
     )
-    whole = _table(title, COLUMNS, comparison.rows)
-    if _width(whole) <= width or width < 40:
-        return [whole]
-    return [
-        _table(title, COLUMNS[:6], comparison.rows),
-        _table(None, COLUMNS[6:], comparison.rows),
-    ]
+    tables: list[Table] = []
+    columns = list(COLUMNS)
+    while columns:
+        count = len(columns)
+        while count > 1 and _width(_table(None, columns[:count], comparison.rows)) > width:
+            count -= 1
+        tables.append(_table(None if tables else title, columns[:count], comparison.rows))
+        columns = columns[count:]
+    return tables
 
 
 def _width(table: Table) -> int:
     return Measurement.get(Console(width=1000), Console(width=1000).options, table).maximum
 
 
-def _table(title: str | None, columns: tuple[Column, ...], rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(title: str | None, columns: list[Column], rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("method", no_wrap=True)
     for column in columns:
         left = column.header == "status"
@@ -199,7 +230,9 @@ def retrieval_table(comparison: Comparison) -> Table:
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
     for header in ("queries", "state", "rate", *(("reference", "verdict") if with_reference else ())):
         table.add_column(header, no_wrap=True)
@@ -219,9 +252,12 @@ def show(comparison: Comparison, console: Console, out: Path) -> None:
     """Print everything."""
     for table in comparison_tables(comparison, console.width):
         console.print(table)
+        console.print()
     for line in notes(comparison):
         console.print(line, style="dim", markup=False)
+    console.print()
     console.print(retrieval_table(comparison))
+    console.print()
     written = "compare.json, convergence.png and retrieval.png"
     console.print(f"{written} written to {out} after {comparison.seconds:.1f} s", markup=False)
 
@@ -229,6 +265,10 @@ def show(comparison: Comparison, console: Console, out: Path) -> None:
 def notes(comparison: Comparison) -> list[str]:
     """What the columns mean, and what the reader must know of this run."""
     lines = [f"  {column.header.replace('-' + chr(10), '').replace(chr(10), ' ')}: {column.note}" for column in COLUMNS]
+    lines.insert(
+        0,
+        f"  unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: as many steps as asked",
+    )
     for row in comparison.rows:
         if "error" in row:
             lines.append(f"  {row['method']} failed with {row['error']}: {row['message']}")
@@ -240,6 +280,11 @@ def notes(comparison: Comparison) -> list[str]:
     if comparison.untrusted:
         lines.append(f"  {comparison.untrusted} queries left out of the gradient: no exact fixed point was found")
     return lines
+
+
+def _place(comparison: Comparison) -> str:
+    threads = f" ({comparison.threads} thread{'s' * (comparison.threads > 1)})"
+    return comparison.settings.device + threads * (comparison.settings.device == "cpu")
 
 
 def _source(settings: Settings) -> str:

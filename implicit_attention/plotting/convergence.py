@@ -21,7 +21,10 @@ BELOW = 1e-3
 
 
 def convergence_figure(
-    traces: Mapping[str, Trace], *, tolerance: float | None = None, title: str = "Residual of the best state so far"
+    traces: Mapping[str, Trace | None],
+    *,
+    tolerance: float | None = None,
+    title: str = "Residual of the best state so far",
 ) -> Figure:
     """Residual against map evaluations for several methods: the median problem with its quartiles, and the worst one.
 
@@ -37,14 +40,19 @@ def convergence_figure(
     from matplotlib.figure import Figure
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-    for name, trace in traces.items():
-        if not isinstance(trace, Trace):
-            remedy = "call solve(..., trace=True)"
-            raise TypeError(_validate.message(f"traces[{name!r}]", "be a Trace", type(trace).__name__, remedy))
     figure = Figure(figsize=(10, 4.6), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=10)
+    curves = {}
+    for name, trace in traces.items():
+        if trace is None:
+            remedy = "call solve(..., trace=True)"
+            raise TypeError(_validate.message(f"traces[{name!r}]", "be a Trace", "None", remedy))
+        if len((curve := quartiles(trace))[0]):
+            curves[name] = curve
+    if not curves:
+        figure.text(0.5, 0.5, "no finite residual", ha="center")
+        return figure
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    curves = {name: quartiles(trace) for name, trace in traces.items()}
     floor, top = _limits([values for _, *quarters in curves.values() for values in quarters], tolerance)
     for index, (name, (evaluations, low, middle, high, worst)) in enumerate(curves.items()):
         color = COLORS[index % len(COLORS)]
@@ -70,8 +78,7 @@ def convergence_figure(
     panels[0].set_ylim(floor, top)
     panels[0].set_xlim(left=1)
     handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
+    figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     return figure
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .. import _validate
@@ -35,15 +36,23 @@ def retrieval_figure(
     count, dim = rows[0][1].shape
     for name, states, success in rows:
         _validate.require(
-            states.shape == (count, dim), "rows", f"have states of shape {(count, dim)}", f"{tuple(states.shape)} in {name}"
+            states.shape == (count, dim),
+            "rows",
+            f"have states of shape {(count, dim)}",
+            f"{tuple(states.shape)} in {name}",
         )
         if success is not None:
             _validate.require(
-                success.shape == (count,), "rows", f"have success of shape {(count,)}", f"{tuple(success.shape)} in {name}"
+                success.shape == (count,),
+                "rows",
+                f"have success of shape {(count,)}",
+                f"{tuple(success.shape)} in {name}",
             )
     side = math.isqrt(dim)
     image = side * side == dim and side > 1
     finite = [s[s.isfinite()] for _, s, _ in (rows[-1], *rows)]
+    if not image:  # curves should stay inside their frames
+        finite = [torch.cat(finite)]
     low, high = next(((float(f.min()), float(f.max())) for f in finite if f.numel()), (0.0, 1.0))
     figure = Figure(figsize=(1.4 + 1.0 * max(count, 5), 1.0 + 1.12 * len(rows)), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=9)

@@ -3,6 +3,7 @@
 from .anderson import Anderson
 from .base import Solver, Update
 from .broyden import Broyden
+from .external import SciPy, TorchDEQ, register_if_imported, register_with_torchdeq
 from .gradient_descent import GradientDescent
 from .iterate import Iteration, Outcome
 from .newton import NewtonKrylov
@@ -18,6 +19,9 @@ __all__ = [
     "Outcome",
     "Picard",
     "Safeguarded",
+    "SciPy",
+    "TorchDEQ",
+    "register_with_torchdeq",
     "Solver",
     "Update",
 ]

@@ -1,0 +1,331 @@
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from sklearn.datasets import load_digits
+from typer.testing import CliRunner
+
+from implicit_attention.cli import compare as compare_module
+from implicit_attention.cli import main, table
+from implicit_attention.cli.compare import Settings, compare
+from implicit_attention.cli.data import draw
+from implicit_attention.cli.methods import Method
+
+METHODS = [
+    "one-step softmax",
+    "unrolled GD, 5",
+    "unrolled GD, 20",
+    "Picard",
+    "Anderson",
+    "Broyden",
+    "Newton-Krylov",
+    "torchdeq Anderson",
+    "torchdeq Broyden",
+]
+OWN = METHODS[3:7]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main.app, ["compare", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def strict(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare") / "made" / "here"
+    before = torch.get_num_threads()
+    result = invoke("--quick", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert torch.get_num_threads() == before
+    return result, out, strict(out / "compare.json")
+
+
+@pytest.fixture
+def patterns():
+    return np.random.default_rng(0).normal(size=(40, 12)).astype(np.float32)
+
+
+def rows_of(content):
+    return {row["method"]: row for row in content["rows"]}
+
+
+def test_every_method_has_a_row_with_all_numbers(digits):
+    rows = rows_of(digits[2])
+    assert list(rows) == METHODS
+    for row in rows.values():
+        assert sum(row["status"].values()) == row["queries"] == 100
+        for name in ("forward_seconds", "backward_seconds", "peak_memory_bytes", "gradient_error", "residual_max"):
+            assert row[name] > 0, (row["method"], name)
+        assert set(row["tasks"]) == {"half-masked", "noisy"}
+        assert sum(part["queries"] for part in row["tasks"].values()) == 100
+        assert sum(part["saddles"] for part in row["tasks"].values()) == row["saddles"]
+
+
+def test_solvers_converge_to_the_tolerance_without_saddles_and_fixed_budgets_say_so(digits):
+    content = digits[2]
+    rows, settings = rows_of(content), content["settings"]
+    longest = math.sqrt(64) * 1.0
+    for name in OWN:
+        assert rows[name]["status"] == {"CONVERGED": 100}
+        assert rows[name]["residual_max"] <= settings["atol"] + settings["rtol"] * longest
+        assert rows[name]["saddles"] == 0
+        assert rows[name]["converged"] == 1
+    for name in METHODS[:3]:
+        assert rows[name]["status"] == {"BUDGET": 100}
+    assert [rows[name]["evaluations_max"] for name in METHODS[:3]] == [2, 6, 21]
+
+
+def test_exact_adjoints_beat_unconverged_unrolling_and_one_step(digits):
+    rows = rows_of(digits[2])
+    for name in OWN:
+        # One query at another fixed point is a large error of an exact gradient.
+        assert rows[name]["gradient_error"] < (5e-3 if rows[name]["other_fixed_point"] == 0 else 1)
+    assert rows["Anderson"]["other_fixed_point"] == 0
+    assert rows["one-step softmax"]["gradient_error"] > 0.1
+    assert rows["unrolled GD, 5"]["gradient_error"] > 0.1
+    assert rows["unrolled GD, 20"]["gradient_error"] < 1e-3
+    assert rows["unrolled GD, 20"]["peak_memory_bytes"] > 2 * rows["unrolled GD, 5"]["peak_memory_bytes"]
+
+
+def test_retrieval_rates_agree_with_the_reference_within_three_deviations(digits):
+    result, _, content = digits
+    block = content["retrieval"]
+    assert [(e["task"], e["state"]) for e in block] == list(compare_module.REFERENCE)
+    for entry in block:
+        assert len(entry["rates"]) == 8
+        assert entry["within_three"]
+        assert abs(entry["mean"] - entry["reference_mean"]) <= 3 * entry["reference_std"]
+    half_one, half_all, noisy_one, noisy_all = (e["mean"] for e in block)
+    assert half_all > half_one + 0.1
+    assert noisy_all > noisy_one
+    assert result.stdout.count("within 3 sd") == 4
+    assert "NOT within" not in result.stdout
+
+
+def test_rates_of_the_first_draw_agree_with_softmax_written_in_numpy(digits):
+    content = digits[2]
+    data = torch.from_numpy(load_digits().data) / 8 - 1
+    sample = draw(data, patterns=200, queries=200, noise=0.5, draws=8, seed=0).first()
+    keys, z, targets = (t.numpy() for t in (sample.keys, sample.queries, sample.targets))
+    assert (z[:200, 32:] == 0).all()
+    assert (z[:200, :32] == keys[:, :32]).all()
+    assert abs((z[200:] - keys).std() - 0.5) < 0.01
+    rates = []
+    for _ in range(60):
+        scores = 8 * z @ keys.T
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        z = p / p.sum(-1, keepdims=True) @ keys
+        hit = np.linalg.norm(z - targets, axis=-1) < 1e-2 * np.linalg.norm(targets, axis=-1)
+        rates.append((hit[:200].mean(), hit[200:].mean()))
+    measured = {(e["task"], e["state"]): e["rates"][0] for e in content["retrieval"]}
+    assert measured["half-masked", "one step"] == pytest.approx(rates[0][0], abs=0.006)
+    assert measured["noisy", "one step"] == pytest.approx(rates[0][1], abs=0.006)
+    assert measured["half-masked", "equilibrium"] == pytest.approx(rates[-1][0], abs=0.011)
+    assert measured["noisy", "equilibrium"] == pytest.approx(rates[-1][1], abs=0.011)
+
+
+def test_one_readable_table_of_at_most_120_columns_with_notes(digits):
+    result = digits[0]
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert sum(line.lstrip().startswith("method") for line in lines) == 1
+    for name in METHODS:
+        assert sum(line.startswith(name) for line in lines) == 1
+    assert "one tolerance for all" in result.stdout
+    assert "grad. error: relative error" in result.stdout
+    assert "\x1b" not in result.output
+
+
+def test_progress_is_a_plain_line_per_method_where_there_is_no_terminal(digits):
+    lines = digits[0].stderr.splitlines()
+    assert [line[:20].rstrip() for line in lines] == METHODS
+    assert all("evaluations" in line for line in lines)
+
+
+def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digits):
+    _, out, content = digits
+    assert sorted(p.name for p in out.iterdir()) == ["compare.json", "convergence.png", "retrieval.png"]
+    for name in ("convergence.png", "retrieval.png"):
+        image = (out / name).read_bytes()
+        assert image[:8] == b"\x89PNG\r\n\x1a\n"
+        assert len(image) > 20_000
+    text = (out / "compare.json").read_text()
+    assert str(out) not in text
+    assert os.path.expanduser("~") + "/" not in text
+    assert {"python", "torch", "numpy", "torchdeq"} <= set(content["versions"])
+    assert content["status_counts"]["Anderson"] == {"CONVERGED": 100}
+
+
+@pytest.mark.parametrize("width", [20, 60, 90])
+def test_narrow_terminals_get_several_tables_with_every_column(digits, width, capsys):
+    comparison = compare(Settings(patterns=5, quick=True), lambda name, row: None)
+    tables = table.comparison_tables(comparison, width)
+    assert [c.header for t in tables for c in t.columns if c.header != "method"] == [c.header for c in table.COLUMNS]
+    console = Console(width=width)
+    table.show(comparison, console, compare_module.Path("out"))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
+def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
+    torch.save({"patterns": torch.from_numpy(patterns).double()}, tmp_path / "mine.pt")
+    arguments = ("--anchor", 0.3, "--beta", 2, "--dtype", "float64", "--seed", 3, "--out", tmp_path / "out")
+    result = invoke("--quick", "--data", tmp_path / "mine.pt", "--patterns", 30, *arguments)
+    assert result.exit_code == 0, result.output
+    content = strict(tmp_path / "out" / "compare.json")
+    assert content["settings"]["data"] == "mine.pt"
+    assert content["settings"]["noise"] == pytest.approx(0.5 * patterns.std(), rel=1e-3)
+    assert all("reference_mean" not in entry for entry in content["retrieval"])
+    assert "reference " not in result.stdout.split("retrieval rate")[1]
+    assert rows_of(content)["Anderson"]["gradient_error"] < 5e-3
+    assert str(tmp_path) not in (tmp_path / "out" / "compare.json").read_text()
+
+
+def test_patterns_that_are_not_finite_are_reported_and_touch_no_other(tmp_path, patterns):
+    patterns[3, 2], patterns[7, 0] = np.nan, np.inf
+    np.save(tmp_path / "holes.npy", patterns)
+    result = invoke("--quick", "--data", tmp_path / "holes.npy", "--patterns", 40, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    content = strict(tmp_path / "compare.json")
+    rows = rows_of(content)
+    assert list(rows) == METHODS
+    for name in METHODS:
+        assert rows[name]["status"]["NONFINITE"] == 4
+        assert rows[name]["gradient_error"] is not None
+    assert rows["Anderson"]["status"] == {"CONVERGED": 76, "NONFINITE": 4}
+    assert rows["Anderson"]["converged"] == 0.95
+    assert rows["Anderson"]["gradient_error"] < 1e-2
+    assert content["unusable_patterns"] == 2
+    assert "4 NONFINITE" in result.stdout
+    assert "2 of 40 patterns hold NaN or infinity" in result.stdout
+
+
+def test_numbers_that_do_not_exist_are_null(tmp_path, patterns):
+    np.save(tmp_path / "mine.npy", patterns)
+    result = invoke("--quick", "--data", tmp_path / "mine.npy", "--patterns", 5, "--anchor", 1, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    # With anchor 1 the patterns have no influence: their gradient is 0, and it has no relative error.
+    assert rows_of(strict(tmp_path / "compare.json"))["Picard"]["gradient_error"] is None
+
+    np.save(tmp_path / "nothing.npy", np.full_like(patterns, np.nan))
+    result = invoke("--quick", "--data", tmp_path / "nothing.npy", "--patterns", 5, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    row = rows_of(strict(tmp_path / "compare.json"))["torchdeq Anderson"]
+    assert row["status"] == {"NONFINITE": 10}
+    assert row["residual_max"] is None
+
+
+def test_a_method_that_raises_stays_in_the_table(tmp_path, patterns, monkeypatch):
+    def broken():
+        raise RuntimeError("it broke\nin two lines")
+
+    real = compare_module.methods
+
+    def with_broken(**options):
+        return [Method("breaks", broken, real(**options)[0].adjoint), *real(**options)[:1]]
+
+    monkeypatch.setattr(compare_module, "methods", with_broken)
+    np.savez(tmp_path / "one.npz", patterns)
+    result = invoke("--quick", "--data", tmp_path / "one.npz", "--patterns", 10, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    row = rows_of(strict(tmp_path / "compare.json"))["breaks"]
+    assert (row["error"], row["message"]) == ("RuntimeError", "it broke")
+    line = next(line for line in result.stdout.splitlines() if line.startswith("breaks"))
+    assert line.split()[-1] == "ERROR"
+    assert "breaks failed with RuntimeError: it broke" in result.stdout
+    assert "breaks               failed: RuntimeError: it broke" in result.stderr
+
+
+def bad_files(folder):
+    x = np.zeros((4, 6))
+    np.save(folder / "cube.npy", x.reshape(4, 2, 3))
+    np.save(folder / "complex.npy", x + 1j)
+    np.save(folder / "object.npy", np.array([{}, 1], dtype=object), allow_pickle=True)
+    np.savez(folder / "two.npz", first=x, second=x)
+    torch.save(torch.nn.Linear(2, 2), folder / "code.pt")
+    torch.save([1, 2], folder / "list.pt")
+    (folder / "damaged.npz").write_bytes(b"PK\x03\x04 not a zip")
+    (folder / "empty.npy").write_bytes(b"")
+    np.save(folder / "short.npy", x)
+    (folder / "table.csv").write_text("1,2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--beta", "0"], ["`--beta` must be > 0", "got 0"]),
+        (["--beta", "nan"], ["`--beta` must be > 0", "got nan"]),
+        (["--anchor", "1.5"], ["`--anchor` must be in [0, 1]", "got 1.5"]),
+        (["--patterns", "0"], ["`--patterns` must be >= 1", "got 0"]),
+        (["--patterns", "1798"], ["`--patterns` must be <= 1797", "got 1798"]),
+        (["--device", "abacus"], ["`--device` must name a device", "'abacus'"]),
+        (["--device", "meta"], ["`--device` must be cpu or cuda", "'meta'"]),
+        (["--device", "cuda:99"], ["`--device` must be present", "'cuda:99'"]),
+        (["--dtype", "int8"], ["`--dtype` must be one of float32", "'int8'"]),
+        (["--seed", "-1"], ["`--seed` must be in", "got -1"]),
+        (["--out", "short.npy"], ["`--out` must be a writable folder", "short.npy"]),
+        (["--data", "nowhere.npy"], ["`--data` nowhere.npy must be an existing file"]),
+        (["--data", "table.csv"], ["must end in .npy, .npz or .pt", "'.csv'"]),
+        (["--data", "cube.npy"], ["must have shape (count, D)", "(4, 2, 3)"]),
+        (["--data", "complex.npy"], ["must hold real numbers", "complex128"]),
+        (["--data", "object.npy"], ["must hold one plain array", "running its code"]),
+        (["--data", "two.npz"], ["exactly one array", "first, second"]),
+        (["--data", "code.pt"], ["must hold one plain array", "running its code"]),
+        (["--data", "list.pt"], ["must hold a tensor", "list"]),
+        (["--data", "damaged.npz"], ["must hold one plain array", "damaged"]),
+        (["--data", "empty.npy"], ["must hold one plain array", "damaged"]),
+        (["--data", "short.npy"], ["`--patterns` must be <= 4, the rows of `--data` short.npy", "got 200"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, arguments, expected):
+    bad_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: `--")
+    assert "; " in result.stderr
+    for part in expected:
+        assert part in result.stderr
+
+
+@pytest.mark.parametrize("absent", ["sklearn", "matplotlib"])
+def test_a_missing_extra_is_named_with_the_install_line(monkeypatch, absent):
+    find = compare_module.require_modules.__globals__["importlib"].util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == absent else find(name, *a))
+    result = invoke("--quick")
+    assert result.exit_code == 2
+    assert absent in result.stderr
+    assert 'pip install "implicit_attention[cli]"' in result.stderr
+
+
+def test_without_typer_the_entry_point_prints_the_install_line(monkeypatch, capsys):
+    find = compare_module.require_modules.__globals__["importlib"].util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "typer" else find(name, *a))
+    with pytest.raises(SystemExit, match="2"):
+        main._app()()
+    assert 'pip install "implicit_attention[cli]"' in capsys.readouterr().err
+
+
+def test_module_shows_version_and_imports_nothing_heavy():
+    code = (
+        "import sys, runpy, implicit_attention.cli, implicit_attention.plotting, implicit_attention.cli.main\n"
+        "assert not {'rich.table', 'matplotlib', 'sklearn', 'torchdeq'} & set(sys.modules), 'heavy'\n"
+        "sys.argv = ['implicit-attention', '--version']\n"
+        "runpy.run_module('implicit_attention', run_name='__main__')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("implicit-attention 0.")

@@ -1,0 +1,94 @@
+import io
+import warnings
+
+import pytest
+import torch
+
+from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
+from implicit_attention.plotting import convergence_figure, retrieval_figure
+from implicit_attention.plotting.convergence import quartiles
+from implicit_attention.solution import Trace
+
+
+def png(figure):
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(stream, format="png")
+    return stream.getvalue()
+
+
+def trace_of(residual, num_evals):
+    return Trace(torch.tensor(residual), None, torch.tensor(num_evals))
+
+
+def test_quartiles_hold_a_residual_until_the_next_one_is_recorded():
+    # Two problems; the first spends 3 evaluations on its second step, the second one each.
+    trace = trace_of([[8.0, 4.0], [2.0, 1.0]], [[1, 1], [4, 2]])
+    evaluations, low, middle, high, worst = quartiles(trace)
+    assert evaluations.tolist() == [1, 2, 3, 4]
+    assert middle.tolist() == [6.0, 4.5, 4.5, 1.5]
+    assert worst.tolist() == [8.0, 8.0, 8.0, 2.0]
+    assert bool(((low <= middle) & (middle <= high)).all())
+
+
+def test_problems_that_are_not_finite_are_left_out():
+    trace = trace_of([[8.0, float("nan")], [2.0, float("nan")]], [[1, 1], [2, 1]])
+    assert quartiles(trace)[2].tolist() == [8.0, 2.0]
+
+
+def test_convergence_figure_draws_every_method_and_the_tolerance():
+    torch.manual_seed(0)
+    keys = torch.randn(9, 5)
+    queries = torch.randn(2, 4, 5)
+    energy = AnchoredEnergy(LogSumExp(keys, 1.0), queries, 0.5)
+    traces = {f"damping {d}": solve(energy, queries, solver=Picard(damping=d), trace=True).trace for d in (0.0, 0.5)}
+    figure = convergence_figure(traces, tolerance=1e-4, title="two runs")
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.lines] == ["damping 0.0", "damping 0.5", "tolerance"]
+        assert axes.get_yscale() == "log"
+        assert "evaluations" in axes.get_xlabel()
+    assert "residual" in figure.axes[0].get_ylabel()
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "traces",
+    [
+        {},
+        {"zero": trace_of([[0.0], [0.0]], [[1], [2]])},
+        {"nan": trace_of([[float("nan")]], [[1]])},
+        {"one evaluation": trace_of([[1.0]], [[1]])},
+    ],
+)
+def test_convergence_figure_survives_odd_traces(traces):
+    assert png(convergence_figure(traces, tolerance=1e-5))
+    assert png(convergence_figure(traces))
+
+
+def test_a_missing_trace_names_the_method_and_the_remedy():
+    with pytest.raises(TypeError, match=r"traces\['Picard'\].*trace=True"):
+        convergence_figure({"Picard": None})
+
+
+@pytest.mark.parametrize("dim", [1, 9, 10])
+def test_retrieval_figure_draws_images_or_curves_and_marks_success(dim):
+    torch.manual_seed(0)
+    states = torch.randn(3, dim)
+    states[0, 0] = torch.nan
+    success = torch.tensor([True, False, True])
+    figure = retrieval_figure([("query", states, None), ("answer", states, success)], columns=["a", "b", "c"])
+    assert len(figure.axes) == 6
+    assert [len(axes.images) for axes in figure.axes] == [int(dim == 9)] * 6
+    assert [axes.get_xlabel() for axes in figure.axes[3:]] == ["✓ retrieved", "✗ not", "✓ retrieved"]
+    assert [axes.get_ylabel() for axes in figure.axes[::3]] == ["query", "answer"]
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_retrieval_figure_without_queries_is_empty():
+    assert png(retrieval_figure([("query", torch.zeros(0, 4), None)]))
+
+
+def test_retrieval_figure_refuses_rows_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"rows.*\(2, 4\).*\(3, 4\) in answer"):
+        retrieval_figure([("query", torch.zeros(2, 4), None), ("answer", torch.zeros(3, 4), None)])

@@ -1,0 +1,114 @@
+"""Who may import whom, and what importing the package must not load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import implicit_attention
+
+PACKAGE = Path(implicit_attention.__file__).parent
+
+# Part of the package -> the parts that it may import. Leaves are free for all.
+LEAVES = {"status", "errors", "_types", "_validate", "_declared", "_autograd"}
+ALLOWED = {
+    "linear": set(),
+    "solution": set(),
+    "problem": set(),
+    "_reporting": {"solution"},
+    "potentials": {"ops"},
+    "solvers": {"problem", "linear", "solution"},
+    "adjoints": {"solvers", "problem", "linear", "solution", "_reporting"},
+    "energies": {"potentials", "problem"},
+    "solve": {"adjoints", "solvers", "problem", "solution", "_reporting"},
+    "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "solution"},
+    "plotting": {"energies", "potentials", "solve", "solution", "diagnostics"},
+    "cli": {
+        "plotting",
+        "diagnostics",
+        "energies",
+        "potentials",
+        "solve",
+        "solvers",
+        "adjoints",
+        "linear",
+        "solution",
+        "problem",
+    },
+    "__main__": {"cli"},
+}
+
+
+def imported_parts(path: Path) -> set[str]:
+    """Top-level parts of the package that a file imports, at run time or for types."""
+    relative = path.relative_to(PACKAGE)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = relative.parts[: len(relative.parts) - node.level]
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            found |= {module[0]} if module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
+            found |= set(node.module.split(".")[1:2]) or {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = [a.name.split(".") for a in node.names if a.name.split(".")[0] == PACKAGE.name]
+            found |= {name[1] for name in names if len(name) > 1}
+    return found
+
+
+def test_parts_import_only_what_they_may():
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        imports = imported_parts(path) - LEAVES - {part}
+        if part in LEAVES:
+            wrong += [(str(path), name) for name in imports]
+        elif part not in ("__init__", "testing"):
+            # The version number and other public names come from the root, which only commands may read.
+            allowed = ALLOWED[part] | ({"__version__"} if part in ("cli", "__main__") else set())
+            wrong += [
+                (str(path.relative_to(PACKAGE)), name)
+                for name in imports
+                if name not in allowed and (PACKAGE / name).exists() | (PACKAGE / f"{name}.py").exists()
+            ]
+    assert not wrong
+
+
+def test_nothing_imports_testing():
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] != "testing":
+            assert "testing" not in imported_parts(path), path
+
+
+def test_only_ops_knows_triton():
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] != "ops":
+            assert "triton" not in path.read_text(), path
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_fresh_import_loads_nothing_heavy():
+    forbidden = ["triton", "matplotlib", "transformers", "torchdeq", "scipy", "sklearn", "rich", "typer", "pytest"]
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import implicit_attention
+new = {{m.split('.')[0] for m in set(sys.modules) - before}}
+print(sorted(new & set({forbidden!r})))
+"""
+    assert run(code) == "[]"
+
+
+def test_torchdeq_finds_our_solvers_once_it_is_loaded():
+    look = "from torchdeq.solver import get_solver; print(get_solver('implicit_anderson').__name__ != '')"
+    assert run(f"import torchdeq, implicit_attention; {look}") == "True"
+    register = "from implicit_attention.solvers import register_with_torchdeq; register_with_torchdeq()"
+    assert run(f"import implicit_attention; {register}; {look}") == "True"
+
+
+def test_public_names_are_there_and_documented():
+    for name in implicit_attention.__all__:
+        assert getattr(implicit_attention, name).__doc__, name

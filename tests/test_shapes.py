@@ -1,0 +1,50 @@
+"""The jaxtyping annotations of public functions hold when they are checked at run time."""
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import TypeCheckError, jaxtyped
+
+from implicit_attention import AnchoredEnergy, LogSumExp, Quadratic, diagnostics, solve
+from implicit_attention.testing.numerics import random
+
+METHODS = {
+    LogSumExp: ("__init__", "value", "mean", "covariance_product"),
+    Quadratic: ("__init__", "value", "mean", "covariance_product"),
+    AnchoredEnergy: ("__init__", "energy", "fixed_point_map"),
+}
+FUNCTIONS = (
+    "spectral_radius",
+    "smallest_curvature",
+    "is_saddle",
+    "distinct_fixed_points",
+    "effective_keys",
+    "certified_error",
+)
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    for owner, names in [*METHODS.items(), (diagnostics, FUNCTIONS)]:
+        for name in names:
+            monkeypatch.setattr(owner, name, jaxtyped(getattr(owner, name), typechecker=beartype))
+
+
+def test_annotations_hold():
+    keys, x = random(2, 7, 5), random(2, 3, 5, seed=1)
+    beta, anchor = torch.tensor([0.5, 0.7], dtype=torch.float64), torch.tensor([0.2, 0.3], dtype=torch.float64)
+    mask = random(2, 3, 7, seed=2) > -1
+    for potential in (
+        LogSumExp(keys, 0.5),
+        LogSumExp(keys, beta, mask=mask, bias=random(7)),
+        Quadratic(0.1 * keys, beta),
+    ):
+        for energy in (AnchoredEnergy(potential, x, 0.5), AnchoredEnergy(potential, x, anchor)):
+            potential.covariance_product(x, potential.mean(x))
+            energy.energy(x)
+            diagnostics.diagnose(energy, solve(energy, x))
+
+
+def test_the_check_checks():
+    with pytest.raises(TypeCheckError):
+        LogSumExp(random(2, 7, 5), 0.5).mean(torch.zeros(5))

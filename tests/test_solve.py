@@ -1,0 +1,192 @@
+"""The door: what `solve` accepts, refuses, returns and reports."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    ConvergenceError,
+    ConvergenceWarning,
+    FixedPointMap,
+    GradientDescent,
+    LogSumExp,
+    Picard,
+    Status,
+    solve,
+)
+from implicit_attention.testing.numerics import random
+
+
+def make_energy(dtype=torch.float64, anchor=0.5):
+    return AnchoredEnergy(LogSumExp(random(2, 7, 5, dtype=dtype), 0.5), random(2, 3, 5, seed=1, dtype=dtype), anchor)
+
+
+def test_the_readme_line():
+    energy = make_energy()
+    solution = solve(energy, energy.field)
+    assert solution.converged.all()
+    assert repr(solution).startswith("Solution(6 CONVERGED; residual <=")
+    assert solution.message(0, 1).startswith("converged: residual")
+    torch.testing.assert_close(solution.energy, energy.energy(solution.value))
+    assert (solution.residual <= solution.tolerance).all()
+
+
+def test_a_map_has_no_energy():
+    assert solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(2, 1)).energy is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"problem": torch.cos}, TypeError, r"`problem` must be an instance of Problem, got .*; wrap a function as FixedPointMap"),
+        ({"solver": "anderson"}, TypeError, "`solver` must be an instance of Solver, got str"),
+        ({"solver": Anderson}, TypeError, "`solver` must be an instance of Solver, got type"),
+        ({"adjoint": "implicit"}, TypeError, "`adjoint` must be an instance of Adjoint, got str"),
+        ({"on_failure": "shout"}, ValueError, "`on_failure` must be one of 'raise', 'warn', 'ignore', got 'shout'"),
+        ({"initial": [1.0]}, TypeError, "`initial` must be a torch.Tensor, got list"),
+        ({"initial": torch.zeros(2, 3, 5, dtype=torch.int64)}, TypeError, "`initial` must have a floating-point dtype"),
+        (
+            {"initial": torch.zeros(2, 3, 4, dtype=torch.float64)},
+            ValueError,
+            r"`initial` must have the field's shape \(2, 3, 5\)",
+        ),
+        ({"initial": torch.zeros(2, 3, 5)}, ValueError, "`initial` must have the dtype of `potential.keys`"),
+        (
+            {"initial": torch.zeros(2, 3, 5, dtype=torch.float64, device="meta")},
+            ValueError,
+            "`initial` must have the device of",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(change, error, words):
+    energy = make_energy()
+    arguments = {"problem": energy, "initial": energy.field} | change
+    with pytest.raises(error, match=words):
+        solve(arguments.pop("problem"), arguments.pop("initial"), **arguments)
+
+
+def test_unknown_options_are_refused():
+    energy = make_energy()
+    with pytest.raises(TypeError, match="tolerance"):
+        solve(energy, energy.field, tolerance=1e-3)
+
+
+def test_maps_of_the_wrong_shape_are_named():
+    with pytest.raises(ValueError, match=r"must return shape of z = \(2, 3\), got shape \(2, 1\)"):
+        solve(FixedPointMap(lambda z: z.sum(-1, keepdim=True), event_ndim=1), torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="must return a tensor of shape of z, got float"):
+        solve(FixedPointMap(lambda z: 1.0, event_ndim=1), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="`initial` must have at least 2 axes"):
+        solve(FixedPointMap(torch.cos, event_ndim=2), torch.zeros(3))
+    with pytest.raises(
+        ValueError, match="`problem` must have an energy for GradientDescent, got FixedPointMap; use Picard"
+    ):
+        solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(2, 3), solver=GradientDescent())
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn", "ignore"])
+def test_failures_are_reported_as_asked(on_failure):
+    energy = make_energy()
+    hasty = Picard(rtol=1e-12, atol=0, max_steps=1)
+    if on_failure == "raise":
+        with pytest.raises(ConvergenceError, match=r"Picard failed for 6 of 6 problems, first at \(0, 0\), \(0, 1\)"):
+            solve(energy, energy.field, solver=hasty, on_failure=on_failure)
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        solution = solve(energy, energy.field, solver=hasty, on_failure=on_failure)
+    assert solution.failed.all()
+    assert [w.category for w in caught] == ([ConvergenceWarning] if on_failure == "warn" else [])
+    if caught:
+        assert caught[0].filename == __file__
+
+
+def test_one_key_that_is_not_finite_reaches_the_queries_of_its_batch_entry_only():
+    keys, field = random(2, 7, 5), random(2, 3, 5, seed=1)
+    clean = solve(AnchoredEnergy(LogSumExp(keys, 0.5), field, 0.5), field)
+    broken = keys.clone()
+    broken[1, 2] = torch.inf
+    solution = solve(AnchoredEnergy(LogSumExp(broken, 0.5), field, 0.5), field, on_failure="ignore")
+    assert solution.status.tolist() == [[Status.CONVERGED] * 3, [Status.NONFINITE] * 3]
+    assert torch.equal(solution.value[0], clean.value[0])
+    assert "NONFINITE" in repr(solution)
+
+
+def test_parameters_that_leave_their_range_after_the_check_are_reported():
+    beta = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    energy = AnchoredEnergy(LogSumExp(random(2, 7, 5), beta), random(2, 3, 5, seed=1), 0.5)
+    beta[1] = -1.0
+    solution = solve(energy, energy.field, on_failure="ignore")
+    assert solution.status.tolist() == [[Status.CONVERGED] * 3, [Status.NONFINITE] * 3]
+
+
+def test_a_potential_outlives_a_backward_pass_and_an_optimiser_step():
+    keys = nn.Parameter(random(2, 7, 5))
+    mask = random(2, 3, 7, seed=9) > -0.5
+    field = random(2, 3, 5, seed=1)
+    energy = AnchoredEnergy(LogSumExp(keys, 0.5, mask=mask), field, 0.5)
+    optimizer = torch.optim.SGD([keys], lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = solve(energy, field).value.square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_problems_and_solutions_copy_and_pickle():
+    energy = make_energy()
+    solution = solve(energy, energy.field)
+    for same in (copy.deepcopy(energy), pickle.loads(pickle.dumps(energy))):
+        assert torch.equal(solve(same, same.field).value, solution.value)
+    assert torch.equal(copy.deepcopy(solution).value, solution.value)
+
+
+def test_vmap_over_problems_keeps_the_evidence_apart():
+    keys, field = random(4, 7, 5), random(3, 5, seed=1)
+
+    def answer(keys):
+        solution = solve(AnchoredEnergy(LogSumExp(keys, 0.5), field, 0.5), field)
+        return solution.value, solution.status, solution.num_evals
+
+    value, status, evals = torch.vmap(answer)(keys)
+    assert status.shape == evals.shape == (4, 3)
+    for i in range(4):
+        alone = solve(AnchoredEnergy(LogSumExp(keys[i], 0.5), field, 0.5), field)
+        torch.testing.assert_close(value[i], alone.value)
+        assert torch.equal(evals[i], alone.num_evals)
+
+
+def test_inputs_are_not_changed():
+    energy = make_energy()
+    before = [t.clone() for t in energy.tensors()]
+    initial = energy.field.clone()
+    solve(energy, initial)
+    assert all(torch.equal(a, b) for a, b in zip(before, energy.tensors(), strict=True))
+    assert torch.equal(initial, energy.field)
+
+
+def test_non_contiguous_and_expanded_inputs():
+    keys = random(5, 7, 2).permute(2, 1, 0)
+    field = random(1, 3, 5, seed=1).expand(2, 3, 5)
+    solution = solve(AnchoredEnergy(LogSumExp(keys, 0.5), field, 0.5), field)
+    other = solve(AnchoredEnergy(LogSumExp(keys.contiguous(), 0.5), field.contiguous(), 0.5), field.contiguous())
+    torch.testing.assert_close(solution.value, other.value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_solve_equals_the_one_on_the_cpu():
+    energy = make_energy(torch.float32)
+    on_gpu = energy.replace(*(t.cuda() for t in energy.tensors()))
+    solution = solve(on_gpu, on_gpu.field)
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value.cpu(), solve(energy, energy.field).value, rtol=1e-3, atol=1e-3)
