@@ -1,0 +1,1 @@
+"""Ratios of one run against targets, beside other implementations; see README.md."""

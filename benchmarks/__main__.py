@@ -1,0 +1,82 @@
+"""`python -m benchmarks solve` measures, `python -m benchmarks report` rewrites the tables in README.md."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from . import report as reports
+from . import solve as solve_suite
+from .environment import environment
+from .targets import Row
+
+#: A suite is a module with METRICS, TARGETS, NOTES, settings_of(quick) and run(settings, metrics=..., repeats=...).
+SUITES: dict[str, ModuleType] = {"solve": solve_suite}
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer settings and rounds; written only with --out.")]
+Only = Annotated[str | None, typer.Option(help="Metrics to measure, such as C1,C3; written only with --out.")]
+Repeats = Annotated[int | None, typer.Option(min=1, help="Rounds of the interleaved timing; default 5, quick 2.")]
+Out = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Folder for the raw JSON [default: benchmarks/results].")
+]
+
+
+@app.command()
+def solve(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """C1, C2, C3, C5 and C7: forward solve and training step of equilibrium attention on a CPU, and the import."""
+    measure("solve", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
+def report() -> None:
+    """Rewrite the tables of README.md from the newest complete run of every suite."""
+    for name, suite in SUITES.items():
+        path = reports.rewrite(name, suite.NOTES)
+        typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
+
+
+def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, out: Path | None) -> dict[str, Any]:
+    """Run a suite, print it, and keep it where asked."""
+    suite = SUITES[name]
+    metrics = suite.METRICS if only is None else tuple(part.strip().upper() for part in only.split(","))
+    unknown = [metric for metric in metrics if metric not in suite.METRICS]
+    if unknown:
+        raise typer.BadParameter(
+            f"must be among {', '.join(suite.METRICS)}, got {', '.join(unknown)}", param_hint="--only"
+        )
+    rounds = repeats or (2 if quick else 5)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    settings, where, begin = suite.settings_of(quick), environment(), time.perf_counter()
+    total, done = len(settings), 0
+
+    def progress(row: Row) -> None:
+        nonlocal done
+        done += "evidence" in row
+        ratios = ", ".join(
+            f"{key} {'-' if value is None else format(value, '.2f')}" for key, value in row["ratios"].items()
+        )
+        console.print(f"[{done}/{total}] {row['name']}: {ratios} ({row['wall_seconds']:.0f} s)", markup=False)
+
+    limit = 1.0 if quick else 3.0
+    rows = suite.run(settings, metrics=metrics, repeats=rounds, max_seconds=limit, progress=progress)
+    complete = not quick and set(metrics) == set(suite.METRICS)
+    options = {"metrics": list(metrics), "repeats": rounds, "max_seconds": limit, "settings": total}
+    run = reports.document(name, rows, suite.TARGETS, complete=complete, quick=quick, options=options, where=where)
+    output = Console(highlight=False) if Console().is_terminal else Console(highlight=False, width=200)
+    reports.show(run, suite.NOTES, output)
+    if complete or out is not None:
+        path = reports.write(run, reports.RESULTS if out is None else out)
+        output.print(f"written: {path}", markup=False, soft_wrap=True)
+    output.print(f"{time.perf_counter() - begin:.0f} s", markup=False)
+    return run
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,66 @@
+"""Where a run was made: everything that a reader needs to judge or repeat it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = ("implicit_attention", "torch", "torchdeq", "scipy", "numpy", "einops")
+
+
+def environment() -> dict[str, Any]:
+    """Device, processor, cores, load, versions and the commit that was measured."""
+    return {
+        "device": "cpu",
+        "cpu": cpu_model(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average_at_start": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        **commit(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's own name, with what tells apart processors of one name."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor() or "unknown"
+    lines = [line.split(":", 1) for line in path.read_text().split("\n\n", 1)[0].splitlines() if ":" in line]
+    fields = {key.strip(): value.strip() for key, value in lines}
+    name = fields.get("model name", "unknown")
+    details = [f"{key} {fields[key]}" for key in ("cpu family", "model", "stepping") if key in fields]
+    return f"{name} ({', '.join(details)})" if details else name
+
+
+def warning(where: dict[str, Any]) -> str | None:
+    """What a reader must know if the machine was not ours alone."""
+    load = where["load_average_at_start"]
+    if load is None or load[0] < 0.5:
+        return None
+    return f"Load average {load[0]:.1f} before the run: other work shared the cores, the ratios are not reliable."
+
+
+def commit() -> dict[str, Any]:
+    """The commit of the working tree and whether the package has changes on top of it; nothing outside git."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    changes = git("status", "--porcelain", "--", "implicit_attention")
+    return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": None if changes is None else bool(changes)}

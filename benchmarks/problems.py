@@ -1,0 +1,123 @@
+"""What is solved: settings as data, their inputs, and the evidence, recomputed without the library."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: A query is solved when |f(z) - z| <= ATOL + RTOL |f(z)|.
+RTOL = 1e-4
+ATOL = 1e-8
+#: The check recomputes in float64 what was measured in float32.
+SLACK = 1.02
+
+CENTRES, NOISE = 16, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """B samples, H heads, N queries and as many keys, head dimension D."""
+
+    batch: int = 2
+    heads: int = 8
+    length: int = 512
+    dim: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One problem: how the keys are drawn, beta * sqrt(D), and the anchor."""
+
+    keys: Literal["gaussian", "clustered"]
+    sharpness: float
+    anchor: float
+    shape: Shape = Shape()
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.keys} keys, beta*sqrt(D) {self.sharpness:g}, anchor {self.anchor:g}"
+
+    @property
+    def beta(self) -> float:
+        return self.sharpness / self.shape.dim**0.5
+
+
+FULL = tuple(
+    Setting(keys, sharpness, anchor)  # type: ignore[arg-type]
+    for keys in ("gaussian", "clustered")
+    for sharpness in (1.0, 2.0, 4.0, 8.0)
+    for anchor in (0.0, 0.5)
+)
+QUICK = (Setting("gaussian", 2.0, 0.0), Setting("clustered", 4.0, 0.0))
+
+
+class Data(NamedTuple):
+    """The inputs of a setting: queries, keys, and the cotangent of the fixed loss sum(cotangent * state)."""
+
+    setting: Setting
+    queries: Tensor
+    keys: Tensor
+    cotangent: Tensor
+
+
+def draw(setting: Setting) -> Data:
+    """Queries and keys iid standard normal; clustered keys lie around CENTRES such points per head."""
+    generator = torch.Generator().manual_seed(setting.seed)
+    s = setting.shape
+    size = (s.batch, s.heads, s.length, s.dim)
+    queries, keys, cotangent = (torch.randn(size, generator=generator) for _ in range(3))
+    if setting.keys == "clustered":
+        centres = torch.randn(s.batch, s.heads, CENTRES, s.dim, generator=generator)
+        member = torch.randint(CENTRES, size[:3], generator=generator)
+        keys = centres.gather(2, member[..., None].expand(size)) + NOISE * keys
+    return Data(setting, queries, keys, cotangent)
+
+
+def mapped(data: Data, z: Tensor) -> Tensor:
+    """f(z) in float64 by an explicit softmax."""
+    setting, keys = data.setting, data.keys.double()
+    mean = (setting.beta * z.double() @ keys.mT).softmax(-1) @ keys
+    return setting.anchor * data.queries.double() + (1 - setting.anchor) * mean
+
+
+def evidence(data: Data, z: Tensor) -> dict[str, Any]:
+    """How well z solves the setting: relative residuals over the queries and the part that reached the tolerance."""
+    z = z.detach()
+    f = mapped(data, z)
+    residual = torch.linalg.vector_norm(f - z.double(), dim=-1)
+    size = torch.linalg.vector_norm(f, dim=-1)
+    relative = residual / size
+    return {
+        "residual_median": float(relative.median()),
+        "residual_max": float(relative.max()),
+        "converged": float((residual <= SLACK * (ATOL + RTOL * size)).double().mean()),
+    }
+
+
+def gradient_error(data: Data, z: Tensor, by_queries: Tensor, by_keys: Tensor) -> float:
+    """Relative error of a gradient (the larger of its two parts) at the state z, against dense float64 solves.
+
+    One head is checked: heads do not mix, and 64 x 64 systems for each of its queries are enough of them.
+    """
+    setting = data.setting
+    head = (-1, -1)
+    z, keys, g = z[head].detach().double(), data.keys[head].double().requires_grad_(), data.cotangent[head].double()
+    with torch.no_grad():
+        p = (setting.beta * z @ keys.T).softmax(-1)
+        mean = p @ keys
+        second = torch.einsum("nm,md,me->nde", p, keys, keys)
+        jacobian = (1 - setting.anchor) * setting.beta * (second - mean[:, :, None] * mean[:, None, :])
+        u = torch.linalg.solve(torch.eye(len(g[0]), dtype=g.dtype) - jacobian, g)
+    f = (1 - setting.anchor) * (setting.beta * z @ keys.T).softmax(-1) @ keys
+    (exact_keys,) = torch.autograd.grad((f * u).sum(), keys)
+    # Without an anchor the gradient for the queries is exactly 0; it is then measured against the other one.
+    scale = setting.anchor * u.norm() if setting.anchor else exact_keys.norm()
+    errors = (
+        (by_queries[head].double() - setting.anchor * u).norm() / scale,
+        (by_keys[head].double() - exact_keys).norm() / exact_keys.norm(),
+    )
+    return float(torch.stack(errors).max())
