@@ -94,7 +94,7 @@ def figures(comparison: Comparison, out: Path) -> None:
     traces = {name: s.trace for name, s in comparison.solutions.items() if s.trace is not None}
     what = f"{settings.patterns} patterns, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype}"
     tolerance = RTOL * float(sample.targets.double().norm(dim=-1).nanmedian()) + ATOL
-    convergence_figure(traces, tolerance=tolerance, title=f"Residual of the best state so far\n{what}").savefig(
+    convergence_figure(traces, tolerance=tolerance, title=f"Residual against map evaluations\n{what}").savefig(
         out / "convergence.png"
     )
     energy = energy_of(sample.keys, sample.queries, sample.usable, beta=settings.beta, anchor=settings.anchor)

@@ -176,8 +176,9 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     settings = comparison.settings
     title = (
         f"{_source(settings)}: {settings.patterns} patterns, {settings.queries} half-masked + {settings.queries} noisy "
-        f"queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {_place(comparison)}\n"
+        f"queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {settings.device}\n"
         f"one tolerance for all: |f(z) - z| <= {ATOL:g} + {RTOL:g} |f(z)|, at most {MAX_STEPS} steps"
+        f"{_threads(comparison)}"
     )
     tables: list[Table] = []
     columns = list(COLUMNS)
@@ -267,7 +268,7 @@ def notes(comparison: Comparison) -> list[str]:
     lines = [f"  {column.header.replace('-' + chr(10), '').replace(chr(10), ' ')}: {column.note}" for column in COLUMNS]
     lines.insert(
         0,
-        f"  unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: as many steps as asked",
+        f"  unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: so many as asked",
     )
     for row in comparison.rows:
         if "error" in row:
@@ -282,9 +283,9 @@ def notes(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _place(comparison: Comparison) -> str:
-    threads = f" ({comparison.threads} thread{'s' * (comparison.threads > 1)})"
-    return comparison.settings.device + threads * (comparison.settings.device == "cpu")
+def _threads(comparison: Comparison) -> str:
+    count = comparison.threads
+    return f"; {count} thread{'s' * (count > 1)}" if comparison.settings.device == "cpu" else ""
 
 
 def _source(settings: Settings) -> str:

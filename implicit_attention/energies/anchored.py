@@ -86,7 +86,9 @@ class AnchoredEnergy(Energy):
         return self._map(self.potential.mean(z))
 
     def _map(self, mean: Tensor) -> Tensor:
-        return mean + self._anchor * (self.field - mean)
+        if isinstance(self.anchor, Tensor):
+            return mean + self._anchor * (self.field - mean)
+        return mean.lerp(self.field, self.anchor) if self.anchor else mean
 
     def gradient(self, z: Tensor) -> Tensor:
         return z - self.fixed_point_map(z)

@@ -24,7 +24,7 @@ def convergence_figure(
     traces: Mapping[str, Trace | None],
     *,
     tolerance: float | None = None,
-    title: str = "Residual of the best state so far",
+    title: str = "Residual against map evaluations",
 ) -> Figure:
     """Residual against map evaluations for several methods: the median problem with its quartiles, and the worst one.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,15 @@ from .base import CovarianceMap
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
 # of subnormal numbers cost ten times as much on a CPU.
 _CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
+
+
+# The kernel behind scaled_dot_product_attention on a CPU, which also returns the log-sum-exp that the energy needs: with
+# it an energy costs nothing, without it (another torch) it costs the scores.
+_CPU_FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def _sdpa(*arguments: Tensor, **options: Any) -> tuple[Tensor]:
+    return (F.scaled_dot_product_attention(*arguments, **options),)
 
 
 class LogSumExp(KeyPotential):
@@ -85,7 +95,7 @@ class LogSumExp(KeyPotential):
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
         read = self._read()
         if is_plain(z, *self.tensors()):
-            return self._flash_mean(z, read)
+            return read.zero_empty(self._flash(z, read, _sdpa)[0], rows=True)
         p = self._scores(z, read).softmax(-1)
         return read.zero_empty(einsum(p, read.keys, "... n m, ... m d -> ... n d"), rows=True)
 
@@ -96,10 +106,15 @@ class LogSumExp(KeyPotential):
         read = self._read()
         p = self._scores(z, read).softmax(-1)
         mean = einsum(p, read.keys, "... n m, ... m d -> ... n d")
-        return self._covariance(p, mean, v, read)
+        projected = einsum(v, read.keys, "... n d, ... m d -> ... n m")
+        second = einsum(p * projected, read.keys, "... n m, ... m d -> ... n d")
+        return read.zero_empty(self._scale * (second - mean * (mean * v).sum(-1, keepdim=True)), rows=True)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read()
+        if z.device.type == "cpu" and _CPU_FLASH is not None and is_plain(z, *self.tensors()):
+            mean, logsumexp = self._flash(z, read, _CPU_FLASH)
+            return read.zero_empty(logsumexp / self._row_scale), read.zero_empty(mean, rows=True)
         scores = self._scores(z, read)
         logsumexp = scores.logsumexp(-1, keepdim=True)
         mean = einsum((scores - logsumexp).exp(), read.keys, "... n m, ... m d -> ... n d")
@@ -113,12 +128,17 @@ class LogSumExp(KeyPotential):
     def linearize(self, z: Tensor) -> CovarianceMap:
         read = self._read()
         scores = self._scores(z, read)
-        shifted = scores - scores.logsumexp(-1, keepdim=True)
-        p = read.zero_empty(shifted.exp().masked_fill_(shifted < -_CUTOFF[z.dtype], 0.0), rows=True)
+        cutoff = _CUTOFF[z.dtype]
+        shifted = (scores - scores.logsumexp(-1, keepdim=True)).clamp_(min=-cutoff)
+        p = read.zero_empty(shifted.exp().masked_fill_(shifted <= -cutoff, 0.0), rows=True)
         mean = p @ read.keys
 
+        def product(v: Tensor) -> Tensor:
+            weighted = (v @ read.keys.mT).mul_(p) @ read.keys
+            return self._scale * weighted.addcmul_(mean, (mean * v).sum(-1, keepdim=True), value=-1.0)
+
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            centred = p * (u @ read.keys.mT - (mean * u).sum(-1, keepdim=True))
+            centred = (u @ read.keys.mT).sub_((mean * u).sum(-1, keepdim=True)).mul_(p)
             gradients: list[Tensor | None] = [
                 sum_to_shape(p.mT @ u + centred.mT @ (self._scale * z), self.keys.shape),
             ]
@@ -131,7 +151,7 @@ class LogSumExp(KeyPotential):
                 gradients.append(sum_to_shape(centred, self.bias.shape))
             return tuple(gradients)
 
-        return CovarianceMap(lambda v: self._covariance(p, mean, v, read), pullback)
+        return CovarianceMap(product, pullback)
 
     # Structure.
 
@@ -172,13 +192,8 @@ class LogSumExp(KeyPotential):
         # A row of -inf has a NaN gradient; any finite row will do, as its results are replaced.
         return read.zero_empty(scores, rows=True)
 
-    def _covariance(self, p: Tensor, mean: Tensor, v: Tensor, read: _Read) -> Tensor:
-        projected = einsum(v, read.keys, "... n d, ... m d -> ... n m")
-        second = einsum(p * projected, read.keys, "... n m, ... m d -> ... n d")
-        return read.zero_empty(self._scale * (second - mean * (mean * v).sum(-1, keepdim=True)), rows=True)
-
-    def _flash_mean(self, z: Tensor, read: _Read) -> Tensor:
-        """`mean` through scaled_dot_product_attention, which never stores the (N, M) scores."""
+    def _flash(self, z: Tensor, read: _Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The kernel's outputs for queries z, in z's leading axes; it never stores the (N, M) scores."""
         batch = z.shape[:-2]
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
         keys = read.keys.expand(*batch, *read.keys.shape[-2:])
@@ -189,8 +204,8 @@ class LogSumExp(KeyPotential):
         if pairs is not None:
             shape = (z.shape[-2], keys.shape[-2])
             pairs = pairs.expand(*batch, *shape).reshape(*two, *shape)
-        mean = F.scaled_dot_product_attention(query, keys, keys, attn_mask=pairs, scale=scale)
-        return read.zero_empty(mean.reshape(z.shape), rows=True)
+        outputs = kernel(query, keys, keys, attn_mask=pairs, scale=scale)
+        return tuple(out.reshape(*batch, *out.shape[2:]) for out in outputs)
 
 
 class _Read(NamedTuple):

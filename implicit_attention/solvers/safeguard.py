@@ -73,6 +73,10 @@ class Safeguarded(Solver):
                 repr(self.guard),
             )
 
+    def _is_plain(self, problem: Problem, step: int) -> bool:
+        """Whether the point evaluated at this step comes from and leads to certain plain steps: nothing to remember."""
+        return problem.monotone and step < self.plain_phase
+
     def needs_energy(self, problem: Problem) -> bool:
         return self._guard(problem) == "energy"
 

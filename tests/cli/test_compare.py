@@ -54,7 +54,7 @@ def digits(tmp_path_factory):
 
 @pytest.fixture
 def patterns():
-    return np.random.default_rng(0).normal(size=(40, 12)).astype(np.float32)
+    return np.random.default_rng(0).normal(size=(20, 12)).astype(np.float32)
 
 
 def rows_of(content):
@@ -168,9 +168,14 @@ def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digit
     assert content["status_counts"]["Anderson"] == {"CONVERGED": 100}
 
 
+@pytest.fixture(scope="module")
+def small():
+    return compare(Settings(patterns=5, quick=True), lambda name, row: None)
+
+
 @pytest.mark.parametrize("width", [20, 60, 90])
-def test_narrow_terminals_get_several_tables_with_every_column(digits, width, capsys):
-    comparison = compare(Settings(patterns=5, quick=True), lambda name, row: None)
+def test_narrow_terminals_get_several_tables_with_every_column(small, width, capsys):
+    comparison = small
     tables = table.comparison_tables(comparison, width)
     assert [c.header for t in tables for c in t.columns if c.header != "method"] == [c.header for c in table.COLUMNS]
     console = Console(width=width)
@@ -181,7 +186,7 @@ def test_narrow_terminals_get_several_tables_with_every_column(digits, width, ca
 def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
     torch.save({"patterns": torch.from_numpy(patterns).double()}, tmp_path / "mine.pt")
     arguments = ("--anchor", 0.3, "--beta", 2, "--dtype", "float64", "--seed", 3, "--out", tmp_path / "out")
-    result = invoke("--quick", "--data", tmp_path / "mine.pt", "--patterns", 30, *arguments)
+    result = invoke("--quick", "--data", tmp_path / "mine.pt", "--patterns", 15, *arguments)
     assert result.exit_code == 0, result.output
     content = strict(tmp_path / "out" / "compare.json")
     assert content["settings"]["data"] == "mine.pt"
@@ -195,7 +200,7 @@ def test_own_data_without_reference_and_with_other_settings(tmp_path, patterns):
 def test_patterns_that_are_not_finite_are_reported_and_touch_no_other(tmp_path, patterns):
     patterns[3, 2], patterns[7, 0] = np.nan, np.inf
     np.save(tmp_path / "holes.npy", patterns)
-    result = invoke("--quick", "--data", tmp_path / "holes.npy", "--patterns", 40, "--out", tmp_path)
+    result = invoke("--quick", "--data", tmp_path / "holes.npy", "--patterns", 20, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     content = strict(tmp_path / "compare.json")
     rows = rows_of(content)
@@ -203,12 +208,12 @@ def test_patterns_that_are_not_finite_are_reported_and_touch_no_other(tmp_path, 
     for name in METHODS:
         assert rows[name]["status"]["NONFINITE"] == 4
         assert rows[name]["gradient_error"] is not None
-    assert rows["Anderson"]["status"] == {"CONVERGED": 76, "NONFINITE": 4}
-    assert rows["Anderson"]["converged"] == 0.95
+    assert rows["Anderson"]["status"] == {"CONVERGED": 36, "NONFINITE": 4}
+    assert rows["Anderson"]["converged"] == 0.9
     assert rows["Anderson"]["gradient_error"] < 1e-2
     assert content["unusable_patterns"] == 2
     assert "4 NONFINITE" in result.stdout
-    assert "2 of 40 patterns hold NaN or infinity" in result.stdout
+    assert "2 of 20 patterns hold NaN or infinity" in result.stdout
 
 
 def test_numbers_that_do_not_exist_are_null(tmp_path, patterns):
@@ -245,78 +250,6 @@ def test_a_method_that_raises_stays_in_the_table(tmp_path, patterns, monkeypatch
     assert line.split()[-1] == "ERROR"
     assert "breaks failed with RuntimeError: it broke" in result.stdout
     assert "breaks               failed: RuntimeError: it broke" in result.stderr
-
-
-def bad_files(folder):
-    x = np.zeros((4, 6))
-    np.save(folder / "cube.npy", x.reshape(4, 2, 3))
-    np.save(folder / "complex.npy", x + 1j)
-    np.save(folder / "object.npy", np.array([{}, 1], dtype=object), allow_pickle=True)
-    np.savez(folder / "two.npz", first=x, second=x)
-    torch.save(torch.nn.Linear(2, 2), folder / "code.pt")
-    torch.save([1, 2], folder / "list.pt")
-    (folder / "damaged.npz").write_bytes(b"PK\x03\x04 not a zip")
-    (folder / "empty.npy").write_bytes(b"")
-    np.save(folder / "short.npy", x)
-    (folder / "table.csv").write_text("1,2")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--beta", "0"], ["`--beta` must be > 0", "got 0"]),
-        (["--beta", "nan"], ["`--beta` must be > 0", "got nan"]),
-        (["--anchor", "1.5"], ["`--anchor` must be in [0, 1]", "got 1.5"]),
-        (["--patterns", "0"], ["`--patterns` must be >= 1", "got 0"]),
-        (["--patterns", "1798"], ["`--patterns` must be <= 1797", "got 1798"]),
-        (["--device", "abacus"], ["`--device` must name a device", "'abacus'"]),
-        (["--device", "meta"], ["`--device` must be cpu or cuda", "'meta'"]),
-        (["--device", "cuda:99"], ["`--device` must be present", "'cuda:99'"]),
-        (["--dtype", "int8"], ["`--dtype` must be one of float32", "'int8'"]),
-        (["--seed", "-1"], ["`--seed` must be in", "got -1"]),
-        (["--out", "short.npy"], ["`--out` must be a writable folder", "short.npy"]),
-        (["--data", "nowhere.npy"], ["`--data` nowhere.npy must be an existing file"]),
-        (["--data", "table.csv"], ["must end in .npy, .npz or .pt", "'.csv'"]),
-        (["--data", "cube.npy"], ["must have shape (count, D)", "(4, 2, 3)"]),
-        (["--data", "complex.npy"], ["must hold real numbers", "complex128"]),
-        (["--data", "object.npy"], ["must hold one plain array", "running its code"]),
-        (["--data", "two.npz"], ["exactly one array", "first, second"]),
-        (["--data", "code.pt"], ["must hold one plain array", "running its code"]),
-        (["--data", "list.pt"], ["must hold a tensor", "list"]),
-        (["--data", "damaged.npz"], ["must hold one plain array", "damaged"]),
-        (["--data", "empty.npy"], ["must hold one plain array", "damaged"]),
-        (["--data", "short.npy"], ["`--patterns` must be <= 4, the rows of `--data` short.npy", "got 200"]),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, arguments, expected):
-    bad_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("error: `--")
-    assert "; " in result.stderr
-    for part in expected:
-        assert part in result.stderr
-
-
-@pytest.mark.parametrize("absent", ["sklearn", "matplotlib"])
-def test_a_missing_extra_is_named_with_the_install_line(monkeypatch, absent):
-    find = compare_module.require_modules.__globals__["importlib"].util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == absent else find(name, *a))
-    result = invoke("--quick")
-    assert result.exit_code == 2
-    assert absent in result.stderr
-    assert 'pip install "implicit_attention[cli]"' in result.stderr
-
-
-def test_without_typer_the_entry_point_prints_the_install_line(monkeypatch, capsys):
-    find = compare_module.require_modules.__globals__["importlib"].util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "typer" else find(name, *a))
-    with pytest.raises(SystemExit, match="2"):
-        main._app()()
-    assert 'pip install "implicit_attention[cli]"' in capsys.readouterr().err
 
 
 def test_module_shows_version_and_imports_nothing_heavy():
