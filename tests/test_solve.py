@@ -44,7 +44,11 @@ def test_a_map_has_no_energy():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"problem": torch.cos}, TypeError, r"`problem` must be an instance of Problem, got .*; wrap a function as FixedPointMap"),
+        (
+            {"problem": torch.cos},
+            TypeError,
+            r"`problem` must be an instance of Problem, got .*; wrap a function as FixedPointMap",
+        ),
         ({"solver": "anderson"}, TypeError, "`solver` must be an instance of Solver, got str"),
         ({"solver": Anderson}, TypeError, "`solver` must be an instance of Solver, got type"),
         ({"adjoint": "implicit"}, TypeError, "`adjoint` must be an instance of Adjoint, got str"),

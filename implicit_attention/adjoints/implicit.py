@@ -15,13 +15,11 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import jvp_by_vjp, transforms_active, vjp
-from .._reporting import report_failures
-from .._types import LinearMap
-from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
+from ..linear import LinearSolver
 from ..problem import Problem, VmappedProblem, pullback
 from ..solvers.iterate import Outcome
-from ..status import Status
 from .base import Adjoint, Request
+from .linear_system import adjoint_gradients, solve_system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +130,7 @@ class _FixedPoint(torch.autograd.Function):
         problem = call.problem.replace(*tensors)
         with _exactly(z):
             if not torch.is_grad_enabled() and not transforms_active():
-                # First order: one linearisation serves the solve and the gradient.
-                linear = problem.linearize(z)
-                u = _solve(call, problem, linear.transposed, cotangents[0])
-                gradients = linear.pullback(u)
+                gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])
             else:
                 u = _apply(_AdjointSolve, call, True, z, cotangents[0], *tensors)
                 gradients = pullback(problem, z, u)
@@ -166,8 +161,7 @@ class _AdjointSolve(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor) -> Tensor:
         problem = call.problem.replace(*tensors)
-        linear = problem.linearize(z)
-        return _solve(call, problem, linear.transposed if transpose else linear.product, rhs)
+        return solve_system(call.request, call.linear_solver, problem, z, rhs, transpose=transpose)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -217,63 +211,6 @@ class _AdjointSolve(torch.autograd.Function):
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]
-
-
-def _solve(call: _Call, problem: Problem, product: LinearMap, rhs: Tensor) -> Tensor:
-    """x with x - product(x) = rhs, problem by problem, by the chosen method; its evidence goes to the report."""
-    event_ndim = problem.event_ndim
-    lead = rhs.shape[: rhs.ndim - event_ndim]
-    event = rhs.shape[len(lead) :]
-
-    def matvec(v: Tensor) -> Tensor:
-        return v - product(v.reshape(rhs.shape)).reshape(v.shape)
-
-    flat = rhs.reshape(*lead, event.numel())
-    chosen = call.linear_solver or _default_solver(problem, rhs.dtype)
-    with torch.no_grad():
-        solution = chosen.solve(matvec, flat)
-        status = solution.status
-        if isinstance(chosen, CG) and bool(solution.negative_curvature.any()):
-            solution, status = _finish_with_minres(chosen, matvec, flat, solution)
-        _report(call, chosen, flat, solution, status)
-    return solution.value.reshape(rhs.shape)
-
-
-def _default_solver(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
-    # Tighter than any forward tolerance in use, and within reach of the precision.
-    rtol = 1e-5 if dtype == torch.float32 else 1e-10
-    return CG(rtol=rtol) if problem.symmetric else GMRES(rtol=rtol)
-
-
-def _finish_with_minres(chosen: CG, matvec: Any, rhs: Tensor, first: LinearSolution) -> tuple[LinearSolution, Tensor]:
-    """Solve again, with MINRES, the problems in which CG met negative curvature; the others keep their answer."""
-    saddle = first.negative_curvature
-    again = MINRES(rtol=chosen.rtol, atol=chosen.atol, max_steps=chosen.max_steps, check_every=chosen.check_every)
-    second = again.solve(matvec, torch.where(saddle[..., None], rhs, 0.0))
-    solution = LinearSolution(
-        value=torch.where(saddle[..., None], second.value, first.value),
-        status=torch.where(saddle, second.status, first.status),
-        residual=torch.where(saddle, second.residual, first.residual),
-        num_steps=first.num_steps + torch.where(saddle, second.num_steps, 0),
-        negative_curvature=saddle,
-    )
-    status = torch.where(saddle & solution.converged, int(Status.SADDLE), solution.status.to(torch.int64))
-    return solution, status.to(torch.int8)
-
-
-def _report(call: _Call, chosen: LinearSolver[Any], rhs: Tensor, solution: LinearSolution, status: Tensor) -> None:
-    report = call.request.report
-    report.status, report.residual, report.num_steps = status, solution.residual, solution.num_steps
-    report.tolerance = chosen.atol + chosen.rtol * torch.linalg.vector_norm(rhs, dim=-1)
-    report.negative_curvature = solution.negative_curvature
-    report_failures(
-        call.request.on_failure,
-        f"the adjoint solve by {type(chosen).__name__}, whose gradient is therefore wrong,",
-        status,
-        solution.residual,
-        report.tolerance,
-        solution.num_steps,
-    )
 
 
 def _pushforward(problem: Problem, z: Tensor, tensors: list[Tensor], tangents: tuple[Any, ...]) -> Tensor | None:

@@ -23,13 +23,15 @@ from .base import CovarianceMap
 _CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
 
 
-# The kernel behind scaled_dot_product_attention on a CPU, which also returns the log-sum-exp that the energy needs: with
-# it an energy costs nothing, without it (another torch) it costs the scores.
-_CPU_FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+# With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
+_FLASH_KEYS = 64
+# The kernel behind scaled_dot_product_attention on a CPU, which also returns the log-sum-exp that the energy needs. A
+# torch without it pays for the scores instead.
+_flash_with_logsumexp = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def _sdpa(*arguments: Tensor, **options: Any) -> tuple[Tensor]:
-    return (F.scaled_dot_product_attention(*arguments, **options),)
+    return (F.scaled_dot_product_attention(*arguments, **options),)  # type: ignore[arg-type]
 
 
 class LogSumExp(KeyPotential):
@@ -94,7 +96,7 @@ class LogSumExp(KeyPotential):
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
         read = self._read()
-        if is_plain(z, *self.tensors()):
+        if self._may_flash(z):
             return read.zero_empty(self._flash(z, read, _sdpa)[0], rows=True)
         p = self._scores(z, read).softmax(-1)
         return read.zero_empty(einsum(p, read.keys, "... n m, ... m d -> ... n d"), rows=True)
@@ -112,8 +114,8 @@ class LogSumExp(KeyPotential):
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read()
-        if z.device.type == "cpu" and _CPU_FLASH is not None and is_plain(z, *self.tensors()):
-            mean, logsumexp = self._flash(z, read, _CPU_FLASH)
+        if z.device.type == "cpu" and _flash_with_logsumexp is not None and self._may_flash(z):
+            mean, logsumexp = self._flash(z, read, _flash_with_logsumexp)
             return read.zero_empty(logsumexp / self._row_scale), read.zero_empty(mean, rows=True)
         scores = self._scores(z, read)
         logsumexp = scores.logsumexp(-1, keepdim=True)
@@ -192,6 +194,9 @@ class LogSumExp(KeyPotential):
         # A row of -inf has a NaN gradient; any finite row will do, as its results are replaced.
         return read.zero_empty(scores, rows=True)
 
+    def _may_flash(self, z: Tensor) -> bool:
+        return z.numel() > 0 and self.keys.shape[-2] >= _FLASH_KEYS and is_plain(z, *self.tensors())
+
     def _flash(self, z: Tensor, read: _Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The kernel's outputs for queries z, in z's leading axes; it never stores the (N, M) scores."""
         batch = z.shape[:-2]
@@ -199,10 +204,12 @@ class LogSumExp(KeyPotential):
         keys = read.keys.expand(*batch, *read.keys.shape[-2:])
         # Its fast kernels want exactly two leading axes.
         two = batch if len(batch) == 2 else torch.Size((math.prod(batch), 1))
-        query, keys = (t.reshape(*two, *t.shape[-2:]) for t in (query, keys))
+        query, keys = (t.reshape(*two, *t.shape[-2:]).contiguous() for t in (query, keys))
         pairs = read.pairs
         if pairs is not None:
             shape = (z.shape[-2], keys.shape[-2])
+            if pairs.dtype == torch.bool:
+                pairs = torch.zeros((), dtype=z.dtype, device=z.device).where(pairs, -torch.inf)
             pairs = pairs.expand(*batch, *shape).reshape(*two, *shape)
         outputs = kernel(query, keys, keys, attn_mask=pairs, scale=scale)
         return tuple(out.reshape(*batch, *out.shape[2:]) for out in outputs)

@@ -21,6 +21,7 @@ __all__ = [
     "Safeguarded",
     "SciPy",
     "TorchDEQ",
+    "register_if_imported",
     "register_with_torchdeq",
     "Solver",
     "Update",

@@ -48,6 +48,10 @@ class Anderson(Safeguarded):
         _validate.check_number("ridge", self.ridge, low=0.0)
         _validate.check_integer("plain_steps", self.plain_steps, low=1, remedy="the first step has no history to mix")
 
+    @property
+    def plain_start(self) -> int:
+        return max(self.plain_steps - self.history, 0)
+
     def init_history(self, z: Tensor) -> History:
         return History((), (), (), ())
 
@@ -57,7 +61,8 @@ class Anderson(Safeguarded):
         gram = ((_dot(dr, dr), *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
         return History(
             dr=(dr, *history.dr[:keep]),
-            df=(dz + dr, *history.df[:keep]),
+            # A step that is not to be mixed may not be finite: its weight 0 would not hide it.
+            df=(rows_where(fresh, dz + dr, torch.zeros_like(dr)), *history.df[:keep]),
             gram=gram,
             valid=(fresh, *(v & fresh for v in history.valid[:keep])),
         )
@@ -68,7 +73,7 @@ class Anderson(Safeguarded):
         weights = self._weights(history, point.r)
         s = point.r
         for weight, valid, df in zip(weights, history.valid, history.df, strict=True):
-            s = s - rows_where(valid, weight[..., None] * df, torch.zeros_like(df))
+            s = s.addcmul(torch.where(valid, weight, 0.0)[..., None], df, value=-1.0)
         usable = history.valid[0] & torch.isfinite(s).all(-1)
         return Proposal(s, usable)
 

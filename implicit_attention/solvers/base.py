@@ -65,8 +65,8 @@ class Solver:
     def check_problem(self, problem: Problem) -> None:
         """Raise if the method cannot solve such a problem."""
 
-    def needs_energy(self, problem: Problem) -> bool:
-        """Whether the steps read E(z)."""
+    def needs_energy(self, problem: Problem, step: int) -> bool:
+        """Whether E(z) is read at the state reached after this many steps."""
         return False
 
     def init(self, problem: Problem, z: Tensor) -> Any:

@@ -79,11 +79,12 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
 def _loop(solver: Solver, rows: _Rows, every: int, trace: bool, event: torch.Size) -> tuple[_Record, list[Any]]:
     z, active = rows.initial, rows.active
     state = solver.init(rows.problem, z)
-    energy = solver.needs_energy(rows.problem) or (trace and rows.problem.has_energy)
-    record = _empty_record(z, energy)
+    trace_energy = trace and rows.problem.has_energy
+    record = _empty_record(z, trace_energy)
     num_evals = torch.zeros_like(record.num_evals)
     traced: list[Any] = []
     for index in range(solver.max_steps + 1):
+        energy = trace_energy or solver.needs_energy(rows.problem, index)
         point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event)
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)

@@ -73,17 +73,22 @@ class Safeguarded(Solver):
                 repr(self.guard),
             )
 
-    def _is_plain(self, problem: Problem, step: int) -> bool:
-        """Whether the point evaluated at this step comes from and leads to certain plain steps: nothing to remember."""
-        return problem.monotone and step < self.plain_phase
+    def needs_energy(self, problem: Problem, step: int) -> bool:
+        return self._guard(problem) == "energy" and step >= self._warm_up(problem)
 
-    def needs_energy(self, problem: Problem) -> bool:
-        return self._guard(problem) == "energy"
+    def _warm_up(self, problem: Problem) -> int:
+        """Steps at the start that are certain to be plain and need not be remembered."""
+        return self.plain_start if problem.monotone else 0
 
     def _guard(self, problem: Problem) -> str:
         if self.guard != "auto":
             return self.guard
         return "energy" if problem.has_energy else "residual"
+
+    @property
+    def plain_start(self) -> int:
+        """Number of first steps that are plain and that the method does not learn from."""
+        return 0
 
     # What a method defines.
 
@@ -112,12 +117,12 @@ class Safeguarded(Solver):
 
     def init(self, problem: Problem, z: Tensor) -> Memory:
         unknown = torch.zeros_like(z[..., 0] if z.shape[-1] else z.sum(-1))
-        energy = unknown if self.needs_energy(problem) else None
+        energy = unknown if self._guard(problem) == "energy" else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
         return Memory(z, z, unknown, energy, z, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
-        if point.step == 0:
+        if point.step <= self._warm_up(problem):
             return None
         finite = torch.isfinite(point.residual)
         guard = self._guard(problem)
@@ -157,31 +162,37 @@ class Safeguarded(Solver):
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
 
     def step(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> Update:
-        fresh = accepted if point.step > 0 else torch.zeros_like(accepted)
+        warm_up = self._warm_up(problem)
+        if point.step < warm_up:
+            return Update(state, point.mapped)
+        fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
         history = self.remember(state.history, point.z - state.z, point.r - state.r, fresh)
-        base = Memory(
+        base = state._replace(
             z=rows_where(accepted, point.z, state.z),
             r=rows_where(accepted, point.r, state.r),
             residual=torch.where(accepted, point.residual, state.residual),
-            energy=None
-            if point.energy is None or state.energy is None
-            else torch.where(accepted, point.energy, state.energy),
-            direction=state.direction,
-            length=state.length,
-            accelerated=state.accelerated,
             history=history,
         )
-        point = point._replace(z=base.z, r=base.r, residual=base.residual)
+        if point.energy is not None and state.energy is not None:
+            base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
         downward = fresh & (((point.z - state.z) * (point.r - state.r)).sum(-1) >= 0)
+        point = point._replace(z=base.z, r=base.r, residual=base.residual)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
+        memory, stalled = self._after(problem, state, base, proposal, accepted)
+        return Update(memory, memory.z + memory.length[..., None] * memory.direction, stalled, proposal.num_evals)
+
+    def _after(
+        self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
+    ) -> tuple[Memory, Tensor | None]:
+        """The step to try next: the proposal where the last one was accepted, else the plain or a shorter one."""
+        if problem.monotone and not self.backtracks:
+            # Only accelerated steps are ever rejected, and plain ones need no test.
+            direction = rows_where(accepted, proposal.direction, base.r)
+            accelerated = accepted & proposal.accelerated
+            length = torch.ones_like(base.length)
+            return base._replace(direction=direction, length=length, accelerated=accelerated), None
         to_plain = ~accepted & state.accelerated & (not self.backtracks)
-        shorter = ~accepted & ~to_plain
         direction = rows_where(accepted, proposal.direction, rows_where(to_plain, base.r, state.direction))
-        length = torch.where(shorter, state.length / 2, torch.ones_like(state.length))
-        memory = base._replace(
-            direction=direction,
-            length=length,
-            accelerated=torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain),
-        )
-        candidate = base.z + length[..., None] * direction
-        return Update(memory, candidate, length < SHORTEST, proposal.num_evals)
+        length = torch.where(accepted | to_plain, 1.0, state.length / 2)
+        accelerated = torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain)
+        return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST

@@ -11,6 +11,7 @@ from implicit_attention.testing.numerics import random
 from implicit_attention.testing.potential import PotentialContract
 
 KEYS = (2, 7, 5)
+MANY = 70  # enough keys for the flash kernels
 
 
 def mask_with_empty_row() -> torch.Tensor:
@@ -176,3 +177,52 @@ def test_bad_arguments_are_named(change, error, words):
 def test_mixed_devices_are_named():
     with pytest.raises(ValueError, match=r"`bias` must have the device of `keys` \(cpu\), got meta; move it"):
         LogSumExp(torch.zeros(7, 5), 1.0, bias=torch.zeros(3, 7, device="meta"))
+
+
+@pytest.mark.parametrize("keys", [1, 7, 15, 63, MANY, 513])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_not_a_number_in_a_query_stays_visible(keys, dtype):
+    """torch's CPU attention returns zeros for a query of NaN when there are few keys."""
+    z = random(2, 3, 5, seed=1, dtype=dtype)
+    z[0, 1] = torch.nan
+    potential = LogSumExp(random(2, keys, 5, dtype=dtype), 0.7)
+    for value in (potential.mean(z), potential.evaluate(z)[1], potential.evaluate(z)[0][..., None]):
+        assert value[0, 1].isnan().all()
+        assert value.isnan().sum() == value.shape[-1]
+
+
+@pytest.mark.parametrize("form", ["plain", "beta", "mask", "bias", "mask and bias", "padding"])
+def test_flash_kernels_equal_the_differentiable_path(form):
+    keys, z = random(2, 3, MANY, 6), random(2, 3, 4, 6, seed=1)
+    beta = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64) if form == "beta" else 0.7
+    mask = random(2, 1, 4, MANY, seed=2) > 0
+    mask[0, 0, 1] = False
+    options = {
+        "mask": {"mask": mask},
+        "bias": {"bias": random(4, MANY, seed=3)},
+        "mask and bias": {"mask": mask, "bias": random(4, MANY, seed=3)},
+        "padding": {"mask": random(2, 1, 1, MANY, seed=4) > 0},
+    }.get(form, {})
+    potential = LogSumExp(keys, beta, **options)
+    tracked = z.clone().requires_grad_()
+    value, mean = potential.evaluate(z)
+    torch.testing.assert_close(potential.mean(z), potential.mean(tracked).detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(mean, potential.mean(tracked).detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(value, potential.value(tracked).detach(), rtol=1e-12, atol=1e-13)
+
+
+def test_flash_kernels_take_any_layout():
+    keys, z = random(6, MANY, 2).permute(2, 1, 0), random(6, 4, 2, seed=1).permute(2, 1, 0)
+    potential, plain = LogSumExp(keys, 0.7), LogSumExp(keys.contiguous(), 0.7)
+    for got, expected in zip(potential.evaluate(z), plain.evaluate(z.contiguous()), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-14)
+    flat = LogSumExp(random(MANY, 6), 0.7)
+    torch.testing.assert_close(flat.mean(random(4, 6)), flat.mean(random(1, 1, 4, 6))[0, 0])
+
+
+def test_without_the_private_kernel_the_result_is_the_same(monkeypatch):
+    potential, z = LogSumExp(random(2, MANY, 5), 0.7), random(2, 3, 5, seed=1)
+    with_kernel = potential.evaluate(z)
+    monkeypatch.setattr("implicit_attention.potentials.log_sum_exp._flash_with_logsumexp", None)
+    for got, expected in zip(potential.evaluate(z), with_kernel, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)

@@ -1,0 +1,183 @@
+"""The linear system behind a gradient, (I - J^T) u = g, solved problem by problem with evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._reporting import report_failures
+from .._types import LinearMap
+from ..linear import CG, GMRES, MINRES, LinearSolver
+from ..problem import Linearization, Problem
+from ..status import Status
+from .base import Request
+
+# Rows solved together, of every batch entry: the attention weights of a tile stay in the processor's cache.
+TILE = 64
+
+
+class _Answer(NamedTuple):
+    """x (*lead, *event) and its evidence (*lead)."""
+
+    value: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    negative_curvature: Tensor
+
+
+def solve_system(
+    request: Request, method: LinearSolver[Any] | None, problem: Problem, z: Tensor, rhs: Tensor, *, transpose: bool
+) -> Tensor:
+    """x with (I - J) x = rhs, or (I - J^T) x = rhs; the evidence goes to the request's report."""
+    with torch.no_grad():
+        method = method or _default_method(problem, z.dtype)
+        answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
+        _report(request, method, answer)
+    return answer.value
+
+
+def adjoint_gradients(
+    request: Request, method: LinearSolver[Any] | None, problem: Problem, z: Tensor, cotangent: Tensor
+) -> tuple[Tensor | None, ...]:
+    """(df/dt)^T u for every tensor t of the problem, with (I - J^T) u = cotangent; without a graph.
+
+    One linearisation serves the solve and the gradient. Where the problem can be restricted, it is worked off in tiles
+    of rows, so that no (N, M) matrix is held.
+    """
+    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in problem.tensors()]
+    live = problem.replace(*tensors)
+    answers = []
+    method = method or _default_method(problem, z.dtype)
+    for part, index in _tiles(live, z):
+        with torch.no_grad():
+            linear = part.linearize(_rows(z, index))
+            answer = _solve(method, part, linear, _rows(z, index), _rows(cotangent, index), transpose=True)
+            gradients = linear.pullback(answer.value)
+        answers.append(answer)
+        # Restricting to rows is differentiable: this adds the gradients of the tile up in the whole tensors.
+        pairs = [(t, g) for t, g in zip(part.tensors(), gradients, strict=True) if t.requires_grad and g is not None]
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    lead = z.ndim - problem.event_ndim
+    whole = _Answer(
+        *(torch.cat(fields, dim=lead - 1) if len(answers) > 1 else fields[0] for fields in zip(*answers, strict=True))
+    )
+    _report(request, method, whole)
+    return tuple(t.grad for t in tensors)
+
+
+def _tiles(problem: Problem, z: Tensor) -> Iterator[tuple[Problem, Tensor | None]]:
+    """The problem restricted to consecutive rows, with their indices; all of it where it is small or cannot be."""
+    lead = z.shape[: z.ndim - problem.event_ndim]
+    count = lead[-1] if lead else 0
+    for start in range(0, max(count, 1), TILE):
+        index = torch.arange(start, min(start + TILE, count), device=z.device).expand(*lead[:-1], -1)
+        with torch.enable_grad():
+            part = problem.select(index) if count > TILE else None
+        if part is None:
+            yield problem, None
+            return
+        yield part, index
+
+
+def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
+    """The rows `index` (*lead[:-1], K) of the last leading axis of a state."""
+    if index is None:
+        return tensor
+    tail = tensor.shape[index.ndim :]
+    return tensor.gather(index.ndim - 1, index.reshape(*index.shape, *(1,) * len(tail)).expand(*index.shape, *tail))
+
+
+def _solve(
+    method: LinearSolver[Any], problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, transpose: bool
+) -> _Answer:
+    solution = method.solve(*_flat_system(problem, linear, rhs, transpose))
+    tolerance = method.atol + method.rtol * _norm(rhs, problem.event_ndim)
+    answer = _Answer(
+        solution.value.reshape(rhs.shape),
+        solution.status,
+        solution.residual,
+        tolerance,
+        solution.num_steps,
+        solution.negative_curvature,
+    )
+    if isinstance(method, CG) and bool(solution.negative_curvature.any()):
+        return _finish_with_minres(method, problem, linear, z, rhs, answer)
+    return answer
+
+
+def _flat_system(problem: Problem, linear: Linearization, rhs: Tensor, transpose: bool) -> tuple[LinearMap, Tensor]:
+    """The map v -> v - J v on (*lead, n), and the right-hand side in that shape."""
+    product = linear.transposed if transpose else linear.product
+    lead = rhs.shape[: rhs.ndim - problem.event_ndim]
+    flat = rhs.reshape(*lead, rhs.shape[len(lead) :].numel())
+    return lambda v: v - product(v.reshape(rhs.shape)).reshape(v.shape), flat
+
+
+def _finish_with_minres(
+    method: CG, problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, first: _Answer
+) -> _Answer:
+    """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
+    saddle = first.negative_curvature
+    again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
+    index, part = None, None
+    if saddle.ndim:
+        index = torch.argsort(saddle.logical_not().to(torch.int8), dim=-1, stable=True)[
+            ..., : int(saddle.sum(-1).max())
+        ]
+        part = problem.select(index)
+    if part is None or index is None:
+        index, part = None, problem
+    else:
+        linear = part.linearize(_rows(z, index))
+    chosen = saddle if index is None else saddle.gather(-1, index)
+    mask = chosen.reshape(*chosen.shape, *(1,) * problem.event_ndim)
+    given = torch.where(mask, _rows(rhs, index), 0.0)
+    second = again.solve(*_flat_system(part, linear, given, transpose=True))
+    status = torch.where(second.converged, int(Status.SADDLE), second.status.to(torch.int64)).to(torch.int8)
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        new = new.reshape(*chosen.shape, *old.shape[saddle.ndim :])
+        where = chosen.reshape(*chosen.shape, *(1,) * (old.ndim - saddle.ndim))
+        merged = torch.where(where, new, _rows(old, index))
+        if index is None:
+            return merged
+        full = index.reshape(*index.shape, *(1,) * (old.ndim - index.ndim)).expand(merged.shape)
+        return old.scatter(index.ndim - 1, full, merged)
+
+    return first._replace(
+        value=put(first.value, second.value),
+        status=put(first.status, status),
+        residual=put(first.residual, second.residual),
+        num_steps=put(first.num_steps, _rows(first.num_steps, index) + second.num_steps),
+    )
+
+
+def _default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
+    # Tighter than any forward tolerance in use, and within reach of the precision.
+    rtol = 1e-5 if dtype == torch.float32 else 1e-10
+    return CG(rtol=rtol) if problem.symmetric else GMRES(rtol=rtol)
+
+
+def _norm(states: Tensor, event_ndim: int) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(
+        states.flatten(states.ndim - event_ndim) if event_ndim else states[..., None], dim=-1
+    )
+    return norm
+
+
+def _report(request: Request, method: LinearSolver[Any], answer: _Answer) -> None:
+    report = request.report
+    _, report.status, report.residual, report.tolerance, report.num_steps, report.negative_curvature = answer
+    report_failures(
+        request.on_failure,
+        f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,",
+        answer.status,
+        answer.residual,
+        answer.tolerance,
+        answer.num_steps,
+    )
