@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ from ..problem import Linearization, Problem
 from ..status import Status
 from .base import Request
 
-# Rows solved together, of every batch entry: the attention weights of a tile stay in the processor's cache.
-TILE = 64
+# Problems solved together: the attention weights of a tile stay in the processor's cache. At least so many rows of each
+# batch entry, so that the matrix products are worth their call.
+TILE = 1024
+TILE_ROWS = 64
 
 
 class _Answer(NamedTuple):
@@ -74,10 +77,11 @@ def _tiles(problem: Problem, z: Tensor) -> Iterator[tuple[Problem, Tensor | None
     """The problem restricted to consecutive rows, with their indices; all of it where it is small or cannot be."""
     lead = z.shape[: z.ndim - problem.event_ndim]
     count = lead[-1] if lead else 0
-    for start in range(0, max(count, 1), TILE):
-        index = torch.arange(start, min(start + TILE, count), device=z.device).expand(*lead[:-1], -1)
+    size = max(TILE // max(math.prod(lead[:-1]), 1), TILE_ROWS)
+    for start in range(0, max(count, 1), size):
+        index = torch.arange(start, min(start + size, count), device=z.device).expand(*lead[:-1], -1)
         with torch.enable_grad():
-            part = problem.select(index) if count > TILE else None
+            part = problem.select(index) if count > size else None
         if part is None:
             yield problem, None
             return

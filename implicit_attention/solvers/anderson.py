@@ -29,34 +29,43 @@ class Anderson(Safeguarded):
     """z <- f(z) - sum_i gamma_i df_i with gamma = argmin |r - sum_i gamma_i dr_i|^2, over the last accepted steps.
 
     Args:
-        history: number of past steps to mix, >= 1.
+        history: number of past steps to mix, >= 1. None is 2 where plain steps are certain to descend (energies with a
+            convex potential: more was measured to gain nothing) and 5 for other problems.
         ridge: Tikhonov term, relative to the mean diagonal of the Gram matrix.
-        plain_steps: applications of f before the first accelerated step.
+        plain_steps: applications of f before the first accelerated step. None is 5 where plain steps are certain to
+            descend (many problems are solved by then) and 2 for others.
         guard: see `Safeguarded`; without it the method ends on saddles of attention energies.
 
 
     Reference: Walker and Ni (2011), type II; the safeguards are this library's.
     """
 
-    history: int = 3
+    history: int | None = None
     ridge: float = 1e-10
-    plain_steps: int = 3
+    plain_steps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _validate.check_integer("history", self.history, low=1)
+        if self.history is not None:
+            _validate.check_integer("history", self.history, low=1)
         _validate.check_number("ridge", self.ridge, low=0.0)
-        _validate.check_integer("plain_steps", self.plain_steps, low=1, remedy="the first step has no history to mix")
+        if self.plain_steps is not None:
+            _validate.check_integer("plain_steps", self.plain_steps, low=1, remedy="the first step has nothing to mix")
 
-    @property
-    def plain_start(self) -> int:
-        return max(self.plain_steps - self.history, 0)
+    def _history(self, problem: Problem) -> int:
+        return self.history or (2 if problem.monotone else 5)
+
+    def _plain_steps(self, problem: Problem) -> int:
+        return self.plain_steps or (5 if problem.monotone else 2)
+
+    def plain_start(self, problem: Problem) -> int:
+        return max(self._plain_steps(problem) - self._history(problem), 0)
 
     def init_history(self, z: Tensor) -> History:
         return History((), (), (), ())
 
-    def remember(self, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
-        keep = self.history - 1
+    def remember(self, problem: Problem, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
+        keep = self._history(problem) - 1
         column = tuple(_dot(dr, old) for old in history.dr[:keep])
         gram = ((_dot(dr, dr), *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
         return History(
@@ -68,7 +77,7 @@ class Anderson(Safeguarded):
         )
 
     def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
-        if point.step < self.plain_steps:
+        if point.step < self._plain_steps(problem):
             return Proposal(point.r, torch.zeros_like(accepted))
         weights = self._weights(history, point.r)
         s = point.r

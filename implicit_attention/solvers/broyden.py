@@ -45,7 +45,7 @@ class Broyden(Safeguarded):
     def init_history(self, z: Tensor) -> History:
         return History((), (), ())
 
-    def remember(self, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
+    def remember(self, problem: Problem, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
         # Minus H everywhere: B = -H, so that B r is the step and B dr = -dz is the secant condition.
         v = _apply(history, dz, transposed=True)
         denominator = (v * dr).sum(-1)

@@ -78,15 +78,14 @@ class Safeguarded(Solver):
 
     def _warm_up(self, problem: Problem) -> int:
         """Steps at the start that are certain to be plain and need not be remembered."""
-        return self.plain_start if problem.monotone else 0
+        return self.plain_start(problem) if problem.monotone else 0
 
     def _guard(self, problem: Problem) -> str:
         if self.guard != "auto":
             return self.guard
         return "energy" if problem.has_energy else "residual"
 
-    @property
-    def plain_start(self) -> int:
+    def plain_start(self, problem: Problem) -> int:
         """Number of first steps that are plain and that the method does not learn from."""
         return 0
 
@@ -96,7 +95,7 @@ class Safeguarded(Solver):
         """The method's memory before any step."""
         return ()
 
-    def remember(self, history: Any, dz: Tensor, dr: Tensor, fresh: Tensor) -> Any:
+    def remember(self, problem: Problem, history: Any, dz: Tensor, dr: Tensor, fresh: Tensor) -> Any:
         """The memory with one more accepted step, where `fresh`; elsewhere emptied."""
         return history
 
@@ -166,7 +165,7 @@ class Safeguarded(Solver):
         if point.step < warm_up:
             return Update(state, point.mapped)
         fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
-        history = self.remember(state.history, point.z - state.z, point.r - state.r, fresh)
+        history = self.remember(problem, state.history, point.z - state.z, point.r - state.r, fresh)
         base = state._replace(
             z=rows_where(accepted, point.z, state.z),
             r=rows_where(accepted, point.r, state.r),
