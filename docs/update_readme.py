@@ -1,0 +1,53 @@
+"""Put the table of the committed comparison into README.md: `python docs/update_readme.py` (`--check` only compares).
+
+The comparison itself comes from `implicit-attention compare --out docs/compare`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from implicit_attention.cli.compare import Settings
+from implicit_attention.cli.table import comparison_tables, retrieval_table
+
+ROOT = Path(__file__).resolve().parent.parent
+START, END = "<!-- table of compare: python docs/update_readme.py -->\n", "<!-- end of table -->"
+
+
+def table(path: Path) -> str:
+    """What the command printed, from its JSON file."""
+    run = json.loads(path.read_text())
+    chosen = run["settings"]
+    settings = Settings(**{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")})
+    comparison = SimpleNamespace(
+        settings=settings, rows=run["rows"], retrieval=run["retrieval"], threads=run["device"]["threads"]
+    )
+    console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
+    for part in (*comparison_tables(comparison, 120), retrieval_table(comparison)):
+        console.print(part)
+        console.print()
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
+
+
+def updated(readme: str, content: str) -> str:
+    before, rest = readme.split(START)
+    return f"{before}{START}```\n{content}\n```\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    new = updated(readme.read_text(), table(ROOT / "docs" / "compare" / "compare.json"))
+    if "--check" in sys.argv:
+        return int(new != readme.read_text())
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""README's code runs, its table is the committed one, and its commands exist."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_code_runs_from_top_to_bottom(capsys):
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) >= 4
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert "800 CONVERGED" in capsys.readouterr().out
+    for name in ("keys", "query", "weight", "shift", "weights"):
+        assert names[name].grad.abs().sum() > 0, name
+
+
+def test_the_table_is_that_of_the_committed_run(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["update_readme.py", "--check"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "docs" / "update_readme.py"), run_name="__main__")
+    assert end.value.code == 0
+
+
+def test_the_pictures_are_there():
+    for name in re.findall(r"\]\((docs/[^)]*\.png)\)", README):
+        assert (ROOT / name).stat().st_size > 10_000
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    command = re.search(r"<!-- test command -->\n```\n(.*)\n```", README)
+    assert command is not None
+    assert command[1] == 'pip install -c constraints.txt -e ".[cli,test]" && pytest'
+    assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_everything_public_is_in_the_readme_or_a_docstring_away():
+    import implicit_attention
+
+    for name in implicit_attention.__all__:
+        assert name in README or name in ("Solution", "Status", "ConvergenceWarning"), name
