@@ -1,5 +1,7 @@
 """Equilibrium attention: solve grad E(z) = 0 per query, and differentiate the answer exactly."""
 
+from typing import TYPE_CHECKING, Any
+
 from .adjoints import Implicit, OneStep, Phantom, Unrolled
 from .energies import AnchoredEnergy, EnergyFunction
 from .errors import ConvergenceError, ConvergenceWarning
@@ -8,11 +10,11 @@ from .potentials import LogSumExp, Potential, Quadratic
 from .problem import FixedPointMap
 from .solution import Solution
 from .solve import solve
-from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard, SciPy, TorchDEQ, register_if_imported
+from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard
 from .status import Status
 
-# With torchdeq loaded, its users find our solvers by name; without it nothing is imported.
-register_if_imported()
+if TYPE_CHECKING:
+    from .solvers import SciPy, TorchDEQ
 
 __version__ = "0.1.0"
 
@@ -44,3 +46,12 @@ __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The adapters to other libraries load when they are asked for.
+    if name in ("SciPy", "TorchDEQ"):
+        from . import solvers
+
+        return getattr(solvers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -197,11 +196,6 @@ def register_with_torchdeq(prefix: str = "implicit_") -> tuple[str, ...]:
     for name in _SOLVERS:
         registry.register_solver(prefix + name, _as_torchdeq(name))
     return tuple(prefix + name for name in _SOLVERS)
-
-
-def register_if_imported() -> tuple[str, ...]:
-    """Register with torchdeq if the program has imported it already; never imports it."""
-    return register_with_torchdeq() if "torchdeq" in sys.modules else ()
 
 
 @functools.cache

@@ -4,6 +4,6 @@ Neither library is imported before one of its solvers is made.
 """
 
 from ._scipy import SciPy
-from ._torchdeq import TorchDEQ, register_if_imported, register_with_torchdeq
+from ._torchdeq import TorchDEQ, register_with_torchdeq
 
-__all__ = ["SciPy", "TorchDEQ", "register_if_imported", "register_with_torchdeq"]
+__all__ = ["SciPy", "TorchDEQ", "register_with_torchdeq"]

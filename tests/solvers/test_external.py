@@ -26,7 +26,7 @@ from implicit_attention import (
     Unrolled,
     solve,
 )
-from implicit_attention.solvers.external import SciPy, TorchDEQ, register_if_imported, register_with_torchdeq
+from implicit_attention.solvers.external import SciPy, TorchDEQ, register_with_torchdeq
 
 B, N, M, D = 2, 3, 7, 5
 COS = 0.7390851332151607
@@ -629,9 +629,8 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch):
 def test_nothing_is_imported_before_it_is_used():
     code = """
 import sys
-from implicit_attention.solvers.external import SciPy, register_if_imported
+from implicit_attention.solvers.external import SciPy
 SciPy("krylov")
-assert register_if_imported() == ()
 assert not {"torchdeq", "scipy"} & set(sys.modules), "loaded"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -781,7 +780,7 @@ def test_return_final_runs_all_steps_and_zero_tolerance_returns_the_best():
 
 def test_registering_twice_changes_nothing(registry):
     before = dict(registry)
-    assert register_with_torchdeq() == register_if_imported() == OURS
+    assert register_with_torchdeq() == OURS
     assert dict(registry) == before
     assert register_with_torchdeq("mine_") == tuple(n.replace("implicit_", "mine_") for n in OURS)
     assert registry["mine_anderson"] is registry["implicit_anderson"]
