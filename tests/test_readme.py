@@ -22,6 +22,25 @@ def test_the_code_runs_from_top_to_bottom(capsys):
         assert names[name].grad.abs().sum() > 0, name
 
 
+def test_the_code_of_the_docs_runs():
+    blocks = [
+        b
+        for page in (ROOT / "docs").glob("*.md")
+        for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs", "exec"), {})
+
+
+def test_every_status_is_explained():
+    from implicit_attention import Status
+
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    for status in Status:
+        assert f"| {status.name} |" in page
+
+
 def test_the_table_is_that_of_the_committed_run(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["update_readme.py", "--check"])
     with pytest.raises(SystemExit) as end:

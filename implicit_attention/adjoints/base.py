@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -42,6 +41,3 @@ class Adjoint:
 def attach(value: Tensor, graph: Tensor) -> Tensor:
     """`value`, bit for bit, with the derivatives of `graph`."""
     return value + (graph - graph.detach())
-
-
-Mapped = Callable[[Tensor], Tensor]

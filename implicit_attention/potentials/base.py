@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ class Potential(Declared):
 
     #: Whether Phi is convex. It then certifies that fixed-point steps of the anchored energy descend.
     convex: bool = False
-    #: Whether `mean` and the covariance are written out; otherwise they come from `value` by differentiation.
-    closed_form: ClassVar[bool] = False
 
     def value(self, z: Tensor) -> Tensor:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""

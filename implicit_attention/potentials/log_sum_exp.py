@@ -59,7 +59,6 @@ class LogSumExp(KeyPotential):
     """
 
     convex = True
-    closed_form = True
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ class Quadratic(KeyPotential):
     """
 
     convex = True
-    closed_form = True
 
     def __init__(
         self,
