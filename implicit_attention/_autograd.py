@@ -22,6 +22,21 @@ def is_plain(*tensors: Tensor) -> bool:
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation tracks `tensor`."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def is_differentiated(*tensors: Tensor) -> bool:
+    """Whether a derivative with respect to one of `tensors` can be asked for."""
+    return any((torch.is_grad_enabled() and t.requires_grad) or has_tangent(t) for t in tensors)
+
+
+def exact_precision(tensor: Tensor) -> torch.autocast:
+    """A context in which autocast does not lower the precision of what is computed from `tensor`."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether `tensor` is inside torch.vmap at any level, so that the host cannot look at its numbers."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

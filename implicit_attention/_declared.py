@@ -6,20 +6,23 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 
-class _FunctionalModule:
-    """A module called with given tensors in place of its own parameters and buffers."""
+def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
-    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
-        self.module = module
-        self.tensors = tensors
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(self.module, self.tensors, args, kwargs)
+def _copied(module: nn.Module, new: dict[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
+    """The same module tree, shared parts shared, reading the tensors `new[id(old)]`."""
+    if id(module) not in copies:
+        clone = copies[id(module)] = copy.copy(module)
+        state = clone.__dict__ = dict(module.__dict__)
+        for kind in ("_parameters", "_buffers"):
+            state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
+        state["_modules"] = {n: m if m is None else _copied(m, new, copies) for n, m in state["_modules"].items()}
+    return copies[id(module)]
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -29,10 +32,7 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         for inner, tensor in value.named_tensors():
             yield f"{name}.{inner}", tensor
     elif isinstance(value, nn.Module):
-        for inner, tensor in [*value.named_parameters(), *value.named_buffers()]:
-            yield f"{name}.{inner}", tensor
-    elif isinstance(value, _FunctionalModule):
-        for inner, tensor in value.tensors.items():
+        for inner, tensor in _module_tensors(value):
             yield f"{name}.{inner}", tensor
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
@@ -49,10 +49,7 @@ def _rebuilt(value: Any, new: Iterator[Tensor]) -> Any:
     if isinstance(value, Declared):
         return value._replace_from(new)
     if isinstance(value, nn.Module):
-        names = [n for n, _ in [*value.named_parameters(), *value.named_buffers()]]
-        return _FunctionalModule(value, {n: next(new) for n in names})
-    if isinstance(value, _FunctionalModule):
-        return _FunctionalModule(value.module, {n: next(new) for n in value.tensors})
+        return _copied(value, {id(tensor): next(new) for _, tensor in _module_tensors(value)}, {})
     if isinstance(value, tuple | list):
         items = [_rebuilt(item, new) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -45,9 +45,9 @@ def report_failures(
 
 
 def _outside() -> int:
-    """Stack level of the first caller outside this package, so that a warning points at the user's line."""
+    """Stack level of the first caller outside this package and torch, so that a warning points at the user's line."""
     frame, level = sys._getframe(1), 1
-    package = __name__.partition(".")[0]
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    inside = (__name__.partition(".")[0], "torch")
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     return level

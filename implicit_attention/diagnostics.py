@@ -9,11 +9,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from . import _validate
+from ._autograd import exact_precision
 from ._types import LinearMap
 from .linear import extreme_eigenvalues
 from .linear import spectral_radius as arnoldi_radius
 from .potentials import LogSumExp
-from .problem import Problem
+from .problem import Problem, widened
 from .solution import Solution
 from .solvers.iterate import flat, unflat
 
@@ -45,6 +46,7 @@ class Diagnosis:
 def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagnosis:
     """All diagnostics of a solution at once; `steps` is the number of Lanczos vectors."""
     z = solution.value.detach()
+    problem, _ = widened(problem)
     nowhere = torch.full_like(solution.residual, torch.nan)
     curvature = smallest_curvature(problem, z, steps=steps) if problem.symmetric else nowhere
     potential = getattr(problem, "potential", None)
@@ -52,7 +54,7 @@ def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagno
         spectral_radius=spectral_radius(problem, z, steps=steps),
         smallest_curvature=curvature,
         saddle=curvature < -_negligible(z),
-        distinct=distinct_fixed_points(z, event_ndim=problem.event_ndim),
+        distinct=distinct_fixed_points(z if z.ndim > problem.event_ndim else z[None], event_ndim=problem.event_ndim),
         effective_keys=effective_keys(potential, z) if isinstance(potential, LogSumExp) else None,
         certified_error=certified_error(problem, solution),
     )
@@ -174,8 +176,8 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
     For the anchored log-sum-exp energy L = (1 - anchor) beta diam(K)^2/4. Where L >= 1 or none is known the bound is
     inf: the spectral radius at one point would certify nothing.
     """
-    lipschitz = problem.lipschitz()
-    if lipschitz is None:
+    lipschitz = widened(problem)[0].lipschitz()
+    if lipschitz is None or not solution.residual.ndim:
         return torch.full_like(solution.residual, torch.inf)
     bound = lipschitz[..., None].expand_as(solution.residual)
     return torch.where(bound < 1, solution.residual / (1 - bound).clamp(min=torch.finfo(bound.dtype).tiny), torch.inf)
@@ -188,9 +190,16 @@ def _negligible(z: Tensor) -> float:
 
 def _jacobian(problem: Problem, z: Tensor) -> tuple[LinearMap, Tensor]:
     """v -> J v on (*lead, n), and a fixed random start."""
+    problem, (z,) = widened(problem, z.detach())
     event = z.shape[z.ndim - problem.event_ndim :]
-    linear = problem.linearize(z.detach())
+    with exact_precision(z):
+        linear = problem.linearize(z)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(event.numel(), generator=generator, dtype=torch.float64).to(z)
     lead = z.shape[: z.ndim - problem.event_ndim]
-    return lambda v: flat(linear.product(unflat(v, event)), event), start.expand(*lead, event.numel())
+
+    def product(v: Tensor) -> Tensor:
+        with exact_precision(v):
+            return flat(linear.product(unflat(v, event)), event)
+
+    return product, start.expand(*lead, event.numel())

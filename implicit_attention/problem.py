@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import jvp_by_vjp, vjp
+from ._autograd import has_tangent, is_batched, jvp_by_vjp, vjp
 from ._declared import Declared
 from ._types import LinearMap
+
+HALF = (torch.float16, torch.bfloat16)
+_P = TypeVar("_P", bound="Problem")
 
 
 class Linearization(NamedTuple):
@@ -46,7 +49,7 @@ class Problem(Declared):
     #: Whether df/dz is symmetric (f - z is a negative gradient).
     symmetric: bool = False
     #: Whether there is an energy whose negative gradient is f(z) - z.
-    has_energy: ClassVar[bool] = False
+    has_energy: bool = False
     #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed, so that plain steps need no test.
     monotone: bool = False
 
@@ -89,6 +92,35 @@ class Problem(Declared):
 
     def check_closure(self, z: Tensor) -> None:
         """Raise if f reads a tensor that requires grad and is not declared: its gradient would silently be zero."""
+        tensors = self.tensors()
+        detached = self.replace(*(t.detach() for t in tensors))
+        with torch.enable_grad():
+            result = detached.fixed_point_map(z.detach())
+        hidden = is_batched(result) and not any(is_batched(t) for t in (z, *tensors))
+        if result.requires_grad or has_tangent(result) or hidden:
+            name, where = self._map_name(), self._read_by()
+            raise ValueError(
+                f"`{name}` reads {where}, which requires grad but is not declared, so its gradient would silently be"
+                " zero; " + self._how_to_declare()
+            )
+
+    def _map_name(self) -> str:
+        return type(self).__name__
+
+    def _read_by(self) -> str:
+        return "a tensor"
+
+    def _how_to_declare(self) -> str:
+        return "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
+
+
+def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
+    """The problem and states in the precision of the solver's state: float32 for float16 and bfloat16.
+
+    In half precision a state would sit up to a percent away from the solution.
+    """
+    tensors = [t.float() if t.dtype in HALF else t for t in problem.tensors()]
+    return problem.replace(*tensors), tuple(z.float() if z.dtype in HALF else z for z in states)
 
 
 def pullback(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,7 +155,7 @@ class UserProblem(Problem):
         self.inputs = inputs
         self.event_ndim = event_ndim
 
-    def _check_output(self, result: Any, shape: torch.Size, meaning: str) -> Tensor:
+    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
         name = getattr(self.function, "__name__", type(self.function).__name__)
         if not isinstance(result, Tensor):
             raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", type(result).__name__))
@@ -131,19 +163,20 @@ class UserProblem(Problem):
             raise ValueError(
                 _validate.message(name, f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}")
             )
+        for what in ("dtype", "device"):
+            got, expected = getattr(result, what), getattr(z, what)
+            if got != expected:
+                raise ValueError(_validate.message(name, f"return the {what} of z ({expected})", got))
         return result
 
-    def check_closure(self, z: Tensor) -> None:
-        detached = self.replace(*(t.detach() for t in self.tensors()))
-        with torch.enable_grad():
-            result = detached.function(z.detach(), *detached.inputs)
-        if isinstance(result, Tensor) and result.requires_grad:
-            name = getattr(self.function, "__name__", "function")
-            raise ValueError(
-                f"`{name}` reads {_closed_over(self.function)}, which requires grad but is not declared, so its"
-                " gradient would silently be zero; pass it as an argument:"
-                f" {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
-            )
+    def _map_name(self) -> str:
+        return getattr(self.function, "__name__", "function")
+
+    def _read_by(self) -> str:
+        return _closed_over(self.function)
+
+    def _how_to_declare(self) -> str:
+        return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
 
 
 def _closed_over(function: Any) -> str:
@@ -187,7 +220,7 @@ class FixedPointMap(UserProblem):
         self.symmetric = symmetric
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self._check_output(self.function(z, *self.inputs), z.shape, "of z")
+        return self._check_output(self.function(z, *self.inputs), z, z.shape, "of z")
 
 
 class VmappedProblem(Problem):
@@ -201,7 +234,7 @@ class VmappedProblem(Problem):
         self.event_ndim = inner.event_ndim
         self.symmetric = inner.symmetric
         self.monotone = inner.monotone
-        self.has_energy = inner.has_energy  # type: ignore[misc]  # an instance may shadow the class's answer
+        self.has_energy = inner.has_energy
 
     def _vmap(self, method: str, z: Tensor) -> Tensor:
         def call(z: Tensor, *tensors: Tensor) -> Tensor:

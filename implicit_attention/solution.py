@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._autograd import exact_precision
 from .status import Status
 
 __all__ = ["AdjointReport", "Solution", "Status", "Trace", "summarize"]
@@ -26,7 +27,10 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass
 class AdjointReport:
-    """Evidence of the linear solve behind a gradient, per problem; empty until a backward pass has run."""
+    """Evidence of the linear solves behind a gradient, per problem; empty until a backward pass has run.
+
+    Of several solves (repeated passes, second derivatives) the worst is kept.
+    """
 
     status: Tensor | None = None
     residual: Tensor | None = None
@@ -65,7 +69,7 @@ class Solution:
         """E(value) per problem, (*lead), computed when asked for; None for a map without an energy."""
         if self.energy_function is None:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), exact_precision(self.value):
             return self.energy_function(self.value.detach())
 
     @property

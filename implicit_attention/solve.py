@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import transforms_active
+from ._autograd import exact_precision, transforms_active
 from ._reporting import check_on_failure, report_failures
 from ._types import OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
-from .problem import Problem
+from .problem import HALF, Problem, widened
 from .solution import AdjointReport, Solution, Trace
 from .solvers import Anderson, Solver
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def solve(
@@ -34,7 +32,7 @@ def solve(
         solver: default `Anderson()`. Half-precision problems are solved in float32.
         adjoint: default `Implicit()`, the exact gradient of the solution.
         on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", or "ignore". The same
-            holds for a backward solve.
+            holds for a backward solve. Inside torch.vmap, where the host cannot look, `Solution.status` alone tells.
         trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems).
 
     Returns:
@@ -56,18 +54,13 @@ def solve(
             )
             raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
     check_on_failure(on_failure)
-    problem.check_state(initial)
-    _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
+    problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
-    if initial.dtype in _HALF:
-        # The state keeps float32: in half precision it would sit up to a percent away from the solution.
-        problem = problem.replace(*(t.float() if t.dtype in _HALF else t for t in problem.tensors()))
-        initial = initial.float()
     request = Request(problem, initial, solver, trace, AdjointReport(), on_failure)
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_closure(initial)
-    with torch.autocast(initial.device.type, enabled=False):
+    with exact_precision(initial):
         outcome = adjoint.run(request)
     solution = Solution(
         *outcome[:6],
@@ -84,6 +77,22 @@ def solve(
         solution.num_steps,
     )
     return solution
+
+
+def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
+    """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
+    problem.check_state(initial)
+    named = list(problem.named_tensors())
+    for name, tensor in (*named, ("initial", initial)):
+        if tensor.is_complex():
+            raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
+        _validate.require(tensor.device.type != "meta", name, "hold numbers", "a tensor on the device meta")
+    floating = [t.dtype for _, t in named if t.is_floating_point()]
+    if initial.dtype in floating or not floating or not (floating[0] in HALF and initial.dtype == torch.float32):
+        _validate.check_same_kind([*named, ("initial", initial)])
+    problem, (initial,) = widened(problem, initial)
+    _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
+    return problem, initial
 
 
 def _trace(kept: tuple[Tensor, ...]) -> Trace | None:

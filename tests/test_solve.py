@@ -64,7 +64,7 @@ def test_a_map_has_no_energy():
         (
             {"initial": torch.zeros(2, 3, 5, dtype=torch.float64, device="meta")},
             ValueError,
-            "`initial` must have the device of",
+            "`initial` must hold numbers, got a tensor on the device meta",
         ),
     ],
 )

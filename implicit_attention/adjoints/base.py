@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .._types import OnFailure
@@ -40,4 +41,4 @@ class Adjoint:
 
 def attach(value: Tensor, graph: Tensor) -> Tensor:
     """`value`, bit for bit, with the derivatives of `graph`."""
-    return value + (graph - graph.detach())
+    return torch.where(torch.isfinite(graph), value + (graph - graph.detach()), value)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import jvp_by_vjp, transforms_active, vjp
+from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
 from ..problem import Problem, VmappedProblem, pullback
 from ..solvers.iterate import Outcome
@@ -63,8 +63,7 @@ class Implicit(Adjoint):
                     "use GMRES() or Neumann(), or declare FixedPointMap(..., symmetric=True)",
                 )
             )
-        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in problem.tensors())
-        if differentiated and (solver.fixed_budget or solver.max_steps == 0):
+        if is_differentiated(*problem.tensors()) and (solver.fixed_budget or solver.max_steps == 0):
             raise ValueError(
                 _validate.message(
                     "adjoint",
@@ -75,6 +74,8 @@ class Implicit(Adjoint):
             )
 
     def run(self, request: Request) -> Outcome:
+        # The solution does not depend on the initial state, whose graph would only be kept alive.
+        request = dataclasses.replace(request, initial=request.initial.detach())
         return fixed_point(request, self.linear_solver, request.initial, request.problem.tensors())
 
 
@@ -107,7 +108,7 @@ class _FixedPoint(torch.autograd.Function):
 
     @staticmethod
     def forward(call: _Call, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _exactly(initial):
+        with exact_precision(initial):
             outcome = call.request.solver.run(call.problem.replace(*tensors), initial, trace=call.request.trace)
         # Forward mode cannot attach tangents to outputs that are views.
         return tuple(t.clone() if t._is_view() else t for t in (*outcome[:6], *outcome.trace))
@@ -128,7 +129,9 @@ class _FixedPoint(torch.autograd.Function):
             return (None,) * (2 + len(tensors))
         call = cast(_Call, ctx.call)
         problem = call.problem.replace(*tensors)
-        with _exactly(z):
+        # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
+        z = torch.where(torch.isfinite(z) | (cotangents[0] != 0), z, 0.0)
+        with exact_precision(z):
             if not torch.is_grad_enabled() and not transforms_active():
                 gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])
             else:
@@ -140,7 +143,7 @@ class _FixedPoint(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
         z, *tensors = ctx.saved_tensors
         call = cast(_Call, ctx.call)
-        with _exactly(z):
+        with exact_precision(z):
             forcing = _pushforward(call.problem, z, tensors, tangents[2:])
             dz = z * 0 if forcing is None else _apply(_AdjointSolve, call, False, z, forcing, *tensors)
         return (dz, *(None,) * (5 + (_trace_length(call))))
@@ -173,7 +176,7 @@ class _AdjointSolve(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         z, x, *tensors = ctx.saved_tensors
         call = cast(_Call, ctx.call)
-        with _exactly(z):
+        with exact_precision(z):
             v = _apply(_AdjointSolve, call, not ctx.transpose, z, cotangent, *tensors)
             left, right = (x, v) if ctx.transpose else (v, x)
             by_z, *by_tensors = _bilinear_gradient(call.problem, z, tensors, left, right)
@@ -193,7 +196,7 @@ class _AdjointSolve(torch.autograd.Function):
                 return cast(Tensor, vjp(problem.fixed_point_map, z)[1](x)[0])
             return jvp_by_vjp(problem.fixed_point_map, (z,), (x,))
 
-        with _exactly(z):
+        with exact_precision(z):
             primals = (z, *(tensors[i] for i in where))
             given = (dz, *(dtensors[i] for i in where))
             change = jvp_by_vjp(product, primals, [_or_zeros(d, p) for d, p in zip(given, primals, strict=True)])
@@ -263,8 +266,3 @@ def _trace_length(call: _Call) -> int:
     if not call.request.trace:
         return 0
     return 3 if call.problem.has_energy else 2
-
-
-def _exactly(z: Tensor) -> torch.autocast:
-    """The precision of the state, whatever autocast asks for."""
-    return torch.autocast(z.device.type, enabled=False)

@@ -52,6 +52,10 @@ def adjoint_gradients(
     One linearisation serves the solve and the gradient. Where the problem can be restricted, it is worked off in tiles
     of rows, so that no (N, M) matrix is held.
     """
+    if torch._C._functorch.is_legacy_batchedtensor(cotangent):
+        raise RuntimeError(
+            "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev instead"
+        )
     tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in problem.tensors()]
     live = problem.replace(*tensors)
     answers = []
@@ -93,7 +97,7 @@ def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
     if index is None:
         return tensor
     tail = tensor.shape[index.ndim :]
-    return tensor.gather(index.ndim - 1, index.reshape(*index.shape, *(1,) * len(tail)).expand(*index.shape, *tail))
+    return tensor.gather(index.ndim - 1, index.reshape((*index.shape, *(1,) * len(tail))).expand(*index.shape, *tail))
 
 
 def _solve(
@@ -139,18 +143,18 @@ def _finish_with_minres(
     else:
         linear = part.linearize(_rows(z, index))
     chosen = saddle if index is None else saddle.gather(-1, index)
-    mask = chosen.reshape(*chosen.shape, *(1,) * problem.event_ndim)
+    mask = chosen.reshape((*chosen.shape, *(1,) * problem.event_ndim))
     given = torch.where(mask, _rows(rhs, index), 0.0)
     second = again.solve(*_flat_system(part, linear, given, transpose=True))
     status = torch.where(second.converged, int(Status.SADDLE), second.status.to(torch.int64)).to(torch.int8)
 
     def put(old: Tensor, new: Tensor) -> Tensor:
-        new = new.reshape(*chosen.shape, *old.shape[saddle.ndim :])
-        where = chosen.reshape(*chosen.shape, *(1,) * (old.ndim - saddle.ndim))
+        new = new.reshape((*chosen.shape, *old.shape[saddle.ndim :]))
+        where = chosen.reshape((*chosen.shape, *(1,) * (old.ndim - saddle.ndim)))
         merged = torch.where(where, new, _rows(old, index))
         if index is None:
             return merged
-        full = index.reshape(*index.shape, *(1,) * (old.ndim - index.ndim)).expand(merged.shape)
+        full = index.reshape((*index.shape, *(1,) * (old.ndim - index.ndim))).expand(merged.shape)
         return old.scatter(index.ndim - 1, full, merged)
 
     return first._replace(
@@ -176,7 +180,14 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
 
 def _report(request: Request, method: LinearSolver[Any], answer: _Answer) -> None:
     report = request.report
-    _, report.status, report.residual, report.tolerance, report.num_steps, report.negative_curvature = answer
+    fields = answer._asdict()
+    del fields["value"]
+    if report.status is not None and report.status.shape == answer.status.shape:
+        # Of several solves (second derivatives make more) the worst is kept, problem by problem.
+        worse = answer.status >= report.status
+        fields = {name: torch.where(worse, new, getattr(report, name)) for name, new in fields.items()}
+    for name, field in fields.items():
+        setattr(report, name, field)
     report_failures(
         request.on_failure,
         f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
@@ -79,7 +80,18 @@ class AnchoredEnergy(Energy):
         return self._energy(z, self.potential.value(z))
 
     def _energy(self, z: Tensor, value: Tensor) -> Tensor:
-        return (z * (z / 2 - self._anchor * self.field)).sum(-1) - (1 - self._row_anchor) * value
+        if value.shape != z.shape[:-1]:
+            required = f"return one number per row, shape {tuple(z.shape[:-1])}"
+            raise ValueError(
+                _validate.message(f"{type(self.potential).__name__}.value", required, f"shape {tuple(value.shape)}")
+            )
+        pull = z / 2 if self._forgets else z / 2 - self._anchor * self.field
+        return (z * pull).sum(-1) - (1 - self._row_anchor) * value
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether the field is not read at all, so that what it holds does not matter."""
+        return not isinstance(self.anchor, Tensor) and self.anchor == 0
 
     def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """f(z) = anchor x + (1 - anchor) mean(z)."""
@@ -88,7 +100,7 @@ class AnchoredEnergy(Energy):
     def _map(self, mean: Tensor) -> Tensor:
         if isinstance(self.anchor, Tensor):
             return mean + self._anchor * (self.field - mean)
-        return mean.lerp(self.field, self.anchor) if self.anchor else mean
+        return mean if self._forgets else mean.lerp(self.field, self.anchor)
 
     def gradient(self, z: Tensor) -> Tensor:
         return z - self.fixed_point_map(z)
@@ -103,10 +115,10 @@ class AnchoredEnergy(Energy):
         return Evaluation(self._map(mean), self._energy(z, value))
 
     def linearize(self, z: Tensor) -> Linearization:
-        covariance = self.potential.linearize(z)
-        if covariance is None:
+        cov = self.potential.linearize(z)
+        if cov is None or list(vars(self)) != ["potential", "field", "anchor"]:
+            # The gradients below are listed in the order of these tensors and no others.
             return super().linearize(z)
-        cov = covariance
 
         def product(v: Tensor) -> Tensor:
             return (1 - self._anchor) * cov.product(v)
@@ -114,7 +126,8 @@ class AnchoredEnergy(Energy):
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             gradients = [*cov.pullback((1 - self._anchor) * u), self._anchor * u]
             if isinstance(self.anchor, Tensor):
-                by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))
+                pulled = u * (self.field - self.potential.mean(z))
+                by_anchor = torch.where(u == 0, 0.0, pulled).sum((-1, -2))
                 gradients.append(sum_to_shape(by_anchor, self.anchor.shape))
             return tuple(gradients)
 
@@ -132,6 +145,11 @@ class AnchoredEnergy(Energy):
         clone.potential = potential
         clone.field = self.field.gather(-2, index[..., None].expand(*index.shape, self.field.shape[-1]))
         return clone
+
+    def check_closure(self, z: Tensor) -> None:
+        # Potentials of this library declare what they read by construction; a subclass or one's own may not.
+        if type(self) is not AnchoredEnergy or not vars(type(self.potential)).get("declares_all", False):
+            super().check_closure(z)
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)

@@ -70,3 +70,26 @@ class KeyPotential(Potential):
         keys = self.keys.detach()
         blocks = [torch.cdist(part, keys).amax(dim=(-1, -2)) for part in torch.split(keys, 512, dim=-2)]
         return torch.stack(blocks).amax(0)
+
+
+def check_pairs(argument: str, pairs: Tensor, keys: Tensor) -> None:
+    _validate.require(
+        pairs.ndim >= 1 and pairs.shape[-1] in (1, keys.shape[-2]),
+        argument,
+        f"broadcast to (*batch, N, M) with M = {keys.shape[-2]} keys",
+        f"shape {tuple(pairs.shape)}",
+    )
+
+
+def check_mask(mask: Tensor, keys: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(
+            _validate.message(
+                "mask",
+                "be a boolean tensor (True = attend)",
+                getattr(mask, "dtype", type(mask).__name__),
+                "pass additive masks as `bias`",
+            )
+        )
+    _validate.check_same_kind([("keys", keys), ("mask", mask)])
+    check_pairs("mask", mask, keys)

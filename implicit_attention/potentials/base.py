@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from .. import _validate
 from .._autograd import vjp
 from .._declared import Declared
 from .._types import LinearMap
@@ -34,6 +35,8 @@ class Potential(Declared):
 
     #: Whether Phi is convex. It then certifies that fixed-point steps of the anchored energy descend.
     convex: bool = False
+    #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
+    declares_all: ClassVar[bool] = False
 
     def value(self, z: Tensor) -> Tensor:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
@@ -43,7 +46,12 @@ class Potential(Declared):
         """Grad Phi(z), (*batch, N, D) -> (*batch, N, D)."""
 
         def total(z: Tensor) -> Tensor:
-            return self.value(z).sum()
+            value = self.value(z)
+            if value.shape != z.shape[:-1]:
+                required = f"return one number per row, shape {tuple(z.shape[:-1])}"
+                name = f"{type(self).__name__}.value"
+                raise ValueError(_validate.message(name, required, f"shape {tuple(value.shape)}"))
+            return value.sum()
 
         gradient: Tensor = torch.func.grad(total)(z)
         return gradient

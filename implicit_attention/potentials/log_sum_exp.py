@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import is_plain, sum_to_shape
-from ._keys import KeyPotential
+from ._keys import KeyPotential, check_mask, check_pairs
 from .base import CovarianceMap
 
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
@@ -46,8 +46,8 @@ class LogSumExp(KeyPotential):
         mask: boolean, broadcasts to (*batch, N, M); True = the query attends to the key.
         bias: added to the scaled scores, broadcasts to (*batch, N, M); -inf masks.
 
-    A query that attends to no key has value 0 and mean 0, with zero gradients. Keys that no query attends to are not
-    read, whatever they hold.
+    A query that attends to no key has value 0 and mean 0, with zero gradients. What a masked key holds, a NaN too, does
+    not reach the queries that do not attend to it.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit, beta <= 0 (on an accelerator a tensor beta is
@@ -59,6 +59,7 @@ class LogSumExp(KeyPotential):
     """
 
     convex = True
+    declares_all = True
 
     def __init__(
         self,
@@ -70,35 +71,34 @@ class LogSumExp(KeyPotential):
     ) -> None:
         super().__init__(keys, beta)
         if mask is not None:
-            _check_mask(mask, keys)
+            check_mask(mask, keys)
         if bias is not None:
             _validate.check_float_tensor("bias", bias, min_ndim=1)
             _validate.check_same_kind([("keys", keys), ("bias", bias)])
-            _check_pairs("bias", bias, keys)
+            check_pairs("bias", bias, keys)
         self.mask = mask
         self.bias = bias
 
     def check_state(self, argument: str, z: Tensor) -> None:
         super().check_state(argument, z)
-        for argument, pairs in (("mask", self.mask), ("bias", self.bias)):
+        for name, pairs in (("mask", self.mask), ("bias", self.bias)):
             if pairs is not None:
-                target = (*z.shape[:-1], self.keys.shape[-2])
-                _validate.check_broadcast(argument, pairs.shape, target, "(*batch, N, M)")
+                _validate.check_broadcast(name, pairs.shape, (*z.shape[:-1], self.keys.shape[-2]), "(*batch, N, M)")
 
     # The three numbers, differentiable to any order.
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         read = self._read()
-        return read.zero_empty(self._scores(z, read).logsumexp(-1) / self._row_scale)
+        return read.finish(self._scores(z, read).logsumexp(-1) / self._row_scale)
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
         read = self._read()
         if self._may_flash(z):
-            return read.zero_empty(self._flash(z, read, _sdpa)[0], rows=True)
+            return read.finish(self._flash(z, read, _sdpa)[0], rows=True)
         p = self._scores(z, read).softmax(-1)
-        return read.zero_empty(einsum(p, read.keys, "... n m, ... m d -> ... n d"), rows=True)
+        return read.finish(einsum(p, read.keys, "... n m, ... m d -> ... n d"), rows=True)
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
@@ -109,24 +109,27 @@ class LogSumExp(KeyPotential):
         mean = einsum(p, read.keys, "... n m, ... m d -> ... n d")
         projected = einsum(v, read.keys, "... n d, ... m d -> ... n m")
         second = einsum(p * projected, read.keys, "... n m, ... m d -> ... n d")
-        return read.zero_empty(self._scale * (second - mean * (mean * v).sum(-1, keepdim=True)), rows=True)
+        return read.finish(self._scale * (second - mean * (mean * v).sum(-1, keepdim=True)), rows=True)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read()
         if z.device.type == "cpu" and _flash_with_logsumexp is not None and self._may_flash(z):
             mean, logsumexp = self._flash(z, read, _flash_with_logsumexp)
-            return read.zero_empty(logsumexp / self._row_scale), read.zero_empty(mean, rows=True)
+            return read.finish(logsumexp / self._row_scale), read.finish(mean, rows=True)
         scores = self._scores(z, read)
         logsumexp = scores.logsumexp(-1, keepdim=True)
         mean = einsum((scores - logsumexp).exp(), read.keys, "... n m, ... m d -> ... n d")
-        return read.zero_empty(logsumexp.squeeze(-1) / self._row_scale), read.zero_empty(mean, rows=True)
+        return read.finish(logsumexp.squeeze(-1) / self._row_scale), read.finish(mean, rows=True)
 
     def probabilities(self, z: Tensor) -> Tensor:
         """softmax(beta K z + bias), (*batch, N, M); zeros for a query that attends to no key."""
         read = self._read()
-        return read.zero_empty(self._scores(z, read).softmax(-1), rows=True)
+        return read.finish(self._scores(z, read).softmax(-1), rows=True)
 
-    def linearize(self, z: Tensor) -> CovarianceMap:
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        if list(vars(self)) != ["keys", "beta", "mask", "bias"]:
+            # The gradients below are listed in the order of these tensors and no others.
+            return None
         read = self._read()
         scores = self._scores(z, read)
         cutoff = _CUTOFF[z.dtype]
@@ -174,16 +177,20 @@ class LogSumExp(KeyPotential):
         """What the mask leaves to be read."""
         keys, mask, bias = self.keys, self.mask, self.bias
         if mask is None and bias is None:
-            return _Read(keys, None, None)
+            return _Read(keys, None, None, None)
         if bias is not None and mask is not None:
             bias = bias.where(mask, -torch.inf)
         attended = torch.ne(bias, -torch.inf) if bias is not None else mask
         assert attended is not None
-        used = attended.any(-2) if attended.ndim > 1 else attended
-        if used.ndim < keys.ndim:
-            # A key that nobody attends to may hold anything: 0 * NaN would be NaN.
-            keys = keys.where(used[..., None], 0.0)
-        return _Read(keys, bias if bias is not None else mask, ~attended.any(-1))
+        # A key may hold NaN for those who do not attend to it. 0 * NaN is NaN, so it is read as zero, and the queries
+        # that do attend to it are told apart by a product that costs one number per pair.
+        finite = torch.isfinite(keys).all(-1, keepdim=True)
+        count = keys.shape[-2]
+        reads = attended.expand(*attended.shape[:-1], count).to(keys.dtype)
+        reads = reads if reads.ndim > 1 else reads[None]
+        poison = torch.where(reads @ (~finite).to(keys.dtype) > 0, torch.nan, 0.0).squeeze(-1)
+        pairs = bias if bias is not None else mask
+        return _Read(keys.where(finite, 0.0), pairs, ~attended.any(-1), poison.to(keys.dtype))
 
     def _scores(self, z: Tensor, read: _Read) -> Tensor:
         scores = einsum(self._scale * z, read.keys, "... n d, ... m d -> ... n m")
@@ -215,11 +222,12 @@ class LogSumExp(KeyPotential):
 
 
 class _Read(NamedTuple):
-    """The keys that are read, mask or bias of the pairs, and which rows (*batch, N) attend to nothing."""
+    """What is read: keys, mask or bias of the pairs, which rows (*batch, N) attend to nothing, and which to a NaN."""
 
     keys: Tensor
     pairs: Tensor | None
     empty: Tensor | None
+    poison: Tensor | None
 
     def zero_empty(self, values: Tensor, *, rows: bool = False) -> Tensor:
         """0 for the queries that attend to no key; `rows` if a query has more than one number."""
@@ -227,28 +235,12 @@ class _Read(NamedTuple):
             return values
         return values.masked_fill(self.empty[..., None] if rows else self.empty, 0.0)
 
-
-def _check_pairs(argument: str, pairs: Tensor, keys: Tensor) -> None:
-    _validate.require(
-        pairs.ndim >= 1 and pairs.shape[-1] in (1, keys.shape[-2]),
-        argument,
-        f"broadcast to (*batch, N, M) with M = {keys.shape[-2]} keys",
-        f"shape {tuple(pairs.shape)}",
-    )
-
-
-def _check_mask(mask: Tensor, keys: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(
-            _validate.message(
-                "mask",
-                "be a boolean tensor (True = attend)",
-                getattr(mask, "dtype", type(mask).__name__),
-                "pass additive masks as `bias`",
-            )
-        )
-    _validate.check_same_kind([("keys", keys), ("mask", mask)])
-    _check_pairs("mask", mask, keys)
+    def finish(self, values: Tensor, *, rows: bool = False) -> Tensor:
+        """`zero_empty`, and NaN for the queries that attend to a key which is not finite."""
+        values = self.zero_empty(values, rows=rows)
+        if self.poison is None:
+            return values
+        return values + (self.poison[..., None] if rows else self.poison)
 
 
 def _select_rows(pairs: Tensor, index: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from ._keys import KeyPotential
+from ._keys import KeyPotential, check_mask
 
 
 class Quadratic(KeyPotential):
@@ -28,6 +28,7 @@ class Quadratic(KeyPotential):
     """
 
     convex = True
+    declares_all = True
 
     def __init__(
         self,
@@ -42,12 +43,7 @@ class Quadratic(KeyPotential):
             bias is None, "bias", "be None for Quadratic", "a tensor", "use LogSumExp for additive biases"
         )
         if mask is not None:
-            _validate.require(
-                mask.dtype == torch.bool and mask.ndim >= 1 and mask.shape[-1] == keys.shape[-2],
-                "mask",
-                f"be boolean with {keys.shape[-2]} keys on its last axis",
-                f"{mask.dtype} of shape {tuple(mask.shape)}",
-            )
+            check_mask(mask, keys)
             _validate.require(
                 mask.ndim == 1 or mask.shape[-2] == 1,
                 "mask",
@@ -55,6 +51,8 @@ class Quadratic(KeyPotential):
                 f"shape {tuple(mask.shape)}",
                 "use one Quadratic per group of queries",
             )
+            shape = mask.shape[:-2] if mask.ndim > 1 else mask.shape[:0]
+            _validate.check_broadcast("mask", shape, keys.shape[:-2], "the leading axes of `keys`")
         self.mask = mask
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import is_batched
+from .._autograd import is_batched, transforms_active
 from ..problem import Problem
 from ..status import Status
 
@@ -65,18 +66,23 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
     with the smallest residual that was accepted (with a fixed budget: the last one). Finished problems leave the
     working set where the problem can be restricted to some of its rows.
     """
+    graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
-        rows = _Rows(problem, initial, compact=not graph and not trace)
+        rows = _Rows(problem, initial, pad=not graph, compact=not trace)
         look = not is_batched(initial) and not any(is_batched(t) for t in problem.tensors())
         every = (solver.check_every or (1 if initial.device.type == "cpu" else 4)) if look else 0
-        record, traced = _loop(solver, rows, every, trace, initial.shape[initial.ndim - problem.event_ndim :])
+        event = initial.shape[initial.ndim - problem.event_ndim :]
+        record, traced = _loop(solver, rows, every, trace, graph, event)
         record = rows.all(record)
         value = record.value.reshape(initial.shape)
-        kept = tuple(torch.stack(t) for t in zip(*traced, strict=True)) if trace else ()
-        return Outcome(value, *record[1:6], kept)
+        kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
+        evidence = [t.detach() for t in (record.status, record.residual, record.tolerance)]
+        return Outcome(value, *evidence, record.num_steps, record.num_evals, kept)
 
 
-def _loop(solver: Solver, rows: _Rows, every: int, trace: bool, event: torch.Size) -> tuple[_Record, list[Any]]:
+def _loop(
+    solver: Solver, rows: _Rows, every: int, trace: bool, graph: bool, event: torch.Size
+) -> tuple[_Record, list[Any]]:
     z, active = rows.initial, rows.active
     state = solver.init(rows.problem, z)
     trace_energy = trace and rows.problem.has_energy
@@ -109,6 +115,9 @@ def _loop(solver: Solver, rows: _Rows, every: int, trace: bool, event: torch.Siz
                 )
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
+        if graph:
+            # What a finished problem goes on doing has no gradient; a zero one would turn into NaN at the first 0/0.
+            state, z = pytree.tree_map(functools.partial(_live, active=active), (state, z))
         if update.num_evals is not None:
             num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
         if update.stalled is not None:
@@ -117,6 +126,13 @@ def _loop(solver: Solver, rows: _Rows, every: int, trace: bool, event: torch.Siz
     last = Status.EXPLICIT if solver.max_steps == 0 else Status.BUDGET if solver.fixed_budget else Status.MAX_STEPS
     # Evaluations that did not improve a problem were spent on it all the same.
     return _finish(record, active, last)._replace(num_evals=num_evals), traced
+
+
+def _live(tensor: Any, *, active: Tensor) -> Any:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return tensor
+    where = active.reshape((*active.shape, *(1,) * (tensor.ndim - active.ndim)))
+    return torch.where(where, tensor, tensor.detach())
 
 
 def _evaluate(
@@ -132,12 +148,12 @@ def _evaluate(
 
 def flat(z: Tensor, event: torch.Size) -> Tensor:
     """(*lead, *event) -> (*lead, n)."""
-    return z.reshape(*z.shape[: z.ndim - len(event)], math.prod(event))
+    return z.reshape((*z.shape[: z.ndim - len(event)], math.prod(event)))
 
 
 def unflat(z: Tensor, event: torch.Size) -> Tensor:
     """(*lead, n) -> (*lead, *event)."""
-    return z.reshape(*z.shape[:-1], *event)
+    return z.reshape((*z.shape[:-1], *event))
 
 
 def _empty_record(z: Tensor, energy: bool) -> _Record:
@@ -158,8 +174,8 @@ def _improve(
     last: bool,
 ) -> _Record:
     better = candidates if last or point.step == 0 else candidates & (point.residual < record.residual) | converged
-    # A map that is not finite at the initial state makes the value non-finite, loudly; later, the best state is kept.
-    value = point.mapped.where(~torch.isfinite(point.residual)[..., None], point.z) if point.step == 0 else point.z
+    # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
+    value = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
     return _Record(
         value=torch.where(better[..., None], value, record.value),
         status=record.status,
@@ -182,7 +198,7 @@ class _Rows:
     many others are left. A problem that cannot be restricted keeps all its rows to the end.
     """
 
-    def __init__(self, problem: Problem, initial: Tensor, *, compact: bool) -> None:
+    def __init__(self, problem: Problem, initial: Tensor, *, pad: bool, compact: bool) -> None:
         lead = initial.shape[: initial.ndim - problem.event_ndim]
         self.initial = flat(initial, initial.shape[len(lead) :])
         self.active = torch.ones(lead, dtype=torch.bool, device=initial.device)
@@ -190,12 +206,12 @@ class _Rows:
         self.base = self.problem = problem
         self.rows: Tensor | None = None
         self.full: _Record | None = None
-        self.compact = compact and self.count > 0 and initial.numel() > 0
-        if self.compact:
+        self.compact = False
+        if pad and self.count > 0 and initial.numel() > 0:
             padded = _round_up(self.count)
             index = torch.arange(padded, device=initial.device)
             selected = problem.select(index.clamp(max=self.count - 1).expand(*lead[:-1], padded))
-            self.compact = selected is not None
+            self.compact = compact and selected is not None
             if selected is not None and padded > self.count:
                 self.base = self.problem = selected
                 self.active = (index < self.count).expand(*lead[:-1], padded)
@@ -234,10 +250,13 @@ class _Rows:
     def all(self, record: _Record) -> _Record:
         """The record of all rows, in their order, without padding."""
         record = self._merged(record)
-        if self.compact:
-            axis = self.active.ndim - 1
-            record = _Record(*(None if t is None else t.narrow(axis, 0, self.count) for t in record))  # type: ignore[arg-type]
-        return record
+        return _Record(*(None if t is None else self.unpadded(t, 0) for t in record))  # type: ignore[arg-type]
+
+    def unpadded(self, tensor: Tensor, before: int) -> Tensor:
+        """`tensor`, whose leading axes follow `before` others, without the rows that were added."""
+        if self.active.ndim == 0 or self.active.shape[-1] == self.count:
+            return tensor
+        return tensor.narrow(before + self.active.ndim - 1, 0, self.count)
 
     def _merged(self, record: _Record) -> _Record:
         if self.rows is None:

@@ -153,7 +153,7 @@ class Safeguarded(Solver):
         """The proposal where it passes what can be tested without an evaluation, the plain step elsewhere."""
         s, usable, num_evals = proposal
         if self._guard(problem) != "none" and problem.symmetric:
-            s = s * (self.longest * point.residual / torch.linalg.vector_norm(s, dim=-1)).clamp(max=1.0)[..., None]
+            s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
             usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
         if self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
             s = rows_where(downward, STRETCH * point.r, s)
@@ -195,3 +195,9 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
+
+
+def _cut(norm: Tensor, longest: Tensor) -> Tensor:
+    """The factor that makes a step of this norm no longer than `longest`; without 0/0, whose gradient is NaN."""
+    too_long = norm > longest
+    return torch.where(too_long, longest / torch.where(too_long, norm, 1.0), 1.0)

@@ -20,18 +20,14 @@ def coupled(z, couplings):
 
 
 class TestDoubleWell(EnergyContract):
-    step_size = 0.3
-
     def make(self):
-        return EnergyFunction(double_well, random(2, 3, 5, seed=3), event_ndim=1, step_size=0.3)
+        return EnergyFunction(double_well, random(2, 3, 5, seed=3), event_ndim=1)
 
 
 class TestCoupledSites(EnergyContract):
-    step_size = 0.2
-
     def make(self):
         couplings = random(3, 3)
-        return EnergyFunction(coupled, couplings + couplings.mT, event_ndim=2, step_size=0.2)
+        return EnergyFunction(coupled, couplings + couplings.mT, event_ndim=2)
 
 
 def test_a_module_declares_its_parameters():
@@ -72,5 +68,3 @@ def test_an_energy_of_the_wrong_shape_is_named():
         EnergyFunction(3, event_ndim=1)
     with pytest.raises(ValueError, match="`event_ndim` must be >= 0, got -1"):
         EnergyFunction(double_well, event_ndim=-1)
-    with pytest.raises(ValueError, match="`step_size` must be > 0"):
-        EnergyFunction(double_well, event_ndim=1, step_size=0.0)
