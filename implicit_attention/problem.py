@@ -86,6 +86,10 @@ class Problem(Declared):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
+    def without(self, left_out: Tensor) -> Self:
+        """The same problems, those `left_out` (*lead) reading nothing of their own that may not be finite."""
+        return self
+
     def check_state(self, z: Tensor) -> None:
         """Raise if `z` cannot be a state of this problem."""
         _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)

@@ -127,15 +127,21 @@ class _FixedPoint(torch.autograd.Function):
         z, *tensors = ctx.saved_tensors
         if cotangents[0] is None:
             return (None,) * (2 + len(tensors))
+        if torch._C._functorch.is_legacy_batchedtensor(cotangents[0]):
+            raise RuntimeError(
+                "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
+            )
         call = cast(_Call, ctx.call)
         problem = call.problem.replace(*tensors)
         # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
-        z = torch.where(torch.isfinite(z) | (cotangents[0] != 0), z, 0.0)
+        left_out = ~_any(torch.isfinite(z) | (cotangents[0] != 0), problem.event_ndim)
+        z = z.masked_fill(left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim)), 0.0)
+        problem = problem.without(left_out)
         with exact_precision(z):
             if not torch.is_grad_enabled() and not transforms_active():
                 gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])
             else:
-                u = _apply(_AdjointSolve, call, True, z, cotangents[0], *tensors)
+                u = _apply(_AdjointSolve, call, True, z, cotangents[0], *problem.tensors())
                 gradients = pullback(problem, z, u)
         return (None, None, *gradients)
 
@@ -252,6 +258,11 @@ def _filled(tensors: list[Tensor], where: list[int], new: tuple[Tensor, ...]) ->
     for i, tensor in zip(where, new, strict=True):
         filled[i] = tensor
     return filled
+
+
+def _any(entries: Tensor, event_ndim: int) -> Tensor:
+    """Whether any entry of a problem is true, (*lead)."""
+    return entries.flatten(entries.ndim - event_ndim).any(-1) if event_ndim else entries
 
 
 def _or_zeros(tangent: Tensor | None, primal: Tensor) -> Tensor:

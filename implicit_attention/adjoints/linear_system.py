@@ -52,10 +52,6 @@ def adjoint_gradients(
     One linearisation serves the solve and the gradient. Where the problem can be restricted, it is worked off in tiles
     of rows, so that no (N, M) matrix is held.
     """
-    if torch._C._functorch.is_legacy_batchedtensor(cotangent):
-        raise RuntimeError(
-            "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev instead"
-        )
     tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in problem.tensors()]
     live = problem.replace(*tensors)
     answers = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
@@ -126,8 +125,7 @@ class AnchoredEnergy(Energy):
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             gradients = [*cov.pullback((1 - self._anchor) * u), self._anchor * u]
             if isinstance(self.anchor, Tensor):
-                pulled = u * (self.field - self.potential.mean(z))
-                by_anchor = torch.where(u == 0, 0.0, pulled).sum((-1, -2))
+                by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))
                 gradients.append(sum_to_shape(by_anchor, self.anchor.shape))
             return tuple(gradients)
 
@@ -144,6 +142,11 @@ class AnchoredEnergy(Energy):
         clone = self.replace(*self.tensors())
         clone.potential = potential
         clone.field = self.field.gather(-2, index[..., None].expand(*index.shape, self.field.shape[-1]))
+        return clone
+
+    def without(self, left_out: Tensor) -> Self:
+        clone = self.replace(*self.tensors())
+        clone.field = self.field.masked_fill(left_out[..., None], 0.0)
         return clone
 
     def check_closure(self, z: Tensor) -> None:

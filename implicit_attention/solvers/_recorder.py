@@ -114,8 +114,8 @@ class Recorder:
         met = finite & (residual <= self.strictness * tolerance) & (not self.solver.fixed_budget)
         better = first | met | finite & ((residual < self.residual[rows]) | (last and self.solver.fixed_budget))
         better = better & ~(self.done | self.broken)[rows]
-        # As in the library's own loop: a map that is not finite at the initial state makes the value non-finite.
-        z = torch.where((first & ~finite)[:, None], mapped, z)
+        # As in the library's own loop: a map that is not finite at the initial state makes the value NaN.
+        z = torch.where((first & ~finite)[:, None], torch.nan, z)
         self.value[rows] = torch.where(better[:, None], z, self.value[rows])
         self.residual[rows] = torch.where(better, residual, self.residual[rows])
         self.tolerance[rows] = torch.where(better, tolerance, self.tolerance[rows])

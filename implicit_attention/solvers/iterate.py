@@ -76,8 +76,8 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
         record = rows.all(record)
         value = record.value.reshape(initial.shape)
         kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
-        evidence = [t.detach() for t in (record.status, record.residual, record.tolerance)]
-        return Outcome(value, *evidence, record.num_steps, record.num_evals, kept)
+        residual, tolerance = record.residual.detach(), record.tolerance.detach()
+        return Outcome(value, record.status, residual, tolerance, record.num_steps, record.num_evals, kept)
 
 
 def _loop(

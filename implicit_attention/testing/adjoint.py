@@ -56,6 +56,8 @@ class AdjointContract:
     #: Whether maps with a non-symmetric Jacobian can be differentiated.
     any_map: ClassVar[bool] = True
     solver: ClassVar[Solver] = Anderson(rtol=0.0, atol=1e-13, max_steps=500)
+    #: Whether the gradient is that of steps of the map, in which a NaN reaches what is shared, as in any torch graph.
+    approximates_by_steps: ClassVar[bool] = False
     #: Whether gradients flow to the initial state.
     through_initial: ClassVar[bool] = False
 
@@ -193,6 +195,36 @@ class AdjointContract:
         slopes = [torch.func.grad(function)(at + s) for s in (-step, step)]
         assert relative_error(mixed, twice) < 1e-7
         assert relative_error((slopes[1] - slopes[0]) / (2 * step), twice) < 1e-5
+
+    def test_a_problem_that_starts_at_its_solution_has_a_gradient(self) -> None:
+        keys = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64, requires_grad=True)
+        field = torch.tensor([[0.5, 0.5], [3.0, -1.0]], dtype=torch.float64)
+        energy = AnchoredEnergy(LogSumExp(keys, 0.8), field, 0.3)
+        start = torch.tensor([[0.5, 0.5], [0.0, 0.0]], dtype=torch.float64)
+        (gradient,) = torch.autograd.grad(self.equilibrium(energy, start).sum(), keys)
+        assert gradient.isfinite().all()
+
+    def test_a_failed_problem_that_the_loss_leaves_out_reaches_nobody(self) -> None:
+        inputs = attention_inputs()
+        field = inputs[1].detach().clone()
+        field[0, 1] = torch.nan
+        good = torch.ones(2, 3, dtype=torch.bool)
+        good[0, 1] = False
+
+        def gradients(field: Tensor, create_graph: bool) -> tuple[Tensor, ...]:
+            keys, _, beta, anchor, bias = inputs
+            energy = attention_energy(keys, field, beta, anchor, bias)
+            start = random(2, 3, 5, seed=1)
+            solution = solve(energy, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
+            loss = solution.value[good].square().sum()
+            return torch.autograd.grad(loss, (keys, beta, anchor, bias), create_graph=create_graph)
+
+        if self.approximates_by_steps:
+            return
+        expected = gradients(inputs[1].detach(), False)
+        for create_graph in (False, True):
+            for gradient, truth in zip(gradients(field, create_graph), expected, strict=True):
+                torch.testing.assert_close(gradient, truth, rtol=1e-8, atol=1e-9)
 
     def test_gradients_flow_in_eval_mode(self) -> None:
         layer = nn.Linear(5, 5).double().eval()

@@ -180,6 +180,27 @@ class SolverContract:
                 assert torch.equal(alone.num_evals[:35], other.num_evals[:35])
             torch.testing.assert_close(alone.value[:35], other.value[:35], rtol=1e-3, atol=1e-3)
 
+    def test_a_state_that_is_not_finite_is_never_returned_as_an_answer(self) -> None:
+        energy = self.energy()
+        initial = energy.field.clone()
+        initial[0, 1, 2] = torch.inf
+        initial[1, 2, 0] = torch.nan
+        mask = torch.ones(2, 3, 7, dtype=torch.bool)
+        mask[1, 2] = False
+        masked = AnchoredEnergy(LogSumExp(energy.potential.tensors()[0], 0.5, mask=mask), energy.field, 0.5)
+        solution = solve(masked, initial, solver=self.to(), on_failure="ignore")
+        bad = solution.status == Status.NONFINITE
+        assert bad.nonzero().tolist() == [[0, 1], [1, 2]]
+        assert solution.value[bad].isnan().all()
+
+    def test_one_problem_without_leading_axes(self) -> None:
+        if self.needs_energy:
+            return
+        solution = solve(FixedPointMap(torch.cos, event_ndim=0), torch.tensor(0.5).double(), solver=self.to())
+        assert solution.value.item() == pytest.approx(0.7390851332151607, abs=1e-5)
+        assert solution.status.shape == ()
+        assert solution.message().startswith("converged")
+
     def test_empty_batches_return_empty_results(self) -> None:
         for shape in ((0, 3, 5), (2, 0, 5)):
             field = torch.zeros(shape, dtype=torch.float64)

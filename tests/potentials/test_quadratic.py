@@ -39,7 +39,7 @@ def test_masks_per_query_and_biases_are_refused():
         Quadratic(keys, 1.0, bias=torch.zeros(7))
     with pytest.raises(ValueError, match="`mask` must be the same for all queries"):
         Quadratic(keys, 1.0, mask=torch.ones(2, 3, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match="`mask` must broadcast to .* M = 7 keys"):
+    with pytest.raises(ValueError, match=r"`mask` must broadcast to .* M = 7 keys"):
         Quadratic(keys, 1.0, mask=torch.ones(6, dtype=torch.bool))
     with pytest.raises(TypeError, match="`mask` must be a boolean tensor"):
         Quadratic(keys, 1.0, mask=[True] * 7)
