@@ -81,6 +81,14 @@ class Declared:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
 
+    def _has_only(self, *names: str) -> bool:
+        """Whether these are all attributes, in this order.
+
+        What is written out for a class (gradients in the order of its tensors, restriction to rows) does not hold for a
+        subclass that reads more.
+        """
+        return tuple(vars(self)) == names
+
     def _replace_from(self, new: Iterator[Tensor]) -> Self:
         clone = copy.copy(self)
         for name, value in vars(self).items():

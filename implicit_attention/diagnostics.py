@@ -150,9 +150,16 @@ def effective_keys(potential: LogSumExp, z: Float[Tensor, "*batch N D"]) -> Floa
     counts = []
     for part in torch.split(index, TILE):
         rows = potential.select(part.expand(*z.shape[:-2], part.numel()))
-        p = rows.probabilities(z[..., part, :])
-        counts.append(torch.where(p.sum(-1) > 0, torch.special.entr(p).sum(-1).exp(), p.sum(-1)))
+        if rows is None:
+            return _perplexity(potential.probabilities(z))
+        counts.append(_perplexity(rows.probabilities(z[..., part, :])))
     return torch.cat(counts, dim=-1)
+
+
+def _perplexity(p: Tensor) -> Tensor:
+    """exp(entropy) of distributions over the last axis, 0 for one that is all zeros."""
+    total = p.sum(-1)
+    return torch.where(total > 0, torch.special.entr(p).sum(-1).exp(), total)
 
 
 def energy_trace(solution: Solution) -> Tensor:

@@ -115,8 +115,7 @@ class AnchoredEnergy(Energy):
 
     def linearize(self, z: Tensor) -> Linearization:
         cov = self.potential.linearize(z)
-        if cov is None or list(vars(self)) != ["potential", "field", "anchor"]:
-            # The gradients below are listed in the order of these tensors and no others.
+        if cov is None or not self._has_only("potential", "field", "anchor"):
             return super().linearize(z)
 
         def product(v: Tensor) -> Tensor:
@@ -137,7 +136,7 @@ class AnchoredEnergy(Energy):
 
     def select(self, index: Tensor) -> Self | None:
         potential = self.potential.select(index)
-        if potential is None:
+        if potential is None or not self._has_only("potential", "field", "anchor"):
             return None
         clone = self.replace(*self.tensors())
         clone.potential = potential

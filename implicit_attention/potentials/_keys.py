@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .base import Potential
@@ -61,9 +60,6 @@ class KeyPotential(Potential):
         _validate.check_broadcast("keys", self.keys.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
         if isinstance(self.beta, Tensor):
             _validate.check_broadcast("beta", self.beta.shape, z.shape[:-2], f"the leading axes of `{argument}`")
-
-    def select(self, index: Tensor) -> Self:
-        return self
 
     def diameter(self) -> Tensor:
         """The largest distance between two keys of a set, (*batch); blocks of keys, no (M, M, D) tensor."""

@@ -127,8 +127,7 @@ class LogSumExp(KeyPotential):
         return read.finish(self._scores(z, read).softmax(-1), rows=True)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        if list(vars(self)) != ["keys", "beta", "mask", "bias"]:
-            # The gradients below are listed in the order of these tensors and no others.
+        if not self._has_only("keys", "beta", "mask", "bias"):
             return None
         read = self._read()
         scores = self._scores(z, read)
@@ -163,7 +162,9 @@ class LogSumExp(KeyPotential):
         """beta diam(K)^2/4, Popoviciu's bound on the variance along any direction, (*batch)."""
         return self.beta * self.diameter().square() / 4
 
-    def select(self, index: Tensor) -> Self:
+    def select(self, index: Tensor) -> Self | None:
+        if not self._has_only("keys", "beta", "mask", "bias"):
+            return None
         if self.mask is None and self.bias is None:
             return self
         clone = self.replace(*self.tensors())

@@ -6,6 +6,7 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import _validate
 from ._keys import KeyPotential, check_mask
@@ -68,6 +69,9 @@ class Quadratic(KeyPotential):
     ) -> Float[Tensor, "*batch N D"]:
         """beta K^T K v, whatever z."""
         return self.mean(v)
+
+    def select(self, index: Tensor) -> Self | None:
+        return self if self._has_only("keys", "beta", "mask") else None
 
     def bounded_below(self, anchor: float) -> bool:
         """Whether (1 - anchor) beta lambda_max(K^T K) < 1 for every batch entry."""
