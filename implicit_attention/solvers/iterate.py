@@ -183,6 +183,7 @@ def _improve(
         tolerance=torch.where(better, tolerance, record.tolerance),
         num_steps=torch.where(better, point.step, record.num_steps),
         num_evals=num_evals,
+        # A record has an energy only where every point was evaluated with one.
         energy=None if record.energy is None else torch.where(better, point.energy, record.energy),  # type: ignore[arg-type]
     )
 
@@ -250,6 +251,7 @@ class _Rows:
     def all(self, record: _Record) -> _Record:
         """The record of all rows, in their order, without padding."""
         record = self._merged(record)
+        # Only the energy may be None, which the type of the fields by position cannot say.
         return _Record(*(None if t is None else self.unpadded(t, 0) for t in record))  # type: ignore[arg-type]
 
     def unpadded(self, tensor: Tensor, before: int) -> Tensor:

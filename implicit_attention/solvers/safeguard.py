@@ -108,9 +108,9 @@ class Safeguarded(Solver):
     #: An accelerated step s is not evaluated unless <r, s> >= slope |r|^2, and it is cut to longest |r|. (Near a fold
     #: the true step is that long; refusing it there would leave hundreds of plain steps.)
     slope: ClassVar[float] = 0.5
+    longest: ClassVar[float] = 30.0
     #: For maps that are no gradient: how much |r| may grow in one step.
     growth: ClassVar[float] = 20.0
-    longest: ClassVar[float] = 30.0
 
     # The shared part.
 

@@ -155,7 +155,9 @@ class AdjointContract:
         initial = energy.field.detach().clone().requires_grad_()
         value = self.equilibrium(energy, initial)
         (gradient,) = torch.autograd.grad(value.sum(), initial, allow_unused=True, materialize_grads=True)
-        assert bool(gradient.ne(0).any()) == self.through_initial or gradient.abs().max() < 1e-6
+        # Unrolled to convergence the start is forgotten up to what the contraction leaves of it.
+        assert gradient.abs().max() < 1e-6
+        assert self.through_initial or gradient.eq(0).all()
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
     def test_func_transforms(self) -> None:
