@@ -10,3 +10,4 @@ from torch import Tensor
 #: A linear map on one vector per problem, (*batch, n) -> (*batch, n).
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
 OnFailure: TypeAlias = Literal["raise", "warn", "ignore"]
+Impl: TypeAlias = Literal["auto", "reference", "sdpa", "triton"]

@@ -9,3 +9,7 @@ class ConvergenceError(RuntimeError):
 
 class ConvergenceWarning(UserWarning):
     """Like `ConvergenceError`, for `on_failure="warn"`."""
+
+
+class UnsupportedImplementation(ValueError):
+    """An implementation was asked for by name that cannot do what is asked; the message says what can."""

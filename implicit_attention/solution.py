@@ -13,16 +13,17 @@ from torch import Tensor
 from ._autograd import exact_precision
 from .status import Status
 
-__all__ = ["AdjointReport", "Solution", "Status", "Trace", "summarize"]
+__all__ = ["AdjointReport", "Evidence", "Solution", "Status", "Trace", "summarize"]
 
 
 class Trace(NamedTuple):
-    """Per iteration and problem, (iterations, *lead): the residual of the best state so far, its energy, and the map
-    evaluations spent by then."""
+    """Per iteration and problem, (iterations, *lead): the residual of the best state so far, its energy, the map
+    evaluations spent by then, and that state, (iterations, *lead, *event)."""
 
     residual: Tensor
     energy: Tensor | None
     num_evals: Tensor
+    value: Tensor
 
 
 @dataclasses.dataclass
@@ -39,38 +40,25 @@ class AdjointReport:
     negative_curvature: Tensor | None = None
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Solution:
-    """The answer to a fixed-point problem, problem by problem. `lead` are the axes that number problems.
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class Evidence:
+    """What is known about a solve, problem by problem. `lead` are the axes that number problems.
 
     Attributes:
-        value: z, of the initial state's shape; float32 where the inputs are half precision.
         status: (*lead), int8 codes of `Status`.
-        residual: (*lead), |f(z) - z|_2 of that very value.
+        residual: (*lead), |f(z) - z|_2 of the very value that was returned; NaN where it was not measured (`EXPLICIT`).
         tolerance: (*lead), atol + rtol |f(z)|_2, which the residual had to reach.
         num_steps: (*lead), updates that led to the value.
         num_evals: (*lead), evaluations of f (matrix-vector products of inner solves included) spent on the problem.
-        trace: the course of the iteration, if it was asked for.
         adjoint: evidence of the backward solve, filled when a gradient was computed with `Implicit()`.
     """
 
-    value: Tensor
     status: Tensor
     residual: Tensor
     tolerance: Tensor
     num_steps: Tensor
     num_evals: Tensor
-    trace: Trace | None = None
     adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
-    energy_function: Callable[[Tensor], Tensor] | None = None
-
-    @property
-    def energy(self) -> Tensor | None:
-        """E(value) per problem, (*lead), computed when asked for; None for a map without an energy."""
-        if self.energy_function is None:
-            return None
-        with torch.no_grad(), exact_precision(self.value):
-            return self.energy_function(self.value.detach())
 
     @property
     def converged(self) -> Tensor:
@@ -87,7 +75,33 @@ class Solution:
         return sentence(self.status[index], self.residual[index], self.tolerance[index], self.num_steps[index])
 
     def __repr__(self) -> str:
-        return f"Solution({summarize(self.status, self.residual, self.num_evals)})"
+        return f"{type(self).__name__}({summarize(self.status, self.residual, self.num_evals)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class Solution(Evidence):
+    """The answer to a fixed-point problem, problem by problem, with its `Evidence`.
+
+    Attributes:
+        value: z, of the initial state's shape; float32 where the inputs are half precision.
+        trace: the course of the iteration, if it was asked for.
+    """
+
+    value: Tensor
+    trace: Trace | None = None
+    energy_function: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def energy(self) -> Tensor | None:
+        """E(value) per problem, (*lead), computed when asked for; None for a map without an energy."""
+        if self.energy_function is None:
+            return None
+        with torch.no_grad(), exact_precision(self.value):
+            return self.energy_function(self.value.detach())
+
+    def evidence(self) -> Evidence:
+        """The evidence alone, without the value and what it was computed from."""
+        return Evidence(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Evidence)})
 
 
 def _status(code: int) -> Status:

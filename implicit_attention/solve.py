@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,10 @@ def solve(
 
     Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()`.
     """
+    if torch.compiler.is_compiling():
+        # The loop asks the host when to stop: one clean graph break instead of one at every step.
+        uncompiled: Callable[..., Solution] = torch.compiler.disable(solve)  # type: ignore[no-untyped-call]
+        return uncompiled(problem, initial, solver=solver, adjoint=adjoint, on_failure=on_failure, trace=trace)
     solver = Anderson() if solver is None else solver
     adjoint = Implicit() if adjoint is None else adjoint
     for name, value, kind in (("problem", problem, Problem), ("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):
@@ -63,8 +69,7 @@ def solve(
     with exact_precision(initial):
         outcome = adjoint.run(request)
     solution = Solution(
-        *outcome[:6],
-        trace=_trace(outcome.trace),
+        **{**outcome._asdict(), "trace": _trace(outcome.trace)},
         adjoint=request.report,
         energy_function=problem.energy if problem.has_energy else None,
     )
@@ -98,4 +103,5 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
 def _trace(kept: tuple[Tensor, ...]) -> Trace | None:
     if not kept:
         return None
-    return Trace(kept[0], kept[1] if len(kept) == 3 else None, kept[-1])
+    residual, *energy, num_evals, value = kept
+    return Trace(residual, energy[0] if energy else None, num_evals, value)

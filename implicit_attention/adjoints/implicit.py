@@ -276,4 +276,4 @@ def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 def _trace_length(call: _Call) -> int:
     if not call.request.trace:
         return 0
-    return 3 if call.problem.has_energy else 2
+    return 4 if call.problem.has_energy else 3

@@ -60,7 +60,7 @@ class Recorder:
         self.num_evals = torch.zeros_like(self.num_steps)
         self.done, self.broken, self.stalled = (torch.zeros_like(self.residual, dtype=torch.bool) for _ in range(3))
         self.energy = self.residual.clone() if trace and problem.has_energy else None
-        self.events: list[tuple[Tensor, Tensor, Tensor | None]] | None = [] if trace else None
+        self.events: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] | None = [] if trace else None
         self.in_map = False
         self.first_mapped = self.evaluate(self.part(self.rows), self.initial, 0)
         self.unreadable = self.broken.clone()
@@ -129,7 +129,8 @@ class Recorder:
 
     def _take_down(self, rows: Tensor) -> None:
         if self.events is not None:
-            self.events.append((rows, self.residual[rows], None if self.energy is None else self.energy[rows]))
+            energy = None if self.energy is None else self.energy[rows]
+            self.events.append((rows, self.residual[rows], energy, self.value[rows]))
 
     # What comes of it.
 
@@ -167,16 +168,18 @@ class Recorder:
         if self.events is None:
             return ()
         length = int(self.num_evals.max()) if len(self.num_evals) else 1
-        residual, energy = (None if t is None else t.repeat(length, 1) for t in (self.residual, self.energy))
-        assert residual is not None
+        residual, value = self.residual.repeat(length, 1), self.value.repeat(length, 1, 1)
+        energy = None if self.energy is None else self.energy.repeat(length, 1)
         count = torch.zeros_like(self.num_evals, dtype=torch.int64)
-        for rows, best, best_energy in self.events:
+        for rows, best, best_energy, state in self.events:
             residual[count[rows], rows] = best.to(residual.dtype)
+            value[count[rows], rows] = state.to(value.dtype)
             if energy is not None and best_energy is not None:
                 energy[count[rows], rows] = best_energy.to(energy.dtype)
             count[rows] += 1
         spent = torch.arange(1, length + 1, dtype=torch.int32, device=residual.device)[:, None].minimum(self.num_evals)
-        return tuple(t.reshape(length, *self.lead) for t in (residual, energy, spent) if t is not None)
+        per_problem = [t.reshape(length, *self.lead) for t in (residual, energy, spent) if t is not None]
+        return (*per_problem, value.reshape(length, *self.shape))
 
 
 class Options(Mapping[str, Any]):

@@ -237,8 +237,10 @@ class SolverContract:
         assert trace is not None
         assert trace.energy is not None
         assert trace.residual.shape[1:] == trace.energy.shape[1:] == trace.num_evals.shape[1:] == (2, 3)
-        assert len(trace.residual) == len(trace.energy) == len(trace.num_evals)
+        assert len(trace.residual) == len(trace.energy) == len(trace.num_evals) == len(trace.value)
         torch.testing.assert_close(trace.residual[-1], solution.residual)
+        assert torch.equal(trace.value[0], energy.field)
+        assert torch.equal(trace.value[-1], solution.value)
         assert bool((trace.residual.diff(dim=0) <= 0).all())
         assert bool((trace.num_evals.diff(dim=0) >= 0).all())
         untraced = solve(energy, energy.field, solver=self.to(max_steps=1000))

@@ -19,7 +19,7 @@ def png(figure):
 
 
 def trace_of(residual, num_evals):
-    return Trace(torch.tensor(residual), None, torch.tensor(num_evals))
+    return Trace(torch.tensor(residual), None, torch.tensor(num_evals), torch.zeros(len(residual), 1, 2))
 
 
 def test_quartiles_hold_a_residual_until_the_next_one_is_recorded():

@@ -428,7 +428,7 @@ def test_lower_precisions_keep_float32_states(solver, dtype, random):
 def test_trace_ends_with_the_evidence_and_never_rises(solver, random):
     energy = hopfield(random)
     solution = solve(energy, energy.field, solver=solver, trace=True)
-    residual, values, num_evals = solution.trace
+    residual, values, num_evals, _ = solution.trace
     assert residual.shape == values.shape == num_evals.shape == (int(solution.num_evals.max()), B, N)
     torch.testing.assert_close(residual[0], recomputed(energy, energy.field))
     assert (residual.diff(dim=0) <= 0).all()
