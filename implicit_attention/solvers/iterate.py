@@ -36,7 +36,8 @@ class Iteration(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The fields of a `Solution` as plain tensors; `trace` holds (residual, energy, num_evals) or nothing."""
+    """The fields of a `Solution` as plain tensors; `trace` holds (residual, energy if there is one, num_evals,
+    value) or nothing."""
 
     value: Tensor
     status: Tensor
@@ -103,7 +104,8 @@ def _loop(
         record = _finish(record, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
         active = active & ~converged & ~broken
         if trace:
-            traced.append([t for t in (record.residual, record.energy, num_evals) if t is not None])
+            best = (record.residual, record.energy, num_evals, unflat(record.value, event))
+            traced.append([t for t in best if t is not None])
         if index == solver.max_steps:
             break
         if every and index % every == 0:
