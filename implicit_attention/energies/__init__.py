@@ -2,5 +2,6 @@
 
 from .anchored import AnchoredEnergy
 from .base import Energy, EnergyFunction
+from .self_attention import RepeatedSelfAttention, SelfAttentionEnergy
 
-__all__ = ["AnchoredEnergy", "Energy", "EnergyFunction"]
+__all__ = ["AnchoredEnergy", "Energy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"]

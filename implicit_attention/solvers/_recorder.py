@@ -109,7 +109,7 @@ class Recorder:
         rows = part.rows
         residual = torch.linalg.vector_norm(mapped - z, dim=-1)
         tolerance = self.solver.atol + self.solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
-        finite = torch.isfinite(residual)
+        finite = torch.isfinite(residual) & torch.isfinite(tolerance)
         first = self.num_evals[rows] == 0
         met = finite & (residual <= self.strictness * tolerance) & (not self.solver.fixed_budget)
         better = first | met | finite & ((residual < self.residual[rows]) | (last and self.solver.fixed_budget))

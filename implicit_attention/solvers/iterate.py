@@ -96,10 +96,12 @@ def _loop(
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
         accepted = torch.ones_like(active) if accepted is None else accepted
-        small = torch.isfinite(point.residual) & (point.residual <= tolerance)
+        # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
+        finite = torch.isfinite(point.residual) & torch.isfinite(tolerance)
+        small = finite & (point.residual <= tolerance)
         converged = active & accepted & small if not solver.fixed_budget else torch.zeros_like(active)
         record = _improve(record, point, tolerance, active & accepted, converged, num_evals, solver.fixed_budget)
-        broken = active & accepted & ~torch.isfinite(point.residual)
+        broken = active & accepted & ~finite
         record = _finish(record, converged, Status.CONVERGED)
         record = _finish(record, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
         active = active & ~converged & ~broken
@@ -213,7 +215,9 @@ class _Rows:
         if pad and self.count > 0 and initial.numel() > 0:
             padded = _round_up(self.count)
             index = torch.arange(padded, device=initial.device)
-            selected = problem.select(index.clamp(max=self.count - 1).expand(*lead[:-1], padded))
+            # Without padding one row tells whether there is a restriction, and does not copy the problem.
+            asked = index.clamp(max=self.count - 1) if padded > self.count else index[:1]
+            selected = problem.select(asked.expand(*lead[:-1], -1))
             self.compact = compact and selected is not None
             if selected is not None and padded > self.count:
                 self.base = self.problem = selected
