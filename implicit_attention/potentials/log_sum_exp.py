@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import is_plain, sum_to_shape
+from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_shape, transforms_active
+from ._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, sdpa
+from ._fold import Fold
 from ._keys import KeyPotential, check_mask, check_pairs
 from .base import CovarianceMap
 
@@ -22,16 +23,8 @@ from .base import CovarianceMap
 # of subnormal numbers cost ten times as much on a CPU.
 _CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
 
-
-# With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
-_FLASH_KEYS = 64
-# The kernel behind scaled_dot_product_attention on a CPU, which also returns the log-sum-exp that the energy needs. A
-# torch without it pays for the scores instead.
-_flash_with_logsumexp = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-
-
-def _sdpa(*arguments: Tensor, **options: Any) -> tuple[Tensor]:
-    return (F.scaled_dot_product_attention(*arguments, **options),)  # type: ignore[arg-type]
+# Scores below half of this are lost in rounding beside a bias of this / eps.
+_LOST = 64.0
 
 
 class LogSumExp(KeyPotential):
@@ -60,6 +53,8 @@ class LogSumExp(KeyPotential):
 
     convex = True
     declares_all = True
+    #: Whether torch's fused kernels are used where they can be.
+    fused: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -89,69 +84,111 @@ class LogSumExp(KeyPotential):
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        read = self._read()
-        return read.finish(self._scores(z, read).logsumexp(-1) / self._row_scale)
+        read = self._read(z)
+        return read.finish(self._scores(z, read).logsumexp(-1)) / self._row_scale
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
-        read = self._read()
+        read = self._read(z)
         if self._may_flash(z):
-            return read.finish(self._flash(z, read, _sdpa)[0], rows=True)
-        p = self._scores(z, read).softmax(-1)
-        return read.finish(einsum(p, read.keys, "... n m, ... m d -> ... n d"), rows=True)
+            return read.finish(self._flash(z, read, sdpa)[0], rows=True)
+        return read.finish(read.fold.product(self._scores(z, read).softmax(-1), read.keys), rows=True)
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess Phi(z) v = beta [K^T (p * K v) - mean <mean, v>], per row."""
-        read = self._read()
+        read = self._read(z)
+        fold, keys, v = read.fold, read.keys, read.fold.moved(v)
         p = self._scores(z, read).softmax(-1)
-        mean = einsum(p, read.keys, "... n m, ... m d -> ... n d")
-        projected = einsum(v, read.keys, "... n d, ... m d -> ... n m")
-        second = einsum(p * projected, read.keys, "... n m, ... m d -> ... n d")
-        return read.finish(self._scale * (second - mean * (mean * v).sum(-1, keepdim=True)), rows=True)
+        mean, second = fold.product(p, keys), fold.product(p * fold.product(v, keys.mT), keys)
+        return self._scale * read.finish(second - mean * (mean * v).sum(-1, keepdim=True), rows=True)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        read = self._read()
-        if z.device.type == "cpu" and _flash_with_logsumexp is not None and self._may_flash(z):
-            mean, logsumexp = self._flash(z, read, _flash_with_logsumexp)
-            return read.finish(logsumexp / self._row_scale), read.finish(mean, rows=True)
-        scores = self._scores(z, read)
-        logsumexp = scores.logsumexp(-1, keepdim=True)
-        mean = einsum((scores - logsumexp).exp(), read.keys, "... n m, ... m d -> ... n d")
-        return read.finish(logsumexp.squeeze(-1) / self._row_scale), read.finish(mean, rows=True)
+        read = self._read(z)
+        if z.device.type == "cpu" and flash_with_logsumexp is not None and self._may_flash(z):
+            mean, logsumexp = self._flash(z, read, flash_with_logsumexp)
+        else:
+            scores = self._scores(z, read)
+            mean, logsumexp = read.fold.product(scores.softmax(-1), read.keys), scores.logsumexp(-1)
+        return read.finish(logsumexp) / self._row_scale, read.finish(mean, rows=True)
 
     def probabilities(self, z: Tensor) -> Tensor:
         """softmax(beta K z + bias), (*batch, N, M); zeros for a query that attends to no key."""
-        read = self._read()
+        read = self._read(z)
         return read.finish(self._scores(z, read).softmax(-1), rows=True)
+
+    def readout(
+        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
+    ) -> Float[Tensor, "*batch N E"]:
+        """Softmax attention of z over the keys, read out in other values than the keys themselves.
+
+        readout(z, V) = softmax(beta K z + bias) V, so that mean(z) = readout(z, keys).
+
+        Args:
+            z: queries or states, (*batch, N, D).
+            values: one for each key, (*batch, M, E); leading axes broadcast to those of z, as the keys' do.
+            dropout_p: the part of the attention weights that is set to zero at random, in [0, 1]. It is always
+                applied: whoever calls knows whether the model is training.
+
+        Returns:
+            (*batch, N, E); zeros for a query that attends to no key, NaN for one that attends to a key that is masked
+            for others and is not finite, or whose value is not. A query whose biases are all so low that its scores are
+            lost beside them (finfo.min) reads the mean of the values, whatever it is.
+
+        Raises:
+            TypeError, ValueError: shapes, dtypes or devices that do not fit; dropout_p outside [0, 1].
+
+        Gradients: with respect to z, values, keys, beta and bias, to any order; with dropout_p > 0 to the orders that
+        torch has. With 64 keys or more, neither the result nor its first gradients store the (N, M) weights, unless the
+        bias itself requires grad.
+
+        Reference: Vaswani et al. (2017), eq. 1, with 1/sqrt(D) as beta. Half precision goes as it is to torch's fused
+        kernels, and is multiplied in float32 otherwise; autocast does not change the precision.
+        """
+        self._check_readout(z, values, dropout_p)
+        # The kernels have no derivative with respect to the bias, and none that torch.func could take.
+        tracked = transforms_active() or (self.bias is not None and is_differentiated(self.bias))
+        fused = dropout_p > 0 or (self._fits_kernels(z) and not tracked)
+        if not fused and torch.finfo(z.dtype).bits < 32:
+            wide = self.replace(*(t.float() if t.is_floating_point() else t for t in self.tensors()))
+            return wide.readout(z.float(), values.float()).to(z.dtype)
+        with exact_precision(z):
+            read, zeros = self._read(z, values).settled()
+            z = z if zeros is None else z.masked_fill(zeros, 0.0)
+            if not fused:
+                return read.finish(read.fold.product(self._scores(z, read).softmax(-1), read.values), rows=True)
+            kernel = partial(sdpa, dropout_p=dropout_p) if dropout_p > 0 else differentiable
+            return read.finish(self._flash(z, read, kernel)[0], rows=True)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
         if not self._has_only("keys", "beta", "mask", "bias"):
             return None
-        read = self._read()
-        scores = self._scores(z, read)
+        read = self._read(z)
+        fold, keys = read.fold, read.keys
         cutoff = _CUTOFF[z.dtype]
-        shifted = (scores - scores.logsumexp(-1, keepdim=True)).clamp_(min=-cutoff)
+        shifted = self._scores(z, read).log_softmax(-1).clamp_(min=-cutoff)
         p = read.zero_empty(shifted.exp().masked_fill_(shifted <= -cutoff, 0.0), rows=True)
-        mean = p @ read.keys
+        mean = fold.product(p, keys)
 
         def product(v: Tensor) -> Tensor:
-            weighted = (v @ read.keys.mT).mul_(p) @ read.keys
-            return self._scale * weighted.addcmul_(mean, (mean * v).sum(-1, keepdim=True), value=-1.0)
+            v = fold.moved(v)
+            weighted = fold.product(fold.product(v, keys.mT).mul_(p), keys)
+            return self._scale * fold.restored(weighted.addcmul_(mean, (mean * v).sum(-1, keepdim=True), value=-1.0))
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            centred = (u @ read.keys.mT).sub_((mean * u).sum(-1, keepdim=True)).mul_(p)
-            gradients: list[Tensor | None] = [
-                sum_to_shape(p.mT @ u + centred.mT @ (self._scale * z), self.keys.shape),
-            ]
+            u = fold.moved(u)
+            centred = fold.product(u, keys.mT).sub_((mean * u).sum(-1, keepdim=True)).mul_(p)
+            rows, scaled = fold.rows, fold.moved(self._scale * z)
+            by_keys = rows(p).mT @ rows(u) + rows(centred).mT @ rows(scaled)
+            gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
             if isinstance(self.beta, Tensor):
-                by_beta = ((centred @ read.keys) * z).sum((-1, -2))
+                by_beta = (fold.restored(fold.product(centred, keys)) * z).sum((-1, -2))
                 gradients.append(sum_to_shape(by_beta, self.beta.shape))
             if self.mask is not None:
                 gradients.append(None)
             if self.bias is not None:
-                gradients.append(sum_to_shape(centred, self.bias.shape))
+                gradients.append(sum_to_shape(fold.restored(centred), self.bias.shape))
             return tuple(gradients)
 
         return CovarianceMap(product, pullback)
@@ -174,27 +211,47 @@ class LogSumExp(KeyPotential):
 
     # Parts.
 
-    def _read(self) -> _Read:
-        """What the mask leaves to be read."""
-        keys, mask, bias = self.keys, self.mask, self.bias
-        if mask is None and bias is None:
-            return _Read(keys, None, None, None)
-        if bias is not None and mask is not None:
-            bias = bias.where(mask, -torch.inf)
-        attended = torch.ne(bias, -torch.inf) if bias is not None else mask
-        assert attended is not None
-        # A key may hold NaN for those who do not attend to it. 0 * NaN is NaN, so it is read as zero, and the queries
-        # that do attend to it are told apart by a product that costs one number per pair.
-        finite = torch.isfinite(keys).all(-1, keepdim=True)
-        count = keys.shape[-2]
-        reads = attended.expand(*attended.shape[:-1], count).to(keys.dtype)
-        reads = reads if reads.ndim > 1 else reads[None]
-        poison = torch.where(reads @ (~finite).to(keys.dtype) > 0, torch.nan, 0.0).squeeze(-1)
-        pairs = bias if bias is not None else mask
-        return _Read(keys.where(finite, 0.0), pairs, ~attended.any(-1), poison.to(keys.dtype))
+    def _check_readout(self, z: Tensor, values: Tensor, dropout_p: float) -> None:
+        self.check_state("z", z)
+        _validate.check_float_tensor("values", values, min_ndim=2)
+        _validate.check_same_kind([("keys", self.keys), ("values", values)])
+        _validate.require(
+            values.shape[-2] == self.keys.shape[-2],
+            "values",
+            f"have one row for each of the {self.keys.shape[-2]} keys, shape (*batch, M, E)",
+            f"shape {tuple(values.shape)}",
+        )
+        _validate.check_broadcast("values", values.shape[:-2], z.shape[:-2], "the leading axes of `z`")
+        _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0, remedy="0 drops nothing")
+
+    def _read(self, z: Tensor, values: Tensor | None = None) -> _Read:
+        """What the mask leaves to be read by states of z's shape."""
+        held = [self.keys] if values is None else [self.keys, values]
+        fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in held))
+        held = [fold.moved(t) for t in held]
+        mask = None if self.mask is None else fold.moved(self.mask)
+        bias = None if self.bias is None else fold.moved(self.bias)
+        empty = poison = None
+        if mask is not None or bias is not None:
+            if bias is not None and mask is not None:
+                bias = bias.where(mask, -torch.inf)
+            attended = torch.ne(bias, -torch.inf) if bias is not None else mask
+            assert attended is not None
+            empty = ~attended.any(-1)
+            # A key may hold NaN for those who do not attend to it. 0 * NaN is NaN, so it is read as zero, and the
+            # queries that do attend to it are told apart by a product that costs one number per pair.
+            finite = [torch.isfinite(t).all(-1, keepdim=True) for t in held]
+            held = [t.where(f, 0.0) for t, f in zip(held, finite, strict=True)]
+            bad = ~(finite[0] & finite[-1]).squeeze(-1)
+            reads = attended.expand(*attended.shape[:-1], bad.shape[-1])
+            # einsum, unlike @, expands neither of the two.
+            number = einsum(reads.to(z.dtype), bad.to(z.dtype), "... n m, ... m -> ... n")
+            poison = torch.where(number > 0, torch.nan, 0.0).to(z.dtype)
+        held = [fold.rows(t) for t in held]
+        return _Read(fold, held[0], held[-1], mask if bias is None else bias, empty, poison)
 
     def _scores(self, z: Tensor, read: _Read) -> Tensor:
-        scores = einsum(self._scale * z, read.keys, "... n d, ... m d -> ... n m")
+        scores = read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
         if read.pairs is not None:
             boolean = read.pairs.dtype == torch.bool
             scores = scores.masked_fill(~read.pairs, -torch.inf) if boolean else scores + read.pairs
@@ -202,30 +259,34 @@ class LogSumExp(KeyPotential):
         return read.zero_empty(scores, rows=True)
 
     def _may_flash(self, z: Tensor) -> bool:
-        return z.numel() > 0 and self.keys.shape[-2] >= _FLASH_KEYS and is_plain(z, *self.tensors())
+        return self._fits_kernels(z) and is_plain(z, *self.tensors())
+
+    def _fits_kernels(self, z: Tensor) -> bool:
+        return self.fused and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
 
     def _flash(self, z: Tensor, read: _Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The kernel's outputs for queries z, in z's leading axes; it never stores the (N, M) scores."""
-        batch = z.shape[:-2]
+        """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
-        keys = read.keys.expand(*batch, *read.keys.shape[-2:])
-        # Its fast kernels want exactly two leading axes.
-        two = batch if len(batch) == 2 else torch.Size((math.prod(batch), 1))
-        query, keys = (t.reshape(*two, *t.shape[-2:]).contiguous() for t in (query, keys))
-        pairs = read.pairs
-        if pairs is not None:
-            shape = (z.shape[-2], keys.shape[-2])
-            if pairs.dtype == torch.bool:
-                pairs = torch.zeros((), dtype=z.dtype, device=z.device).where(pairs, -torch.inf)
-            pairs = pairs.expand(*batch, *shape).reshape(*two, *shape)
-        outputs = kernel(query, keys, keys, attn_mask=pairs, scale=scale)
-        return tuple(out.reshape(*batch, *out.shape[2:]) for out in outputs)
+        return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale)
+
+
+class ReferenceLogSumExp(LogSumExp):
+    """`LogSumExp` with every product written out, to compare with."""
+
+    declares_all = True
+    fused = False
 
 
 class _Read(NamedTuple):
-    """What is read: keys, mask or bias of the pairs, which rows (*batch, N) attend to nothing, and which to a NaN."""
+    """What is read, in the layout of `fold`.
 
+    Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
+    nothing, and which to a NaN.
+    """
+
+    fold: Fold
     keys: Tensor
+    values: Tensor
     pairs: Tensor | None
     empty: Tensor | None
     poison: Tensor | None
@@ -237,11 +298,28 @@ class _Read(NamedTuple):
         return values.masked_fill(self.empty[..., None] if rows else self.empty, 0.0)
 
     def finish(self, values: Tensor, *, rows: bool = False) -> Tensor:
-        """`zero_empty`, and NaN for the queries that attend to a key which is not finite."""
+        """`zero_empty`, and NaN for the queries that attend to a key which is not finite, as (*batch, N, ...)."""
         values = self.zero_empty(values, rows=rows)
-        if self.poison is None:
-            return values
-        return values + (self.poison[..., None] if rows else self.poison)
+        if self.poison is not None:
+            values = values + (self.poison[..., None] if rows else self.poison)
+        return self.fold.restored(values)
+
+    def settled(self) -> tuple[_Read, Tensor | None]:
+        """The same for kernels, and which queries (*#batch, #N, 1) must be read as zeros for that.
+
+        Of biases that are all so low that scores are lost beside them, only who has the largest matters. The kernels
+        find that answer but not its gradient, as they weigh by exp(score - logsumexp), which rounds in the same way; a
+        row of -inf has none at all. Without scores such a row is attention to its largest biases, now zeros.
+        """
+        if self.pairs is None:
+            return self, None
+        if self.pairs.dtype == torch.bool:
+            assert self.empty is not None
+            return self._replace(pairs=self.pairs | self.empty[..., None]), None
+        top = self.pairs.detach().amax(-1, keepdim=True)
+        low = top < -_LOST / torch.finfo(torch.promote_types(top.dtype, torch.float32)).eps
+        largest = torch.zeros_like(top).where(self.pairs == top, -torch.inf)
+        return self._replace(pairs=largest.where(low, self.pairs)), self.fold.restored(low)
 
 
 def _select_rows(pairs: Tensor, index: Tensor) -> Tensor:

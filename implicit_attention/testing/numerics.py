@@ -45,3 +45,40 @@ def dense_gradients(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Ten
     floating = [t for t in tensors if t.is_floating_point()]
     gradients = iter(torch.autograd.grad(mapped, floating, u.detach(), allow_unused=True))
     return tuple(next(gradients) if t.is_floating_point() else None for t in tensors)
+
+
+def equilibrium_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    beta: float | Tensor,
+    anchor: float | Tensor,
+    steps: int = 3000,
+) -> Tensor:
+    """Equilibrium attention in float64 by repeating its map, every product written out: the slow, sure way.
+
+    One axis of heads, keys not shared; `mask` boolean or additive, `beta` and `anchor` per head or numbers. Without
+    `value` the state is returned. Raises where so many plain steps do not settle to 1e-10.
+    """
+    q, k = query.double(), key.double()
+    beta, anchor = (torch.as_tensor(t, dtype=torch.float64)[..., None, None] for t in (beta, anchor))
+    bias = torch.zeros((), dtype=torch.float64)
+    if mask is not None:
+        bias = bias.where(mask, -torch.inf) if mask.dtype == torch.bool else mask.double()
+
+    def weights(z: Tensor) -> Tensor:
+        scores = beta * (z @ k.mT) + bias
+        nothing = torch.isneginf(scores).all(-1, keepdim=True)
+        return scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+
+    z = q
+    for _ in range(steps):
+        before, z = z, anchor * q + (1 - anchor) * weights(z) @ k
+        change = float((z - before).detach().abs().max())
+        if change <= 1e-14:
+            break
+    if change > 1e-10:
+        raise RuntimeError(f"plain steps have not settled after {steps}: change {change:.1e}")
+    return z if value is None else weights(z) @ value.double()

@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..potentials import Potential
 from .numerics import random, relative_error
 
 #: Two batch entries, three queries, five dimensions: shapes that break wrong axes.
 STATE = (2, 3, 5)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is computed inside this context: names of the operators, and how many numbers the largest tensor stores."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.operators.append(str(function))
+        given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
+        for tensor in pytree.tree_leaves(result):
+            # A view of what was there is no allocation, and an expanded tensor is as small as its storage.
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
 
 
 class PotentialContract:

@@ -6,9 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from implicit_attention import LogSumExp
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    Broyden,
+    GradientDescent,
+    LogSumExp,
+    NewtonKrylov,
+    Picard,
+    Status,
+    solve,
+)
 from implicit_attention.testing.numerics import random
-from implicit_attention.testing.potential import PotentialContract
+from implicit_attention.testing.potential import Allocations, PotentialContract
 
 KEYS = (2, 7, 5)
 MANY = 70  # enough keys for the flash kernels
@@ -61,6 +71,13 @@ class TestKeyPadding(PotentialContract):
 class TestSharedKeys(PotentialContract):
     def make(self, dtype):
         return LogSumExp(random(7, 5, dtype=dtype), 0.7)
+
+
+class TestSharedKeysMaskAndBias(PotentialContract):
+    def make(self, dtype):
+        beta = torch.tensor([0.5, 1.3], dtype=torch.float64).to(dtype)
+        bias = random(3, 7, seed=4, dtype=dtype)
+        return LogSumExp(random(1, 7, 5, dtype=dtype), beta, mask=mask_with_empty_row(), bias=bias)
 
 
 def test_mean_is_scaled_dot_product_attention():
@@ -223,6 +240,59 @@ def test_flash_kernels_take_any_layout():
 def test_without_the_private_kernel_the_result_is_the_same(monkeypatch):
     potential, z = LogSumExp(random(2, MANY, 5), 0.7), random(2, 3, 5, seed=1)
     with_kernel = potential.evaluate(z)
-    monkeypatch.setattr("implicit_attention.potentials.log_sum_exp._flash_with_logsumexp", None)
+    monkeypatch.setattr("implicit_attention.potentials.log_sum_exp.flash_with_logsumexp", None)
     for got, expected in zip(potential.evaluate(z), with_kernel, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+COUNTS = pytest.mark.parametrize("count", [7, MANY])
+
+
+def lowest_bias(count, dtype):
+    """As Hugging Face masks: a query from all keys, one from some and one from none."""
+    bias = torch.zeros(3, count, dtype=dtype)
+    bias[0] = bias[1, 3:] = torch.finfo(dtype).min
+    return bias
+
+
+@COUNTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_of_lowest_biases_attends_to_all_keys_alike(count, dtype):
+    keys, z, v = (random(2, n, 5, seed=n, dtype=dtype) for n in (count, 3, 3))
+    potential = LogSumExp(keys, 2.0, bias=lowest_bias(count, dtype))
+    mean = keys.mean(1)
+    torch.testing.assert_close(potential.probabilities(z)[:, 0], torch.full((2, count), 1 / count, dtype=dtype))
+    results = (
+        potential.mean(z),
+        potential.mean(z.clone().requires_grad_()),
+        potential.evaluate(z)[1],
+        potential.readout(z, keys),
+    )
+    for result in results:
+        torch.testing.assert_close(result[:, 0], mean)
+        torch.testing.assert_close(result, results[0])
+    linear = potential.linearize(z)
+    torch.testing.assert_close(linear.product(v), potential.covariance_product(z, v))
+    kept = z.clone().requires_grad_()
+    parts = torch.autograd.grad(LogSumExp(keys.requires_grad_(), 2.0, bias=potential.bias).mean(kept), keys, v)
+    torch.testing.assert_close(linear.pullback(v)[0], parts[0])
+
+
+@COUNTS
+@pytest.mark.parametrize("solver", [Anderson(), Picard(), Broyden(), NewtonKrylov(), GradientDescent()], ids=str)
+@pytest.mark.parametrize("beta", [0.125, 1.0])
+def test_rows_of_lowest_biases_are_solved(count, solver, beta):
+    keys, x = random(2, count, 5, dtype=torch.float32), random(2, 3, 5, seed=1, dtype=torch.float32)
+    potential = LogSumExp(keys, beta, bias=lowest_bias(count, torch.float32))
+    solution = solve(AnchoredEnergy(potential, x, 0.5), x, solver=solver, on_failure="ignore")
+    assert solution.status[:, 0].eq(Status.CONVERGED).all()
+    torch.testing.assert_close(solution.value[:, 0], (x[:, 0] + keys.mean(1)) / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_a_solve_of_whole_blocks_does_not_copy_the_mask_per_head():
+    mask = torch.ones(2, 1, 32, 256, dtype=torch.bool).tril(100)
+    x = random(2, 8, 32, 4)
+    energy = AnchoredEnergy(LogSumExp(random(2, 8, 256, 4, seed=1), 0.5, mask=mask), x, 0.5)
+    with Allocations() as seen:
+        solve(energy, x)
+    assert seen.largest < 2 * 8 * 32 * 256

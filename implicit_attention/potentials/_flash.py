@@ -1,0 +1,125 @@
+"""Softmax attention by torch's fused kernels, which never store the (N, M) scores, in the layout of a `Fold`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._autograd import exact_precision, transforms_active, vjp
+from ._fold import Fold
+
+# With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
+FLASH_KEYS = 64
+# The kernel behind scaled_dot_product_attention on a CPU, which also returns the log-sum-exp that the energy needs. A
+# torch without it pays for the scores instead.
+flash_with_logsumexp = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def sdpa(*arguments: Tensor, **options: Any) -> tuple[Tensor]:
+    return (F.scaled_dot_product_attention(*arguments, **options),)  # type: ignore[arg-type]
+
+
+def differentiable(query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None, scale: float) -> Any:
+    """`sdpa` with derivatives of every order with respect to query, keys and values."""
+    if torch.compiler.is_compiling():
+        # The compiler differentiates the kernel by itself, once; more derivatives it refuses of any function.
+        return sdpa(query, keys, values, attn_mask=attn_mask, scale=scale)
+    return (_Attention.apply(query, keys, values, attn_mask, scale),)  # type: ignore[no-untyped-call]
+
+
+def attend(
+    kernel: Callable[..., tuple[Tensor, ...]],
+    fold: Fold,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pairs: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The outputs of `kernel`, (*kept, *folded, N, ...).
+
+    Args:
+        query: (*kept, *folded, N, D).
+        keys, values: (*#kept, M, D) and (*#kept, M, E).
+        pairs: which keys are attended to, or what is added to the scores, (*#kept, *#folded, #N, #M).
+    """
+    lead, kept, dim = query.shape[:-2], fold.kept, values.shape[-1]
+    # The fast kernels want one dimension; zeros change neither scores nor answers.
+    wide = max(query.shape[-1], dim)
+    query, keys, values = (
+        F.pad(t, (0, wide - t.shape[-1])) if t.shape[-1] < wide else t for t in (query, keys, values)
+    )
+    keys, values = keys.contiguous(), values.contiguous()
+    if pairs is not None and pairs.dtype == torch.bool:
+        pairs = torch.zeros((), dtype=query.dtype, device=query.device).where(pairs, -torch.inf)
+    if pairs is not None and lead[kept:] and pairs.shape[kept:-1].numel() > 1:
+        # As rows of one product, queries that share keys would ask for copies of such a mask.
+        spread = [t[(..., *(None,) * (len(lead) - kept), slice(None), slice(None))] for t in (keys, values)]
+        if _cut(lead, *spread, pairs) is not None:
+            (keys, values), kept = spread, len(lead)
+        else:
+            pairs = pairs.expand(*pairs.shape[:kept], *query.shape[kept:-1], pairs.shape[-1])
+    rows = query.flatten(kept, -2).contiguous()
+    pairs = None if pairs is None else pairs.flatten(kept, -2)
+    # They also want exactly two leading axes.
+    cut = _cut(lead[:kept], *(t for t in (keys, values, pairs) if t is not None))
+    cut = kept if cut is None else cut
+    two = math.prod(lead[:cut]), math.prod(lead[cut:kept])
+    rows, keys, values = (t.expand(*lead[:kept], -1, -1).reshape(*two, *t.shape[-2:]) for t in (rows, keys, values))
+    if pairs is not None:
+        shape = (rows.shape[-2], keys.shape[-2])
+        pairs = pairs.expand(*lead[:kept], *shape).reshape(*two, *shape)
+    first, *others = kernel(
+        rows.reshape(*two, *rows.shape[-2:]).contiguous(), keys, values, attn_mask=pairs, scale=scale
+    )
+    outputs = (first[..., :dim] if dim < wide else first, *others)
+    return tuple(out.reshape(*query.shape[:-1], *out.shape[3:]) for out in outputs)
+
+
+def _cut(lead: torch.Size, *tensors: Tensor) -> int | None:
+    """Where to cut the axes `lead` so that either part can be merged in tensors (*#lead, X, Y) that stay views."""
+    for cut in range(len(lead) - 1, -1, -1):
+        parts = [(t.shape[:-2], slice(cut)) for t in tensors] + [(t.shape[:-2], slice(cut, None)) for t in tensors]
+        if all(shape[part].numel() in (1, lead[part].numel()) for shape, part in parts):
+            return cut
+    return None
+
+
+def _widened(tensor: Tensor, size: int) -> Tensor:
+    return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
+
+
+class _Attention(torch.autograd.Function):
+    """(query, keys, values, mask, scale) -> softmax(scale Q K^T + mask) V.
+
+    The kernels have a first derivative only. A derivative that may itself be differentiated is that of the formula.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        ctx.save_for_backward(query, keys, values, mask)
+        ctx.scale = scale
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, mask = ctx.saved_tensors
+        with exact_precision(cotangent):
+            if torch.is_grad_enabled() or transforms_active():
+                _, pullback = vjp(lambda q, k, v: _formula(q, k, v, mask, ctx.scale), *inputs)
+                return (*pullback(cotangent), None, None)
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, ctx.needs_input_grad, strict=False)]
+                (out,) = sdpa(*leaves, attn_mask=mask, scale=ctx.scale)
+            gradients = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], cotangent))
+        return (*(next(gradients) if t.requires_grad else None for t in leaves), None, None)
+
+
+def _formula(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = (scale * query) @ keys.mT
+    return (scores if mask is None else scores + mask).softmax(-1) @ values
