@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from .adjoints import Implicit, OneStep, Phantom, Unrolled
-from .energies import AnchoredEnergy, EnergyFunction
-from .errors import ConvergenceError, ConvergenceWarning
+from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
+from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
+from .functional import equilibrium_attention
+from .layers import AttentionPooling, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
 from .linear import CG, GMRES, MINRES, Neumann
 from .potentials import LogSumExp, Potential, Quadratic
 from .problem import FixedPointMap
@@ -19,11 +21,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "equilibrium_attention",
+    "ImplicitAttention",
+    "MemoryLookup",
+    "AttentionPooling",
+    "KeyValueCache",
+    "Rotary",
     "LogSumExp",
     "Quadratic",
     "Potential",
     "AnchoredEnergy",
     "EnergyFunction",
+    "SelfAttentionEnergy",
+    "RepeatedSelfAttention",
     "FixedPointMap",
     "solve",
     "Solution",
@@ -45,6 +55,7 @@ __all__ = [
     "Neumann",
     "ConvergenceError",
     "ConvergenceWarning",
+    "UnsupportedImplementation",
 ]
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def transforms_active() -> bool:
@@ -35,6 +39,22 @@ def is_differentiated(*tensors: Tensor) -> bool:
 def exact_precision(tensor: Tensor) -> torch.autocast:
     """A context in which autocast does not lower the precision of what is computed from `tensor`."""
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function`, left out of what torch.compile compiles: one clean graph break.
+
+    For what asks the host when to stop, which would break the graph at every step.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            outside: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            return outside(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import exact_precision, transforms_active
+from ._autograd import exact_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures
 from ._types import OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
@@ -17,6 +15,7 @@ from .solution import AdjointReport, Solution, Trace
 from .solvers import Anderson, Solver
 
 
+@uncompiled
 def solve(
     problem: Problem,
     initial: Tensor,
@@ -47,10 +46,6 @@ def solve(
 
     Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()`.
     """
-    if torch.compiler.is_compiling():
-        # The loop asks the host when to stop: one clean graph break instead of one at every step.
-        uncompiled: Callable[..., Solution] = torch.compiler.disable(solve)  # type: ignore[no-untyped-call]
-        return uncompiled(problem, initial, solver=solver, adjoint=adjoint, on_failure=on_failure, trace=trace)
     solver = Anderson() if solver is None else solver
     adjoint = Implicit() if adjoint is None else adjoint
     for name, value, kind in (("problem", problem, Problem), ("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):

@@ -5,13 +5,25 @@ import torch
 from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
-from implicit_attention import AnchoredEnergy, LogSumExp, Quadratic, diagnostics, solve
+from implicit_attention import (
+    AnchoredEnergy,
+    LogSumExp,
+    Picard,
+    Quadratic,
+    RepeatedSelfAttention,
+    SelfAttentionEnergy,
+    diagnostics,
+    equilibrium_attention,
+    solve,
+)
 from implicit_attention.testing.numerics import random
 
 METHODS = {
     LogSumExp: ("__init__", "value", "mean", "covariance_product"),
     Quadratic: ("__init__", "value", "mean", "covariance_product"),
     AnchoredEnergy: ("__init__", "energy", "fixed_point_map"),
+    SelfAttentionEnergy: ("__init__", "energy", "fixed_point_map", "probabilities"),
+    RepeatedSelfAttention: ("__init__", "fixed_point_map", "probabilities"),
 }
 FUNCTIONS = (
     "spectral_radius",
@@ -43,6 +55,11 @@ def test_annotations_hold():
             potential.covariance_product(x, potential.mean(x))
             energy.energy(x)
             diagnostics.diagnose(energy, solve(energy, x))
+
+    for problem in (SelfAttentionEnergy(x, beta, 0.9, bias=random(3, 3)), RepeatedSelfAttention(x, 0.1, anchor)):
+        problem.probabilities(solve(problem, x, solver=Picard()).value)
+    checked_attention = jaxtyped(equilibrium_attention, typechecker=beartype)
+    checked_attention(x[:, None], keys[:, None], random(2, 1, 7, 4), mask[:, None], scale=beta[:, None], anchor=0.5)
 
 
 def test_the_check_checks():

@@ -1,0 +1,380 @@
+"""`ImplicitAttention`: multi-head attention whose heads answer with the equilibrium of an energy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .. import _validate
+from .._types import Impl, OnFailure
+from ..adjoints import Adjoint
+from ..equilibrium import PotentialFactory, SolveOptions, attend, check_causal, split_mask
+from ..potentials import LogSumExp
+from ..solution import Evidence
+from ..solvers import Solver
+from .cache import KeyValueCache, check_cache
+from .projections import (
+    LearnedAnchor,
+    LearnedBeta,
+    Rotary,
+    Scalar,
+    anchor_or_beta,
+    merge_heads,
+    split_heads,
+)
+
+Readout: TypeAlias = Literal["values", "state"]
+
+
+class ImplicitAttention(nn.Module):
+    """Multi-head self- or cross-attention in which every query settles into an equilibrium before values are read.
+
+    Per head, with q = W_q x, K = W_k context, V = W_v context:
+    z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
+    ordinary multi-head attention, with the same parameters.
+
+    Args:
+        dim: width of input and output.
+        heads: number of heads.
+        head_dim: width of a head, default dim / heads.
+        kv_heads: heads of keys and values, dividing `heads`; fewer ones are shared by groups of queries.
+        context_dim: width of the context, default `dim`.
+        potential: (keys, beta, mask=, bias=) -> Potential; `LogSumExp` is softmax attention.
+        anchor: "learned" (per head, from .5, inside (0, 1)) or a number in [0, 1]. With 0 the query projection gets no
+            gradient from the solve.
+        beta: inverse temperature, "learned" (per head, from 1/sqrt(head_dim)) or a number > 0.
+        readout: "values", or "state": the equilibrium z itself, in the space of the keys.
+        values_inside: make the values part of the stored patterns, which then are pairs (k_j, v_j), and of the state,
+            so that what has been recalled helps to recall the rest. The first step does not notice.
+        causal: a token attends to itself and those before it.
+        dropout: part of the attention weights dropped in the read-out while training.
+        qk_norm: None, "rms" or "layer": normalise queries and keys per head.
+        rotary: None, or `Rotary()` to turn queries and keys by their positions (a state that is read out is turned
+            back).
+        projection_bias: whether the projections have biases.
+        bare: no projections and one head: the energy itself, over raw inputs; values are the context.
+        solver, adjoint, impl, max_steps, on_failure: as in `equilibrium_attention`; a call may override each.
+
+    Attributes:
+        last_solve: the `Evidence` of the last call, detached: status, residual, evaluations per query, and of its
+            backward solve once that has run. Not part of the state dict, of copies and of pickles.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, with the remedy.
+
+    Gradients: with respect to inputs and parameters, in training and in evaluation mode, to any order.
+    """
+
+    last_solve: Evidence | None
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
+        context_dim: int | None = None,
+        potential: PotentialFactory = LogSumExp,
+        anchor: Scalar = "learned",
+        beta: Scalar = "learned",
+        readout: Readout = "values",
+        values_inside: bool = False,
+        causal: bool = False,
+        dropout: float = 0.0,
+        qk_norm: Literal["rms", "layer"] | None = None,
+        rotary: Rotary | None = None,
+        projection_bias: bool = False,
+        bare: bool = False,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        impl: Impl = "auto",
+        max_steps: int | None = None,
+        on_failure: OnFailure = "warn",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.context_dim = dim if context_dim is None else context_dim
+        self.bare = bare
+        self._check_sizes(head_dim)
+        self.head_dim = dim // heads if head_dim is None else head_dim
+        _validate.check_choice("readout", readout, ("values", "state"))
+        _validate.check_number("dropout", dropout, low=0.0, high=1.0)
+        if readout == "state":
+            _validate.require(
+                not values_inside,
+                "readout",
+                "be 'values' with values_inside=True",
+                "'state'",
+                "the state has no values",
+            )
+            remedy = "put nn.Dropout behind the layer, or use readout='values'"
+            _validate.require(
+                dropout == 0, "dropout", "be 0 with readout='state', which has no weights", dropout, remedy
+            )
+        elif isinstance(potential, type) and not hasattr(potential, "readout"):
+            raise ValueError(
+                _validate.message(
+                    "readout", f"be 'state' with {potential.__name__}, which has no weights", "'values'", "pass it so"
+                )
+            )
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
+        self.potential, self.readout, self.values_inside = potential, readout, values_inside
+        self.causal, self.dropout, self.rotary = causal, dropout, rotary
+        self.options = SolveOptions(
+            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
+        )
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor(heads, **made))
+        self.beta = anchor_or_beta("beta", beta, LearnedBeta(heads, self.head_dim**-0.5, **made))
+        _validate.check_choice("qk_norm", qk_norm, (None, "rms", "layer"))
+        self.q_norm = self.k_norm = None
+        if qk_norm is not None:
+            norm = nn.RMSNorm if qk_norm == "rms" else nn.LayerNorm
+            self.q_norm, self.k_norm = (norm(self.head_dim, **made) for _ in range(2))
+        self.q_proj = self.k_proj = self.v_proj = self.out_proj = None
+        if not bare:
+            inner, shared = heads * self.head_dim, self.kv_heads * self.head_dim
+            self.q_proj = nn.Linear(dim, inner, projection_bias, **made)
+            self.k_proj = nn.Linear(self.context_dim, shared, projection_bias, **made)
+            if readout == "values":
+                self.v_proj = nn.Linear(self.context_dim, shared, projection_bias, **made)
+            self.out_proj = nn.Linear(inner, dim, projection_bias, **made)
+        self.last_solve = None
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KeyValueCache | None = None,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        impl: Impl | None = None,
+        max_steps: int | None = None,
+        on_failure: OnFailure | None = None,
+        return_solution: bool = False,
+        return_trajectory: bool = False,
+    ) -> Any:
+        """Attend from every token of x to the context.
+
+        Args:
+            x: (*batch, N, dim).
+            context: what is attended to, (*batch, M, context_dim); default x.
+            values: what values are made of where that is not the context, (*batch, M, context_dim).
+            mask: boolean (True = attend) or additive: (N, M), (*batch, N, M), or (*batch, heads, N, M).
+            key_mask: which tokens of the context exist, boolean, (*batch, M).
+            positions: of the tokens of x, for `rotary`: (N,) or (*batch, N); default 0, 1, ... behind the cache.
+            causal: overrides the layer's.
+            cache: from `new_cache`; the tokens of x are added to it, and attend to all it holds.
+            solver, adjoint, impl, max_steps, on_failure: override the layer's for this call.
+            return_solution: return (output, Solution) with states (*batch, heads, N, head_dim) and their evidence.
+            return_trajectory: the same, with the states of all iterations in `solution.trace`.
+
+        Returns:
+            (*batch, N, dim), with the solution if asked for.
+        """
+        options = self.options.override(
+            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
+        )
+        if cache is not None:
+            check_cache(cache, self)
+        offset = 0 if cache is None or cache.fixed else cache.length
+        positions = self._positions(x, positions, offset)
+        query = self._query(x, positions)
+        keys, read = self._keys_and_values(x, context, values, cache, positions)
+        pairs, bias = self._masks(x, keys, mask, key_mask, self.causal if causal is None else causal, offset)
+        if self.values_inside:
+            assert read is not None
+            keys = torch.cat([keys, read], dim=-1)
+            query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
+        output, solution, self.last_solve = attend(
+            query,
+            keys,
+            read,
+            beta=self.beta if isinstance(self.beta, float) else self.beta(),
+            anchor=self.anchor if isinstance(self.anchor, float) else self.anchor(),
+            mask=pairs,
+            bias=bias,
+            potential=self.potential,
+            options=options,
+            dropout_p=self.dropout if self.training else 0.0,
+            grouped=True,
+            initial=self._warm_start(query, cache),
+            trace=return_trajectory,
+            measure=return_solution or return_trajectory,
+        )
+        if cache is not None:
+            cache.record(solution.value, solution.num_evals)
+        if self.readout == "state" and self.rotary is not None:
+            output = self.rotary(output, positions, inverse=True)
+        output = output.squeeze(-3) if self.bare else merge_heads(output)
+        output = output if self.out_proj is None else self.out_proj(output)
+        return (output, solution) if return_solution or return_trajectory else output
+
+    def new_cache(self, context: Tensor | None = None, *, warm_start: bool = False) -> KeyValueCache:
+        """A cache for decoding: empty, or, with a context to attend to, holding that context's keys and values.
+
+        Args:
+            context: (*batch, M, context_dim), for cross-attention.
+            warm_start: start every token's solve at the equilibrium of the token before. Saves evaluations where
+                neighbours are alike; where a query has several equilibria it may end in another one.
+        """
+        cache = KeyValueCache(self, fixed=context is not None, warm_start=warm_start)
+        if context is not None:
+            positions = torch.arange(context.shape[-2], device=context.device)
+            cache.append(*self._project_context(context, context, positions))
+        return cache
+
+    # Parts of the forward.
+
+    def _query(self, x: Tensor, positions: Tensor) -> Tensor:
+        _check_tokens("x", x, self.dim)
+        query = x if self.q_proj is None else self.q_proj(x)
+        query = _normed(self.q_norm, split_heads(query, self.heads))
+        return query if self.rotary is None else self.rotary(query, positions)
+
+    def _keys_and_values(
+        self, x: Tensor, context: Tensor | None, values: Tensor | None, cache: KeyValueCache | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Keys (*batch, kv_heads, M, head_dim) and what is read out, which is None for the state."""
+        _validate.require(
+            values is None or self.readout == "values",
+            "values",
+            "be None with readout='state', which reads no values",
+            "a tensor",
+            "make the layer with readout='values'",
+        )
+        if cache is not None:
+            given = "a context" if context is not None else "values"
+            _validate.require(
+                context is None and values is None,
+                "cache",
+                "come without context and values: it holds what was computed from them",
+                given,
+                "make it with layer.new_cache(context) to attend to a context",
+            )
+        if cache is None or not cache.fixed:
+            source = x if context is None else context
+            if context is not None or positions.shape[-1] != source.shape[-2]:
+                positions = torch.arange(source.shape[-2], device=source.device)
+            keys, read = self._project_context(source, source if values is None else values, positions)
+            if cache is None:
+                return keys, read
+            cache.append(keys, read)
+        assert cache.keys is not None
+        return cache.keys, cache.values
+
+    def _project_context(self, context: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        _check_tokens("context", context, self.context_dim)
+        _check_tokens("values", values, self.context_dim)
+        _validate.require(
+            values.shape[-2] == context.shape[-2],
+            "values",
+            f"have one row for each of the {context.shape[-2]} tokens attended to",
+            f"shape {tuple(values.shape)}",
+        )
+        keys = context if self.k_proj is None else self.k_proj(context)
+        keys = _normed(self.k_norm, split_heads(keys, self.kv_heads))
+        if self.rotary is not None:
+            keys = self.rotary(keys, positions)
+        if self.readout == "state":
+            return keys, None
+        return keys, split_heads(values if self.v_proj is None else self.v_proj(values), self.kv_heads)
+
+    def _positions(self, x: Tensor, positions: Tensor | None, offset: int) -> Tensor:
+        if positions is None:
+            return torch.arange(offset, offset + x.shape[-2], device=x.device)
+        fits = positions.shape in (x.shape[-2:-1], x.shape[:-1])
+        _validate.require(fits, "positions", "have shape (N,) or (*batch, N)", f"shape {tuple(positions.shape)}")
+        return positions
+
+    def _masks(
+        self, x: Tensor, keys: Tensor, mask: Tensor | None, key_mask: Tensor | None, causal: bool, offset: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(mask, bias), which broadcast to (*batch, heads, N, M)."""
+        batch, rows, count = x.shape[:-2], x.shape[-2], keys.shape[-2]
+        if mask is not None and mask.ndim == x.ndim and mask.ndim > 2:
+            mask = mask.unsqueeze(-3)
+        pairs, bias = split_mask("mask", mask, keys)
+        if mask is not None:
+            meaning = "(N, M), (*batch, N, M) or (*batch, heads, N, M), the last"
+            _validate.check_broadcast("mask", mask.shape, (*batch, self.heads, rows, count), meaning)
+        if key_mask is not None:
+            if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+                received = getattr(key_mask, "dtype", type(key_mask).__name__)
+                raise TypeError(_validate.message("key_mask", "be boolean, True = the token exists", received))
+            _validate.check_broadcast("key_mask", key_mask.shape, (*batch, count), "(*batch, M)")
+            exists = key_mask[..., None, None, :]
+            pairs = exists if pairs is None else pairs & exists
+        if causal:
+            check_causal("mask", mask, "causal")
+            order = torch.arange(count, device=x.device)
+            before = order <= torch.arange(offset, offset + rows, device=x.device)[:, None]
+            pairs = before if pairs is None else pairs & before
+        return pairs, bias
+
+    def _warm_start(self, query: Tensor, cache: KeyValueCache | None) -> Tensor | None:
+        if cache is None or not cache.warm_start or cache.state is None:
+            return None
+        return cache.state.expand(query.shape)
+
+    # Housekeeping.
+
+    def _check_sizes(self, head_dim: int | None) -> None:
+        for name in ("dim", "heads", "kv_heads", "context_dim"):
+            _validate.check_integer(name, getattr(self, name), low=1)
+        if head_dim is None:
+            remedy = f"use a divisor of {self.dim}, or pass head_dim"
+            _validate.require(self.dim % self.heads == 0, "heads", f"divide dim = {self.dim}", self.heads, remedy)
+        else:
+            _validate.check_integer("head_dim", head_dim, low=1)
+        remedy = f"use a divisor of {self.heads}"
+        required = f"divide heads = {self.heads}"
+        _validate.require(self.heads % self.kv_heads == 0, "kv_heads", required, self.kv_heads, remedy)
+        if self.bare:
+            remedy = "without bare=True there are projections to make heads with"
+            _validate.require(self.heads == 1, "heads", "be 1 with bare=True", self.heads, remedy)
+            for name, size in (("head_dim", head_dim or self.dim), ("context_dim", self.context_dim)):
+                _validate.require(size == self.dim, name, f"be dim = {self.dim} with bare=True", size, remedy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "last_solve": None}
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
+        for name, default in (("kv_heads", self.heads), ("context_dim", self.dim), ("readout", "values")):
+            if getattr(self, name) != default:
+                parts.append(f"{name}={getattr(self, name)!r}")
+        parts += [f"{name}={value:g}" for name in ("anchor", "beta") if isinstance(value := getattr(self, name), float)]
+        parts += [name for name in ("values_inside", "causal", "bare") if getattr(self, name)]
+        if self.dropout:
+            parts.append(f"dropout={self.dropout:g}")
+        if self.potential is not LogSumExp:
+            parts.append(f"potential={getattr(self.potential, '__name__', self.potential)}")
+        options = self.options
+        parts += [f"{n}={v}" for n in ("solver", "adjoint", "max_steps") if (v := getattr(options, n)) is not None]
+        return ", ".join(parts)
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    normed: Tensor = norm(x)
+    return normed
+
+
+def _check_tokens(argument: str, x: Tensor, size: int) -> None:
+    _validate.check_float_tensor(argument, x, min_ndim=2)
+    _validate.require(x.shape[-1] == size, argument, f"have width {size} on its last axis", f"shape {tuple(x.shape)}")

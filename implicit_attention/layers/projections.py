@@ -1,0 +1,135 @@
+"""What stands between a layer's input and its energy: heads, positions, and one learned number per head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .. import _validate
+
+Scalar: TypeAlias = float | Literal["learned"]
+
+# A learned anchor stays this far from 0 and 1, where a gradient would end for good.
+MARGIN = 1e-4
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
+    return x.transpose(-3, -2).flatten(-2)
+
+
+class LearnedAnchor(nn.Module):
+    """One anchor per head in (0, 1): a sigmoid, kept off both ends.
+
+    Args:
+        heads: number of heads.
+        initial: where to start.
+        **made: device and dtype.
+    """
+
+    def __init__(self, heads: int, initial: float = 0.5, **made: Any) -> None:
+        super().__init__()
+        self.logit = nn.Parameter(torch.empty(heads, **made))
+        self.set(initial)
+
+    def forward(self) -> Tensor:
+        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(_at_least_single(self.logit))
+
+    @torch.no_grad()
+    def set(self, value: float) -> None:
+        """Move all heads to `value`."""
+        _validate.check_number("anchor", value, low=0.0, high=1.0)
+        _validate.require(
+            MARGIN < value < 1 - MARGIN,
+            "anchor",
+            f"lie in ({MARGIN:g}, {1 - MARGIN:g}) to be learned",
+            value,
+            f"pass anchor={value:g} when the layer is made to fix it there",
+        )
+        inner = (value - MARGIN) / (1 - 2 * MARGIN)
+        self.logit.fill_(math.log(inner / (1 - inner)))
+
+
+class LearnedBeta(nn.Module):
+    """One inverse temperature per head, initial * exp(log_scale), so that weight decay pulls to the initial one.
+
+    Args:
+        heads: number of heads.
+        initial: where to start.
+        **made: device and dtype.
+    """
+
+    def __init__(self, heads: int, initial: float, **made: Any) -> None:
+        super().__init__()
+        self.initial = initial
+        self.log_scale = nn.Parameter(torch.zeros(heads, **made))
+
+    def forward(self) -> Tensor:
+        # Beyond e^+-20 nothing is left to learn, and zero or infinity would be out of range.
+        return self.initial * torch.exp(_at_least_single(self.log_scale).clamp(-20.0, 20.0))
+
+    @torch.no_grad()
+    def set(self, value: float) -> None:
+        """Move all heads to `value`."""
+        _validate.check_number("beta", value, low=0.0, open_low=True)
+        self.log_scale.fill_(math.log(value / self.initial))
+
+    def extra_repr(self) -> str:
+        return f"initial={self.initial:g}"
+
+
+def _at_least_single(parameter: Tensor) -> Tensor:
+    # Also in a half-precision model: it is one number per head, and a whole solve depends on it.
+    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module | float:
+    """The module for "learned", or the number that was given."""
+    if isinstance(given, str):
+        _validate.require(given == "learned", name, "be 'learned' or a number", repr(given))
+        return learned
+    _validate.check_number(name, given, low=0.0, high=1.0 if name == "anchor" else math.inf, open_low=name == "beta")
+    return float(given)
+
+
+class Rotary(nn.Module):
+    """Rotary positions: pairs of entries turn by an angle proportional to the position.
+
+    Entries d and d + D/2 form a pair and turn by position * base^(-2 d / D).
+
+    Args:
+        base: wavelength of the slowest pair, over 2 pi.
+
+    Reference: Su et al. (2021), eq. 34, in the half-split order that Llama-type models use.
+    """
+
+    def __init__(self, base: float = 10000.0) -> None:
+        super().__init__()
+        _validate.check_number("base", base, low=0.0, open_low=True)
+        self.base = base
+
+    def forward(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+        """x (*batch, H, N, D) turned to its `positions`, (N,) or (*batch, N); with `inverse` turned back."""
+        half = x.shape[-1] // 2
+        _validate.require(
+            x.shape[-1] % 2 == 0, "head_dim", "be even for rotary positions", x.shape[-1], "pass another head_dim"
+        )
+        exponent = torch.arange(half, device=x.device, dtype=torch.float32) / half
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angle = positions.to(wide)[..., None] * self.base ** -exponent.to(wide)
+        if positions.ndim > 1:
+            angle = angle.unsqueeze(-3)
+        cos, sin = angle.cos(), -angle.sin() if inverse else angle.sin()
+        first, second = x[..., :half].to(wide), x[..., half:].to(wide)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"base={self.base:g}"

@@ -1,0 +1,238 @@
+"""Memories recall out of the box; pooling does not see padding or order."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from implicit_attention import Anderson, AttentionPooling, ConvergenceError, MemoryLookup, Picard, Status
+from implicit_attention.testing.numerics import equilibrium_reference, random
+
+M, D, T = 9, 6, 4
+TIGHT = Anderson(rtol=1e-11, atol=1e-13)
+
+
+def digits(count, seed=0):
+    images = torch.as_tensor(load_digits().data, dtype=torch.float32) / 8 - 1
+    return images[torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:count]]
+
+
+def recalled(found, patterns):
+    """Share of the queries whose relative error is below one per cent."""
+    return float(((found - patterns).norm(dim=-1) < 1e-2 * patterns.norm(dim=-1)).float().mean())
+
+
+def filled(**options):
+    memory = MemoryLookup(D, dtype=torch.float64, **options)
+    memory.store(random(M, D), random(M, T, seed=1))
+    return memory
+
+
+def test_retrieval_works_out_of_the_box():
+    patterns = digits(200)
+    memory = MemoryLookup(64)
+    memory.store(patterns)
+    assert recalled(memory.retrieve(patterns), patterns) > 0.97
+    noisy = patterns + 0.5 * random(200, 64, dtype=torch.float32)
+    assert recalled(memory.retrieve(noisy), patterns) > 0.95
+    half = patterns.clone()
+    half[:, 32:] = 0
+    assert recalled(memory.retrieve(half), patterns) > 0.7
+    assert recalled(memory.retrieve(half), patterns) > recalled(memory.retrieve(half, max_steps=0), patterns) + 0.05
+
+
+def test_the_default_similarity_does_not_favour_large_norms():
+    patterns = digits(200) * torch.linspace(0.5, 2.0, 200)[:, None]
+    rates = []
+    for similarity in ("distance", "dot"):
+        memory = MemoryLookup(64, similarity=similarity)
+        memory.store(patterns)
+        rates.append(recalled(memory.retrieve(patterns), patterns))
+    assert rates[0] > 0.95 > rates[1] + 0.3
+
+
+def test_energies_tell_what_is_stored():
+    patterns = digits(100)
+    memory = MemoryLookup(64)
+    memory.store(patterns)
+    known, unknown = memory.energy(patterns), memory.energy(random(100, 64, dtype=torch.float32))
+    assert known.shape == (100,)
+    assert float(known.max()) < float(unknown.min())
+    noisy = patterns + 0.3 * random(100, 64, dtype=torch.float32)
+    assert bool((memory.energy(memory.retrieve(noisy)) < memory.energy(noisy)).all())
+
+
+@pytest.mark.parametrize("similarity", ["distance", "dot"])
+@pytest.mark.parametrize("anchor", [0.0, 0.4])
+def test_answers_are_those_of_a_reference_solve(similarity, anchor):
+    memory, queries = filled(similarity=similarity, anchor=anchor, beta=0.7, solver=TIGHT), random(2, 3, D, seed=2)
+    bias = -0.35 * memory.patterns.square().sum(-1) if similarity == "distance" else None
+    given = {"beta": 0.7, "anchor": anchor, "mask": bias}
+    state = equilibrium_reference(queries, memory.patterns, **given)
+    torch.testing.assert_close(memory.retrieve(queries), state, rtol=1e-8, atol=1e-9)
+    read = equilibrium_reference(queries, memory.patterns, memory.targets, **given)
+    torch.testing.assert_close(memory(queries), read, rtol=1e-8, atol=1e-9)
+    energy = queries.square().sum(-1) / 2 - anchor * queries.square().sum(-1)
+    scores = 0.7 * queries @ memory.patterns.mT + (0 if bias is None else bias)
+    torch.testing.assert_close(memory.energy(queries), energy - (1 - anchor) * scores.logsumexp(-1) / 0.7)
+
+
+def test_distance_weights_are_those_of_a_mixture_of_gaussians():
+    memory, queries = filled(beta=1.3), random(3, D, seed=2)
+    weights = (-1.3 / 2 * torch.cdist(queries, memory.patterns).square()).softmax(-1)
+    torch.testing.assert_close(memory(queries, max_steps=0), weights @ memory.targets)
+
+
+def test_storing_adds_and_clearing_forgets():
+    memory = MemoryLookup(D)
+    memory.store(torch.randn(3, D))
+    beta = memory.found_beta.clone()
+    memory.store(torch.randn(4, D) / 3)
+    assert memory.patterns.shape == (7, D)
+    assert not torch.equal(memory.found_beta, beta)
+    assert torch.equal(memory(memory.patterns), memory(memory.patterns))
+    memory.clear()
+    assert len(memory.patterns) == 0
+
+
+def test_one_pattern_and_equal_patterns():
+    pattern = torch.randn(1, D)
+    for patterns in (pattern, pattern.expand(3, D)):
+        memory = MemoryLookup(D)
+        memory.store(patterns)
+        torch.testing.assert_close(memory.retrieve(torch.randn(2, D)), pattern.expand(2, D), rtol=1e-4, atol=1e-4)
+
+
+def test_learned_memories_learn():
+    torch.manual_seed(0)
+    memory = MemoryLookup(D, size=M, target_dim=2, learned=True)
+    queries = torch.randn(64, D)
+    labels = (queries[:, 0] > 0).long()
+    optimizer = torch.optim.Adam(memory.parameters(), lr=0.03)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(memory(queries), labels)
+        loss.backward()
+        optimizer.step()
+    assert {n for n, p in memory.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0} == set()
+    assert float((memory(queries).argmax(-1) == labels).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("options", [{}, {"anchor": 0.3}, {"similarity": "dot", "beta": 0.7}])
+def test_gradients_are_the_derivatives(options):
+    memory = MemoryLookup(D, size=5, target_dim=2, learned=True, solver=TIGHT, dtype=torch.float64, **options)
+    parameters = dict(memory.named_parameters())
+
+    def output(queries, *new):
+        return torch.func.functional_call(memory, dict(zip(parameters, new, strict=True)), queries)
+
+    arguments = [random(3, D).requires_grad_(), *(p.detach().requires_grad_() for p in parameters.values())]
+    assert torch.autograd.gradcheck(output, arguments, fast_mode=True)
+    assert torch.autograd.gradgradcheck(output, arguments, fast_mode=True)
+
+
+def test_every_option_changes_the_answer():
+    queries = random(3, D, seed=2)
+    plain = filled()(queries)
+    for options in ({"similarity": "dot"}, {"beta": 5.0}, {"anchor": 0.5}, {"beta": "learned"}, {"anchor": "learned"},
+                    {"max_steps": 0}, {"solver": Picard(rtol=1e-1)}):  # fmt: skip
+        assert not torch.equal(filled(**options)(queries), plain), options
+    with pytest.raises(ConvergenceError):
+        filled(max_steps=1, beta=1.0, on_failure="raise")(queries)
+    for overrides in ({"max_steps": 0}, {"solver": Picard(rtol=1e-1)}):
+        assert not torch.equal(filled().retrieve(queries, **overrides), filled().retrieve(queries))
+
+
+def test_state_dicts_copies_and_pickles_hold_what_was_stored():
+    memory, queries = filled(), random(3, D, seed=2)
+    answer = memory(queries)
+    other = MemoryLookup(D, dtype=torch.float64)
+    other.load_state_dict(memory.state_dict())
+    for twin in (other, copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
+        assert torch.equal(twin(queries), answer)
+        assert twin.last_solve is not None
+    nested = nn.ModuleList([MemoryLookup(D, dtype=torch.float64)])
+    nested.load_state_dict(nn.ModuleList([memory]).state_dict())
+    assert torch.equal(nested[0](queries), answer)
+    assert "stored=9" in repr(memory)
+
+
+def test_evidence_comes_along():
+    memory, queries = filled(), random(3, D, seed=2)
+    state, solution = memory.retrieve(queries, return_solution=True)
+    assert torch.equal(state, solution.value)
+    assert bool(solution.converged.all())
+    assert torch.equal(memory.last_solve.residual, solution.residual)
+    memory.retrieve(queries, max_steps=0)
+    assert bool((memory.last_solve.status == Status.EXPLICIT).all())
+
+
+def test_half_precision_memories_work():
+    memory = filled().bfloat16()
+    assert memory(random(3, D).bfloat16()).dtype == torch.bfloat16
+
+
+# Pooling.
+
+
+def pooling(dim=8, heads=2, **options):
+    torch.manual_seed(0)
+    return AttentionPooling(dim, heads, dtype=torch.float64, **options)
+
+
+def test_pooling_sees_neither_padding_nor_order():
+    pool, bag = pooling(queries=3, solver=TIGHT), random(2, 7, 8)
+    exists = torch.arange(7) < torch.tensor([[4], [7]])
+    pooled = pool(bag, key_mask=exists)
+    assert pooled.shape == (2, 3, 8)
+    spoiled = bag.clone()
+    spoiled[0, 4:] = 100.0
+    assert torch.equal(pool(spoiled, key_mask=exists), pooled)
+    torch.testing.assert_close(pooled[0], pool(bag[:1, :4])[0], rtol=1e-9, atol=1e-10)
+    order = torch.tensor([3, 1, 0, 2, 4, 5, 6])
+    torch.testing.assert_close(pool(bag[:, order], key_mask=exists[:, order]), pooled, rtol=1e-9, atol=1e-10)
+
+
+def test_pooling_trains_its_queries():
+    pool = pooling()
+    pool(random(2, 7, 8)).square().sum().backward()
+    assert all(float(p.grad.abs().max()) > 1e-9 for p in pool.parameters())
+    assert not torch.equal(pool(random(2, 7, 8), max_steps=0), pool(random(2, 7, 8)))
+    assert pooling(queries=2)(random(2, 7, 8)).shape == (2, 2, 8)
+    assert pooling(heads=1, bare=True)(random(2, 7, 8)).shape == (2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: MemoryLookup(D).retrieve(torch.zeros(2, D)), "`store` must be called before a memory is asked"),
+        (lambda: MemoryLookup(D, learned=True), "`size` must be given with learned=True"),
+        (lambda: MemoryLookup(D, size=3), r"`size` must be None .*store\(patterns, targets\)"),
+        (lambda: MemoryLookup(D, size=3, learned=True, beta="auto"), "`beta` must be 'learned' or a number"),
+        (lambda: MemoryLookup(D, similarity="cosine"), "`similarity` must be one of 'distance', 'dot'"),
+        (lambda: MemoryLookup(D).store(torch.zeros(3, D + 1)), r"`patterns` must have shape \(M, 6\) with M > 0"),
+        (lambda: MemoryLookup(D).store(torch.zeros(3, D), torch.zeros(4, 2)), "`targets` must have one row for each"),
+        (lambda: filled().store(torch.zeros(3, D)), "`targets` must be given for all patterns or for none"),
+        (lambda: filled()(torch.zeros(3, D + 1).double()), "`queries` must have width 6"),
+        (
+            lambda: MemoryLookup(D, size=3, learned=True).store(torch.zeros(4, D)),
+            r"`patterns` must have shape \(3, 6\)",
+        ),
+        (lambda: MemoryLookup(D, size=3, learned=True).clear(), "`learned` must be False"),
+        (lambda: pooling(anchor=0.0), "`anchor` must be > 0 or 'learned' with learned queries"),
+        (lambda: pooling(queries=0), "`queries` must be >= 1"),
+    ],
+)
+def test_wrong_arguments_are_named(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_typos_are_not_swallowed():
+    with pytest.raises(TypeError, match="ancor"):
+        pooling(ancor=0.5)
+    with pytest.raises(TypeError, match="maxsteps"):
+        filled().retrieve(random(3, D), maxsteps=3)

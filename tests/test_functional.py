@@ -1,0 +1,396 @@
+"""equilibrium_attention: explicit attention at no steps, a reference solve at the equilibrium."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from implicit_attention import (
+    Anderson,
+    Broyden,
+    ConvergenceError,
+    ConvergenceWarning,
+    Implicit,
+    NewtonKrylov,
+    OneStep,
+    Phantom,
+    Picard,
+    Status,
+    Unrolled,
+    UnsupportedImplementation,
+    equilibrium_attention,
+)
+from implicit_attention.testing.numerics import equilibrium_reference, random
+
+B, H, N, M, D, E = 2, 4, 3, 7, 8, 5
+TIGHT = Anderson(rtol=1e-12, atol=1e-13)
+
+
+def inputs(*, keys=M, kv_heads=H, dtype=torch.float64, seed=0):
+    shapes = ((B, H, N, D), (B, kv_heads, keys, D), (B, kv_heads, keys, E))
+    return tuple(random(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate(shapes))
+
+
+def masks(rows=N, keys=M):
+    """Kinds of masks by name; none of them leaves a row empty unless it says so."""
+    arbitrary = random(B, H, rows, keys, seed=9) > -0.5
+    arbitrary[..., 0] = True
+    empty = arbitrary.clone()
+    empty[0, 1, 2] = False
+    empty[1, :, 0] = False
+    padding = torch.arange(keys) < torch.tensor([keys - 2, keys])[:, None, None, None]
+    additive = random(rows, keys, seed=8)
+    return {
+        "none": None,
+        "padding": padding,
+        "arbitrary": arbitrary,
+        "rows empty": empty,
+        "one for all": arbitrary[0, 0],
+        "additive": additive,
+        "additive, per head": random(H, rows, keys, seed=7),
+        "additive with -inf": additive.masked_fill(~arbitrary[0, 0], -math.inf),
+        "additive, rows empty": random(B, 1, rows, keys, seed=6).masked_fill(~empty[:, :1], -math.inf),
+    }
+
+
+@pytest.mark.parametrize("keys", [M, 80])
+@pytest.mark.parametrize("anchor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", masks())
+def test_no_steps_are_scaled_dot_product_attention(kind, anchor, keys):
+    query, key, value = inputs(keys=keys, dtype=torch.float32)
+    mask = masks(keys=keys)[kind]
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
+    expected = F.scaled_dot_product_attention(query, key, value, mask)
+    output, solution = equilibrium_attention(query, key, value, mask, anchor=anchor, max_steps=0, return_solution=True)
+    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    assert bool((solution.status == Status.EXPLICIT).all())
+
+
+@pytest.mark.parametrize("keys", [M, 80])
+def test_no_steps_have_the_gradients_of_scaled_dot_product_attention(keys):
+    given = [t.requires_grad_() for t in inputs(keys=keys)]
+    mask = random(N, keys, seed=5).requires_grad_()
+    cotangent = random(B, H, N, E, seed=4)
+    pairs = []
+    for attention in (F.scaled_dot_product_attention, equilibrium_attention):
+        options = {"max_steps": 0} if attention is equilibrium_attention else {}
+        pairs.append(torch.autograd.grad(attention(*given, mask, **options), [*given, mask], cotangent))
+    for ours, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_no_steps_solve_nothing(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("a solve")
+
+    monkeypatch.setattr("implicit_attention.equilibrium.solve", never)
+    equilibrium_attention(*inputs(), max_steps=0)
+    equilibrium_attention(*inputs(), solver=Picard(max_steps=0))
+    with pytest.raises(AssertionError, match="a solve"):
+        equilibrium_attention(*inputs())
+
+
+@pytest.mark.parametrize("keys", [M, 80])
+@pytest.mark.parametrize("kind", masks())
+@pytest.mark.parametrize("anchor", [0.3, 0.7])
+def test_equilibrium_is_that_of_a_reference_solve(kind, anchor, keys):
+    query, key, value = inputs(keys=keys)
+    mask = masks(keys=keys)[kind]
+    expected = equilibrium_reference(query, key, value, mask, beta=D**-0.5, anchor=anchor)
+    output = equilibrium_attention(query, key, value, mask, anchor=anchor, solver=TIGHT)
+    torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
+    assert float((output - equilibrium_attention(query, key, value, mask, max_steps=0)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("keys", [3, 7, 80])
+def test_causal_is_aligned_top_left(keys):
+    query, key, value = inputs(keys=keys)
+    lower = torch.ones(N, keys, dtype=torch.bool).tril()
+    for options in ({"max_steps": 0}, {"solver": TIGHT}):
+        by_flag = equilibrium_attention(query, key, value, is_causal=True, **options)
+        torch.testing.assert_close(by_flag, equilibrium_attention(query, key, value, lower, **options))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    actual = equilibrium_attention(query, key, value, is_causal=True, max_steps=0)
+    torch.testing.assert_close(actual, expected)
+    expected = equilibrium_reference(query, key, value, lower, beta=D**-0.5, anchor=0.5)
+    torch.testing.assert_close(by_flag, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_causal_and_padding_are_both_obeyed():
+    query, key, value = inputs()
+    padding = masks()["padding"]
+    both = padding & torch.ones(N, M, dtype=torch.bool).tril()
+    for mask in (padding, torch.zeros(padding.shape).double().masked_fill(~padding, -math.inf)):
+        output = equilibrium_attention(query, key, value, mask, is_causal=True)
+        torch.testing.assert_close(output, equilibrium_attention(query, key, value, both), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", [M, 80])
+@pytest.mark.parametrize("kind", ["none", "padding", "arbitrary", "rows empty", "one for all", "additive, per head"])
+def test_grouped_queries_equal_repeated_keys(kind, keys):
+    query, key, value = inputs(keys=keys, kv_heads=2)
+    mask = masks(keys=keys)[kind]
+    scale, anchor = torch.tensor([0.2, 0.3, 0.4, 0.5]).double(), torch.tensor([0.2, 0.4, 0.6, 0.8]).double()
+    repeated = [t.repeat_interleave(2, dim=1) for t in (key, value)]
+    options = {"scale": scale, "anchor": anchor, "solver": TIGHT, "return_solution": True}
+    output, solution = equilibrium_attention(query, key, value, mask, enable_gqa=True, **options)
+    expected, plain = equilibrium_attention(query, *repeated, mask, **options)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(solution.value, plain.value, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(solution.energy, plain.energy, rtol=1e-10, atol=1e-10)
+    assert solution.status.shape == plain.status.shape == (B, H, N)
+    explicit = equilibrium_attention(query, key, value, mask, enable_gqa=True, max_steps=0)
+    expected = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    torch.testing.assert_close(explicit, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("keys", [M, 80])
+@pytest.mark.parametrize("adjoint", [Implicit(), Unrolled()])
+def test_fully_masked_rows_give_zeros_and_finite_gradients(keys, adjoint):
+    given = [t.requires_grad_() for t in inputs(keys=keys)]
+    for kind in ("rows empty", "additive, rows empty"):
+        mask = masks(keys=keys)[kind]
+        for options in ({"max_steps": 0}, {"adjoint": adjoint}):
+            output = equilibrium_attention(*given, mask, **options)
+            assert bool((output[1, 0, 0] == 0).all())
+            for gradient in torch.autograd.grad(output.square().sum(), given):
+                assert bool(gradient.isfinite().all())
+
+
+def test_gradients_of_every_order():
+    given = [t.requires_grad_() for t in inputs()]
+    query, key, value = (t[:1, :2] for t in given)
+    mask = random(N, M, seed=5).requires_grad_()
+    scale = torch.tensor([0.3, 0.5]).double().requires_grad_()
+    anchor = torch.tensor([0.4, 0.7]).double().requires_grad_()
+
+    def attention(query, key, value, mask, scale, anchor):
+        return equilibrium_attention(query, key, value, mask, scale=scale, anchor=anchor, solver=TIGHT)
+
+    arguments = [t.detach().requires_grad_() for t in (query, key, value, mask, scale, anchor)]
+    assert torch.autograd.gradcheck(attention, arguments)
+    assert torch.autograd.gradgradcheck(attention, arguments)
+
+
+def test_second_order_through_the_fused_kernel():
+    arguments = [t[:1, :1].requires_grad_() for t in inputs(keys=70)]
+    for options in ({"max_steps": 0}, {"solver": TIGHT}):
+        assert torch.autograd.gradgradcheck(lambda *t: equilibrium_attention(*t, **options), arguments, fast_mode=True)  # noqa: B023
+
+
+def test_implicit_gradients_equal_unrolled_ones():
+    given = [t.requires_grad_() for t in inputs()]
+    mask = masks()["rows empty"]
+    exact = Picard(rtol=0, atol=0, max_steps=400)
+    ours = torch.autograd.grad(equilibrium_attention(*given, mask, solver=TIGHT).square().sum(), given)
+    theirs = torch.autograd.grad(
+        equilibrium_attention(*given, mask, solver=exact, adjoint=Unrolled()).square().sum(), given
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_one_tensor_as_query_key_and_value():
+    x = random(B, N, D).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: equilibrium_attention(x, x, x, solver=TIGHT), x)
+
+
+@pytest.mark.parametrize("keys", [M, 80])
+def test_a_nan_stays_where_it_was_born(keys):
+    query, key, value = inputs(keys=keys)
+    mask = torch.ones(N, keys, dtype=torch.bool)
+    mask[1:, 2] = False
+    clean = equilibrium_attention(query, key, value, mask)
+    for what in (1, 2):
+        given = [query.clone(), key.clone(), value.clone()]
+        given[what][0, 0, 2] = math.nan
+        given[0].requires_grad_()
+        output = equilibrium_attention(*given, mask, on_failure="ignore")
+        assert bool(output[0, 0, 0].isnan().any())
+        output[0, 0, 0] = clean[0, 0, 0]
+        assert torch.equal(output.detach(), clean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keys", [M, 80])
+@pytest.mark.parametrize("kind", ["none", "rows empty", "additive"])
+def test_half_precision_is_the_truth_rounded_once(dtype, keys, kind):
+    narrow = [t.to(dtype) for t in inputs(keys=keys)]
+    mask = masks(keys=keys)[kind]
+    narrow.append(mask if mask is None or mask.dtype == torch.bool else mask.to(dtype))
+    wide = [t.double() if t is not None and t.is_floating_point() else t for t in narrow]
+    for scale in (None, torch.full((H,), 0.3)):
+        options = {"solver": Anderson(rtol=1e-6), "return_solution": True}
+        output, solution = equilibrium_attention(*narrow, scale=scale, **options)
+        scale = None if scale is None else scale.double()
+        truth = equilibrium_attention(*wide, scale=scale, **options)[0]
+        assert output.dtype == dtype
+        assert solution.value.dtype == torch.float32
+        rounding = torch.finfo(dtype).eps / 2 * truth.abs()
+        assert bool(((output.double() - truth).abs() <= rounding + 1e-5).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keys", [M, 80])
+def test_no_steps_in_half_precision_err_no_more_than_explicit_attention(dtype, keys):
+    narrow = [t.to(dtype) for t in inputs(keys=keys)]
+    truth = F.scaled_dot_product_attention(*(t.double() for t in narrow))
+    budget = 2 * float((F.scaled_dot_product_attention(*narrow).double() - truth).abs().max())
+    output = equilibrium_attention(*narrow, max_steps=0)
+    assert output.dtype == dtype
+    assert float((output.double() - truth).abs().max()) <= budget
+    if keys >= 64:
+        query, key, _ = narrow
+        fused = equilibrium_attention(query, key, key, max_steps=0)
+        assert torch.equal(fused, F.scaled_dot_product_attention(query, key, key))
+
+
+def test_empty_batches_and_no_queries():
+    query, key, value = inputs()
+    assert equilibrium_attention(query[:0], key[:0], value[:0]).shape == (0, H, N, E)
+    assert equilibrium_attention(query[:, :, :0], key, value).shape == (B, H, 0, E)
+
+
+def test_leading_axes_broadcast():
+    query, key, value = inputs()
+    output = equilibrium_attention(query, key[0, 0], value[0, 0])
+    expected = equilibrium_attention(query, key[0, 0].expand(B, H, M, D), value[0, 0].expand(B, H, M, E))
+    torch.testing.assert_close(output, expected)
+    assert equilibrium_attention(query[0, 0], key, value).shape == (B, H, N, E)
+    assert equilibrium_attention(query[0, 0], key[0, 0], value[0, 0]).shape == (N, E)
+
+
+def test_non_contiguous_and_expanded_inputs():
+    query, key, value = inputs()
+    expected = equilibrium_attention(query, key, value)
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value)]
+    torch.testing.assert_close(equilibrium_attention(*strided), expected)
+
+
+# Every option changes something.
+
+
+def test_dropout_drops_weights_of_the_read_out_only():
+    torch.manual_seed(0)
+    query, key, value = inputs(keys=80)
+    dropped, solution = equilibrium_attention(query, key, value, dropout_p=0.5, return_solution=True)
+    kept, plain = equilibrium_attention(query, key, value, return_solution=True)
+    assert not torch.allclose(dropped, kept)
+    assert torch.equal(solution.value, plain.value)
+    mean = torch.stack([equilibrium_attention(query, key, value, dropout_p=0.5) for _ in range(300)]).mean(0)
+    assert float((mean - kept).abs().max()) < 0.15
+    assert bool((equilibrium_attention(query, key, value, dropout_p=1.0) == 0).all())
+
+
+def test_scale_and_anchor_change_the_answer():
+    given = inputs()
+    plain = equilibrium_attention(*given)
+    assert not torch.allclose(equilibrium_attention(*given, scale=2.0), plain)
+    assert not torch.allclose(equilibrium_attention(*given, anchor=0.9), plain)
+    heads = torch.tensor([0.1, 0.5, 1.0, 2.0]).double()
+    per_head = equilibrium_attention(*given, scale=heads, solver=TIGHT)
+    alone = [
+        equilibrium_attention(*(t[:, h] for t in given), scale=float(s), solver=TIGHT) for h, s in enumerate(heads)
+    ]
+    torch.testing.assert_close(per_head, torch.stack(alone, dim=1), rtol=1e-9, atol=1e-9)
+    assert torch.equal(equilibrium_attention(*given, scale=D**-0.5), plain)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden(), NewtonKrylov()])
+def test_every_solver_finds_it(solver):
+    query, key, value = inputs()
+    output, solution = equilibrium_attention(query, key, value, solver=solver, return_solution=True)
+    expected = equilibrium_reference(query, key, value, beta=D**-0.5, anchor=0.5)
+    torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-3)
+    other = equilibrium_attention(query, key, value, solver=TIGHT, return_solution=True)[1]
+    assert bool((solution.residual.amax() > other.residual.amax()).all())
+
+
+@pytest.mark.parametrize("adjoint", [OneStep(), Phantom(), Unrolled()])
+def test_adjoints_differ_in_gradients_only(adjoint):
+    given = [t.requires_grad_() for t in inputs()]
+    exact = equilibrium_attention(*given)
+    other = equilibrium_attention(*given, adjoint=adjoint)
+    torch.testing.assert_close(exact, other)
+    pair = [torch.autograd.grad(t.square().sum(), given[0])[0] for t in (exact, other)]
+    assert not torch.equal(*pair)
+
+
+def test_budgets_and_failures():
+    given = inputs()
+    with pytest.warns(ConvergenceWarning, match="failed for"):
+        equilibrium_attention(*given, max_steps=1)
+    with pytest.raises(ConvergenceError):
+        equilibrium_attention(*given, max_steps=1, on_failure="raise")
+    few = equilibrium_attention(*given, max_steps=1, on_failure="ignore")
+    assert not torch.equal(few, equilibrium_attention(*given))
+    budget = Picard(rtol=0, atol=0, max_steps=3)
+    output, solution = equilibrium_attention(*given, solver=budget, adjoint=Unrolled(), return_solution=True)
+    assert bool((solution.status == Status.BUDGET).all())
+    assert not torch.equal(output, few)
+
+
+def test_reference_implementation_uses_no_fused_kernel(monkeypatch):
+    given = inputs(keys=80, dtype=torch.float32)
+    fused = equilibrium_attention(*given, impl="sdpa")
+    assert torch.equal(fused, equilibrium_attention(*given))
+
+    def never(*args, **kwargs):
+        raise AssertionError("a fused kernel")
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", never)
+    written_out = equilibrium_attention(*given, impl="reference")
+    torch.testing.assert_close(written_out, fused, rtol=1e-4, atol=1e-5)
+    with pytest.raises(AssertionError, match="a fused kernel"):
+        equilibrium_attention(*given, impl="sdpa")
+
+
+# Wrong arguments.
+
+
+def bad(match, error=ValueError, *, change=None, **options):
+    given = dict(zip(("query", "key", "value"), inputs(), strict=True)) | (change or {})
+    return pytest.param(given, options, error, match, id=match)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "match"),
+    [
+        bad("`attn_mask` must broadcast to", attn_mask=torch.ones(N, M + 1, dtype=torch.bool)),
+        bad("`attn_mask` must be boolean .* or additive", TypeError, attn_mask=torch.ones(N, M, dtype=torch.int64)),
+        bad("`attn_mask` must be boolean", TypeError, attn_mask=[[True] * M] * N),
+        bad("is_causal=True, which they may contradict.*tril", attn_mask=torch.ones(N, M).bool(), is_causal=True),
+        bad("`dropout_p` must be in", dropout_p=1.5),
+        bad("`scale` must be > 0", scale=0.0),
+        bad("`scale` must be > 0 everywhere", scale=torch.tensor([1.0, -1.0, 1.0, 1.0]).double()),
+        bad("`anchor` must be in", anchor=1.5),
+        bad("`anchor` must be in .* everywhere.*sigmoid", anchor=torch.tensor([0.5, 0.5, 0.5, 2.0]).double()),
+        bad("`solver` must be None or a Solver, got 'anderson'; for example Anderson", TypeError, solver="anderson"),
+        bad("`adjoint` must be None or a Adjoint", TypeError, adjoint=Implicit),
+        bad("`impl` must be one of 'auto', 'reference', 'sdpa', 'triton'", impl="flash"),
+        bad("needs at least 64 keys", UnsupportedImplementation, impl="sdpa"),
+        bad("no Triton kernel", UnsupportedImplementation, impl="triton"),
+        bad("`max_steps` must be >= 0", max_steps=-1),
+        bad("`on_failure` must be one of", on_failure="explode"),
+        bad("`key` must have the query's dimension 8", change={"key": torch.zeros(B, H, M, D + 1).double()}),
+        bad("`value` must have one row for each of the 7 keys", change={"value": torch.zeros(B, H, M + 1, E).double()}),
+        bad("`key` must have leading axes .*enable_gqa=True", change={"key": torch.zeros(B, 2, M, D).double()}),
+        bad(
+            "heads that the 3 heads of `key` divide",
+            change={"key": torch.zeros(B, 3, M, D).double(), "value": torch.zeros(B, 3, M, E).double()},
+            enable_gqa=True,
+        ),
+        bad("`key` must have the dtype of `query`", change={"key": torch.zeros(B, H, M, D)}),
+        bad("`query` must be a torch.Tensor", TypeError, change={"query": 3}),
+        bad("`query` must have at least 3 axes", change={"query": torch.zeros(N, D).double()}, enable_gqa=True),
+        bad(
+            "not be Implicit\\(\\) for a fixed number",
+            change={"query": torch.zeros(B, H, N, D, dtype=torch.float64, requires_grad=True)},
+            solver=Picard(rtol=0, atol=0, max_steps=3),
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(given, options, error, match):
+    with pytest.raises(error, match=match):
+        equilibrium_attention(**given, **options)
