@@ -1,0 +1,107 @@
+"""Every example runs, compares both models, and its page shows the numbers that were measured."""
+
+import ast
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+PAGE = EXAMPLES.parent / "examples.md"
+COMPARISONS = ("digits", "mil_digits", "bit_pattern", "latch")
+# Accuracies that the quick form has to reach, some points below what it does reach, and those promised of the full one.
+QUICK = {"digits": 0.92, "mil_digits": 0.85, "bit_pattern": 0.95, "latch": 0.95}
+FULL = {"digits": 0.95, "mil_digits": 0.9, "bit_pattern": 0.95, "latch": 0.95}
+
+
+@pytest.fixture
+def results():
+    return json.loads((EXAMPLES / "results.json").read_text())
+
+
+def run(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_both_models_learn_and_every_solve_converges(name, monkeypatch, capsys):
+    ours, theirs = run(monkeypatch, name)["main"](["--quick"])["runs"]
+    assert (ours["model"], theirs["model"]) == ("equilibrium", "one step")
+    assert min(ours["accuracy"], theirs["accuracy"]) > QUICK[name]
+    assert ours["converged"] == 1
+    assert ours["failed"] == 0
+    assert 1 < ours["evaluations"] < 20
+    printed = capsys.readouterr().out
+    for result in (ours, theirs):
+        assert f"{result['model']:<11}  accuracy {result['accuracy']:6.1%}" in printed
+
+
+def test_quickstart_is_fifteen_lines_and_recalls_what_it_stored(monkeypatch, capsys):
+    source = (EXAMPLES / "quickstart.py").read_text()
+    lines = [line for line in source.split('"""')[2].splitlines() if line.strip()]
+    assert len(lines) <= 15
+    names = run(monkeypatch, "quickstart")
+    assert names["layer"].last_solve.converged.all()
+    assert (names["recalled"] - names["x"][0]).norm(dim=-1).max() < 0.1
+    assert "256 CONVERGED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_the_numbers_of_the_page_are_those_promised(name, results):
+    runs = results["examples"][name]["runs"]
+    assert len({run["seed"] for run in runs}) == 3
+    assert len(runs) == 6
+    for result in runs:
+        assert result["accuracy"] > FULL[name]
+        # Two minutes for digits, one for the others.
+        assert result["seconds"] < (120 if name == "digits" else 60)
+        assert result["failed"] == 0
+        assert result.get("converged", 1) == 1
+
+
+def test_the_tables_are_those_of_the_results(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--check"])
+    assert run(monkeypatch, "run_all")["main"]() == 0
+
+
+def test_the_page_claims_what_the_seeds_say(monkeypatch, results):
+    verdict = run(monkeypatch, "_common")["verdict"]
+    page = PAGE.read_text()
+    for name in COMPARISONS:
+        assert f"- `{name}.py`: {verdict(results['examples'][name]['runs'])}" in page
+
+
+def test_a_changed_result_is_noticed(monkeypatch, results):
+    script = run(monkeypatch, "run_all")
+    for run_ in results["examples"]["digits"]["runs"]:
+        run_["accuracy"] -= 0.1
+    assert script["updated"](PAGE.read_text(), script["tables"](results)) != PAGE.read_text()
+
+
+def test_the_page_names_every_script():
+    scripts = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_")}
+    assert set(re.findall(r"`python docs/examples/(\w+\.py)`", PAGE.read_text())) == scripts
+    for name in scripts:
+        assert ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ([0.99, 0.99, 0.98], [0.90, 0.91, 0.90], "the equilibrium is better"),
+        ([0.90, 0.91, 0.90], [0.99, 0.99, 0.98], "one step is better"),
+        ([0.99, 0.97, 0.98], [0.97, 0.99, 0.98], "one step is as good"),
+        # Every seed says the same, by one test of a hundred.
+        ([0.96, 0.96, 0.96], [0.95, 0.95, 0.95], "one step is as good"),
+        ([0.99], [0.90], "one seed decides nothing"),
+    ],
+)
+def test_the_verdict_needs_more_than_chance(monkeypatch, ours, theirs, expected):
+    verdict = run(monkeypatch, "_common")["verdict"]
+    pairs = (("equilibrium", ours), ("one step", theirs))
+    runs = [{"model": name, "accuracy": share, "tests": 100} for name, shares in pairs for share in shares]
+    assert verdict(runs) == expected
