@@ -84,16 +84,17 @@ class SolveOptions:
 class Attended(NamedTuple):
     """What was read out, the solution behind it, and its evidence (None inside torch.vmap, which it would leave).
 
-    The output is (*batch, H, N, E), or (*batch, N, E) without heads.
+    The output is (*batch, H, N, E), or (*batch, N, E) without heads; weights (*batch, H, N, M) if they were asked for.
     """
 
     output: Tensor
     solution: Solution
     evidence: Evidence | None
+    weights: Tensor | None
 
 
-def _attended(output: Tensor, solution: Solution) -> Attended:
-    return Attended(output, solution, None if is_batched(solution.status) else solution.evidence())
+def _attended(output: Tensor, solution: Solution, weights: Tensor | None) -> Attended:
+    return Attended(output, solution, None if is_batched(solution.status) else solution.evidence(), weights)
 
 
 @uncompiled
@@ -113,11 +114,12 @@ def attend(
     initial: Tensor | None = None,
     trace: bool = False,
     measure: bool = True,
+    weigh: bool = False,
 ) -> Attended:
     """Equilibria of `query` over `keys` and what is read out there: softmax over `values`, or the state itself.
 
     With an explicit budget nothing is solved: the read-out is taken at the query, and without values it is one step of
-    the map. Its residual is evaluated only if `measure`.
+    the map. Its residual is evaluated only if `measure`; `weigh` returns the weights of the read-out.
     """
     if grouped and (groups := _group_size(query, keys)) > 1:
         heads = query.shape[-3]
@@ -141,8 +143,11 @@ def attend(
             initial=initial,
             trace=trace,
             measure=measure,
+            weigh=weigh,
         )
-        return _attended(attended.output.flatten(-4, -3), _merge_heads(attended.solution))
+        output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
+        assert output is not None
+        return _attended(output, _merge_heads(attended.solution), weights)
 
     make = _implementation(potential, options.impl, keys)
     given = (query, keys, values)
@@ -166,19 +171,28 @@ def attend(
                 on_failure=options.on_failure,
                 trace=trace,
             )
-            output = solution.value
+            z = output = solution.value
             if values is not None:
-                output = energy.potential.readout(output, values, dropout_p=dropout_p)  # type: ignore[attr-defined]
-            return _attended(output.to(dtype), solution)
+                output = energy.potential.readout(z, values, dropout_p=dropout_p)  # type: ignore[attr-defined]
+            return _attended(output.to(dtype), solution, _weights(energy.potential, z) if weigh else None)
         solution = _explicit_solution(energy, query, trace) if measure else _unmeasured(query)
+        weights = _weights(energy.potential, query) if weigh else None
         if values is None:
-            return _attended(energy.fixed_point_map(query).to(dtype), solution)
+            return _attended(energy.fixed_point_map(query).to(dtype), solution, weights)
         query, keys, values = given
         if isinstance(beta, Tensor) and dtype in HALF:
             # Rounded by itself, a temperature would shift all scores alike.
             query, beta = (beta[..., None, None] * query).to(dtype), 1.0
         read = _made(make, keys, beta, mask, None if bias is None else bias.to(dtype))
-        return _attended(read.readout(query, values, dropout_p=dropout_p), solution)  # type: ignore[attr-defined]
+        output = read.readout(query, values, dropout_p=dropout_p)  # type: ignore[attr-defined]
+        return _attended(output, solution, weights)
+
+
+def _weights(potential: Potential, z: Tensor) -> Tensor:
+    if not hasattr(potential, "probabilities"):
+        raise UnsupportedImplementation(f"{type(potential).__name__} has no attention weights (no `probabilities`)")
+    weights: Tensor = potential.probabilities(z)
+    return weights
 
 
 def _widened(given: Any) -> Any:

@@ -53,7 +53,8 @@ def equilibrium_attention(
         enable_gqa: query head h reads key head h // (H / Hkv).
         anchor: in [0, 1], how much of the query stays, a float or a tensor that broadcasts to *batch. With 0 the query
             gets no gradient from the solve.
-        solver, adjoint: default `Anderson()` and `Implicit()`.
+        solver: default `Anderson()`.
+        adjoint: default `Implicit()`, the exact gradient of the equilibrium.
         impl: "auto", "reference" (every product written out), "sdpa" (torch's fused attention, or an error).
         max_steps: replaces the solver's; 0 is one explicit step, whatever the anchor.
         on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.
@@ -100,7 +101,7 @@ def equilibrium_attention(
     if attn_mask is not None:
         pairs = (*query.shape[:-1], key.shape[-2])
         _validate.check_broadcast("attn_mask", attn_mask.shape, pairs, "(*batch, N, M)")
-    output, solution, _ = attend(
+    output, solution, _, _ = attend(
         query,
         key,
         value,

@@ -50,6 +50,9 @@ class Problem(Declared):
     symmetric: bool = False
     #: Whether there is an energy whose negative gradient is f(z) - z.
     has_energy: bool = False
+    #: Rows are padded to multiples of this, so that a row's bits do not depend on how many others there are. Torch's
+    #: kernels promise nothing there; attention was measured to give a row the same bits for all multiples of 32.
+    row_block: int = 32
     #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed, so that plain steps need no test.
     monotone: bool = False
 

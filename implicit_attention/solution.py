@@ -26,11 +26,17 @@ class Trace(NamedTuple):
     value: Tensor
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class AdjointReport:
     """Evidence of the linear solves behind a gradient, per problem; empty until a backward pass has run.
 
     Of several solves (repeated passes, second derivatives) the worst is kept.
+
+    Attributes:
+        status: (*lead), int8 codes of `Status`; SADDLE where the solution has negative curvature.
+        residual, tolerance: (*lead), of the linear system.
+        num_steps: (*lead), matrix-vector products.
+        negative_curvature: (*lead), whether a direction of negative curvature was met.
     """
 
     status: Tensor | None = None
@@ -38,6 +44,16 @@ class AdjointReport:
     tolerance: Tensor | None = None
     num_steps: Tensor | None = None
     negative_curvature: Tensor | None = None
+
+    @property
+    def failed(self) -> Tensor | None:
+        """(*lead), True where the gradient is wrong; None before a backward pass."""
+        return None if self.status is None else self.status > Status.SADDLE
+
+    def __repr__(self) -> str:
+        if self.status is None or self.residual is None or self.num_steps is None:
+            return "AdjointReport(no backward pass yet)"
+        return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)

@@ -64,6 +64,10 @@ class AnchoredEnergy(Energy):
         return self.potential.convex
 
     @property
+    def row_block(self) -> int:  # type: ignore[override]
+        return self.potential.row_block
+
+    @property
     def _row_anchor(self) -> float | Tensor:
         if not isinstance(self.anchor, Tensor):
             return self.anchor

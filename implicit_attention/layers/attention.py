@@ -33,7 +33,8 @@ class ImplicitAttention(nn.Module):
 
     Per head, with q = W_q x, K = W_k context, V = W_v context:
     z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
-    ordinary multi-head attention, with the same parameters.
+    ordinary multi-head attention, with the same parameters. `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` are
+    those of `equilibrium_attention`; a call may override each.
 
     Args:
         dim: width of input and output.
@@ -55,7 +56,6 @@ class ImplicitAttention(nn.Module):
             back).
         projection_bias: whether the projections have biases.
         bare: no projections and one head: the energy itself, over raw inputs; values are the context.
-        solver, adjoint, impl, max_steps, on_failure: as in `equilibrium_attention`; a call may override each.
 
     Attributes:
         last_solve: the `Evidence` of the last call, detached: status, residual, evaluations per query, and of its
@@ -131,8 +131,8 @@ class ImplicitAttention(nn.Module):
             solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
         )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor(heads, **made))
-        self.beta = anchor_or_beta("beta", beta, LearnedBeta(heads, self.head_dim**-0.5, **made))
+        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
+        self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), self.head_dim**-0.5, **made))
         _validate.check_choice("qk_norm", qk_norm, (None, "rms", "layer"))
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
@@ -166,8 +166,11 @@ class ImplicitAttention(nn.Module):
         on_failure: OnFailure | None = None,
         return_solution: bool = False,
         return_trajectory: bool = False,
+        return_weights: bool = False,
     ) -> Any:
         """Attend from every token of x to the context.
+
+        `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` override the layer's for this call.
 
         Args:
             x: (*batch, N, dim).
@@ -178,12 +181,12 @@ class ImplicitAttention(nn.Module):
             positions: of the tokens of x, for `rotary`: (N,) or (*batch, N); default 0, 1, ... behind the cache.
             causal: overrides the layer's.
             cache: from `new_cache`; the tokens of x are added to it, and attend to all it holds.
-            solver, adjoint, impl, max_steps, on_failure: override the layer's for this call.
             return_solution: return (output, Solution) with states (*batch, heads, N, head_dim) and their evidence.
             return_trajectory: the same, with the states of all iterations in `solution.trace`.
+            return_weights: return the attention weights at the equilibrium as well, last, (*batch, heads, N, M).
 
         Returns:
-            (*batch, N, dim), with the solution if asked for.
+            (*batch, N, dim), or a tuple of it and what was asked for: the solution, the weights.
         """
         options = self.options.override(
             solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
@@ -199,12 +202,12 @@ class ImplicitAttention(nn.Module):
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
             query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
-        output, solution, self.last_solve = attend(
+        output, solution, self.last_solve, weights = attend(
             query,
             keys,
             read,
-            beta=self.beta if isinstance(self.beta, float) else self.beta(),
-            anchor=self.anchor if isinstance(self.anchor, float) else self.anchor(),
+            beta=self.beta(),
+            anchor=self.anchor(),
             mask=pairs,
             bias=bias,
             potential=self.potential,
@@ -214,6 +217,7 @@ class ImplicitAttention(nn.Module):
             initial=self._warm_start(query, cache),
             trace=return_trajectory,
             measure=return_solution or return_trajectory,
+            weigh=return_weights,
         )
         if cache is not None:
             cache.record(solution.value, solution.num_evals)
@@ -221,7 +225,12 @@ class ImplicitAttention(nn.Module):
             output = self.rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
         output = output if self.out_proj is None else self.out_proj(output)
-        return (output, solution) if return_solution or return_trajectory else output
+        found: list[Any] = [output]
+        if return_solution or return_trajectory:
+            found.append(solution)
+        if return_weights:
+            found.append(weights)
+        return tuple(found) if len(found) > 1 else output
 
     def new_cache(self, context: Tensor | None = None, *, warm_start: bool = False) -> KeyValueCache:
         """A cache for decoding: empty, or, with a context to attend to, holding that context's keys and values.
@@ -357,7 +366,6 @@ class ImplicitAttention(nn.Module):
         for name, default in (("kv_heads", self.heads), ("context_dim", self.dim), ("readout", "values")):
             if getattr(self, name) != default:
                 parts.append(f"{name}={getattr(self, name)!r}")
-        parts += [f"{name}={value:g}" for name in ("anchor", "beta") if isinstance(value := getattr(self, name), float)]
         parts += [name for name in ("values_inside", "causal", "bare") if getattr(self, name)]
         if self.dropout:
             parts.append(f"dropout={self.dropout:g}")

@@ -31,7 +31,8 @@ class MemoryLookup(nn.Module):
     retrieve: z = anchor query + (1 - anchor) softmax(beta s(z, k)) K; lookup: softmax(beta s(z, k)) T, with
     s(z, k) = -|z - k|^2/2 ("distance") or <z, k> ("dot"). There is no projection: queries live where patterns live.
 
-    `store(patterns)` and `retrieve(queries)` work at once. With `learned=True` patterns and targets are parameters.
+    `store(patterns)` and `retrieve(queries)` work at once. `solver`, `adjoint`, `max_steps` and `on_failure` are those of
+    `equilibrium_attention`; max_steps=0 is one step of softmax. With `learned=True` patterns and targets are parameters.
 
     Args:
         dim: width of patterns and queries.
@@ -43,7 +44,6 @@ class MemoryLookup(nn.Module):
             recalls itself), "learned", or a number > 0. Default "auto", with learned patterns "learned".
         anchor: in [0, 1] or "learned". Default 0, pure recall: the query is only where it starts, and gets no
             gradient; with learned patterns "learned".
-        solver, adjoint, max_steps, on_failure: as in `equilibrium_attention`; max_steps=0 is one step of softmax.
 
     Attributes:
         patterns: (M, dim); targets: (M, target_dim), or None: then a lookup gives the patterns' mean.
@@ -103,12 +103,12 @@ class MemoryLookup(nn.Module):
                 _validate.require(given is None, name, "be None for a memory that is not learned", given, remedy)
             self.register_buffer("patterns", torch.zeros(0, dim, **made))
             self.register_buffer("targets", None)
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor(1, **made))
-        self.beta: Any = None
+        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((), **made))
+        self.beta = None
         if beta == "auto":
             self.register_buffer("found_beta", torch.ones((), **made))
         else:
-            self.beta = anchor_or_beta("beta", beta, LearnedBeta(1, dim**-0.5, **made))
+            self.beta = anchor_or_beta("beta", beta, LearnedBeta((), dim**-0.5, **made))
         self.last_solve = None
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ class MemoryLookup(nn.Module):
         """E of every query (*batch, N, dim), (*batch, N): low near what is stored, up to a constant."""
         self._check_queries(queries)
         potential = LogSumExp(self.patterns, self._beta(), bias=self._bias())
-        return AnchoredEnergy(potential, queries, self._anchor()).energy(queries)
+        return AnchoredEnergy(potential, queries, self.anchor()).energy(queries)
 
     def _ask(
         self,
@@ -185,12 +185,12 @@ class MemoryLookup(nn.Module):
     ) -> Any:
         self._check_queries(queries)
         options = self.options.override(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
-        output, solution, self.last_solve = attend(
+        output, solution, self.last_solve, _ = attend(
             queries,
             self.patterns,
             values,
             beta=self._beta(),
-            anchor=self._anchor(),
+            anchor=self.anchor(),
             bias=self._bias(),
             options=options,
             measure=return_solution,
@@ -204,13 +204,9 @@ class MemoryLookup(nn.Module):
         )
         _validate.require(len(self.patterns) > 0, "store", "be called before a memory is asked", "an empty memory")
 
-    def _anchor(self) -> float | Tensor:
-        return self.anchor if isinstance(self.anchor, float) else self.anchor().squeeze()
-
     def _beta(self) -> float | Tensor:
-        if self.auto:
-            return self.found_beta
-        return self.beta if isinstance(self.beta, float) else self.beta().squeeze()
+        found: float | Tensor = self.found_beta if self.beta is None else self.beta()
+        return found
 
     def _bias(self) -> Tensor | None:
         """-beta |k|^2/2, which makes a dot product a distance up to what all patterns share."""
@@ -239,7 +235,6 @@ class MemoryLookup(nn.Module):
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"stored={len(self.patterns)}", f"similarity={self.similarity!r}"]
         parts += ["learned"] if self.learned else []
-        parts += [f"{n}={v:g}" for n in ("anchor", "beta") if isinstance(v := getattr(self, n), float)]
         return ", ".join(parts + ([f"beta=auto ({float(self.found_beta):.3g})"] if self.auto else []))
 
 
@@ -263,10 +258,10 @@ class AttentionPooling(nn.Module):
         _validate.check_integer("queries", queries, low=1)
         self.attention = ImplicitAttention(dim, heads, **attention)
         _validate.require(
-            self.attention.anchor != 0.0 or self.attention.options.explicit,
+            attention.get("anchor") != 0 or self.attention.options.explicit,
             "anchor",
             "be > 0 or 'learned' with learned queries, which get no gradient at 0",
-            self.attention.anchor,
+            0,
         )
         made = {"device": attention.get("device"), "dtype": attention.get("dtype")}
         self.queries = nn.Parameter(torch.randn(queries, dim, **made))

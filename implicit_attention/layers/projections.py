@@ -26,18 +26,32 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(-3, -2).flatten(-2)
 
 
+class Fixed(nn.Module):
+    """A number that is not learned, asked for like one that is."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self) -> float:
+        return self.value
+
+    def extra_repr(self) -> str:
+        return f"{self.value:g}"
+
+
 class LearnedAnchor(nn.Module):
-    """One anchor per head in (0, 1): a sigmoid, kept off both ends.
+    """Anchors in (0, 1): a sigmoid, kept off both ends.
 
     Args:
-        heads: number of heads.
+        shape: of the anchors, (heads,) for one per head.
         initial: where to start.
         **made: device and dtype.
     """
 
-    def __init__(self, heads: int, initial: float = 0.5, **made: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], initial: float = 0.5, **made: Any) -> None:
         super().__init__()
-        self.logit = nn.Parameter(torch.empty(heads, **made))
+        self.logit = nn.Parameter(torch.empty(shape, **made))
         self.set(initial)
 
     def forward(self) -> Tensor:
@@ -45,7 +59,7 @@ class LearnedAnchor(nn.Module):
 
     @torch.no_grad()
     def set(self, value: float) -> None:
-        """Move all heads to `value`."""
+        """Move all of them to `value`."""
         _validate.check_number("anchor", value, low=0.0, high=1.0)
         _validate.require(
             MARGIN < value < 1 - MARGIN,
@@ -59,18 +73,18 @@ class LearnedAnchor(nn.Module):
 
 
 class LearnedBeta(nn.Module):
-    """One inverse temperature per head, initial * exp(log_scale), so that weight decay pulls to the initial one.
+    """Inverse temperatures initial * exp(log_scale), so that weight decay pulls to the initial one.
 
     Args:
-        heads: number of heads.
+        shape: of the temperatures, (heads,) for one per head.
         initial: where to start.
         **made: device and dtype.
     """
 
-    def __init__(self, heads: int, initial: float, **made: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], initial: float, **made: Any) -> None:
         super().__init__()
         self.initial = initial
-        self.log_scale = nn.Parameter(torch.zeros(heads, **made))
+        self.log_scale = nn.Parameter(torch.zeros(shape, **made))
 
     def forward(self) -> Tensor:
         # Beyond e^+-20 nothing is left to learn, and zero or infinity would be out of range.
@@ -78,7 +92,7 @@ class LearnedBeta(nn.Module):
 
     @torch.no_grad()
     def set(self, value: float) -> None:
-        """Move all heads to `value`."""
+        """Move all of them to `value`."""
         _validate.check_number("beta", value, low=0.0, open_low=True)
         self.log_scale.fill_(math.log(value / self.initial))
 
@@ -91,13 +105,13 @@ def _at_least_single(parameter: Tensor) -> Tensor:
     return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
-def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module | float:
-    """The module for "learned", or the number that was given."""
+def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
+    """The module for "learned", or the number that was given as one."""
     if isinstance(given, str):
         _validate.require(given == "learned", name, "be 'learned' or a number", repr(given))
         return learned
     _validate.check_number(name, given, low=0.0, high=1.0 if name == "anchor" else math.inf, open_low=name == "beta")
-    return float(given)
+    return Fixed(float(given))
 
 
 class Rotary(nn.Module):

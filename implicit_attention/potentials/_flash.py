@@ -51,9 +51,7 @@ def attend(
     lead, kept, dim = query.shape[:-2], fold.kept, values.shape[-1]
     # The fast kernels want one dimension; zeros change neither scores nor answers.
     wide = max(query.shape[-1], dim)
-    query, keys, values = (
-        F.pad(t, (0, wide - t.shape[-1])) if t.shape[-1] < wide else t for t in (query, keys, values)
-    )
+    query, keys, values = (_widened(t, wide) for t in (query, keys, values))
     keys, values = keys.contiguous(), values.contiguous()
     if pairs is not None and pairs.dtype == torch.bool:
         pairs = torch.zeros((), dtype=query.dtype, device=query.device).where(pairs, -torch.inf)
@@ -74,9 +72,7 @@ def attend(
     if pairs is not None:
         shape = (rows.shape[-2], keys.shape[-2])
         pairs = pairs.expand(*lead[:kept], *shape).reshape(*two, *shape)
-    first, *others = kernel(
-        rows.reshape(*two, *rows.shape[-2:]).contiguous(), keys, values, attn_mask=pairs, scale=scale
-    )
+    first, *others = kernel(rows, keys, values, attn_mask=pairs, scale=scale)
     outputs = (first[..., :dim] if dim < wide else first, *others)
     return tuple(out.reshape(*query.shape[:-1], *out.shape[3:]) for out in outputs)
 

@@ -35,6 +35,8 @@ class Potential(Declared):
 
     #: Whether Phi is convex. It then certifies that fixed-point steps of the anchored energy descend.
     convex: bool = False
+    #: See `Problem.row_block`.
+    row_block: int = 32
     #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
     declares_all: ClassVar[bool] = False
 

@@ -17,8 +17,6 @@ from ..status import Status
 if TYPE_CHECKING:
     from .base import Solver
 
-# torch's attention kernels give the same row the same bits only when the number of rows is a multiple of this.
-ROW_BLOCK = 32
 # The working set is made anew when it falls below this part of its size.
 COMPACT_BELOW = 2 / 3
 
@@ -199,8 +197,8 @@ def _finish(record: _Record, which: Tensor, status: Status) -> _Record:
 class _Rows:
     """The working set: which rows of the last leading axis are still being iterated.
 
-    Rows are padded to multiples of ROW_BLOCK from the first evaluation on, so that a row's bits do not depend on how
-    many others are left. A problem that cannot be restricted keeps all its rows to the end.
+    Rows are padded to multiples of `problem.row_block` from the first evaluation on, so that a row's bits do not depend
+    on how many others are left. A problem that cannot be restricted keeps all its rows to the end.
     """
 
     def __init__(self, problem: Problem, initial: Tensor, *, pad: bool, compact: bool) -> None:
@@ -213,7 +211,7 @@ class _Rows:
         self.full: _Record | None = None
         self.compact = False
         if pad and self.count > 0 and initial.numel() > 0:
-            padded = _round_up(self.count)
+            padded = self._rounded_up(self.count)
             index = torch.arange(padded, device=initial.device)
             # Without padding one row tells whether there is a restriction, and does not copy the problem.
             asked = index.clamp(max=self.count - 1) if padded > self.count else index[:1]
@@ -226,11 +224,14 @@ class _Rows:
                     [self.initial, self.initial[..., -1:, :].expand(*lead[:-1], padded - self.count, -1)], dim=-2
                 )
 
+    def _rounded_up(self, count: int) -> int:
+        return -(-count // self.base.row_block) * self.base.row_block
+
     def compaction(self, active: Tensor) -> Tensor | None:
         """The working rows to keep, unfinished ones first, or None if too few have finished."""
-        if not self.compact or active.shape[-1] <= ROW_BLOCK:
+        if not self.compact or active.shape[-1] <= self.base.row_block:
             return None
-        needed = _round_up(int(active.sum(-1).max()))
+        needed = self._rounded_up(int(active.sum(-1).max()))
         if needed > COMPACT_BELOW * active.shape[-1]:
             return None
         # All distinct: finished rows fill up the block and are carried along unchanged.
@@ -279,7 +280,3 @@ class _Rows:
 
         assert self.full is not None
         return _Record(*map(put, self.full, record))  # type: ignore[arg-type]
-
-
-def _round_up(count: int) -> int:
-    return -(-count // ROW_BLOCK) * ROW_BLOCK

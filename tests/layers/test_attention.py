@@ -318,7 +318,6 @@ def test_the_evidence_of_the_last_call_stays():
     made(x, max_steps=0)
     assert bool((made.last_solve.status == Status.EXPLICIT).all())
     assert "last_solve" not in made.state_dict()
-    made.kv_heads  # noqa: B018
     grouped = layer(kv_heads=2)
     grouped(x)
     assert grouped.last_solve.num_evals.shape == (B, HEADS, N)
@@ -337,6 +336,21 @@ def test_the_trajectory_leads_from_the_query_to_the_equilibrium(kv_heads):
     assert float(solution.trace.energy.diff(dim=0).max()) < 1e-12
     _, explicit = made(x, return_trajectory=True, max_steps=0)
     assert explicit.trace.value.shape[0] == 1
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_the_weights_are_those_that_values_are_read_with(kv_heads):
+    made, x = layer(kv_heads=kv_heads), tokens()
+    for options in ({}, {"max_steps": 0}):
+        output, weights = made(x, mask=arbitrary_mask(N, N), return_weights=True, **options)
+        assert weights.shape == (B, HEADS, N, N)
+        assert bool((weights[..., ~arbitrary_mask(N, N)] == 0).all())
+        values = split(made.v_proj(x), kv_heads).repeat_interleave(HEADS // kv_heads, dim=1)
+        torch.testing.assert_close(made.out_proj((weights @ values).transpose(1, 2).flatten(2)), output)
+    output, solution, weights = made(x, return_solution=True, return_weights=True)
+    assert weights.shape[:-1] == solution.status.shape
+    with pytest.raises(UnsupportedImplementation, match="Quadratic has no attention weights"):
+        layer(potential=Quadratic, readout="state", beta=0.01)(x, return_weights=True)
 
 
 # A good torch module.
@@ -369,7 +383,8 @@ def test_copies_and_pickles_compute_the_same():
 
 def test_repr_says_what_it_is():
     text = repr(layer(kv_heads=2, anchor=0.25, causal=True, max_steps=7, solver=Picard(), dropout=0.1))
-    for part in ("16, heads=4", "kv_heads=2", "anchor=0.25", "causal", "max_steps=7", "solver=Picard(", "dropout=0.1"):
+    parts = ("16, heads=4", "kv_heads=2", "Fixed(0.25)", "causal", "max_steps=7", "solver=Picard(", "dropout=0.1")
+    for part in parts:
         assert part in text
     assert "potential=Quadratic" in repr(layer(potential=Quadratic, readout="state"))
 

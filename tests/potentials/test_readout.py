@@ -276,10 +276,14 @@ def test_autocast_leaves_the_precision(count):
     z, keys, values = (random(2, n, 5, seed=n, dtype=torch.float32) for n in (3, count, count))
     potential, z = LogSumExp(keys, 0.7), z.requires_grad_()
     expected = potential.readout(z, values)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), z, retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = potential.readout(z, values)
+        if count == MANY:
+            # Written out, it is torch that differentiates, as autocast says where that is asked for.
+            assert torch.equal(torch.autograd.grad(out.square().sum(), z, retain_graph=True)[0], gradient)
     assert torch.equal(out, expected)
-    assert torch.equal(*(torch.autograd.grad(o.square().sum(), z)[0] for o in (out, expected)))
+    assert torch.equal(torch.autograd.grad(out.square().sum(), z)[0], gradient)
 
 
 @pytest.mark.parametrize(
