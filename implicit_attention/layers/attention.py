@@ -33,8 +33,10 @@ class ImplicitAttention(nn.Module):
 
     Per head, with q = W_q x, K = W_k context, V = W_v context:
     z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
-    ordinary multi-head attention, with the same parameters. `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` are
-    those of `equilibrium_attention`; a call may override each.
+    ordinary multi-head attention, with the same parameters.
+
+    `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` are those of `equilibrium_attention`; a call may override
+    each.
 
     Args:
         dim: width of input and output.

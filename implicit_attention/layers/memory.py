@@ -31,8 +31,10 @@ class MemoryLookup(nn.Module):
     retrieve: z = anchor query + (1 - anchor) softmax(beta s(z, k)) K; lookup: softmax(beta s(z, k)) T, with
     s(z, k) = -|z - k|^2/2 ("distance") or <z, k> ("dot"). There is no projection: queries live where patterns live.
 
-    `store(patterns)` and `retrieve(queries)` work at once. `solver`, `adjoint`, `max_steps` and `on_failure` are those of
-    `equilibrium_attention`; max_steps=0 is one step of softmax. With `learned=True` patterns and targets are parameters.
+    `store(patterns)` and `retrieve(queries)` work at once. With `learned=True` patterns and targets are parameters.
+
+    `solver`, `adjoint`, `max_steps` and `on_failure` are those of `equilibrium_attention`; max_steps=0 is one step of
+    softmax.
 
     Args:
         dim: width of patterns and queries.
