@@ -24,7 +24,7 @@ ALLOWED = {
     "solve": {"adjoints", "solvers", "problem", "solution", "_reporting"},
     "equilibrium": {"energies", "potentials", "solve", "solvers", "adjoints", "problem", "solution", "_reporting"},
     "functional": {"equilibrium", "solvers", "adjoints", "solution"},
-    "layers": {"equilibrium", "energies", "potentials", "solvers", "adjoints", "solution"},
+    "layers": {"equilibrium", "energies", "potentials", "problem", "solvers", "adjoints", "solution"},
     "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "solution"},
     "plotting": {"energies", "potentials", "solve", "solution", "diagnostics"},
     "cli": {

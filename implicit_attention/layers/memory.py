@@ -14,6 +14,7 @@ from ..adjoints import Adjoint
 from ..energies import AnchoredEnergy
 from ..equilibrium import SolveOptions, attend
 from ..potentials import LogSumExp
+from ..problem import HALF
 from ..solution import Evidence
 from ..solvers import Solver
 from .attention import ImplicitAttention
@@ -23,6 +24,8 @@ from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 # out of ten are.
 LEAK = 1e-2
 CLOSE = 0.1
+# Patterns whose similarities are held at a time.
+BLOCK = 512
 
 
 class MemoryLookup(nn.Module):
@@ -281,15 +284,25 @@ class AttentionPooling(nn.Module):
 
 def _separating_beta(patterns: Tensor, similarity: str) -> Tensor:
     """The inverse temperature at which stored patterns recall themselves."""
-    if similarity == "distance":
-        squared = torch.cdist(patterns, patterns).square()
-        gap = squared.fill_diagonal_(torch.inf).amin(-1) / 2
-    else:
-        products = patterns @ patterns.mT
-        norms = products.diagonal().clone()
-        gap = norms - products.fill_diagonal_(-torch.inf).amax(-1)
+    wide = patterns.float() if patterns.dtype in HALF else patterns
+    gaps = torch.cat([_gaps(wide, part, similarity) for part in torch.split(torch.arange(len(wide)), BLOCK)])
     # Of a pattern that was stored twice both copies are the same attractor.
-    gap = gap[(gap > 0) & gap.isfinite()]
-    if gap.numel() == 0:
+    gaps = gaps[(gaps > 0) & gaps.isfinite()]
+    if gaps.numel() == 0:
         return patterns.new_ones(())
-    return math.log(len(patterns) / LEAK) / torch.quantile(gap.float(), CLOSE).to(patterns.dtype)
+    # Not torch.quantile, which takes no more than 16 million numbers.
+    close = gaps.sort().values[int(CLOSE * (len(gaps) - 1))]
+    return (math.log(len(patterns) / LEAK) / close).to(patterns.dtype)
+
+
+def _gaps(patterns: Tensor, rows: Tensor, similarity: str) -> Tensor:
+    """How much better each of the patterns `rows` fits itself than its best rival does."""
+    rows = rows.to(patterns.device)
+    own = patterns[rows]
+    if similarity == "distance":
+        rivals = -torch.cdist(own, patterns).square() / 2
+        fit = torch.zeros_like(rivals[:, 0])
+    else:
+        rivals = own @ patterns.mT
+        fit = own.square().sum(-1)
+    return fit - rivals.scatter(-1, rows[:, None], -torch.inf).amax(-1)

@@ -98,6 +98,22 @@ def test_storing_adds_and_clearing_forgets():
     assert len(memory.patterns) == 0
 
 
+@pytest.mark.parametrize("similarity", ["distance", "dot"])
+def test_the_temperature_comes_from_the_nearest_rivals(similarity, monkeypatch):
+    patterns = random(60, D)
+    memory = MemoryLookup(D, similarity=similarity, dtype=torch.float64)
+    memory.store(patterns)
+    scores = patterns @ patterns.mT if similarity == "dot" else -torch.cdist(patterns, patterns).square() / 2
+    gaps = torch.stack([(scores[i, i] - scores[i, [j for j in range(60) if j != i]]).amin() for i in range(60)])
+    close = gaps[gaps > 0].sort().values
+    expected = torch.log(torch.tensor(6000.0)).double() / close[int(0.1 * (len(close) - 1))]
+    torch.testing.assert_close(memory.found_beta, expected, rtol=1e-6, atol=1e-9)
+    monkeypatch.setattr("implicit_attention.layers.memory.BLOCK", 7)
+    blocked = MemoryLookup(D, similarity=similarity, dtype=torch.float64)
+    blocked.store(patterns)
+    torch.testing.assert_close(blocked.found_beta, memory.found_beta, rtol=1e-12, atol=0)
+
+
 def test_one_pattern_and_equal_patterns():
     pattern = torch.randn(1, D)
     for patterns in (pattern, pattern.expand(3, D)):
