@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import exact_precision, is_batched, uncompiled
+from ._autograd import exact_precision, is_batched, is_differentiated, transforms_active, uncompiled
 from ._reporting import check_on_failure
 from ._types import Impl, OnFailure
 from .adjoints import Adjoint, Unrolled
@@ -149,13 +149,16 @@ def attend(
         assert output is not None
         return _attended(output, _merge_heads(attended.solution), weights)
 
-    make = _implementation(potential, options.impl, keys)
-    given = (query, keys, values)
-    dtype = query.dtype
+    if empty := keys.shape[-2] == 0:
+        # Nothing to attend to is one key that nobody attends to.
+        keys = keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1])
+        values = None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1])
+        mask, bias = torch.zeros(1, dtype=torch.bool, device=keys.device), None
+    make = _implementation(potential, options.impl, keys, bias)
+    dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
-        query, keys, values, bias, beta, anchor, initial = map(
-            _widened, (query, keys, values, bias, beta, anchor, initial)
-        )
+        query, keys, values, bias, initial = map(_widened, (query, keys, values, bias, initial))
+        beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
         energy = AnchoredEnergy(_made(make, keys, beta, mask, bias), query, anchor)
         if values is not None and not hasattr(energy.potential, "readout"):
             raise UnsupportedImplementation(
@@ -173,19 +176,44 @@ def attend(
             )
             z = output = solution.value
             if values is not None:
-                output = energy.potential.readout(z, values, dropout_p=dropout_p)  # type: ignore[attr-defined]
-            return _attended(output.to(dtype), solution, _weights(energy.potential, z) if weigh else None)
-        solution = _explicit_solution(energy, query, trace) if measure else _unmeasured(query)
-        weights = _weights(energy.potential, query) if weigh else None
-        if values is None:
-            return _attended(energy.fixed_point_map(query).to(dtype), solution, weights)
-        query, keys, values = given
-        if isinstance(beta, Tensor) and dtype in HALF:
-            # Rounded by itself, a temperature would shift all scores alike.
-            query, beta = (beta[..., None, None] * query).to(dtype), 1.0
-        read = _made(make, keys, beta, mask, None if bias is None else bias.to(dtype))
-        output = read.readout(query, values, dropout_p=dropout_p)  # type: ignore[attr-defined]
-        return _attended(output, solution, weights)
+                output = _read_out(energy.potential, z, values, dropout_p)
+        else:
+            z = query
+            solution = _explicit_solution(energy, query, trace) if measure else _unmeasured(query)
+            if values is None:
+                output = energy.fixed_point_map(query)
+            elif dtype in HALF and all(t is None or t.dtype == dtype for t in narrow):
+                output = _narrow_read_out(make, narrow, beta, mask, dropout_p)
+            else:
+                output = _read_out(energy.potential, query, values, dropout_p)
+            if isinstance(anchor, Tensor) and anchor.requires_grad:
+                # No part of it, but a parameter without any gradient stops distributed training.
+                output = output + 0 * anchor.sum()
+        weights = _weights(energy.potential, z)[..., : 0 if empty else None] if weigh else None
+        return _attended(output.to(dtype), solution, weights)
+
+
+def _read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
+    """softmax(beta z K^T) V; a state that is not finite gives NaN, and nothing to the gradients of what is shared."""
+    lost = ~torch.isfinite(z).all(-1, keepdim=True)
+    output: Tensor = potential.readout(z.masked_fill(lost, 0.0), values, dropout_p=dropout_p)  # type: ignore[attr-defined]
+    return output.masked_fill(lost, torch.nan)
+
+
+def _narrow_read_out(
+    make: PotentialFactory,
+    narrow: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    beta: float | Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """An explicit step as torch does it in half precision."""
+    query, keys, values, bias = narrow
+    assert values is not None
+    if isinstance(beta, Tensor):
+        # Rounded by itself, a temperature would shift all scores alike.
+        query, beta = (beta[..., None, None] * query).to(keys.dtype), 1.0
+    return _read_out(_made(make, keys, beta, mask, bias), query, values, dropout_p)
 
 
 def _weights(potential: Potential, z: Tensor) -> Tensor:
@@ -211,7 +239,7 @@ def _made(
     return made
 
 
-def _implementation(potential: PotentialFactory, impl: Impl, keys: Tensor) -> PotentialFactory:
+def _implementation(potential: PotentialFactory, impl: Impl, keys: Tensor, bias: Tensor | None) -> PotentialFactory:
     """The factory that does it as `impl` says, or an error that says who can."""
     if impl == "auto":
         return potential
@@ -226,6 +254,9 @@ def _implementation(potential: PotentialFactory, impl: Impl, keys: Tensor) -> Po
                 f"`impl='sdpa'` needs at least {FLASH_KEYS} keys (torch's kernel loses NaN below), got "
                 f"{keys.shape[-2]}; use impl='auto' or 'reference'"
             )
+        if transforms_active() or (bias is not None and is_differentiated(bias)):
+            what = "inside torch.func" if transforms_active() else "with an additive mask that requires grad"
+            raise UnsupportedImplementation(f"`impl='sdpa'` has no derivative {what}; use impl='auto' or 'reference'")
         return potential
     return ReferenceLogSumExp
 
@@ -292,6 +323,7 @@ def _merge_heads(solution: Solution) -> Solution:
         fields["trace"] = Trace(residual, energy, evals, trace.value.flatten(-4, -3))  # type: ignore[arg-type]
     if function is not None:
         fields["energy_function"] = lambda z: function(z.reshape(split)).flatten(-3, -2)
+    solution.adjoint.lead = fields["status"].shape
     return dataclasses.replace(solution, value=solution.value.flatten(-4, -3), **fields)
 
 
@@ -309,10 +341,13 @@ def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor
                 argument, "be boolean (True = attend) or additive floating-point", received, f"use {argument}.bool()"
             )
         )
-    _validate.check_same_kind([("query", like.detach().bool()), (argument, mask.detach().bool())])
+    remedy = "move it with .to(device)"
+    _validate.require(mask.device == like.device, argument, f"be on {like.device}", mask.device, remedy)
     if mask.dtype == torch.bool:
         return mask, None
-    return None, mask.to(torch.promote_types(mask.dtype, torch.float32) if like.dtype in HALF else like.dtype)
+    if like.dtype in HALF:
+        return None, mask if mask.dtype == like.dtype else mask.float()
+    return None, mask.to(like.dtype)
 
 
 def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:

@@ -98,6 +98,9 @@ def equilibrium_attention(
     if not enable_gqa:
         batch = torch.broadcast_shapes(*(t.shape[:-2] for _, t in tensors))  # type: ignore[no-untyped-call]
         query = query.expand(*batch, *query.shape[-2:])
+    for name, number in (("scale", scale), ("anchor", anchor)):
+        if isinstance(number, Tensor):
+            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
     if attn_mask is not None:
         pairs = (*query.shape[:-1], key.shape[-2])
         _validate.check_broadcast("attn_mask", attn_mask.shape, pairs, "(*batch, N, M)")

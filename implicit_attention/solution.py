@@ -37,6 +37,7 @@ class AdjointReport:
         residual, tolerance: (*lead), of the linear system.
         num_steps: (*lead), matrix-vector products.
         negative_curvature: (*lead), whether a direction of negative curvature was met.
+        lead: the shape to write the fields in, where it is not that of the problems that are solved.
     """
 
     status: Tensor | None = None
@@ -44,6 +45,7 @@ class AdjointReport:
     tolerance: Tensor | None = None
     num_steps: Tensor | None = None
     negative_curvature: Tensor | None = None
+    lead: torch.Size | None = None
 
     @property
     def failed(self) -> Tensor | None:

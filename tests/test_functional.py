@@ -346,6 +346,41 @@ def test_reference_implementation_uses_no_fused_kernel(monkeypatch):
         equilibrium_attention(*given, impl="sdpa")
 
 
+def test_reference_drops_weights_by_itself(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("a fused kernel")
+
+    given = inputs(keys=80, dtype=torch.float32)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", never)
+    torch.manual_seed(0)
+    dropped = equilibrium_attention(*given, impl="reference", dropout_p=0.5)
+    assert not torch.equal(dropped, equilibrium_attention(*given, impl="reference"))
+
+
+def test_what_the_kernels_cannot_do_is_refused():
+    given, bias = inputs(keys=80), random(N, 80).requires_grad_()
+    with pytest.raises(UnsupportedImplementation, match="with an additive mask that requires grad"):
+        equilibrium_attention(*given, bias, impl="sdpa")
+    with pytest.raises(UnsupportedImplementation, match=r"inside torch\.func"):
+        torch.func.grad(lambda q: equilibrium_attention(q, *given[1:], impl="sdpa").sum())(given[0])
+
+
+def test_a_wide_mask_is_not_rounded_by_narrow_queries():
+    narrow = [t.bfloat16() for t in inputs()]
+    bias = 30 * random(N, M, dtype=torch.float32)
+    truth = F.scaled_dot_product_attention(*(t.double() for t in narrow), bias.double())
+    output = equilibrium_attention(*narrow, bias, max_steps=0)
+    assert output.dtype == torch.bfloat16
+    assert float((output.double() - truth).abs().max()) < 2e-2
+
+
+def test_numbers_per_head_may_be_wider_than_the_queries():
+    given = inputs(dtype=torch.float32)
+    heads = torch.tensor([0.1, 0.5, 0.7, 0.9], dtype=torch.float64)
+    expected = equilibrium_attention(*given, scale=heads.float(), anchor=heads.float())
+    assert torch.equal(equilibrium_attention(*given, scale=heads, anchor=heads), expected)
+
+
 # Wrong arguments.
 
 
@@ -366,6 +401,8 @@ def bad(match, error=ValueError, *, change=None, **options):
         bad("`scale` must be > 0 everywhere", scale=torch.tensor([1.0, -1.0, 1.0, 1.0]).double()),
         bad("`anchor` must be in", anchor=1.5),
         bad("`anchor` must be in .* everywhere.*sigmoid", anchor=torch.tensor([0.5, 0.5, 0.5, 2.0]).double()),
+        bad("`scale` must broadcast to the leading axes of `query`", scale=torch.ones(3).double()),
+        bad("`anchor` must broadcast to the leading axes of `query`", anchor=torch.ones(3).double()),
         bad("`solver` must be None or a Solver, got 'anderson'; for example Anderson", TypeError, solver="anderson"),
         bad("`adjoint` must be None or a Adjoint", TypeError, adjoint=Implicit),
         bad("`impl` must be one of 'auto', 'reference', 'sdpa', 'triton'", impl="flash"),

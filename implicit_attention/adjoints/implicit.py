@@ -96,6 +96,13 @@ class _Call:
     linear_solver: LinearSolver[Any] | None
     request: Request
 
+    def without_tensors(self) -> _Call:
+        """The same call to be kept in a graph, where tensors have to be saved so that hooks see them."""
+        # One for each: modules would take equal ones for a parameter that they share.
+        problem = self.problem.replace(*(torch.empty(0) for _ in self.problem.tensors()))
+        request = dataclasses.replace(self.request, problem=problem, initial=torch.empty(0))
+        return dataclasses.replace(self, problem=problem, request=request)
+
     def lifted(self, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]) -> tuple[_Call, tuple[Tensor, ...]]:
         """The same call with one more leading axis, for vmap."""
         moved = tuple(t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True))
@@ -116,7 +123,7 @@ class _FixedPoint(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, _, *tensors = inputs
-        ctx.call = call
+        ctx.call = call.without_tensors()
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(output[0], *tensors)
         ctx.save_for_forward(output[0], *tensors)
@@ -174,7 +181,8 @@ class _AdjointSolve(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.call, ctx.transpose, z, _, *tensors = inputs
+        call, ctx.transpose, z, _, *tensors = inputs
+        ctx.call = call.without_tensors()
         ctx.save_for_backward(z, output, *tensors)
         ctx.save_for_forward(z, output, *tensors)
 

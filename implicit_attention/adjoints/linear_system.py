@@ -196,9 +196,12 @@ def _report(request: Request, method: LinearSolver[Any], answer: _Answer) -> Non
     report = request.report
     fields = answer._asdict()
     del fields["value"]
-    if report.status is not None and report.status.shape == answer.status.shape:
+    if report.lead is not None and report.lead.numel() == answer.status.numel():
+        fields = {name: field.reshape(report.lead) for name, field in fields.items()}
+    status = fields["status"]
+    if report.status is not None and report.status.shape == status.shape:
         # Of several solves (second derivatives make more) the worst is kept, problem by problem.
-        worse = answer.status >= report.status
+        worse = status >= report.status
         fields = {name: torch.where(worse, new, getattr(report, name)) for name, new in fields.items()}
     for name, field in fields.items():
         setattr(report, name, field)

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
-from ..equilibrium import PotentialFactory, SolveOptions, attend, check_causal, split_mask
+from ..equilibrium import PotentialFactory, SolveOptions, attend
 from ..potentials import LogSumExp
 from ..solution import Evidence
 from ..solvers import Solver
-from .cache import KeyValueCache, check_cache
+from .cache import Held, KeyValueCache, check_cache
+from .masks import check_key_mask, pairs_and_bias
 from .projections import (
+    Fixed,
     LearnedAnchor,
     LearnedBeta,
     Rotary,
@@ -51,7 +53,7 @@ class ImplicitAttention(nn.Module):
         readout: "values", or "state": the equilibrium z itself, in the space of the keys.
         values_inside: make the values part of the stored patterns, which then are pairs (k_j, v_j), and of the state,
             so that what has been recalled helps to recall the rest. The first step does not notice.
-        causal: a token attends to itself and those before it.
+        causal: a token attends to itself and those before it, in a context to tokens up to its own index.
         dropout: part of the attention weights dropped in the read-out while training.
         qk_norm: None, "rms" or "layer": normalise queries and keys per head.
         rotary: None, or `Rotary()` to turn queries and keys by their positions (a state that is read out is turned
@@ -103,7 +105,7 @@ class ImplicitAttention(nn.Module):
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.context_dim = dim if context_dim is None else context_dim
         self.bare = bare
-        self._check_sizes(head_dim)
+        self._check_sizes(head_dim, projection_bias)
         self.head_dim = dim // heads if head_dim is None else head_dim
         _validate.check_choice("readout", readout, ("values", "state"))
         _validate.check_number("dropout", dropout, low=0.0, high=1.0)
@@ -149,6 +151,8 @@ class ImplicitAttention(nn.Module):
                 self.v_proj = nn.Linear(self.context_dim, shared, projection_bias, **made)
             self.out_proj = nn.Linear(inner, dim, projection_bias, **made)
         self.last_solve = None
+        # What its caches are known by; a copy has its own, and together with a cache it is copied with it.
+        self._identity = object()
 
     def forward(
         self,
@@ -179,10 +183,11 @@ class ImplicitAttention(nn.Module):
             context: what is attended to, (*batch, M, context_dim); default x.
             values: what values are made of where that is not the context, (*batch, M, context_dim).
             mask: boolean (True = attend) or additive: (N, M), (*batch, N, M), or (*batch, heads, N, M).
-            key_mask: which tokens of the context exist, boolean, (*batch, M).
+            key_mask: which tokens of the context exist, boolean, (*batch, M); with a cache of all that it holds, or of
+                the new ones. A cache remembers it.
             positions: of the tokens of x, for `rotary`: (N,) or (*batch, N); default 0, 1, ... behind the cache.
             causal: overrides the layer's.
-            cache: from `new_cache`; the tokens of x are added to it, and attend to all it holds.
+            cache: from `new_cache`; the tokens of x are added to it, and attend to all it holds, by the causal rule.
             return_solution: return (output, Solution) with states (*batch, heads, N, head_dim) and their evidence.
             return_trajectory: the same, with the states of all iterations in `solution.trace`.
             return_weights: return the attention weights at the equilibrium as well, last, (*batch, heads, N, M).
@@ -193,13 +198,15 @@ class ImplicitAttention(nn.Module):
         options = self.options.override(
             solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
         )
-        if cache is not None:
-            check_cache(cache, self)
-        offset = 0 if cache is None or cache.fixed else cache.length
-        positions = self._positions(x, positions, offset)
+        self._check_call(x, context, values, positions, cache)
+        causal = self.causal if causal is None else causal
+        first = 0 if cache is None else cache.num_queries
+        positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
         query = self._query(x, positions)
-        keys, read = self._keys_and_values(x, context, values, cache, positions)
-        pairs, bias = self._masks(x, keys, mask, key_mask, self.causal if causal is None else causal, offset)
+        held = self._held(x, context, values, key_mask, positions, cache)
+        keys, read = held.keys, held.values
+        shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
+        pairs, bias = pairs_and_bias(mask, held.key_mask, causal=causal, first=first, shape=shape, like=keys)
         if self.values_inside:
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
@@ -216,13 +223,13 @@ class ImplicitAttention(nn.Module):
             options=options,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
-            initial=self._warm_start(query, cache),
+            initial=None if cache is None else cache.start(query),
             trace=return_trajectory,
             measure=return_solution or return_trajectory,
             weigh=return_weights,
         )
         if cache is not None:
-            cache.record(solution.value, solution.num_evals)
+            cache.commit(held, solution.value, solution.num_evals)
         if self.readout == "state" and self.rotary is not None:
             output = self.rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
@@ -234,32 +241,41 @@ class ImplicitAttention(nn.Module):
             found.append(weights)
         return tuple(found) if len(found) > 1 else output
 
-    def new_cache(self, context: Tensor | None = None, *, warm_start: bool = False) -> KeyValueCache:
+    def new_cache(
+        self, context: Tensor | None = None, *, key_mask: Tensor | None = None, warm_start: bool = False
+    ) -> KeyValueCache:
         """A cache for decoding: empty, or, with a context to attend to, holding that context's keys and values.
 
         Args:
             context: (*batch, M, context_dim), for cross-attention.
-            warm_start: start every token's solve at the equilibrium of the token before. Saves evaluations where
-                neighbours are alike; where a query has several equilibria it may end in another one.
+            key_mask: which tokens of the context exist, (*batch, M).
+            warm_start: start every token's solve at the equilibrium of the token before. That saves evaluations where
+                neighbours are alike. A query that has several equilibria may end in another one than from a cold
+                start; with large scores and small anchors that is the rule.
         """
-        cache = KeyValueCache(self, fixed=context is not None, warm_start=warm_start)
-        if context is not None:
-            positions = torch.arange(context.shape[-2], device=context.device)
-            cache.append(*self._project_context(context, context, positions))
-        return cache
+        _validate.require(
+            not (warm_start and isinstance(self.anchor, Fixed) and self.anchor.value == 0),
+            "warm_start",
+            "be False with anchor=0, where the query is only where a solve starts",
+            True,
+        )
+        if context is None:
+            _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
+            return KeyValueCache(self._identity, warm_start=warm_start)
+        keys, read = self._project_context(context, context, torch.arange(context.shape[-2], device=context.device))
+        if key_mask is not None:
+            check_key_mask(key_mask, tuple(context.shape[:-2]), context.shape[-2])
+            key_mask = key_mask.expand(context.shape[:-1])
+        return KeyValueCache(self._identity, context=Held(keys, read, key_mask), warm_start=warm_start)
 
     # Parts of the forward.
 
-    def _query(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _check_call(self, x: Tensor, context: Tensor | None, values: Tensor | None, positions: Any, cache: Any) -> None:
         _check_tokens("x", x, self.dim)
-        query = x if self.q_proj is None else self.q_proj(x)
-        query = _normed(self.q_norm, split_heads(query, self.heads))
-        return query if self.rotary is None else self.rotary(query, positions)
-
-    def _keys_and_values(
-        self, x: Tensor, context: Tensor | None, values: Tensor | None, cache: KeyValueCache | None, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Keys (*batch, kv_heads, M, head_dim) and what is read out, which is None for the state."""
+        for name, given in (("context", context), ("values", values)):
+            if given is not None:
+                _check_tokens(name, given, self.context_dim)
+                _validate.check_broadcast(name, given.shape[:-2], x.shape[:-2], "the leading axes of `x`")
         _validate.require(
             values is None or self.readout == "values",
             "values",
@@ -267,29 +283,50 @@ class ImplicitAttention(nn.Module):
             "a tensor",
             "make the layer with readout='values'",
         )
+        if positions is not None:
+            fits = isinstance(positions, Tensor) and positions.shape in (x.shape[-2:-1], x.shape[:-1])
+            received = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+            _validate.require(fits, "positions", "be a tensor of shape (N,) or (*batch, N)", received)
+            _validate.require(
+                self.rotary is not None, "positions", "be None without rotary", "a tensor", "pass rotary=Rotary()"
+            )
         if cache is not None:
-            given = "a context" if context is not None else "values"
+            check_cache(cache, self._identity)
             _validate.require(
                 context is None and values is None,
                 "cache",
                 "come without context and values: it holds what was computed from them",
-                given,
+                "values" if context is None else "a context",
                 "make it with layer.new_cache(context) to attend to a context",
             )
-        if cache is None or not cache.fixed:
-            source = x if context is None else context
-            if context is not None or positions.shape[-1] != source.shape[-2]:
-                positions = torch.arange(source.shape[-2], device=source.device)
-            keys, read = self._project_context(source, source if values is None else values, positions)
-            if cache is None:
-                return keys, read
-            cache.append(keys, read)
-        assert cache.keys is not None
-        return cache.keys, cache.values
+            cache.check_batch(tuple(x.shape[:-2]))
+
+    def _query(self, x: Tensor, positions: Tensor) -> Tensor:
+        query = x if self.q_proj is None else self.q_proj(x)
+        query = _normed(self.q_norm, split_heads(query, self.heads))
+        return query if self.rotary is None else self.rotary(query, positions)
+
+    def _held(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        values: Tensor | None,
+        key_mask: Tensor | None,
+        positions: Tensor,
+        cache: KeyValueCache | None,
+    ) -> Held:
+        """The keys that are attended to and what is read out there, which is None for the state."""
+        if cache is not None and cache.fixed:
+            assert cache.held is not None
+            return cache.held if key_mask is None else cache.held._replace(key_mask=key_mask)
+        source = x if context is None else context
+        if context is not None:
+            positions = torch.arange(source.shape[-2], device=source.device)
+        keys, read = self._project_context(source, source if values is None else values, positions)
+        return Held(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     def _project_context(self, context: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         _check_tokens("context", context, self.context_dim)
-        _check_tokens("values", values, self.context_dim)
         _validate.require(
             values.shape[-2] == context.shape[-2],
             "values",
@@ -300,50 +337,16 @@ class ImplicitAttention(nn.Module):
         keys = _normed(self.k_norm, split_heads(keys, self.kv_heads))
         if self.rotary is not None:
             keys = self.rotary(keys, positions)
+        # Read at every evaluation: laid out once.
+        keys = keys.contiguous()
         if self.readout == "state":
             return keys, None
-        return keys, split_heads(values if self.v_proj is None else self.v_proj(values), self.kv_heads)
-
-    def _positions(self, x: Tensor, positions: Tensor | None, offset: int) -> Tensor:
-        if positions is None:
-            return torch.arange(offset, offset + x.shape[-2], device=x.device)
-        fits = positions.shape in (x.shape[-2:-1], x.shape[:-1])
-        _validate.require(fits, "positions", "have shape (N,) or (*batch, N)", f"shape {tuple(positions.shape)}")
-        return positions
-
-    def _masks(
-        self, x: Tensor, keys: Tensor, mask: Tensor | None, key_mask: Tensor | None, causal: bool, offset: int
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(mask, bias), which broadcast to (*batch, heads, N, M)."""
-        batch, rows, count = x.shape[:-2], x.shape[-2], keys.shape[-2]
-        if mask is not None and mask.ndim == x.ndim and mask.ndim > 2:
-            mask = mask.unsqueeze(-3)
-        pairs, bias = split_mask("mask", mask, keys)
-        if mask is not None:
-            meaning = "(N, M), (*batch, N, M) or (*batch, heads, N, M), the last"
-            _validate.check_broadcast("mask", mask.shape, (*batch, self.heads, rows, count), meaning)
-        if key_mask is not None:
-            if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-                received = getattr(key_mask, "dtype", type(key_mask).__name__)
-                raise TypeError(_validate.message("key_mask", "be boolean, True = the token exists", received))
-            _validate.check_broadcast("key_mask", key_mask.shape, (*batch, count), "(*batch, M)")
-            exists = key_mask[..., None, None, :]
-            pairs = exists if pairs is None else pairs & exists
-        if causal:
-            check_causal("mask", mask, "causal")
-            order = torch.arange(count, device=x.device)
-            before = order <= torch.arange(offset, offset + rows, device=x.device)[:, None]
-            pairs = before if pairs is None else pairs & before
-        return pairs, bias
-
-    def _warm_start(self, query: Tensor, cache: KeyValueCache | None) -> Tensor | None:
-        if cache is None or not cache.warm_start or cache.state is None:
-            return None
-        return cache.state.expand(query.shape)
+        values = split_heads(values if self.v_proj is None else self.v_proj(values), self.kv_heads)
+        return keys, values.contiguous()
 
     # Housekeeping.
 
-    def _check_sizes(self, head_dim: int | None) -> None:
+    def _check_sizes(self, head_dim: int | None, projection_bias: bool) -> None:
         for name in ("dim", "heads", "kv_heads", "context_dim"):
             _validate.check_integer(name, getattr(self, name), low=1)
         if head_dim is None:
@@ -355,6 +358,7 @@ class ImplicitAttention(nn.Module):
         required = f"divide heads = {self.heads}"
         _validate.require(self.heads % self.kv_heads == 0, "kv_heads", required, self.kv_heads, remedy)
         if self.bare:
+            _validate.require(not projection_bias, "projection_bias", "be False with bare=True", projection_bias)
             remedy = "without bare=True there are projections to make heads with"
             _validate.require(self.heads == 1, "heads", "be 1 with bare=True", self.heads, remedy)
             for name, size in (("head_dim", head_dim or self.dim), ("context_dim", self.context_dim)):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -153,7 +154,7 @@ class LogSumExp(KeyPotential):
         self._check_readout(z, values, dropout_p)
         # The kernels have no derivative with respect to the bias, and none that torch.func could take.
         tracked = transforms_active() or (self.bias is not None and is_differentiated(self.bias))
-        fused = dropout_p > 0 or (self._fits_kernels(z) and not tracked)
+        fused = self.fused and (dropout_p > 0 or (self._fits_kernels(z) and not tracked))
         if not fused and torch.finfo(z.dtype).bits < 32:
             wide = self.replace(*(t.float() if t.is_floating_point() else t for t in self.tensors()))
             return wide.readout(z.float(), values.float()).to(z.dtype)
@@ -161,7 +162,8 @@ class LogSumExp(KeyPotential):
             read, zeros = self._read(z, values).settled()
             z = z if zeros is None else z.masked_fill(zeros, 0.0)
             if not fused:
-                return read.finish(read.fold.product(self._scores(z, read).softmax(-1), read.values), rows=True)
+                weights = F.dropout(self._scores(z, read).softmax(-1), dropout_p)
+                return read.finish(read.fold.product(weights, read.values), rows=True)
             kernel = partial(sdpa, dropout_p=dropout_p) if dropout_p > 0 else differentiable
             return read.finish(self._flash(z, read, kernel)[0], rows=True)
 

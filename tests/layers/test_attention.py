@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from implicit_attention import (
     Anderson,
+    AttentionPooling,
     Broyden,
     ConvergenceError,
     ConvergenceWarning,
     ImplicitAttention,
-    LogSumExp,
     OneStep,
     Picard,
     Quadratic,
@@ -253,10 +253,6 @@ def test_options_that_show_elsewhere():
         layer(max_steps=1)(x)
     assert next(layer(device="meta").parameters()).device.type == "meta"
 
-    class Doubled(LogSumExp):
-        def mean(self, z):
-            return 2 * super().mean(z)
-
     quadratic = layer(potential=Quadratic, readout="state", beta=0.01)
     assert not torch.equal(quadratic(x), layer(readout="state", beta=0.01)(x))
     for norm in ("rms", "layer"):
@@ -299,6 +295,12 @@ def test_anchor_and_beta_stay_in_range():
         with pytest.raises(ValueError, match=f"to be learned, got {exact}; pass anchor={exact:g}"):
             made.anchor.set(exact)
         assert layer(anchor=exact)(x).shape == x.shape
+
+
+def test_grouped_heads_report_their_backward_solves_by_head():
+    made, x = layer(kv_heads=2), tokens()
+    made(x).sum().backward()
+    assert made.last_solve.adjoint.status.shape == made.last_solve.status.shape == (B, HEADS, N)
 
 
 # Evidence.
@@ -464,6 +466,72 @@ def test_torch_func_sees_through_it():
         torch.testing.assert_close(ours.sum(0), total, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("rows", [N, 80])
+@pytest.mark.parametrize("options", [{}, {"max_steps": 0}, {"readout": "state"}])
+def test_a_nan_token_that_the_loss_leaves_out_reaches_no_gradient_of_others(rows, options):
+    made, x = layer(on_failure="ignore", **options), tokens(rows)
+    context = tokens(rows, seed=1)
+    clean = [t.clone().requires_grad_() for t in (x, context)]
+    spoiled = [t.clone() for t in (x, context)]
+    spoiled[0][0, 1] = math.nan
+    spoiled = [t.requires_grad_() for t in spoiled]
+    kept = torch.ones(B, rows, dtype=torch.bool)
+    kept[0, 1] = False
+    results = [torch.autograd.grad(made(*given)[kept].square().sum(), given) for given in (clean, spoiled)]
+    for ours, theirs in zip(*results, strict=True):
+        keep = kept if ours is results[0][0] else torch.ones_like(kept)
+        torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-9, atol=1e-11)
+
+
+def test_no_parameter_is_without_gradient_where_nothing_is_solved():
+    for made in (layer(max_steps=0), layer(max_steps=0, readout="state")):
+        made(tokens()).square().sum().backward()
+        assert all(p.grad is not None for p in made.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 0}])
+def test_autocast_meets_inputs_of_two_precisions(options):
+    lower = nn.Linear(DIM, DIM)
+    bare = ImplicitAttention(DIM, 1, bare=True, **options)
+    pool = AttentionPooling(DIM, 1, bare=True, **options)
+    x = tokens(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bare(lower(x), x).dtype == torch.bfloat16
+        assert pool(lower(x)).shape == (B, 1, DIM)
+        normed = layer(dtype=torch.float32, qk_norm="layer", **options)
+        assert normed(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 0}])
+def test_nothing_to_attend_to_gives_zeros(options):
+    made, x = layer(**options), tokens().requires_grad_()
+    output, weights = made(x, x[:, :0], return_weights=True)
+    assert bool((output == 0).all())
+    assert weights.shape == (B, HEADS, N, 0)
+    output.sum().backward()
+    assert made(x[:, :0]).shape == (B, 0, DIM)
+
+
+def test_the_graph_holds_tensors_only_where_hooks_see_them():
+    made, x = layer(), tokens(60).requires_grad_()
+    output = made(x).sum()
+    seen = set()
+    stack = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        call = getattr(node, "call", None)
+        if call is not None:
+            held = [*call.problem.tensors(), *call.request.problem.tensors(), call.request.initial]
+            assert all(t.numel() == 0 for t in held)
+            break
+    else:
+        raise AssertionError("no implicit gradient in the graph")
+
+
 def test_batch_entries_do_not_see_each_other():
     made, x = layer(), tokens()
     output = made(x)
@@ -514,11 +582,15 @@ def test_wrong_options_are_named(options, match):
     [
         ({"mask": torch.ones(N, N + 1).bool()}, r"`mask` must broadcast to .* got shape \(5, 6\)"),
         ({"mask": torch.ones(3, N, N).bool()}, "`mask` must broadcast to"),
-        ({"key_mask": torch.ones(B, N + 1).bool()}, r"`key_mask` must broadcast to \(\*batch, M\)"),
+        ({"key_mask": torch.ones(B, N + 1).bool()}, "`key_mask` must have one entry for each of the 5 keys"),
         ({"mask": torch.ones(N, N).bool(), "causal": True}, "causal=True, which they may contradict"),
         ({"context": torch.zeros(B, M, DIM + 1).double()}, "`context` must have width 16"),
         ({"values": torch.zeros(B, N + 1, DIM).double()}, "`values` must have one row for each of the 5 tokens"),
-        ({"positions": torch.arange(N + 1)}, "`positions` must have shape"),
+        ({"positions": torch.arange(N + 1)}, r"`positions` must be a tensor of shape \(N,\)"),
+        ({"positions": [0, 1]}, "`positions` must be a tensor"),
+        ({"positions": torch.arange(N)}, "`positions` must be None without rotary"),
+        ({"key_mask": torch.tensor(True)}, "`key_mask` must have one entry for each of the 5 keys"),
+        ({"context": torch.zeros(3, M, DIM).double()}, "`context` must broadcast to the leading axes of `x`"),
     ],
 )
 def test_wrong_calls_are_named(call, match):
@@ -527,6 +599,10 @@ def test_wrong_calls_are_named(call, match):
 
 
 def test_wrong_kinds_are_named():
+    with pytest.raises(ValueError, match="`x` must have at least 2 axes"):
+        layer()(torch.zeros(DIM).double())
+    with pytest.raises(ValueError, match="`projection_bias` must be False with bare=True"):
+        ImplicitAttention(DIM, 1, bare=True, projection_bias=True)
     with pytest.raises(TypeError, match=r"`mask` must be boolean .* or additive"):
         layer()(tokens(), mask=torch.ones(N, N, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"`key_mask` must be boolean, True = the token exists, got torch\.float32"):

@@ -1,9 +1,12 @@
 """Decoding token by token with a cache gives what one causal forward gives."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
-from implicit_attention import Anderson, ImplicitAttention, Rotary
+from implicit_attention import Anderson, ConvergenceError, ImplicitAttention, Rotary
 from implicit_attention.testing.numerics import random
 
 B, N, DIM, HEADS = 2, 12, 16, 4
@@ -42,10 +45,10 @@ def test_token_by_token_equals_one_forward(options, dtype, anchor):
 
 def test_past_the_number_of_keys_where_kernels_change():
     # Steps round differently there, and what is left of that at the equilibrium is a part of its tolerance.
-    solver = Anderson(rtol=1e-6)
-    made, x = layer(anchor=0.4, dtype=torch.float32, solver=solver), tokens(80, dtype=torch.float32)
-    stepwise, _ = decode(made, x)
-    torch.testing.assert_close(stepwise, made(x), rtol=1e-6, atol=1e-6)
+    for dtype, rtol, limit, scale in ((torch.float32, 1e-6, 1e-6, 1), (torch.float64, 1e-12, 1e-9, 3)):
+        made, x = layer(anchor=0.4, dtype=dtype, solver=Anderson(rtol=rtol)), scale * tokens(80, dtype=dtype)
+        stepwise, _ = decode(made, x)
+        torch.testing.assert_close(stepwise, made(x), rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("sizes", [[5, 1, 6], [11, 1], [12]])
@@ -118,6 +121,63 @@ def test_beams_can_be_reordered():
     torch.testing.assert_close(made(swapped[:, 6:7], cache=cache), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_cache_remembers_the_padding():
+    made, x = layer(), tokens()
+    exists = torch.arange(N) >= torch.tensor([[3], [0]])
+    full = made(x, key_mask=exists)
+    for last in ({}, {"key_mask": torch.ones(B, 1, dtype=torch.bool)}):
+        cache = made.new_cache()
+        made(x[:, :6], cache=cache, key_mask=exists[:, :6])
+        stepwise = [made(x[:, i : i + 1], cache=cache, **last) for i in range(6, N)]
+        torch.testing.assert_close(torch.cat(stepwise, dim=1), full[:, 6:], rtol=1e-10, atol=1e-10)
+    swapped = made.new_cache()
+    made(x[:, :6], cache=swapped, key_mask=exists[:, :6])
+    swapped.select_batch([1, 0])
+    after = made(x[[1, 0], 6:7], cache=swapped)
+    torch.testing.assert_close(after, full[[1, 0], 6:7], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{"rotary": Rotary()}, {"causal": True}, {}])
+def test_a_fixed_cache_counts_its_queries(options):
+    made, x, context = layer(**{"causal": False, **options}), tokens(), random(B, N, DIM, seed=5)
+    exists = torch.arange(N) != torch.tensor([[3], [0]])
+    cache = made.new_cache(context, key_mask=exists)
+    stepwise = torch.cat([made(x[:, i : i + 1], cache=cache) for i in range(N)], dim=1)
+    torch.testing.assert_close(stepwise, made(x, context, key_mask=exists), rtol=1e-9, atol=1e-9)
+
+
+def test_a_call_that_raises_leaves_the_cache_as_it_was():
+    made, x = layer(), tokens()
+    cache = made.new_cache()
+    made(x[:, :4], cache=cache)
+    with pytest.raises(ValueError, match="key_mask"):
+        made(x[:, 4:5], cache=cache, key_mask=torch.ones(B, 3, dtype=torch.bool))
+    with pytest.raises(ConvergenceError):
+        made(x[:, 4:5], cache=cache, max_steps=1, on_failure="raise")
+    assert cache.length == cache.num_queries == 4
+    torch.testing.assert_close(made(x[:, 4:5], cache=cache), made(x)[:, 4:5], rtol=1e-9, atol=1e-9)
+
+
+def test_a_nan_does_not_stay_in_a_warm_cache():
+    made, x, context = layer(causal=False, on_failure="ignore"), tokens(), tokens()
+    cache = made.new_cache(context, warm_start=True)
+    spoiled = x[:, :1].clone()
+    spoiled[0] = torch.nan
+    made(spoiled, cache=cache)
+    torch.testing.assert_close(made(x[:, 1:2], cache=cache), made(x[:, 1:2], context), rtol=1e-3, atol=1e-4)
+
+
+def test_caches_and_layers_are_copied_together():
+    made, x = layer(), tokens()
+    cache = made.new_cache()
+    with torch.no_grad():
+        made(x[:, :4], cache=cache)
+    for twin, its in (copy.deepcopy((made, cache)), pickle.loads(pickle.dumps((made, cache)))):
+        torch.testing.assert_close(twin(x[:, 4:5], cache=its), made(x)[:, 4:5], rtol=1e-9, atol=1e-9)
+        with pytest.raises(ValueError, match="another layer"):
+            twin(x, cache=cache)
+
+
 def test_wrong_caches_are_named():
     made, other, x = layer(), layer(seed=1), tokens()
     with pytest.raises(ValueError, match=r"got the cache of another layer; give .* its own, from layer\.new_cache"):
@@ -131,3 +191,14 @@ def test_wrong_caches_are_named():
     with pytest.raises(TypeError, match="`cache` must be None or a KeyValueCache"):
         made(x, cache={})
     assert "growing, length=12" in repr(cache)
+    fixed = made.new_cache(x)
+    made(x, cache=fixed)
+    with pytest.raises(ValueError, match=r"`cache` must be used with the batch that it holds, \(2,\)"):
+        made(x[:1], cache=fixed)
+    with pytest.raises(ValueError, match="`context` must broadcast to the leading axes of x"):
+        made(x[:1], cache=made.new_cache(x))
+    with pytest.raises(ValueError, match="`warm_start` must be False with anchor=0"):
+        layer(anchor=0.0).new_cache(warm_start=True)
+    alone = made.new_cache(x[0])
+    with pytest.raises(ValueError, match="`cache` must hold a batch"):
+        alone.select_batch([0])
