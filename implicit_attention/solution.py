@@ -58,7 +58,7 @@ class AdjointReport:
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)})"
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
 class Evidence:
     """What is known about a solve, problem by problem. `lead` are the axes that number problems.
 
@@ -96,7 +96,7 @@ class Evidence:
         return f"{type(self).__name__}({summarize(self.status, self.residual, self.num_evals)})"
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
 class Solution(Evidence):
     """The answer to a fixed-point problem, problem by problem, with its `Evidence`.
 

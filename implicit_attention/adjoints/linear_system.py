@@ -22,6 +22,8 @@ TILE = 1024
 TILE_ROWS = 64
 # Rounding an answer x leaves a residual of about this many times eps |x|.
 ROUNDING = 4.0
+# Where that is more of the right-hand side than this, the answer has no digits.
+MEANINGFUL = 0.02
 
 
 class _Answer(NamedTuple):
@@ -113,17 +115,18 @@ def _solve(
     )
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, linear, z, rhs, answer)
-    return _forgive_rounding(answer, problem.event_ndim)
+    return _forgive_rounding(answer, _norm(rhs, problem.event_ndim), problem.event_ndim)
 
 
-def _forgive_rounding(answer: _Answer, event_ndim: int) -> _Answer:
+def _forgive_rounding(answer: _Answer, rhs: Tensor, event_ndim: int) -> _Answer:
     """Count a stalled problem as solved where rounding its own answer leaves such a residual.
 
-    Near a fold the answer is large against the right-hand side, and no answer of that precision has a smaller one: it
-    is exact for a Jacobian that differs by rounding.
+    Near a fold the answer is large against the right-hand side, of norm `rhs`, and no answer of that precision has a
+    smaller residual: it is exact for a Jacobian that differs by rounding.
     """
     floor = ROUNDING * torch.finfo(answer.value.dtype).eps * _norm(answer.value, event_ndim)
-    stalled = answer.status == Status.STALLED
+    # A singular system drives the answer to 1/eps, where everything would be forgiven.
+    stalled = (answer.status == Status.STALLED) & (floor <= MEANINGFUL * rhs)
     forgiven = stalled & (answer.residual <= floor)
     solved = torch.where(answer.negative_curvature, int(Status.SADDLE), int(Status.CONVERGED)).to(torch.int8)
     return answer._replace(

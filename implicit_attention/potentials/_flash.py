@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._autograd import exact_precision, transforms_active, vjp
-from ._fold import Fold
+from ._fold import Fold, aligned, widened
 
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
@@ -49,9 +49,9 @@ def attend(
         pairs: which keys are attended to, or what is added to the scores, (*#kept, *#folded, #N, #M).
     """
     lead, kept, dim = query.shape[:-2], fold.kept, values.shape[-1]
-    # The fast kernels want one dimension; zeros change neither scores nor answers.
-    wide = max(query.shape[-1], dim)
-    query, keys, values = (_widened(t, wide) for t in (query, keys, values))
+    # The fast kernels want one dimension, and bits want it aligned; zeros change neither scores nor answers.
+    wide = aligned(max(query.shape[-1], dim), query.dtype)
+    query, keys, values = (widened(t, wide) for t in (query, keys, values))
     keys, values = keys.contiguous(), values.contiguous()
     if pairs is not None and pairs.dtype == torch.bool:
         pairs = torch.zeros((), dtype=query.dtype, device=query.device).where(pairs, -torch.inf)
@@ -84,10 +84,6 @@ def _cut(lead: torch.Size, *tensors: Tensor) -> int | None:
         if all(shape[part].numel() in (1, lead[part].numel()) for shape, part in parts):
             return cut
     return None
-
-
-def _widened(tensor: Tensor, size: int) -> Tensor:
-    return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 
 
 class _Attention(torch.autograd.Function):

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def aligned(size: int, dtype: torch.dtype) -> int:
+    """The next size at which rows begin at multiples of 16 bytes, on which the bits of products depend."""
+    count = 16 // dtype.itemsize
+    return -(-size // count) * count
+
+
+def widened(tensor: Tensor, size: int) -> Tensor:
+    """`tensor` with zeros up to `size` on its last axis."""
+    return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 
 
 class Fold:
@@ -39,8 +51,14 @@ class Fold:
 
     def product(self, tensor: Tensor, matrix: Tensor) -> Tensor:
         """(*kept, *folded, N, X) times (*kept, X, Y) -> (*kept, *folded, N, Y)."""
+        columns = matrix.shape[-1]
+        # Zeros, because bits depend on whether rows begin at multiples of 16 bytes.
+        inner, outer = (aligned(size, tensor.dtype) for size in matrix.shape[-2:])
+        tensor = widened(tensor, inner)
+        if (inner, outer) != matrix.shape[-2:]:
+            matrix = F.pad(matrix, (0, outer - columns, 0, inner - matrix.shape[-2]))
         if 2 < tensor.ndim == matrix.ndim:
-            return tensor @ matrix
+            return (tensor @ matrix)[..., :columns]
         # Batched even without a batch: the plain product of few rows by few takes other paths, with other bits.
         result = self.rows(tensor)[None] @ matrix[None]
-        return result.reshape(*result.shape[1 : 1 + self.kept], *tensor.shape[self.kept : -1], result.shape[-1])
+        return result.reshape(*result.shape[1 : 1 + self.kept], *tensor.shape[self.kept : -1], outer)[..., :columns]

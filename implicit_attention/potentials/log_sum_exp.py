@@ -329,7 +329,9 @@ class _Read(NamedTuple):
 
 def _surely_finite(*tensors: Tensor) -> bool:
     """Whether all numbers are known to be finite, where the host can look without waiting."""
-    if transforms_active() or torch.compiler.is_compiling() or any(t.device.type != "cpu" for t in tensors):
+    looked_at = transforms_active() or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    # What records operations must not record an answer that is true of these numbers only.
+    if looked_at or torch._C._len_torch_dispatch_stack() or any(t.device.type != "cpu" for t in tensors):
         return False
     return all(math.isfinite(float(t.detach().sum())) for t in tensors)
 

@@ -160,8 +160,11 @@ class SolverContract:
             solve(broken, field, solver=self.to())
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_easy_problems_do_not_move_with_hard_neighbours(self, dtype: torch.dtype) -> None:
-        energy = hopfield_energy(queries=70, keys=40, dim=16, sharpness=3.0, clustered=True, anchor=0.3, dtype=dtype)
+    @pytest.mark.parametrize(("count", "dim"), [(40, 16), (41, 7), (101, 9)])
+    def test_easy_problems_do_not_move_with_hard_neighbours(self, count: int, dim: int, dtype: torch.dtype) -> None:
+        energy = hopfield_energy(
+            queries=70, keys=count, dim=dim, sharpness=3.0, clustered=True, anchor=0.3, dtype=dtype
+        )
         keys = energy.potential.tensors()[0]
         field = energy.field.clone()
         field[35:] = keys[:35]

@@ -50,6 +50,19 @@ def test_a_solve_that_ends_early_is_still_a_failure():
         gradient(3e4, torch.float64, CG(rtol=1e-10, max_steps=3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_singular_system_is_still_a_failure(dtype, seed):
+    """GMRES drives its answer to 1/eps there, where rounding it would excuse everything."""
+    basis = torch.linalg.qr(random(5, 5, seed=seed))[0]
+    jacobian = (torch.eye(5, dtype=torch.float64) - basis @ torch.arange(5.0).double().diag() / 4 @ basis.mT).to(dtype)
+    shift = torch.zeros(64, 5, dtype=dtype, requires_grad=True)
+    problem = FixedPointMap(lambda z, b: z @ jacobian + b, shift, event_ndim=1)
+    solution = solve(problem, torch.zeros(64, 5, dtype=dtype), adjoint=Implicit(GMRES(rtol=1e-5)), on_failure="ignore")
+    (solution.value * random(64, 5, seed=seed + 9).to(dtype)).sum().backward()
+    assert bool(solution.adjoint.failed.all())
+
+
 def test_reports_say_it_in_one_line():
     _, report = gradient(10.0, torch.float64, None)
     assert repr(report).startswith("AdjointReport(8 CONVERGED; residual <= ")

@@ -78,7 +78,9 @@ def test_keys_that_broadcast_are_not_copied(batch, lead, count, form):
         if form != "causal":
             # With a mask of its own for each query, the kernels' gradient is a sum over samples.
             torch.autograd.grad(tracked.readout(z, keys), keys, z)
-    assert seen.largest <= max(keys.numel(), 64 * 3 * math.prod(batch), count * 3 * math.prod(batch))
+    # Zeros align rows.
+    even = count + count % 2
+    assert seen.largest <= max(64 * even * math.prod(lead), 64 * 3 * math.prod(batch), even * 3 * math.prod(batch))
 
 
 @pytest.mark.parametrize(
