@@ -157,7 +157,7 @@ def attend(
     make = _implementation(potential, options.impl, keys, bias)
     dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
-        query, keys, values, bias, initial = map(_widened, (query, keys, values, bias, initial))
+        query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
         beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
         energy = AnchoredEnergy(_made(make, keys, beta, mask, bias), query, anchor)
         if values is not None and not hasattr(energy.potential, "readout"):
@@ -223,7 +223,7 @@ def _weights(potential: Potential, z: Tensor) -> Tensor:
     return weights
 
 
-def _widened(given: Any) -> Any:
+def at_least_single(given: Any) -> Any:
     """What is solved in float32 although it came in half precision."""
     return given.float() if isinstance(given, Tensor) and given.dtype in HALF else given
 

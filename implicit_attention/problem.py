@@ -15,7 +15,7 @@ from ._declared import Declared
 from ._types import LinearMap
 
 HALF = (torch.float16, torch.bfloat16)
-_P = TypeVar("_P", bound="Problem")
+_P = TypeVar("_P", bound=Declared)
 
 
 class Linearization(NamedTuple):

@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from .. import _validate
+from .._autograd import exact_precision
 from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..energies import AnchoredEnergy
-from ..equilibrium import SolveOptions, attend
+from ..equilibrium import SolveOptions, at_least_single, attend
 from ..potentials import LogSumExp
 from ..problem import HALF
 from ..solution import Evidence
@@ -26,6 +28,8 @@ LEAK = 1e-2
 CLOSE = 0.1
 # Patterns whose similarities are held at a time.
 BLOCK = 512
+# Distances |k - k'|^2/2 below this times eps |k|^2 are rounding (8 at most was measured).
+ROUNDING = 16.0
 
 
 class MemoryLookup(nn.Module):
@@ -36,31 +40,37 @@ class MemoryLookup(nn.Module):
 
     `store(patterns)` and `retrieve(queries)` work at once. With `learned=True` patterns and targets are parameters.
 
-    `solver`, `adjoint`, `max_steps` and `on_failure` are those of `equilibrium_attention`; max_steps=0 is one step of
-    softmax.
+    `solver`, `adjoint`, `max_steps` and `on_failure` are those of `equilibrium_attention`. With max_steps=0 nothing is
+    solved: retrieve takes one step, z = anchor query + (1 - anchor) softmax(beta s(query, k)) K, and lookup is taken at
+    the query.
 
     Args:
         dim: width of patterns and queries.
         size: number of learned patterns; memories that are not learned take what they are given.
-        target_dim: width of learned targets, default `dim`.
+        target_dim: width of learned targets, default `dim`; stored ones have any width.
         learned: whether patterns and targets are parameters.
         similarity: "distance" makes every stored pattern an attractor whatever its norm; "dot" is the classical energy.
-        beta: inverse temperature: "auto" (from the distances between the stored patterns, so that a stored pattern
-            recalls itself), "learned", or a number > 0. Default "auto", with learned patterns "learned".
-        anchor: in [0, 1] or "learned". Default 0, pure recall: the query is only where it starts, and gets no
-            gradient; with learned patterns "learned".
+        beta: inverse temperature: "auto" (from the similarities of the stored patterns, so that nine out of ten recall
+            themselves; with "dot", of those that can), "learned" (from 1/sqrt(dim)), or a number > 0. Default "auto",
+            with learned patterns "learned".
+        anchor: in [0, 1] or "learned" (from .5, inside (0, 1)). Default 0, pure recall: the query is only where a solve
+            starts, and gets no gradient from it; with learned patterns "learned".
 
     Attributes:
-        patterns: (M, dim); targets: (M, target_dim), or None: then a lookup gives the patterns' mean.
-        last_solve: the `Evidence` of the last call.
+        patterns: (M, dim).
+        targets: (M, target_dim), or None: then a lookup gives the patterns' mean.
+        found_beta: with beta="auto", what was found for the patterns that are stored; float32 in half precision, too.
+        last_solve: the `Evidence` of the last `retrieve` or lookup. Not part of the state dict, of copies and of
+            pickles.
 
-    Gradients: with respect to patterns, targets, beta and anchor, and to queries with anchor > 0, to any order.
+    Gradients: with respect to learned patterns, targets, beta and anchor, and to queries with anchor > 0, to any order.
 
     Reference: Ramsauer et al. (2020), their layer with stored patterns; the distance is in Saha et al. (2023).
     """
 
     patterns: Tensor
     targets: Tensor | None
+    found_beta: Tensor
     last_solve: Evidence | None
 
     def __init__(
@@ -111,38 +121,60 @@ class MemoryLookup(nn.Module):
         self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((), **made))
         self.beta = None
         if beta == "auto":
-            self.register_buffer("found_beta", torch.ones((), **made))
+            self.register_buffer("found_beta", at_least_single(torch.ones((), **made)))
         else:
             self.beta = anchor_or_beta("beta", beta, LearnedBeta((), dim**-0.5, **made))
         self.last_solve = None
 
+    # Also in inference mode normal tensors are stored, which later gradients may pass through.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def store(self, patterns: Tensor, targets: Tensor | None = None) -> None:
-        """Add patterns (M, dim) with their targets (M, target_dim); learned ones are set to them instead."""
+        """Add patterns (M, dim) with their targets (M, target_dim); learned ones are set to them instead.
+
+        Copies are stored: no gradient reaches what was given. Learned patterns and targets get their own gradients,
+        others are constants.
+
+        Args:
+            patterns: (M, dim); of a learned memory all of them, M = size.
+            targets: (M, target_dim), for all patterns that a memory holds or for none. Learned targets that are as wide
+                as the patterns are set to the patterns by default.
+        """
         _validate.check_float_tensor("patterns", patterns, min_ndim=2)
-        _validate.require(
-            patterns.ndim == 2 and patterns.shape[1] == self.dim and len(patterns) > 0,
-            "patterns",
-            f"have shape (M, {self.dim}) with M > 0",
-            f"shape {tuple(patterns.shape)}",
-        )
+        rows = len(self.patterns) if self.learned else max(len(patterns), 1)
+        required = f"have shape ({rows}, {self.dim})" if self.learned else f"have shape (M, {self.dim}) with M > 0"
+        _validate.require(patterns.shape == (rows, self.dim), "patterns", required, f"shape {tuple(patterns.shape)}")
+        held = self.targets
+        width = None if held is None else held.shape[1]
+        if targets is None and self.learned:
+            required = f"be given: they have width {width}, so that patterns of width {self.dim} cannot be their own"
+            remedy = "pass them, or make the memory without target_dim to look up the patterns themselves"
+            _validate.require(width == self.dim, "targets", required, None, remedy)
+            targets = patterns
         if targets is not None:
             _validate.check_float_tensor("targets", targets, min_ndim=2)
             _validate.require(
-                len(targets) == len(patterns),
+                targets.ndim == 2 and len(targets) == len(patterns),
                 "targets",
-                f"have one row for each of the {len(patterns)} patterns",
+                f"have one row for each of the {rows} patterns, shape ({rows}, target_dim)",
                 f"shape {tuple(targets.shape)}",
                 "use torch.nn.functional.one_hot(labels).float() for classes",
             )
+            _validate.require(
+                width in (None, targets.shape[1]),
+                "targets",
+                f"have the width {width} of those held",
+                f"shape {tuple(targets.shape)}",
+                f"make the memory with target_dim={targets.shape[1]}" if self.learned else "call clear() first",
+            )
         if self.learned:
-            self._set("patterns", patterns)
-            if targets is not None:
-                self._set("targets", targets)
+            assert held is not None
+            assert targets is not None
+            self.patterns.copy_(patterns)
+            held.copy_(targets)
             return
-        held = len(self.patterns)
         _validate.require(
-            held == 0 or (targets is None) == (self.targets is None),
+            len(self.patterns) == 0 or (targets is None) == (held is None),
             "targets",
             "be given for all patterns or for none",
             "none" if targets is None else "targets beside patterns without any",
@@ -150,32 +182,40 @@ class MemoryLookup(nn.Module):
         )
         self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
         if targets is not None:
-            old = [] if self.targets is None else [self.targets]
+            old = [] if held is None else [held]
             self.targets = torch.cat([*old, targets.to(self.patterns)])
         if self.auto:
             self.found_beta = _separating_beta(self.patterns, self.similarity)
 
     def clear(self) -> None:
-        """Forget all patterns and targets that were stored."""
+        """Forget all patterns and targets that were stored, and the temperature that was found for them."""
         _validate.require(not self.learned, "learned", "be False to clear a memory", True)
-        self.patterns, self.targets = self.patterns[:0], None
+        self.patterns, self.targets = self.patterns.new_zeros(0, self.dim), None
+        if self.auto:
+            self.found_beta = torch.ones_like(self.found_beta)
 
     def retrieve(self, queries: Tensor, **overrides: Any) -> Any:
-        """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, (*batch, N, dim).
+        """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, of that shape.
 
         Overrides: solver, adjoint, max_steps, on_failure, and return_solution=True for (z, Solution).
         """
         return self._ask(queries, None, **overrides)
 
     def forward(self, queries: Tensor, **overrides: Any) -> Any:
-        """The targets of the queries (*batch, N, dim), (*batch, N, target_dim); `overrides` as in `retrieve`."""
+        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim); `overrides` as in `retrieve`."""
         return self._ask(queries, self.patterns if self.targets is None else self.targets, **overrides)
 
     def energy(self, queries: Tensor) -> Tensor:
-        """E of every query (*batch, N, dim), (*batch, N): low near what is stored, up to a constant."""
+        """E of every query (*batch, N, dim), (*batch, N): low near what is stored, up to a constant.
+
+        In float32 at least: half precision is widened, as in solves.
+        """
         self._check_queries(queries)
-        potential = LogSumExp(self.patterns, self._beta(), bias=self._bias())
-        return AnchoredEnergy(potential, queries, self.anchor()).energy(queries)
+        with exact_precision(queries):
+            queries, keys = at_least_single(queries), at_least_single(self.patterns)
+            beta, anchor = (t.to(queries.dtype) if isinstance(t, Tensor) else t for t in (self._beta(), self.anchor()))
+            potential = LogSumExp(keys, beta, bias=self._bias())
+            return AnchoredEnergy(potential, queries, anchor).energy(queries)
 
     def _ask(
         self,
@@ -214,25 +254,28 @@ class MemoryLookup(nn.Module):
         return found
 
     def _bias(self) -> Tensor | None:
-        """-beta |k|^2/2, which makes a dot product a distance up to what all patterns share."""
+        """-beta |k|^2/2, which makes a dot product a distance up to what all patterns share; beyond half precision."""
         if self.similarity == "dot":
             return None
-        return -self._beta() / 2 * self.patterns.square().sum(-1)
+        squares: Tensor = at_least_single(self.patterns).square().sum(-1)
+        return -self._beta() / 2 * squares
 
-    def _set(self, name: str, given: Tensor) -> None:
-        parameter = getattr(self, name)
-        _validate.require(
-            given.shape == parameter.shape, name, f"have shape {tuple(parameter.shape)}", f"shape {tuple(given.shape)}"
-        )
-        parameter.copy_(given)
-
+    @torch.inference_mode(False)
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # A memory that is not learned takes the size of what it loads.
-        if not self.learned and f"{prefix}patterns" in state_dict:
-            self.patterns = torch.empty_like(state_dict[f"{prefix}patterns"]).to(self.patterns)
-            targets = state_dict.get(f"{prefix}targets")
-            self.targets = None if targets is None else torch.empty_like(targets).to(self.patterns)
+        # A memory that is not learned takes the size of what it loads; of another `dim` torch's error is to be seen.
+        patterns, targets = (state_dict.get(f"{prefix}{name}") for name in ("patterns", "targets"))
+        if not self.learned and patterns is not None and patterns.shape[1:] == self.patterns.shape[1:]:
+            self.patterns = self.patterns.new_empty(patterns.shape)
+            self.targets = None if targets is None else self.patterns.new_empty(targets.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # A temperature may be below what half precision can hold.
+        held = self.found_beta if self.auto else None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if held is not None and self.found_beta.dtype in HALF:
+            self.found_beta = held.to(self.found_beta.device)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_solve": None}
@@ -249,18 +292,22 @@ class AttentionPooling(nn.Module):
     The head of multiple-instance learning: what makes a bag positive may be one instance among many.
 
     Args:
-        dim: width of the instances and of the output.
+        dim: width of the output, and of the instances unless `context_dim` is given.
         heads: number of heads.
         queries: number of learned queries.
-        **attention: every other argument of `ImplicitAttention`.
+        **attention: every other argument of `ImplicitAttention`, but neither `causal` nor `rotary`.
 
     Raises:
-        ValueError: anchor=0 with a solve, where the learned queries would never get a gradient.
+        ValueError: anchor=0 with a solve, where the learned queries would never get a gradient; causal or rotary, which
+            a set has no order for.
     """
 
     def __init__(self, dim: int, heads: int, *, queries: int = 1, **attention: Any) -> None:
         super().__init__()
         _validate.check_integer("queries", queries, low=1)
+        _check_no_order(attention.get("causal"))
+        rotary = attention.get("rotary")
+        _validate.require(rotary is None, "rotary", "be None in pooling: a set has no positions", rotary)
         self.attention = ImplicitAttention(dim, heads, **attention)
         _validate.require(
             attention.get("anchor") != 0 or self.attention.options.explicit,
@@ -271,38 +318,54 @@ class AttentionPooling(nn.Module):
         made = {"device": attention.get("device"), "dtype": attention.get("dtype")}
         self.queries = nn.Parameter(torch.randn(queries, dim, **made))
 
+    @property
+    def last_solve(self) -> Evidence | None:
+        """The `Evidence` of the last call, as in `ImplicitAttention`."""
+        return self.attention.last_solve
+
     def forward(self, x: Tensor, **call: Any) -> Any:
-        """Pool the instances x (*batch, M, dim); `key_mask` (*batch, M) says which of them exist.
+        """Pool the instances x (*batch, M, dim) to (*batch, queries, dim).
 
         Args:
             x: the instances.
-            **call: every other argument of `ImplicitAttention.forward`.
+            **call: arguments of `ImplicitAttention.forward`, whose context is x: `key_mask` (*batch, M) says which
+                instances exist. Not among them are `context`, `positions`, `cache` and `causal`.
         """
+        _check_no_order(call.get("causal"))
         _validate.check_float_tensor("x", x, min_ndim=2)
         return self.attention(self.queries.expand(*x.shape[:-2], -1, -1), x, **call)
 
 
+def _check_no_order(causal: bool | None) -> None:
+    reason = "be False in pooling: a set has no order, and the first learned query would see one instance only"
+    _validate.require(not causal, "causal", reason, causal)
+
+
 def _separating_beta(patterns: Tensor, similarity: str) -> Tensor:
     """The inverse temperature at which stored patterns recall themselves."""
-    wide = patterns.float() if patterns.dtype in HALF else patterns
-    gaps = torch.cat([_gaps(wide, part, similarity) for part in torch.split(torch.arange(len(wide)), BLOCK)])
-    # Of a pattern that was stored twice both copies are the same attractor.
-    gaps = gaps[(gaps > 0) & gaps.isfinite()]
+    # All copies of a pattern are one attractor.
+    distinct: Tensor = at_least_single(patterns).unique(dim=0)
+    gaps = torch.cat([_gaps(distinct, part, similarity) for part in torch.split(torch.arange(len(distinct)), BLOCK)])
+    gaps = gaps[gaps.isfinite()]
     if gaps.numel() == 0:
-        return patterns.new_ones(())
+        return distinct.new_ones(())
     # Not torch.quantile, which takes no more than 16 million numbers.
     close = gaps.sort().values[int(CLOSE * (len(gaps) - 1))]
-    return (math.log(len(patterns) / LEAK) / close).to(patterns.dtype)
+    beta: Tensor = math.log(len(distinct) / LEAK) / close
+    return beta
 
 
 def _gaps(patterns: Tensor, rows: Tensor, similarity: str) -> Tensor:
-    """How much better each of the patterns `rows` fits itself than its best rival does."""
+    """How much better each of the patterns `rows` fits itself than its best rival does, where that is at all so."""
     rows = rows.to(patterns.device)
-    own = patterns[rows]
-    if similarity == "distance":
-        rivals = -torch.cdist(own, patterns).square() / 2
-        fit = torch.zeros_like(rivals[:, 0])
-    else:
-        rivals = own @ patterns.mT
-        fit = own.square().sum(-1)
-    return fit - rivals.scatter(-1, rows[:, None], -torch.inf).amax(-1)
+    # Around the centre distances lose less in rounding.
+    points = patterns - patterns.mean(0) if similarity == "distance" else patterns
+    own = points[rows]
+    squares = own.square().sum(-1)
+    distances = torch.cdist(own, points).square() / 2
+    rivals = -distances if similarity == "distance" else own @ points.mT - squares[:, None]
+    # What the scores of a solve lose, and what distances do; patterns that are closer are one.
+    lost = torch.finfo(points.dtype).eps * (patterns[rows].square().sum(-1) + ROUNDING * squares)
+    rivals = rivals.masked_fill(distances <= lost[:, None], -torch.inf).scatter(-1, rows[:, None], -torch.inf)
+    gaps = -rivals.amax(-1)
+    return gaps[gaps > lost]

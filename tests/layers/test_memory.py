@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from implicit_attention import Anderson, AttentionPooling, ConvergenceError, MemoryLookup, Picard, Status
+from implicit_attention import Anderson, AttentionPooling, ConvergenceError, MemoryLookup, Picard, Rotary, Status
 from implicit_attention.testing.numerics import equilibrium_reference, random
 
 M, D, T = 9, 6, 4
@@ -114,11 +114,51 @@ def test_the_temperature_comes_from_the_nearest_rivals(similarity, monkeypatch):
     torch.testing.assert_close(blocked.found_beta, memory.found_beta, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("similarity", ["distance", "dot"])
+def test_what_was_stored_twice_is_recalled_as_if_it_was_stored_once(similarity):
+    patterns = digits(200)
+    once, twice = (MemoryLookup(64, similarity=similarity) for _ in range(2))
+    once.store(patterns)
+    twice.store(patterns)
+    # A second copy may differ by rounding.
+    for copies in (patterns, patterns.flip(0), patterns * (1 + 1e-6)):
+        twice.store(copies)
+        rates = [recalled(memory.retrieve(patterns), patterns) for memory in (once, twice)]
+        assert abs(rates[0] - rates[1]) < 0.02
+        torch.testing.assert_close(twice.found_beta, once.found_beta, rtol=0.2, atol=0)
+    assert rates[1] > (0.97 if similarity == "distance" else 0.5)
+    exact = MemoryLookup(64, similarity=similarity)
+    exact.store(torch.cat([patterns, patterns.flip(0)]))
+    torch.testing.assert_close(exact.found_beta, once.found_beta, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_temperature_is_found_far_from_the_origin(scale):
+    patterns = scale * (digits(100).double() + 100)
+    memory = MemoryLookup(64)
+    memory.store(patterns.float())
+    centred = MemoryLookup(64)
+    centred.store(scale * digits(100))
+    torch.testing.assert_close(memory.found_beta, centred.found_beta, rtol=1e-3, atol=0)
+
+
+def test_scores_that_tie_up_to_rounding_are_no_gaps():
+    # Every second pattern has a rival that is equal to it where it is not zero: no temperature makes it an attractor.
+    parts = 0.1 * (random(40, 64, dtype=torch.float32) + 2)
+    parts[:, 32:] = 0
+    wholes = parts.clone()
+    wholes[:, 32:] = 1
+    memory = MemoryLookup(64, similarity="dot")
+    memory.store(torch.stack([parts, wholes], dim=1).flatten(0, 1))
+    assert 0.1 < float(memory.found_beta) < 1e4
+
+
 def test_one_pattern_and_equal_patterns():
     pattern = torch.randn(1, D)
-    for patterns in (pattern, pattern.expand(3, D)):
+    for patterns in (pattern, pattern.expand(3, D), pattern * torch.tensor([[1.0], [1 + 1e-6]])):
         memory = MemoryLookup(D)
         memory.store(patterns)
+        assert float(memory.found_beta) == 1.0
         torch.testing.assert_close(memory.retrieve(torch.randn(2, D)), pattern.expand(2, D), rtol=1e-4, atol=1e-4)
 
 
@@ -191,6 +231,130 @@ def test_half_precision_memories_work():
     assert memory(random(3, D).bfloat16()).dtype == torch.bfloat16
 
 
+def pixels():
+    return torch.randint(0, 256, (100, 784), generator=torch.Generator().manual_seed(0)).float()
+
+
+@pytest.mark.parametrize("max_steps", [None, 0])
+@pytest.mark.parametrize("similarity", ["distance", "dot"])
+@pytest.mark.parametrize("first", [True, False])
+def test_large_patterns_are_recalled_in_half_precision(similarity, max_steps, first):
+    patterns, labels = pixels(), torch.eye(100)
+    memory = MemoryLookup(784, similarity=similarity, max_steps=max_steps)
+    memory = memory.half() if first else memory
+    memory.store(patterns, labels)
+    single = MemoryLookup(784, similarity=similarity, max_steps=max_steps)
+    single.store(patterns, labels)
+    memory = memory.half()
+    found = memory.retrieve(patterns.half())
+    assert found.dtype == torch.float16
+    expected = recalled(single.retrieve(patterns), patterns)
+    assert expected > 0.9
+    assert recalled(found.float(), patterns) == pytest.approx(expected, abs=0.02)
+    looked_up = memory(patterns.half()).float()
+    assert torch.equal(looked_up.argmax(-1), single(patterns).argmax(-1))
+    torch.testing.assert_close(looked_up, single(patterns), rtol=0, atol=2e-2)
+
+
+def test_a_temperature_outlives_half_precision():
+    memory = MemoryLookup(784, dtype=torch.float16)
+    memory.store(pixels())
+    beta = memory.found_beta.clone()
+    assert beta.dtype == torch.float32
+    assert float(beta.half()) != float(beta)
+    other = MemoryLookup(784, dtype=torch.bfloat16)
+    other.load_state_dict(memory.state_dict())
+    twins = (other, copy.deepcopy(memory), pickle.loads(pickle.dumps(memory)), memory.bfloat16(), memory.half(),
+             memory.to("cpu"), memory.float(), memory.to(dtype=torch.bfloat16))  # fmt: skip
+    for twin in twins:
+        assert torch.equal(twin.found_beta, beta)
+    assert memory.double().found_beta.dtype == torch.float64
+    assert memory.half().found_beta.dtype == torch.float64
+    assert nn.Sequential(memory).to("meta", torch.float16)[0].found_beta.is_meta
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_energies_have_the_precision_of_solves(learned):
+    options = {"size": 100, "learned": True} if learned else {}
+    memory = MemoryLookup(64, **options)
+    memory.store(digits(100))
+    queries = digits(30, seed=1)
+    expected = memory.energy(queries)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(memory.energy(queries), expected)
+        assert torch.equal(memory.energy(queries.bfloat16()), expected)
+    # The bits of bfloat16 hold these digits without rounding.
+    assert torch.equal(memory.bfloat16().energy(queries.bfloat16()), expected)
+
+
+def test_what_was_stored_in_inference_mode_can_be_learned_from():
+    patterns, queries = random(M, D), random(3, D, seed=2).requires_grad_()
+    memory, source = filled(anchor="learned"), filled(anchor="learned")
+    learned = MemoryLookup(D, size=M, learned=True, dtype=torch.float64)
+    with torch.inference_mode():
+        made_inside = MemoryLookup(D, beta=1.0, anchor=0.5, dtype=torch.float64)
+        for stored in (memory, made_inside):
+            stored.clear()
+            stored.store(patterns + 0, patterns * 2)
+        loaded = MemoryLookup(D, beta=1.0, anchor=0.5, dtype=torch.float64)
+        loaded.load_state_dict(made_inside.state_dict())
+        learned.store(patterns + 0)
+    for asked in (memory, made_inside, loaded, learned, source):
+        (gradient,) = torch.autograd.grad(asked(queries).square().sum(), queries)
+        assert bool(gradient.isfinite().all())
+    assert not memory.patterns.is_inference()
+
+
+def test_storing_copies():
+    patterns, targets = random(M, D).requires_grad_(), random(M, T)
+    memory = MemoryLookup(D, dtype=torch.float64)
+    memory.store(patterns, targets)
+    expected = targets.clone()
+    targets.zero_()
+    assert torch.equal(memory.targets, expected)
+    assert not memory.patterns.requires_grad
+
+
+def test_learned_memories_can_be_set():
+    patterns, targets = random(M, D), random(M, 2)
+    memory = MemoryLookup(D, size=M, learned=True, anchor=0.0, beta=20.0, dtype=torch.float64)
+    memory.store(patterns)
+    assert torch.equal(memory.patterns, patterns)
+    assert torch.equal(memory.targets, patterns)
+    torch.testing.assert_close(memory(patterns), patterns, rtol=1e-2, atol=1e-2)
+    other = MemoryLookup(D, size=M, target_dim=2, learned=True, dtype=torch.float64)
+    before = other.patterns.detach().clone()
+    with pytest.raises(ValueError, match=r"`targets` must be given: they have width 2.*without target_dim"):
+        other.store(patterns)
+    with pytest.raises(ValueError, match=r"`targets` must have the width 2 of those held.*target_dim=3"):
+        other.store(patterns, random(M, 3))
+    assert torch.equal(other.patterns, before)
+    other.store(patterns, targets)
+    assert torch.equal(other.targets, targets)
+
+
+def test_clearing_frees_what_was_held():
+    memory = filled()
+    memory.clear()
+    assert memory.patterns.shape == (0, D)
+    assert memory.patterns.untyped_storage().nbytes() == 0
+    assert memory.targets is None
+    assert float(memory.found_beta) == 1.0
+    memory.store(random(3, D), random(3, 2))
+    assert memory(random(2, D)).shape == (2, 2)
+
+
+def test_states_of_another_width_are_refused_and_change_nothing():
+    memory, other = filled(), MemoryLookup(D + 1, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"size mismatch for patterns: .*\[9, 6\].*\[0, 7\]"):
+        other.load_state_dict(memory.state_dict())
+    assert other.patterns.shape == (0, D + 1)
+    smaller = MemoryLookup(D, dtype=torch.float64)
+    smaller.store(random(2, D))
+    smaller.load_state_dict(memory.state_dict())
+    assert torch.equal(smaller.targets, memory.targets)
+
+
 # Pooling.
 
 
@@ -221,6 +385,14 @@ def test_pooling_trains_its_queries():
     assert pooling(heads=1, bare=True)(random(2, 7, 8)).shape == (2, 1, 8)
 
 
+def test_pooling_has_the_evidence_of_its_attention():
+    pool = pooling(queries=3)
+    assert pool.last_solve is None
+    pool(random(2, 7, 8))
+    assert pool.last_solve.status.shape == (2, 2, 3)
+    assert bool(pool.last_solve.converged.all())
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -240,6 +412,14 @@ def test_pooling_trains_its_queries():
         (lambda: MemoryLookup(D, size=3, learned=True).clear(), "`learned` must be False"),
         (lambda: pooling(anchor=0.0), "`anchor` must be > 0 or 'learned' with learned queries"),
         (lambda: pooling(queries=0), "`queries` must be >= 1"),
+        (lambda: pooling(causal=True), "`causal` must be False in pooling: a set has no order"),
+        (lambda: pooling()(torch.zeros(2, 8).double(), causal=True), "`causal` must be False in pooling"),
+        (lambda: pooling(rotary=Rotary()), "`rotary` must be None in pooling: a set has no positions"),
+        (
+            lambda: filled().store(torch.zeros(3, D), torch.zeros(3, T + 1)),
+            r"`targets` must have the width 4 of those held, got shape \(3, 5\); call clear",
+        ),
+        (lambda: MemoryLookup(D).store(torch.zeros(3, D), torch.zeros(3, 2, 2)), "`targets` must have one row for"),
     ],
 )
 def test_wrong_arguments_are_named(make, match):
