@@ -1,0 +1,52 @@
+"""The exact log-partition function of small Ising systems, by adding up all states."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .method import LogPartition, Method, closed_form, require_ising
+from .system import SpinSystem
+
+LARGEST = 20
+# States held at a time, for every sample.
+BLOCK = 2**14
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Enumeration(Method):
+    """log Z = log mean_s exp(-beta E(s)) over all 2^N states: exact, for D = 1 and N <= 20."""
+
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        require_ising(self, system)
+        remedy = "use AdaTAP or TAP, or sample"
+        _validate.require(
+            system.num_sites <= LARGEST, "system", f"have at most {LARGEST} sites", system.num_sites, remedy
+        )
+
+    def log_partition(self, system: SpinSystem) -> LogPartition:
+        count = 2**system.num_sites
+        couplings, field = system.live_couplings, system.live_field[..., 0]
+        if system.block:
+            couplings = couplings[..., 0, 0]
+        parts = []
+        for start in range(0, count, BLOCK):
+            spins = system.radius * _states(start, min(start + BLOCK, count), system.num_sites, field)
+            pair = ((spins @ couplings) * spins).sum(-1) / 2
+            weight = pair + torch.einsum("si,...i->...s", spins, field)
+            beta = system.site_beta
+            parts.append((beta * weight).logsumexp(-1))
+        value = torch.stack(parts, dim=-1).logsumexp(-1) - system.num_sites * math.log(2.0)
+        return LogPartition(value, closed_form(value))
+
+
+def _states(start: int, stop: int, sites: int, like: Tensor) -> Tensor:
+    """Rows of +-1, the states number start to stop."""
+    number = torch.arange(start, stop, device=like.device)[:, None]
+    bits = (number >> torch.arange(sites, device=like.device)) & 1
+    return (2 * bits - 1).to(like.dtype)

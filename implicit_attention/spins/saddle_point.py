@@ -1,0 +1,99 @@
+"""Steepest descent over the multipliers of the spins' lengths: exact for spins of many dimensions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..solution import Evidence
+from ._newton import Multipliers, attached, inverse_and_logdet, minimise
+from .method import LogPartition, Method
+from .system import SpinSystem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaddlePoint(Method):
+    """log Z to leading order in large D, or, with `one_loop`, to the next: errors of 1/D and 1/D^2 in log Z/D.
+
+    The constraint |s_i| = R becomes <|s_i|^2> = R^2, with a multiplier lambda_i for every site, and spins Gaussian:
+
+        log Z / D = min over lambda, with A = diag(lambda) - b J > 0, of
+            1/2 sum_i (lambda_i - 1) - 1/2 log det A + b^2/2 Tr g^T A^{-1} g,     b = beta R^2/D,  g = h/R,
+
+    a strictly convex problem: there is one answer, which damped Newton steps find from any start. It is zero for free
+    spins. m = R b A^{-1} g, and <s_i . s_j> = R^2 (A^{-1} + m m^T/R^2)_ij. One loop adds -1/2 log det 2 Hess, where
+    Hess = 1/2 A^{-1} o A^{-1} + A^{-1} o (m m^T)/R^2 is the Hessian in lambda, o the product entry by entry.
+
+    All couplings go: a number for each pair at a cost of O(N^3) for each step, and a matrix for each pair, where A is
+    made of blocks and lambda_i fixes <|s_i|^2> all the same, at O((N D)^3). D = 1 goes, but then 1/D is not small.
+
+    Args:
+        shared: one multiplier for all sites of a sample, the spherical model: only sum_i <|s_i|^2> = N R^2.
+        one_loop: add the fluctuations of the multipliers.
+        rtol: largest error of <|s_i|^2>/R^2, or of its mean if shared; what the dtype cannot resolve is not asked for.
+            The error of log Z is of second order in it.
+        max_steps: largest number of evaluations of the steps, shortened ones included.
+
+    Gradients: with respect to field, couplings and beta: exact to fourth order, leading order alone to fifth.
+
+    Reference: Berlin and Kac (1952) for the shared multiplier.
+    """
+
+    shared: bool = False
+    one_loop: bool = False
+    rtol: float = 1e-8
+    max_steps: int = 200
+
+    def __post_init__(self) -> None:
+        for name in ("shared", "one_loop"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(_validate.message(name, "be True or False", repr(value)))
+        _validate.check_number("rtol", self.rtol, low=0.0)
+        _validate.check_integer("max_steps", self.max_steps, low=1)
+
+    def log_partition(self, system: SpinSystem) -> LogPartition:
+        problem, copies = self._problem(system)
+        t, evidence = self._solved(problem)
+        point = problem.point(t)
+        value = copies * point.value
+        if self.one_loop:
+            size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
+            value = value - inverse_and_logdet(2 * point.hessian / size)[1] / 2
+        return LogPartition(value, evidence)
+
+    def multipliers(self, system: SpinSystem) -> Tensor:
+        """lambda, (*batch, N), or, with `shared`, (*batch, 1); to second derivatives."""
+        self.check(system)
+        return self._solved(self._problem(system)[0])[0]
+
+    def _solved(self, problem: Multipliers) -> tuple[Tensor, Evidence]:
+        t, evidence = minimise(problem, rtol=self.rtol, max_steps=self.max_steps)
+        # The minimum is flat: k right derivatives of lambda make 2 k + 1 of phi right, but only k of the Hessian.
+        return attached(problem, t, evidence.converged, steps=4 if self.one_loop else 2), evidence
+
+    def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
+        """The convex problem, and how many copies of it log Z is made of: D, or 1 where couplings mix dimensions."""
+        n, d, radius = system.num_sites, system.dim, system.radius
+        field, couplings, tie = system.live_field, system.live_couplings, 1
+        if system.block:
+            # N D sites of one dimension each, D of which share a multiplier. The field of a site is spread over them.
+            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
+            field, tie = field.flatten(-2)[..., None] * math.sqrt(d), d
+        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device)[..., None, None]
+        scale = beta * radius**2 / d
+        # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
+        scaled = scale * (couplings + couplings.mT) / 2
+        live = None
+        if self.shared:
+            live = torch.ones_like(field[..., 0], dtype=torch.bool)
+            if system.mask is not None:
+                live = system.mask.expand((*system.batch, n)).repeat_interleave(tie, -1)
+            tie = live.shape[-1]
+        rows = scaled.shape[-1]
+        scaled = scaled.expand(*system.batch, rows, rows)
+        return Multipliers(scaled, scale * field / radius, tie, live), 1 if system.block else d

@@ -1,0 +1,240 @@
+"""A system of coupled spins in fields: what the free energies are functions of."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from .. import _validate
+from .._declared import Declared
+
+#: Couplings that depend on the field: field (*batch, N, D) -> (*batch, N, N) or (N, N, D, D).
+CouplingFunction: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class SpinSystem(Declared):
+    """Spins s_i in R^D of length R: E(s) = -1/2 sum_ij s_i^T J_ij s_j - sum_i h_i . s_i at inverse temperature beta.
+
+    Both orders of a pair are summed, hence the 1/2; a diagonal J_ii that is given counts. D = 1 with radius 1 is the
+    Ising model. A sequence of vectors is the field h; a free energy answers it with magnetizations m = -dF/dh.
+
+    Args:
+        couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; or a
+            function of the field, which is evaluated once, here.
+        field: h, (*batch, N, D), in units of energy over length.
+        beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
+        radius: R: "sqrt_dim" is sqrt(D), at which a lone spin answers with beta h to first order whatever D is;
+            "bessel" is sqrt(D/2 - 1); or a number > 0.
+        measure: what partition functions are relative to: "uniform", of total weight 1 per site, or, for D = 1,
+            "counting", of weight 2.
+        mask: which sites exist, boolean, broadcasts to (*batch, N). The others change nothing and have m = 0.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit; beta <= 0; radius "bessel" with D <= 2;
+            "counting" with D > 1.
+
+    Gradients: with respect to field, couplings (through their function to the field as well) and beta.
+    """
+
+    def __init__(
+        self,
+        couplings: Tensor | CouplingFunction,
+        field: Float[Tensor, "*batch N D"],
+        beta: float | Float[Tensor, "*#batch"] = 1.0,
+        *,
+        radius: Literal["sqrt_dim", "bessel"] | float = "sqrt_dim",
+        measure: Literal["uniform", "counting"] = "uniform",
+        mask: Bool[Tensor, "*#batch N"] | None = None,
+    ) -> None:
+        _validate.check_float_tensor("field", field, min_ndim=2)
+        if isinstance(beta, Tensor):
+            _validate.check_float_tensor("beta", beta)
+            _validate.check_same_kind([("field", field), ("beta", beta)])
+            _validate.check_broadcast("beta", beta.shape, field.shape[:-2], "the leading axes of `field`")
+            _validate.check_range("beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example by exp")
+        else:
+            _validate.check_number("beta", beta, low=0.0, open_low=True)
+        _validate.check_choice("measure", measure, ("uniform", "counting"))
+        dim = field.shape[-1]
+        remedy = "the count of states is infinite for D > 1; use measure='uniform'"
+        _validate.require(measure == "uniform" or dim == 1, "measure", "be 'uniform' for D > 1", measure, remedy)
+        given: Any = couplings
+        function = None if isinstance(given, Tensor) else given
+        if function is not None:
+            if not callable(function):
+                required = "be a tensor or a function of the field"
+                raise TypeError(_validate.message("couplings", required, type(function).__name__))
+            given = function(field)
+        couplings = _checked_couplings(given, field)
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                received = getattr(mask, "dtype", type(mask).__name__)
+                raise TypeError(_validate.message("mask", "be boolean, True = the site exists", received))
+            _validate.check_same_kind([("field", field), ("mask", mask)])
+            _validate.check_broadcast("mask", mask.shape, field.shape[:-1], "(*batch, N)")
+        self.couplings = couplings
+        self.field = field
+        self.beta = beta
+        self.mask = mask
+        self.radius = _radius(radius, dim)
+        self.measure = measure
+        # Not a declared tensor: its parameters act through `couplings`, which they have been evaluated into.
+        self.coupling_function = _Undeclared(function)
+
+    @classmethod
+    def from_full(
+        cls, couplings: Tensor | CouplingFunction, field: Tensor, beta: float | Tensor = 1.0, **options: Any
+    ) -> Self:
+        """The system of E(s) = -sum_ij s_i^T J_ij s_j - sum_i h_i . s_i, both orders of a pair and no 1/2.
+
+        Args:
+            couplings: in that convention; J + J^T is what is kept.
+            field, beta, options: as in the class.
+        """
+        if isinstance(couplings, Tensor):
+            return cls(_both_orders(couplings, field), field, beta, **options)
+        function = couplings
+        return cls(lambda h: _both_orders(function(h), h), field, beta, **options)
+
+    # What the methods read.
+
+    @property
+    def num_sites(self) -> int:
+        return self.field.shape[-2]
+
+    @property
+    def dim(self) -> int:
+        return self.field.shape[-1]
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.field.shape[:-2]
+
+    @property
+    def block(self) -> bool:
+        """Whether every pair is coupled by a matrix."""
+        return _is_block(self.couplings, self.field)
+
+    @property
+    def live_field(self) -> Tensor:
+        """h, zero where there is no site."""
+        return self.field if self.mask is None else self.field.masked_fill(~self.mask[..., None], 0.0)
+
+    @property
+    def live_couplings(self) -> Tensor:
+        """J, zero where there is no site."""
+        if self.mask is None:
+            return self.couplings
+        pairs = self.mask[..., :, None] & self.mask[..., None, :]
+        if self.block:
+            return torch.where(pairs[..., None, None], self.couplings, 0.0)
+        return self.couplings.masked_fill(~pairs, 0.0)
+
+    @property
+    def sample_beta(self) -> float | Tensor:
+        """Beta, one number per sample; NaN where a tensor has left its range."""
+        return _validate.inside(self.beta, low=0.0, open_low=True) if isinstance(self.beta, Tensor) else self.beta
+
+    @property
+    def site_beta(self) -> float | Tensor:
+        """Beta, shaped to multiply one number per site."""
+        beta = self.sample_beta
+        return beta[..., None] if isinstance(beta, Tensor) else beta
+
+    def coupled(self, m: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """sum_j J_ij m_j, what the other sites add to the field."""
+        return couple(self.live_couplings, m, block=self.block)
+
+    def base_measure(self) -> Tensor:
+        """Log of the total weight of all states, (*batch)."""
+        if self.mask is None:
+            sites = self.field.new_full(self.batch, float(self.num_sites))
+        else:
+            sites = self.mask.expand(self.field.shape[:-1]).sum(-1).to(self.field.dtype)
+        return sites * math.log(2.0) if self.measure == "counting" else torch.zeros_like(sites)
+
+    def at(self, field: Tensor, couplings: Tensor, beta: float | Tensor) -> Self:
+        """The same system with other numbers; couplings do not follow the field."""
+        clone = copy.copy(self)
+        clone.field, clone.couplings, clone.beta = field, couplings, beta
+        return clone
+
+    def check_symmetric(self, method: str) -> None:
+        """Raise unless J_ij = J_ji^T, where the host can look without waiting."""
+        couplings = self.couplings.detach()
+        if couplings.device.type != "cpu" or torch._C._are_functorch_transforms_active():
+            return
+        twin = couplings.transpose(0, 1).transpose(-1, -2) if self.block else couplings.mT
+        scale = float(couplings.abs().nan_to_num().amax()) if couplings.numel() else 0.0
+        apart = (couplings - twin).abs()
+        worst = float(apart[apart.isfinite()].amax()) if bool(apart.isfinite().any()) else 0.0
+        _validate.require(
+            worst <= 64 * torch.finfo(couplings.dtype).eps * scale,
+            "couplings",
+            f"be symmetric (J_ij = J_ji^T) for {method}",
+            f"a difference of {worst:.1e}",
+            "symmetrise them, or use GaussianField or KineticPlefka for the dynamics of asymmetric couplings",
+        )
+
+
+class _Undeclared:
+    """Holds a function whose tensors are not to be declared."""
+
+    def __init__(self, function: CouplingFunction | nn.Module | None) -> None:
+        self.function = function
+
+
+def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:
+    """sum_j J_ij m_j, (*batch, N, D)."""
+    if block:
+        return einsum(couplings, m, "... i j a b, ... j b -> ... i a")
+    return einsum(couplings, m, "... i j, ... j d -> ... i d")
+
+
+def _is_block(couplings: Tensor, field: Tensor) -> bool:
+    """Whether couplings are (N, N, D, D); where N = D that could also be (*batch, N, N), which then goes first."""
+    n, d = field.shape[-2:]
+    per_sample = n == d and field.shape[:-2][-2:] == (n, n)
+    return couplings.shape[-4:] == (n, n, d, d) and not per_sample
+
+
+def _checked_couplings(couplings: Any, field: Tensor) -> Tensor:
+    _validate.check_float_tensor("couplings", couplings, min_ndim=2)
+    _validate.check_same_kind([("field", field), ("couplings", couplings)])
+    held: Tensor = couplings
+    if _is_block(held, field):
+        return held
+    n, d = field.shape[-2:]
+    _validate.require(
+        couplings.shape[-2:] == (n, n),
+        "couplings",
+        f"have shape (N, N) = {(n, n)}, (*batch, N, N) or (N, N, D, D) = {(n, n, d, d)}",
+        f"shape {tuple(couplings.shape)}",
+    )
+    _validate.check_broadcast("couplings", couplings.shape[:-2], field.shape[:-2], "the leading axes of `field`")
+    return held
+
+
+def _both_orders(couplings: Tensor, field: Tensor) -> Tensor:
+    block = _is_block(couplings, field)
+    return couplings + (couplings.transpose(-4, -3) if block else couplings).mT
+
+
+def _radius(radius: str | float, dim: int) -> float:
+    if isinstance(radius, str):
+        _validate.check_choice("radius", radius, ("sqrt_dim", "bessel"))
+        if radius == "sqrt_dim":
+            return math.sqrt(dim)
+        remedy = "use radius='sqrt_dim' or a number"
+        _validate.require(dim > 2, "radius", "be 'sqrt_dim' or a number for D <= 2", f"'bessel' with D = {dim}", remedy)
+        return math.sqrt(dim / 2 - 1)
+    _validate.check_number("radius", radius, low=0.0, open_low=True)
+    return float(radius)

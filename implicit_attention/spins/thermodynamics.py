@@ -1,0 +1,203 @@
+"""All of thermodynamics from one log-partition function: its first and second derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import exact_precision, vjp
+from .._reporting import check_on_failure, report_failures
+from .._types import OnFailure
+from ..problem import widened
+from ..solution import AdjointReport, Evidence
+from .method import Method
+from .system import SpinSystem
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Thermodynamics:
+    """What a method says of a spin system, one number per sample unless said.
+
+    With F = -log Z/beta, at fixed couplings:
+
+    Attributes:
+        free_energy: F, (*batch).
+        log_partition: log Z, (*batch).
+        internal_energy: U = -d log Z/d beta, (*batch).
+        entropy: S = beta (U - F), (*batch).
+        heat_capacity: C = beta^2 d^2 log Z/d beta^2, (*batch).
+        magnetization: -dF/dh at fixed couplings, (*batch, N, D).
+        correlations: <s_i . s_j> as the derivative -2 dF/dJ_ij, of the couplings' shape with the batch.
+        evidence: of the solve behind it.
+    """
+
+    free_energy: Tensor
+    log_partition: Tensor
+    internal_energy: Tensor
+    entropy: Tensor
+    heat_capacity: Tensor
+    magnetization: Tensor
+    correlations: Tensor
+    evidence: Evidence
+    _product: Callable[[Tensor], Tensor]
+
+    def susceptibility_product(self, v: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """chi v with chi = dm/dh = beta Cov(s, s), without the matrix."""
+        _validate.check_float_tensor("v", v, min_ndim=2)
+        shape = self.magnetization.shape
+        _validate.require(v.shape == shape, "v", f"have the field's shape {tuple(shape)}", tuple(v.shape))
+        return self._product(v)
+
+    def susceptibility(self) -> Tensor:
+        """chi as a tensor, (*batch, N, D, N, D)."""
+        m = self.magnetization
+        n, d = m.shape[-2:]
+        basis = torch.eye(n * d, dtype=m.dtype, device=m.device).reshape(n * d, n, d)
+        rows = [self._product(direction.expand(m.shape)) for direction in basis]
+        # Symmetric: the response to direction k is its k-th row.
+        return torch.stack(rows, dim=-3).unflatten(-3, (n, d))  # type: ignore[no-any-return, no-untyped-call]
+
+    def __repr__(self) -> str:
+        numbers = (("F", self.free_energy), ("U", self.internal_energy), ("S", self.entropy), ("C", self.heat_capacity))
+        means = ", ".join(f"{name} {float(value.detach().mean()):.6g}" for name, value in numbers)
+        return f"Thermodynamics(mean over {self.free_energy.numel()} samples: {means}; {self.evidence!r})"
+
+
+def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure = "raise") -> Thermodynamics:
+    """Free energy, energy, entropy, heat capacity, magnetization, correlations and susceptibility, by one solve.
+
+    All are derivatives of the method's own log-partition function at fixed couplings, so that they are consistent with
+    each other whatever the method leaves out.
+
+    Args:
+        system: the spins.
+        method: such as `SaddlePoint()`.
+        on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
+
+    Raises:
+        ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
+
+    Gradients: every output with respect to field, couplings and beta, to second order.
+    """
+    _check(system, method, on_failure)
+    system = widened(system)[0]
+    shape = system.batch
+    beta = torch.as_tensor(system.beta, dtype=system.field.dtype, device=system.field.device).expand(shape)
+    field = system.field
+    # One set of couplings per sample, for correlations per sample.
+    own = system.couplings.shape[-4:] if system.block else system.couplings.shape[-2:]
+    couplings = system.couplings.expand(*shape, *own)
+
+    def log_z(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[Tensor, Any]:
+        found = method.log_partition(system.at(field, couplings, beta))
+        return found.value.sum(), (found.value, _fields(found.evidence))
+
+    def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = torch.func.grad(
+            log_z, argnums=(0, 1, 2), has_aux=True
+        )
+        return derivative(field, couplings, beta)
+
+    with exact_precision(field):
+        (by_field, by_couplings, by_beta), pullback, aux = cast(
+            Any, torch.func.vjp(first, field, couplings, beta, has_aux=True)
+        )
+        value, fields = aux
+        nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
+        curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
+
+    def product(v: Tensor) -> Tensor:
+        with exact_precision(v):
+            response: Tensor = pullback((v, nothing[1], torch.zeros_like(by_beta)))[0]
+        return response / beta[..., None, None]
+
+    log_partition = value + system.base_measure()
+    free = -log_partition / beta
+    pairs = beta.reshape(*beta.shape, *(1,) * (by_couplings.ndim - beta.ndim))
+    result = Thermodynamics(
+        free_energy=free,
+        log_partition=log_partition,
+        internal_energy=-by_beta,
+        entropy=beta * (-by_beta - free),
+        heat_capacity=beta.square() * curvature,
+        magnetization=by_field / beta[..., None, None],
+        correlations=2 * by_couplings / pairs,
+        evidence=Evidence(**fields, adjoint=AdjointReport()),
+        _product=product,
+    )
+    _report(method, result.evidence, on_failure)
+    return result
+
+
+def free_energy(system: SpinSystem, method: Method, *, on_failure: OnFailure = "raise") -> Float[Tensor, "*batch"]:
+    """F = -log Z/beta of every sample, (*batch); see `thermodynamics`."""
+    _check(system, method, on_failure)
+    system = widened(system)[0]
+    with exact_precision(system.field):
+        found = method.log_partition(system)
+    _report(method, found.evidence, on_failure)
+    return -(found.value + system.base_measure()) / system.sample_beta
+
+
+def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on_failure: OnFailure = "raise") -> Any:
+    """m = -dF/dh of the method's own F, in total: couplings that are a function of the field answer, too.
+
+    m_i = <s_i> + (1/2) sum_mn <s_m . s_n> dJ_mn/dh_i.
+
+    Args:
+        system: the spins.
+        method: such as `SaddlePoint()`.
+        split: return both terms instead of their sum.
+        on_failure: "raise", "warn" or "ignore".
+
+    Returns:
+        (*batch, N, D), or two of them.
+
+    Gradients: with respect to field, couplings (and the parameters of their function) and beta, to second order.
+    """
+    _check(system, method, on_failure)
+    wide = widened(system)[0]
+
+    def log_z(field: Tensor, couplings: Tensor) -> tuple[Tensor, Any]:
+        found = method.log_partition(wide.at(field, couplings, wide.beta))
+        return found.value.sum(), _fields(found.evidence)
+
+    with exact_precision(wide.field):
+        (by_field, by_couplings), fields = torch.func.grad(log_z, argnums=(0, 1), has_aux=True)(
+            wide.field, wide.couplings
+        )
+    _report(method, Evidence(**fields, adjoint=AdjointReport()), on_failure)
+    beta = wide.sample_beta
+    site = beta[..., None, None] if isinstance(beta, Tensor) else beta
+    direct = by_field / site
+    function = wide.coupling_function.function
+    if function is None:
+        through = torch.zeros_like(direct)
+    else:
+        _, pullback = vjp(function, wide.field)
+        through = pullback(by_couplings)[0] / site
+    return (direct, through) if split else direct + through
+
+
+def _check(system: SpinSystem, method: Method, on_failure: OnFailure) -> None:
+    for name, value, kind in (("system", system, SpinSystem), ("method", method, Method)):
+        if not isinstance(value, kind):
+            raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__))
+    check_on_failure(on_failure)
+    method.check(system)
+
+
+def _fields(evidence: Evidence) -> dict[str, Tensor]:
+    return {n: getattr(evidence, n) for n in ("status", "residual", "tolerance", "num_steps", "num_evals")}
+
+
+def _report(method: Method, evidence: Evidence, on_failure: OnFailure) -> None:
+    report_failures(
+        on_failure, type(method).__name__, evidence.status, evidence.residual, evidence.tolerance, evidence.num_steps
+    )

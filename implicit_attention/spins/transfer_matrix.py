@@ -1,0 +1,290 @@
+"""The exact log-partition function of open chains of vector spins in fields along one direction."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import is_plain
+from ..potentials.spin import BesselResponse
+from ..solution import Evidence
+from ..status import Status
+from .method import LogPartition, Method
+from .system import SpinSystem
+
+# How far a field may point aside, or a coupling reach, relative to the largest: rounding.
+SLACK = 64.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferMatrix(Method):
+    """log Z of spins of which only neighbours i, i + 1 are coupled, by numbers, and whose fields lie on one axis.
+
+    Summed site by site: what the sites before i leave to it is a function of x = cos(angle between s_i and the axis),
+    held at Gauss-Gegenbauer nodes; a bond is averaged over the angle around the axis in closed form. Masked sites cut
+    the chain. D = 1 has two nodes and is exact at any temperature.
+
+    Args:
+        nodes: how many. They have to resolve functions such as exp(beta R^2 J x): the lower the temperature, and the
+            further spins of many dimensions are aligned, the more it takes. A result that changes with three quarters
+            of the nodes has the status MAX_STEPS; then raise `nodes`.
+
+    Raises:
+        ValueError: couplings between others than neighbours, matrices as couplings, fields along several directions.
+        Where the host cannot look, the sample is NaN instead.
+
+    Gradients: with respect to field, couplings and beta; to any order along the axis and for the chain's own couplings.
+    Across the axis derivatives of log Z are exact up to the third, so that m and chi are right in all directions and
+    can be differentiated once; for couplings between others than neighbours up to the first, so that correlations of
+    all pairs are right.
+
+    Reference: Stanley (1969) for the chain without a field.
+    """
+
+    nodes: int = 80
+
+    def __post_init__(self) -> None:
+        _validate.check_integer("nodes", self.nodes, low=8)
+
+    def check(self, system: SpinSystem) -> None:
+        _validate.require(system.num_sites > 0, "system", "have at least one site for TransferMatrix", "none")
+        remedy = "use numbers as couplings, or MeanField or SaddlePoint"
+        _validate.require(
+            not system.block or system.dim == 1, "couplings", "be numbers for TransferMatrix", "matrices", remedy
+        )
+        super().check(system)
+        if system.field.device.type != "cpu" or torch._C._are_functorch_transforms_active():
+            return
+        far = _beyond_neighbours(_numbers(system).detach())
+        _validate.require(
+            not bool((far > _slack(far)).any()),
+            "couplings",
+            "be zero except between neighbours i, i + 1 for TransferMatrix",
+            f"one of size {float(far.nan_to_num().amax()) if far.numel() else 0.0:.2g} between others",
+            "put the sites in the order of the chain, or use MeanField, SaddlePoint or Enumeration",
+        )
+        aside = _aside(system.live_field.detach())
+        _validate.require(
+            not bool((aside > _slack(aside)).any()),
+            "field",
+            "lie along one direction in every sample for TransferMatrix",
+            f"a part of {float(aside.nan_to_num().amax()) if aside.numel() else 0.0:.2g} of the largest across it",
+            "use MeanField or SaddlePoint, or sample",
+        )
+
+    def log_partition(self, system: SpinSystem) -> LogPartition:
+        chain = _Chain.of(system)
+        nodes = _nodes(system.dim, self.nodes, system.field)
+        kernels, cosine = _kernels(chain, nodes)
+        sums = _sums(chain, nodes, kernels)
+        value = sums[-1].logsumexp(-1)
+        if not is_plain(chain.across, chain.beyond):
+            value = value + _first_orders(chain, nodes, sums, kernels, cosine)
+        value = value + chain.constant
+        fixed = _Chain(*(t.detach() for t in chain))
+        fewer = _nodes(system.dim, 3 * self.nodes // 4, system.field)
+        coarse = _sums(fixed, fewer, _kernels(fixed, fewer)[0])[-1].logsumexp(-1) + fixed.constant
+        return LogPartition(value, _evidence(value.detach(), coarse, len(nodes.x)))
+
+
+class _Chain(NamedTuple):
+    """A system as a chain, in units of 1/beta and R.
+
+    along: (*batch, N), fields on the axis. across: (*batch, N, D), the rest, numbers that are zero with derivatives
+    that are not. bonds: (*batch, N - 1). beyond: (*batch, N, N), couplings of other pairs, also zero. constant:
+    (*batch), from a diagonal, NaN where fields or couplings are not of this kind.
+    """
+
+    along: Tensor
+    across: Tensor
+    bonds: Tensor
+    beyond: Tensor
+    constant: Tensor
+
+    @classmethod
+    def of(cls, system: SpinSystem) -> _Chain:
+        beta = system.sample_beta
+        rows = beta[..., None, None] if isinstance(beta, Tensor) else beta
+        field = rows * system.radius * system.live_field
+        couplings = (rows * system.radius**2 * _numbers(system)).expand(*system.batch, -1, -1)
+        axis = _axis(field)
+        along = (field * axis).sum(-1)
+        # Both orders of a pair count half.
+        bonds = (couplings.diagonal(1, -2, -1) + couplings.diagonal(-1, -2, -1)) / 2
+        constant = couplings.diagonal(0, -2, -1).sum(-1) / 2
+        far, aside = _beyond_neighbours(couplings.detach()), _aside(field.detach())
+        foreign = (far > _slack(far)).any(-1) | (aside > _slack(aside)).any(-1)
+        return cls(
+            along,
+            field - along[..., None] * axis,
+            bonds,
+            couplings.triu(2) + couplings.tril(-2),
+            torch.where(foreign, torch.nan, constant),
+        )
+
+
+class _Nodes(NamedTuple):
+    """Gauss nodes x for functions of the cosine on the sphere, (n), sqrt(1 - x^2) and logs of weights that sum to 1."""
+
+    x: Tensor
+    sin: Tensor
+    log_weight: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def _gauss(dim: int, count: int) -> tuple[Any, Any, Any]:
+    import numpy as np
+    from scipy.linalg import eigh_tridiagonal
+
+    if dim == 1:
+        return np.array([-1.0, 1.0]), np.zeros(2), np.log([0.5, 0.5])
+    # x p_n = b_(n+1) p_(n+1) + b_n p_(n-1) for Gegenbauer polynomials p_n that are orthonormal on the sphere.
+    n = np.arange(2, count)
+    b = np.sqrt(np.append(1 / dim, n * (n + dim - 3) / ((2 * n + dim - 2) * (2 * n + dim - 4))))
+    x = eigh_tridiagonal(np.zeros(count), b, eigvals_only=True)
+    x = (x - x[::-1]) / 2
+    # The weight of a node is 1/sum_n p_n^2; as components of eigenvectors small ones, which fields make large, would be
+    # lost. They outgrow all numbers, and are carried along with the logarithm of a factor.
+    before, now, total, scale = np.zeros(count), np.ones(count), np.ones(count), np.zeros(count)
+    for k in range(count - 1):
+        before, now = now, (x * now - (b[k - 1] * before if k else 0)) / b[k]
+        total += now**2
+        factor = np.maximum(np.abs(now), 1)
+        before, now, total, scale = before / factor, now / factor, total / factor**2, scale + np.log(factor)
+    log_weight = -np.log(total) - 2 * scale
+    return x, np.sqrt(1 - x**2), log_weight - np.log(np.exp(log_weight).sum())
+
+
+def _nodes(dim: int, count: int, like: Tensor) -> _Nodes:
+    return _Nodes(*(torch.as_tensor(a, dtype=like.dtype, device=like.device) for a in _gauss(dim, count)))
+
+
+def _kernels(chain: _Chain, nodes: _Nodes) -> tuple[Tensor, Tensor]:
+    """Log of what a bond weighs on average over the angle around the axis, and the mean cosine of that angle.
+
+    Both (*batch, N - 1, n, n). s . s' = x x' + sin sin' u . u' with units u across the axis: a spin in D - 1 dimensions
+    in the field of another.
+    """
+    bonds = chain.bonds[..., None, None]
+    exponent = bonds * (nodes.x[:, None] * nodes.x)
+    dim = chain.across.shape[-1]
+    if dim == 1:
+        return exponent, torch.zeros_like(exponent)
+    around = bonds * (nodes.sin[:, None] * nodes.sin)
+    response, square = BesselResponse(), around.square()
+    kernel = exponent + response.scaled_log_partition(square, dim - 1)
+    return kernel, around * response.gain(square, dim - 1)
+
+
+def _sums(chain: _Chain, nodes: _Nodes, kernels: Tensor) -> list[Tensor]:
+    """Log of the sum over sites 1 to i - 1 with s_i at a node, itself weighed as well: (*batch, n) for every site i.
+
+    In logarithms all along: where spins of many dimensions are aligned, only a part of the nodes that is far from the
+    largest weights and the largest kernels matters.
+    """
+    sites = chain.along[..., None] * nodes.x + nodes.log_weight
+    sums = [sites[..., 0, :]]
+    for i in range(1, sites.shape[-2]):
+        sums.append(_through(sums[-1], kernels[..., i - 1, :, :]) + sites[..., i, :])
+    return sums
+
+
+def _through(logarithm: Tensor, kernel: Tensor) -> Tensor:
+    return torch.logsumexp(logarithm[..., :, None] + kernel, dim=-2)
+
+
+def _first_orders(chain: _Chain, nodes: _Nodes, sums: list[Tensor], kernels: Tensor, cosine: Tensor) -> Tensor:
+    """What small fields across the axis and couplings beyond neighbours add: nothing, with the right derivatives.
+
+    To lowest order that is sum_ij a_i . a_j <s_i . s_j>_across/(2 (D - 1)) + sum_ij J_ij <s_i . s_j>/2.
+    """
+    along, across = _pair_correlations(chain, nodes, sums, kernels, cosine)
+    value = (chain.beyond * (along + across)).sum((-2, -1)) / 2
+    dim = chain.across.shape[-1]
+    if dim > 1:
+        products = chain.across @ chain.across.mT
+        value = value + (products * across).sum((-2, -1)) / (2 * (dim - 1))
+    return value
+
+
+def _pair_correlations(
+    chain: _Chain, nodes: _Nodes, sums: list[Tensor], kernels: Tensor, cosine: Tensor
+) -> tuple[Tensor, Tensor]:
+    """<s_i . s_j>/R^2, the parts along and across the axis, (*batch, N, N) each."""
+    last = len(sums) - 1
+    sites = chain.along[..., None] * nodes.x + nodes.log_weight
+    rest = [torch.zeros_like(sums[0])]
+    for j in reversed(range(1, last + 1)):
+        rest.append(_through(rest[-1] + sites[..., j, :], kernels[..., j - 1, :, :]))
+    # Row i of these: what x_i, and the unit across the axis times sin_i along that of s_j, are on average, given s_j.
+    own = nodes.x.expand_as(sums[0])[..., None, :], nodes.sin.expand_as(sums[0])[..., None, :]
+    along, across = own
+    columns = []
+    for j in range(last + 1):
+        if j:
+            kernel = kernels[..., j - 1, :, :]
+            # The law of s_(j-1) given s_j, as far as the sites up to j tell: columns that sum to 1.
+            law = (sums[j - 1][..., :, None] + kernel).softmax(-2)
+            along = torch.cat([along @ law, own[0]], dim=-2)
+            across = torch.cat([across @ (law * cosine[..., j - 1, :, :]), own[1]], dim=-2)
+        weight = (sums[j] + rest[last - j]).softmax(-1)[..., None]
+        columns.append(torch.cat([(along * own[0]) @ weight, (across * own[1]) @ weight], dim=-1))
+    padded = [torch.nn.functional.pad(c, (0, 0, 0, last + 1 - c.shape[-2])) for c in columns]
+    both = torch.stack(padded, dim=-2)
+    return _symmetric(both[..., 0]), _symmetric(both[..., 1])
+
+
+def _symmetric(upper: Tensor) -> Tensor:
+    """The symmetric matrix of which this is the upper triangle."""
+    return upper + upper.triu(1).mT
+
+
+def _evidence(value: Tensor, coarse: Tensor, nodes: int) -> Evidence:
+    """How much the result changes with fewer nodes, and whether that is rounding."""
+    residual = (value - coarse).abs()
+    tolerance = torch.finfo(value.dtype).eps ** 0.75 * (1 + value.abs())
+    status = torch.where(residual <= tolerance, int(Status.CONVERGED), int(Status.MAX_STEPS))
+    status = torch.where(torch.isfinite(value), status, int(Status.NONFINITE)).to(torch.int8)
+    count = torch.full_like(status, nodes, dtype=torch.int32)
+    return Evidence(status=status, residual=residual, tolerance=tolerance, num_steps=count, num_evals=count)
+
+
+def _numbers(system: SpinSystem) -> Tensor:
+    """Couplings as numbers, zero where there is no site."""
+    return system.live_couplings[..., 0, 0] if system.block else system.live_couplings
+
+
+def _axis(field: Tensor) -> Tensor:
+    """The direction of the largest field of every sample, (*batch, 1, D); some direction where there is none."""
+    field = field.detach()
+    size = torch.linalg.vector_norm(field, dim=-1)
+    largest = size.argmax(-1, keepdim=True)[..., None].expand(*field.shape[:-2], 1, field.shape[-1])
+    axis = field.gather(-2, largest)
+    norm = torch.linalg.vector_norm(axis, dim=-1, keepdim=True)
+    first = torch.zeros_like(axis)
+    first[..., 0] = 1.0
+    unit: Tensor = torch.where(norm == 0, first, axis / norm.where(norm != 0, 1.0))
+    return unit
+
+
+def _aside(field: Tensor) -> Tensor:
+    """The part of every field across the axis, relative to the largest field, (*batch, N)."""
+    axis = _axis(field)
+    along = (field * axis).sum(-1, keepdim=True)
+    largest = torch.linalg.vector_norm(field, dim=-1).amax(-1, keepdim=True)
+    part: Tensor = torch.linalg.vector_norm(field - along * axis, dim=-1) / largest.where(largest != 0, 1.0)
+    return part
+
+
+def _beyond_neighbours(couplings: Tensor) -> Tensor:
+    """Sizes of couplings of other pairs than neighbours, (*batch, N^2)."""
+    return (couplings.triu(2) + couplings.tril(-2)).abs().flatten(-2)
+
+
+def _slack(sizes: Tensor) -> float:
+    return SLACK * torch.finfo(sizes.dtype).eps

@@ -1,0 +1,149 @@
+"""The saddle point of batches: symmetries, samples on their own, masks, precision, failures."""
+
+import numpy as np
+import pytest
+import torch
+
+from implicit_attention import Status
+from implicit_attention.errors import ConvergenceError
+from implicit_attention.spins import SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention.spins.saddle_point import SaddlePoint
+from implicit_attention.testing.numerics import random, relative_error
+
+LEADING = SaddlePoint()
+METHODS = [SaddlePoint(shared=shared, one_loop=loop) for shared in (False, True) for loop in (False, True)]
+NAMES = ["leading", "one_loop", "shared", "shared_one_loop"]
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def disordered(*batch, n=3, d=5, seed=0, scale=0.7, dtype=torch.float64, beta=1.3, **options):
+    """A diagonal, a field, R^2 != D."""
+    couplings = scale * random(*batch, n, n, seed=seed)
+    field = random(*batch, n, d, seed=seed + 1)
+    options = {"radius": 1.7, **options}
+    return SpinSystem((couplings + couplings.mT).to(dtype), field.to(dtype), beta, **options)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_permuting_sites_and_turning_axes_permutes_and_turns_the_answer(method):
+    system = disordered(2, n=4)
+    order, turn = torch.tensor([2, 0, 3, 1]), torch.linalg.qr(random(5, 5, seed=9))[0]
+    permuted = SpinSystem(system.couplings[:, order][:, :, order], system.field[:, order], 1.3, radius=1.7)
+    turned = SpinSystem(system.couplings, system.field @ turn, 1.3, radius=1.7)
+    value, m = free_energy(system, method), magnetization(system, method)
+    torch.testing.assert_close(free_energy(permuted, method), value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(magnetization(permuted, method), m[:, order], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(free_energy(turned, method), value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(magnetization(turned, method), m @ turn, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_one_sample_changes_no_other(method):
+    """An easy sample, one far below its transition, one that is not a number, one of strong fields: all as if alone."""
+    couplings, field = random(5, 6, 6, seed=2), random(5, 6, 4, seed=3)
+    couplings = (couplings + couplings.mT) * double([0.1, 20.0, 1.0, 0.1, 0.3])[:, None, None]
+    field = field * double([1.0, 0.0, 1.0, 100.0, 0.5])[:, None, None]
+    couplings[2, 0, 1] = couplings[2, 1, 0] = torch.nan
+    beta = double([0.5, 30.0, 1.0, 1.0, 2.0])
+    found = thermodynamics(SpinSystem(couplings, field, beta), method, on_failure="ignore")
+    assert found.evidence.status.tolist() == [0, 0, Status.NONFINITE, 0, 0]
+    assert found.free_energy[2].isnan()
+    for i in (0, 1, 3, 4):
+        same = [i] * 5
+        alone = thermodynamics(SpinSystem(couplings[same], field[same], beta[same]), method)
+        for name in ("free_energy", "magnetization", "correlations", "heat_capacity", "entropy"):
+            assert torch.equal(getattr(found, name)[i], getattr(alone, name)[i]), f"{name} of {i}"
+        for name in ("num_evals", "num_steps", "residual"):
+            assert torch.equal(getattr(found.evidence, name)[i], getattr(alone.evidence, name)[i]), f"{name} of {i}"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+@pytest.mark.parametrize("block", [False, True], ids=["numbers", "matrices"])
+def test_masked_sites_change_nothing(method, block):
+    couplings, field = random(5, 5, seed=1), random(2, 5, 3, seed=2)
+    if block:
+        couplings = random(5, 5, 3, 3, seed=1) / 3
+        couplings = couplings + couplings.permute(1, 0, 3, 2)
+    else:
+        couplings = couplings + couplings.mT
+    mask = torch.tensor([True, False, True, True, False])
+    short = SpinSystem(couplings[mask][:, mask], field[:, mask], 0.8)
+    couplings[~mask], couplings[:, ~mask], field[:, ~mask] = (torch.nan,) * 3
+    found, truth = (thermodynamics(s, method) for s in (SpinSystem(couplings, field, 0.8, mask=mask), short))
+    torch.testing.assert_close(found.free_energy, truth.free_energy, rtol=1e-14, atol=0)
+    torch.testing.assert_close(found.heat_capacity, truth.heat_capacity, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.magnetization[:, mask], truth.magnetization, rtol=1e-12, atol=1e-14)
+    assert bool((found.magnetization[:, ~mask] == 0).all())
+    assert bool(found.correlations.isfinite().all())
+    nothing = SpinSystem(couplings, field, 0.8, mask=torch.zeros(5, dtype=torch.bool))
+    assert method.log_partition(nothing).value.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_single_precision_is_as_good_as_its_rounding(method):
+    wide, narrow = (disordered(3, n=20, scale=0.2, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    found, truth = thermodynamics(narrow, method), thermodynamics(wide, method)
+    for name in ("free_energy", "magnetization", "correlations", "heat_capacity"):
+        assert getattr(found, name).dtype == torch.float32
+        assert relative_error(getattr(found, name), getattr(truth, name)) < 1e-5, name
+
+
+def test_single_precision_never_asks_for_more_than_it_resolves():
+    generator = np.random.default_rng(1)
+    for k in range(100):
+        n, beta = int(generator.integers(2, 65)), float(10 ** generator.uniform(-2, 2))
+        system = disordered(n=n, d=4, seed=k, scale=n**-0.5, beta=beta, radius="sqrt_dim")
+        if k % 2:
+            system.field.zero_()
+        narrow = SpinSystem(system.couplings.float(), system.field.float(), beta)
+        value, evidence = LEADING.log_partition(narrow)
+        assert int(evidence.status) == Status.CONVERGED, evidence
+        truth = LEADING.log_partition(system).value
+        assert abs(float(value) - float(truth)) < 3e-4 * (1 + abs(float(truth)))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_edges(method):
+    alone = SpinSystem(torch.zeros(1, 1), torch.zeros(1, 1), 1.0)
+    assert float(method.log_partition(alone).value) == 0.0
+    empty = SpinSystem(torch.zeros(3, 3), torch.zeros(0, 3, 2), 1.0)
+    found = thermodynamics(empty, method)
+    assert found.free_energy.shape == found.evidence.status.shape == (0,)
+    assert found.magnetization.shape == (0, 3, 2)
+    one = disordered()
+    several = SpinSystem(one.couplings, one.field.expand(3, 2, 3, 5), double([0.5, 1.0, 2.0])[:, None])
+    value = free_energy(several, method)
+    assert value.shape == (3, 2)
+    for i, beta in enumerate((0.5, 1.0, 2.0)):
+        alone = free_energy(SpinSystem(one.couplings, one.field, beta), method)
+        torch.testing.assert_close(value[i], alone.expand(2), rtol=4 * 2.0**-52, atol=0)
+
+
+def test_failures_are_told():
+    hard = disordered(2, n=20, scale=5.0)
+    with pytest.raises(ConvergenceError, match="raise max_steps"):
+        free_energy(hard, SaddlePoint(max_steps=2))
+    evidence = SaddlePoint(max_steps=2).log_partition(hard).evidence
+    assert evidence.status.tolist() == [Status.MAX_STEPS] * 2
+    assert evidence.num_evals.tolist() == [3, 3]
+    loose = SaddlePoint(rtol=1e-2).log_partition(hard).evidence
+    assert bool(loose.converged.all() & (loose.residual > 1e-8).any() & (loose.residual <= 1e-2).all())
+    with pytest.raises(ValueError, match="symmetric"):
+        free_energy(SpinSystem(random(3, 3), random(3, 2), 1.0), LEADING)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"shared": 1}, TypeError, "`shared` must be True or False"),
+        ({"one_loop": "yes"}, TypeError, "`one_loop` must be True or False"),
+        ({"rtol": -1.0}, ValueError, "`rtol` must be >= 0"),
+        ({"max_steps": 0}, ValueError, "`max_steps` must be >= 1"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        SaddlePoint(**options)

@@ -1,0 +1,398 @@
+"""SpinSystem: what it accepts, what it refuses and with which words, and which system it then describes."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+
+from implicit_attention.spins import Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention.spins.method import Method
+from implicit_attention.spins.system import couple
+from implicit_attention.testing.numerics import random
+
+B, N, D = 2, 3, 5
+
+
+def symmetric(*shape, seed=0):
+    """Couplings (*batch, N, N) with a diagonal."""
+    couplings = random(*shape, seed=seed)
+    return (couplings + couplings.mT) / 2
+
+
+def blocks(n=N, d=D, seed=0):
+    """Couplings (N, N, D, D) with J_ji = J_ij^T."""
+    couplings = random(n, n, d, d, seed=seed)
+    return (couplings + couplings.transpose(0, 1).mT) / 2
+
+
+def log_partition_by_states(couplings, field, beta, radius=1.0):
+    """log mean exp(-beta E) of one Ising system, state by state, as the energy is written."""
+    n = len(field)
+    weights = []
+    for signs in itertools.product((-radius, radius), repeat=n):
+        pairs = sum(signs[i] * signs[j] * float(couplings[i, j]) for i in range(n) for j in range(n))
+        weights.append(beta * (pairs / 2 + sum(s * float(h) for s, h in zip(signs, field, strict=True))))
+    top = max(weights)
+    return top + math.log(sum(math.exp(w - top) for w in weights) / 2**n)
+
+
+def refused(error, text, **changes):
+    """Constructing with these changes raises, and says so in these words."""
+    arguments = {"couplings": symmetric(N, N), "field": random(B, N, D), "beta": 1.0} | changes
+    with pytest.raises(error, match=re.escape(text)):
+        SpinSystem(**arguments)
+
+
+def ising(couplings, field, beta=1.0, **options):
+    return SpinSystem(couplings, field[..., None], beta, **options)
+
+
+# What is refused.
+
+
+def test_a_field_that_is_no_float_tensor_of_two_axes_is_refused():
+    refused(TypeError, "`field` must be a torch.Tensor, got list", field=[[1.0]])
+    refused(TypeError, "`field` must have a floating-point dtype, got torch.int64", field=torch.ones(N, D).long())
+    refused(ValueError, f"`field` must have at least 2 axes, got shape ({N},)", field=random(N))
+
+
+@pytest.mark.parametrize(("beta", "text"), [(0.0, "be > 0, got 0.0"), (-1.0, "be > 0, got -1.0")])
+def test_a_beta_that_is_not_positive_is_refused(beta, text):
+    refused(ValueError, f"`beta` must {text}", beta=beta)
+    refused(ValueError, f"`beta` must be > 0 everywhere, got {beta}", beta=torch.tensor([1.0, beta]).double())
+    refused(ValueError, "parametrise it, for example by exp", beta=torch.tensor([1.0, beta]).double())
+
+
+@pytest.mark.parametrize("beta", [math.inf, math.nan])
+def test_a_beta_that_is_not_finite_is_refused(beta):
+    refused(ValueError, "`beta` must be > 0", beta=beta)
+
+
+def test_a_beta_of_the_wrong_kind_is_refused():
+    refused(TypeError, "`beta` must be a number, got '1'", beta="1")
+    refused(TypeError, "`beta` must be a number, got True", beta=True)
+    refused(TypeError, "`beta` must have a floating-point dtype", beta=torch.tensor([1, 2]))
+    refused(ValueError, "`beta` must have the dtype of `field` (torch.float64), got torch.float32", beta=torch.ones(B))
+    refused(
+        ValueError,
+        f"`beta` must broadcast to the leading axes of `field` = ({B},), got shape ({B + 1},)",
+        beta=torch.ones(B + 1).double(),
+    )
+
+
+def test_couplings_that_do_not_fit_are_refused():
+    shapes = f"(N, N) = ({N}, {N}), (*batch, N, N) or (N, N, D, D) = ({N}, {N}, {D}, {D})"
+    for shape in ((N, N + 1), (D, D), (N, N, D, D + 1), (N + 1, N + 1, D, D)):
+        refused(ValueError, f"`couplings` must have shape {shapes}, got shape {shape}", couplings=random(*shape))
+    refused(
+        ValueError,
+        f"`couplings` must broadcast to the leading axes of `field` = ({B},), got shape ({B + 1},)",
+        couplings=random(B + 1, N, N),
+    )
+    refused(ValueError, "`couplings` must have at least 2 axes", couplings=random(N))
+    refused(TypeError, "`couplings` must have a floating-point dtype", couplings=torch.ones(N, N).long())
+    refused(TypeError, "`couplings` must be a tensor or a function of the field, got float", couplings=0.5)
+    refused(ValueError, "`couplings` must have the dtype of `field` (torch.float64)", couplings=torch.zeros(N, N))
+
+
+def test_what_a_coupling_function_returns_is_checked_like_couplings():
+    refused(ValueError, "`couplings` must have shape (N, N)", couplings=lambda h: h)
+    refused(TypeError, "`couplings` must be a torch.Tensor, got NoneType", couplings=lambda h: None)
+    refused(ValueError, "`couplings` must have the dtype of `field`", couplings=lambda h: (h @ h.mT).float())
+
+
+def test_tensors_on_another_device_are_refused():
+    elsewhere = {
+        "couplings": torch.zeros(N, N, dtype=torch.float64, device="meta"),
+        "beta": torch.ones(B, dtype=torch.float64, device="meta"),
+        "mask": torch.ones(N, dtype=torch.bool, device="meta"),
+    }
+    for name, tensor in elsewhere.items():
+        refused(ValueError, f"`{name}` must have the device of `field` (cpu), got meta", **{name: tensor})
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_the_bessel_radius_is_refused_where_it_is_not_positive(dim):
+    text = f"`radius` must be 'sqrt_dim' or a number for D <= 2, got 'bessel' with D = {dim}; use radius='sqrt_dim'"
+    refused(ValueError, text, field=random(B, N, dim), radius="bessel")
+
+
+@pytest.mark.parametrize("radius", [0.0, -1.0, math.nan, math.inf])
+def test_a_radius_that_is_not_positive_is_refused(radius):
+    refused(ValueError, "`radius` must be > 0", radius=radius)
+
+
+def test_a_radius_or_measure_of_unknown_name_is_refused():
+    refused(ValueError, "`radius` must be one of 'sqrt_dim', 'bessel', got 'sqrt'", radius="sqrt")
+    refused(TypeError, "`radius` must be a number", radius=None)
+    refused(ValueError, "`measure` must be one of 'uniform', 'counting', got 'count'", measure="count")
+    text = "`measure` must be 'uniform' for D > 1, got counting; the count of states is infinite"
+    refused(ValueError, text, measure="counting")
+
+
+def test_a_mask_that_does_not_fit_is_refused():
+    refused(TypeError, "`mask` must be boolean, True = the site exists, got torch.float32", mask=torch.ones(N))
+    refused(TypeError, "`mask` must be boolean, True = the site exists, got list", mask=[True] * N)
+    text = f"`mask` must broadcast to (*batch, N) = ({B}, {N}), got shape ({N + 1},)"
+    refused(ValueError, text, mask=torch.ones(N + 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["shared", "per sample", "block"])
+def test_asymmetric_couplings_are_refused_by_methods_that_need_symmetry(kind):
+    field = random(B, N, 1)
+    couplings = {"shared": symmetric(N, N), "per sample": symmetric(B, N, N), "block": blocks(N, 1)}[kind].clone()
+    free_energy(SpinSystem(couplings, field), Enumeration())
+    couplings[(..., 0, 1, 0, 0) if kind == "block" else (..., 0, 1)] += 0.25
+    text = "`couplings` must be symmetric (J_ij = J_ji^T) for Enumeration, got a difference of 2.5e-01; symmetrise them"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        free_energy(SpinSystem(couplings, field), Enumeration())
+
+
+def test_a_matrix_coupling_is_symmetric_with_the_transpose_of_its_twin():
+    field = random(B, N, D)
+    SpinSystem(blocks(), field).check_symmetric("a method")
+    # Symmetric in the pair alone is not what an energy needs.
+    untransposed = (lambda j: j + j.transpose(0, 1))(random(N, N, D, D))
+    with pytest.raises(ValueError, match="symmetric"):
+        SpinSystem(untransposed, field).check_symmetric("a method")
+
+
+def test_rounding_is_no_asymmetry():
+    couplings = symmetric(N, N).clone()
+    couplings[0, 1] *= 1 + 4 * torch.finfo(torch.float64).eps
+    SpinSystem(couplings, random(B, N, D)).check_symmetric("a method")
+
+
+# What it describes.
+
+
+@pytest.mark.parametrize(
+    ("radius", "dim", "value"),
+    [("sqrt_dim", 1, 1.0), ("sqrt_dim", 16, 4.0), ("bessel", 3, math.sqrt(0.5)), ("bessel", 10, 2.0), (2.5, 7, 2.5)],
+)
+def test_radii(radius, dim, value):
+    assert SpinSystem(symmetric(N, N), random(N, dim), radius=radius).radius == pytest.approx(value, rel=1e-15)
+
+
+def test_sizes_are_read_from_the_field():
+    system = SpinSystem(symmetric(N, N), random(4, B, N, D))
+    assert (system.num_sites, system.dim, system.batch, system.block) == (N, D, (4, B), False)
+    assert SpinSystem(blocks(), random(4, B, N, D)).block
+
+
+@pytest.mark.parametrize("radius", [1.0, 1.7])
+@pytest.mark.parametrize("beta", [0.4, 2.0])
+def test_both_orders_of_a_pair_and_the_diagonal_count_half(beta, radius):
+    couplings, field = symmetric(4, 4), random(4, seed=1)
+    value = -beta * free_energy(ising(couplings, field, beta, radius=radius), Enumeration())
+    assert float(value) == pytest.approx(log_partition_by_states(couplings, field, beta, radius), abs=1e-13)
+
+
+def test_a_diagonal_of_ising_spins_is_a_constant():
+    couplings, field = symmetric(4, 4), random(4, seed=1)
+    hollow = couplings - couplings.diagonal().diag()
+    apart = free_energy(ising(couplings, field, 0.7), Enumeration()) - free_energy(
+        ising(hollow, field, 0.7), Enumeration()
+    )
+    assert float(apart) == pytest.approx(-float(couplings.diagonal().sum()) / 2, abs=1e-14)
+
+
+def test_the_counting_measure_adds_log_two_for_every_site_that_exists():
+    couplings, field = symmetric(4, 4), random(B, 4, seed=1)
+    mask = torch.tensor([[True, True, False, True], [False, True, False, False]])
+    for given, sites in ((None, [4.0, 4.0]), (mask, [3.0, 1.0]), (mask[0], [3.0, 3.0])):
+        systems = [ising(couplings, field, 0.7, measure=m, mask=given) for m in ("counting", "uniform")]
+        counting, uniform = (thermodynamics(system, Enumeration()) for system in systems)
+        log_two = math.log(2.0) * torch.tensor(sites, dtype=torch.float64)
+        torch.testing.assert_close(counting.log_partition - uniform.log_partition, log_two, rtol=0, atol=1e-14)
+        torch.testing.assert_close(counting.entropy - uniform.entropy, log_two, rtol=0, atol=1e-14)
+        torch.testing.assert_close(counting.magnetization, uniform.magnetization, rtol=0, atol=0)
+
+
+def test_from_full_counts_each_order_of_a_pair_fully():
+    couplings, field = random(4, 4), random(4, seed=1)
+    full = SpinSystem.from_full(couplings, field[:, None], 0.8)
+    torch.testing.assert_close(full.couplings, couplings + couplings.mT, rtol=0, atol=0)
+    value = -0.8 * float(free_energy(full, Enumeration()))
+    assert value == pytest.approx(log_partition_by_states(2 * couplings, field, 0.8), abs=1e-13)
+
+
+def test_from_full_turns_blocks_around_and_keeps_options():
+    couplings, field = random(N, N, D, D), random(B, N, D)
+    system = SpinSystem.from_full(couplings, field, radius=2.0)
+    torch.testing.assert_close(system.couplings[0, 1], couplings[0, 1] + couplings[1, 0].mT, rtol=0, atol=0)
+    system.check_symmetric("a method")
+    assert system.radius == 2.0
+
+
+def test_from_full_turns_what_a_function_returns():
+    couplings, field = random(B, N, N), random(B, N, 1)
+    through = SpinSystem.from_full(lambda h: couplings * h.mT, field)
+    direct = SpinSystem.from_full(couplings * field.mT, field)
+    torch.testing.assert_close(through.couplings, direct.couplings, rtol=0, atol=0)
+
+
+def test_a_coupling_function_is_evaluated_once():
+    calls = []
+
+    def function(h):
+        calls.append(h)
+        return 0.1 * h @ h.mT
+
+    system = SpinSystem(function, random(B, N, 1))
+    free_energy(system, Enumeration())
+    thermodynamics(system, Enumeration())
+    assert len(calls) == 1
+
+
+def test_where_sites_and_dimensions_agree_couplings_per_sample_go_first():
+    field = random(N, N, N, N)
+    assert not SpinSystem(symmetric(N, N, N, N), field).block
+    assert SpinSystem(blocks(N, N), field[0]).block
+
+
+def test_couplings_that_are_numbers_are_blocks_of_the_identity():
+    couplings, field = symmetric(N, N), random(B, N, D)
+    block = couplings[..., None, None] * torch.eye(D, dtype=torch.float64)
+    numbers, matrices = SpinSystem(couplings, field), SpinSystem(block, field)
+    torch.testing.assert_close(numbers.coupled(field), matrices.coupled(field), rtol=1e-14, atol=1e-14)
+    by_loops = sum(couplings[1, j] * field[:, j] for j in range(N))
+    torch.testing.assert_close(numbers.coupled(field)[:, 1], by_loops, rtol=1e-14, atol=1e-14)
+    general = blocks()
+    by_loops = sum(field[:, j] @ general[1, j].mT for j in range(N))
+    torch.testing.assert_close(couple(general, field, block=True)[:, 1], by_loops, rtol=1e-13, atol=1e-13)
+
+
+def test_blocks_of_one_number_are_that_number():
+    couplings, field = symmetric(4, 4), random(B, 4, 1)
+    numbers = thermodynamics(SpinSystem(couplings, field, 0.6), Enumeration())
+    matrices = thermodynamics(SpinSystem(couplings[..., None, None], field, 0.6), Enumeration())
+    torch.testing.assert_close(numbers.free_energy, matrices.free_energy, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(numbers.correlations, matrices.correlations[..., 0, 0], rtol=1e-14, atol=1e-14)
+
+
+def test_every_sample_has_its_own_beta_and_couplings():
+    couplings, field = symmetric(B, 4, 4), random(B, 4, 1)
+    beta = torch.tensor([0.3, 1.9], dtype=torch.float64)
+    together = free_energy(SpinSystem(couplings, field, beta), Enumeration())
+    alone = [free_energy(SpinSystem(couplings[b], field[b], float(beta[b])), Enumeration()) for b in range(B)]
+    torch.testing.assert_close(together, torch.stack(alone), rtol=1e-15, atol=1e-15)
+    one = beta[1:]
+    torch.testing.assert_close(
+        free_energy(SpinSystem(couplings, field, one), Enumeration()),
+        free_energy(SpinSystem(couplings, field, float(one)), Enumeration()),
+        rtol=1e-15,
+        atol=1e-15,
+    )
+
+
+def test_leading_axes_may_be_many_or_none():
+    couplings, field = symmetric(4, 4), random(3, B, 4, 1)
+    many = free_energy(SpinSystem(couplings, field), Enumeration())
+    assert many.shape == (3, B)
+    alone = free_energy(SpinSystem(couplings, field[2, 1]), Enumeration())
+    torch.testing.assert_close(many[2, 1], alone, rtol=1e-15, atol=1e-15)
+
+
+# Sites that do not exist.
+
+
+def padded(couplings, field, more):
+    """The system with `more` sites full of NaN behind it, and the mask that leaves them out."""
+    n = couplings.shape[-1]
+    wide = couplings.new_full((*couplings.shape[:-2], n + more, n + more), math.nan)
+    wide[..., :n, :n] = couplings
+    long = torch.cat([field, field.new_full((*field.shape[:-2], more, 1), math.nan)], dim=-2)
+    return wide, long, torch.arange(n + more) < n
+
+
+def test_masked_sites_change_nothing_even_full_of_nan():
+    couplings, field, beta = symmetric(B, 4, 4), random(B, 4, 1), 0.9
+    wide, long, mask = padded(couplings, field, 3)
+    without = thermodynamics(SpinSystem(couplings, field, beta, measure="counting"), Enumeration())
+    masked = thermodynamics(SpinSystem(wide, long, beta, measure="counting", mask=mask), Enumeration())
+    for name in ("free_energy", "log_partition", "internal_energy", "entropy", "heat_capacity"):
+        torch.testing.assert_close(getattr(masked, name), getattr(without, name), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(masked.magnetization[:, :4], without.magnetization, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(masked.correlations[:, :4, :4], without.correlations, rtol=1e-14, atol=1e-14)
+    assert (masked.magnetization[:, 4:] == 0).all()
+    assert (masked.correlations[:, 4:] == 0).all()
+    chi = masked.susceptibility()
+    torch.testing.assert_close(chi[:, :4, :, :4], without.susceptibility(), rtol=1e-14, atol=1e-14)
+    assert (chi[:, 4:] == 0).all()
+    assert (chi[..., 4:, :] == 0).all()
+
+
+def test_masked_sites_get_the_gradient_zero_and_pass_no_nan_on():
+    wide, long, mask = padded(symmetric(B, 4, 4), random(B, 4, 1), 2)
+    wide.requires_grad_(), long.requires_grad_()
+    free_energy(SpinSystem(wide, long, mask=mask), Enumeration()).sum().backward()
+    assert torch.isfinite(wide.grad).all()
+    assert torch.isfinite(long.grad).all()
+    assert (wide.grad[:, 4:] == 0).all()
+    assert (wide.grad[..., 4:] == 0).all()
+    assert (long.grad[:, 4:] == 0).all()
+    assert (long.grad[:, :4] != 0).all()
+
+
+def test_every_sample_has_its_own_mask():
+    couplings, field = symmetric(4, 4), random(B, 4, 1)
+    mask = torch.tensor([[True, True, False, True], [False, True, True, False]])
+    together = magnetization(SpinSystem(couplings, field, mask=mask), Enumeration())
+    for b in range(B):
+        kept = mask[b]
+        alone = magnetization(SpinSystem(couplings[kept][:, kept], field[b, kept]), Enumeration())
+        torch.testing.assert_close(together[b, kept], alone, rtol=1e-14, atol=1e-14)
+        assert (together[b, ~kept] == 0).all()
+
+
+def test_masked_blocks_are_cut_out():
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    live = SpinSystem(blocks(), random(B, N, D), mask=mask).live_couplings
+    assert live.shape == (B, N, N, D, D)
+    torch.testing.assert_close(live[1, 0, 1], blocks()[0, 1], rtol=0, atol=0)
+    assert (live[0, 1] == 0).all()
+    assert (live[0, :, 1] == 0).all()
+
+
+@pytest.mark.xfail(raises=ValueError, reason="symmetry is asked of couplings that are not there")
+def test_couplings_of_masked_sites_need_not_be_symmetric():
+    wide, long, mask = padded(symmetric(4, 4), random(B, 4, 1), 2)
+    wide[0, 5] = 3.0
+    wide[5, 0] = 0.0
+    free_energy(SpinSystem(wide, long, mask=mask), Enumeration())
+
+
+# Derivatives and copies.
+
+
+def test_a_system_declares_its_tensors():
+    beta = torch.ones(B, dtype=torch.float64)
+    system = SpinSystem(symmetric(N, N), random(B, N, D), beta, mask=torch.ones(N, dtype=torch.bool))
+    assert [name for name, _ in system.named_tensors()] == ["couplings", "field", "beta", "mask"]
+
+
+def test_at_reads_other_numbers_and_leaves_the_system_alone():
+    system = ising(symmetric(4, 4), random(4), 0.5, measure="counting", radius=1.5)
+    other = system.at(random(4, 1, seed=3), symmetric(4, 4, seed=4), 2.0)
+    fresh = ising(symmetric(4, 4, seed=4), random(4, seed=3), 2.0, measure="counting", radius=1.5)
+    assert free_energy(other, Enumeration()) == free_energy(fresh, Enumeration())
+    assert system.beta == 0.5
+
+
+def test_a_beta_that_leaves_its_range_inside_a_transform_gives_nan_to_its_sample_alone():
+    couplings, field = symmetric(4, 4), random(4, 1)
+
+    def value(beta):
+        return Enumeration().log_partition(SpinSystem(couplings, field, beta)).value
+
+    values = torch.vmap(value)(torch.tensor([-1.0, 1.0], dtype=torch.float64))
+    assert torch.isnan(values[0])
+    torch.testing.assert_close(values[1], value(1.0), rtol=1e-15, atol=1e-15)
+
+
+def test_a_method_without_a_log_partition_function_says_so():
+    with pytest.raises(NotImplementedError, match=r"Method must define log_partition\(system\)"):
+        free_energy(SpinSystem(symmetric(N, N), random(N, D)), Method())
