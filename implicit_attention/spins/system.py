@@ -169,7 +169,7 @@ class SpinSystem(Declared):
 
     def check_symmetric(self, method: str) -> None:
         """Raise unless J_ij = J_ji^T, where the host can look without waiting."""
-        couplings = self.couplings.detach()
+        couplings = self.live_couplings.detach()
         if couplings.device.type != "cpu" or torch._C._are_functorch_transforms_active():
             return
         twin = couplings.transpose(0, 1).transpose(-1, -2) if self.block else couplings.mT

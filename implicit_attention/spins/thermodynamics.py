@@ -180,8 +180,9 @@ def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on
     if function is None:
         through = torch.zeros_like(direct)
     else:
-        _, pullback = vjp(function, wide.field)
-        through = pullback(by_couplings)[0] / site
+        # The function is asked with the field that it was made for.
+        made, pullback = vjp(function, system.field)
+        through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / site
     return (direct, through) if split else direct + through
 
 
