@@ -42,8 +42,10 @@ class Enumeration(Method):
             spins = system.radius * _states(start, min(start + BLOCK, count), system.num_sites, field)
             pair = ((spins @ couplings) * spins).sum(-1) / 2
             weight = pair + torch.einsum("si,...i->...s", spins, field)
+            # The largest weight is taken out before beta is multiplied in, or derivatives by beta lose digits.
+            top = weight.detach().amax(-1, keepdim=True)
             beta = system.site_beta
-            parts.append((beta * weight).logsumexp(-1))
+            parts.append((beta * (weight - top)).logsumexp(-1) + (beta * top)[..., 0])
         value = torch.stack(parts, dim=-1).logsumexp(-1) - system.num_sites * math.log(2.0)
         value = value.masked_fill(lost, torch.nan)
         return LogPartition(value, closed_form(value))

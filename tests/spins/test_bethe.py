@@ -219,3 +219,15 @@ def test_what_it_cannot_do_is_refused():
 
 def test_an_empty_batch_has_empty_results():
     assert thermodynamics(SpinSystem(COUPLINGS, FIELD.new_zeros(0, 4, 1)), Bethe()).magnetization.shape == (0, 4, 1)
+
+
+def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient():
+    couplings = STAR.clone().requires_grad_()
+    field = torch.zeros(2, 4, 1, dtype=torch.float64)
+    field[0, :, 0], field[1, 2] = 0.3, torch.nan
+    found = thermodynamics(SpinSystem(couplings, field), Bethe(), on_failure="ignore")
+    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert found.free_energy[1].isnan()
+    (found.heat_capacity[0] + found.magnetization[0].sum()).backward()
+    assert torch.isfinite(couplings.grad).all()
+    assert couplings.grad.abs().max() > 0

@@ -267,6 +267,15 @@ def test_a_thousand_systems_are_solved_without_a_failure(method):
     assert np.max(steps, axis=0)[0] <= 19
 
 
+def test_large_cold_systems_take_few_evaluations():
+    for n in (200, 400):
+        couplings = random(n, n)
+        system = SpinSystem((couplings + couplings.mT) / (2 * n) ** 0.5, torch.zeros(n, 2).double(), 100.0)
+        evidence = LEADING.log_partition(system).evidence
+        assert bool(evidence.converged)
+        assert int(evidence.num_evals) <= 40
+
+
 def problems():
     n, d = 4, 3
     block = 0.2 * random(n, n, d, d, seed=7)

@@ -105,6 +105,18 @@ def test_single_precision_never_asks_for_more_than_it_resolves():
         assert abs(float(value) - float(truth)) < 3e-4 * (1 + abs(float(truth)))
 
 
+def test_the_tolerance_is_what_was_asked_or_what_the_dtype_resolves():
+    for dtype, rtol, resolved in [
+        (torch.float64, 1e-12, 1e-12),
+        (torch.float32, 1e-3, 1e-3),
+        (torch.float32, 0.0, 2e-5),
+    ]:
+        evidence = SaddlePoint(rtol=rtol).log_partition(disordered(3, n=20, scale=0.2, dtype=dtype)).evidence
+        assert bool(evidence.converged.all())
+        assert bool((evidence.tolerance >= rtol).all())
+        assert bool((evidence.tolerance <= max(resolved, torch.finfo(dtype).tiny)).all())
+
+
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_edges(method):
     alone = SpinSystem(torch.zeros(1, 1), torch.zeros(1, 1), 1.0)

@@ -315,3 +315,15 @@ def test_rounding_of_the_axis_is_no_second_direction():
     torch.testing.assert_close(
         free_energy(system, TransferMatrix()), free_energy(rotated, TransferMatrix()), rtol=1e-13, atol=1e-13
     )
+
+
+def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient():
+    couplings = chain(BONDS).requires_grad_()
+    field = torch.zeros(2, 4, 3, dtype=torch.float64)
+    field[0, :, 0], field[1, 2] = 0.3, torch.nan
+    found = thermodynamics(SpinSystem(couplings, field), TransferMatrix(nodes=20), on_failure="ignore")
+    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert found.free_energy[1].isnan()
+    (found.heat_capacity[0] + found.magnetization[0].sum()).backward()
+    assert torch.isfinite(couplings.grad).all()
+    assert couplings.grad.abs().max() > 0
