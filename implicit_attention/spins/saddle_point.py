@@ -36,7 +36,7 @@ class SaddlePoint(Method):
         one_loop: add the fluctuations of the multipliers.
         rtol: largest error of <|s_i|^2>/R^2, or of its mean if shared; what the dtype cannot resolve is not asked for.
             The error of log Z is of second order in it.
-        max_steps: largest number of evaluations of the steps, shortened ones included.
+        max_steps: largest number of steps tried, shortened ones included.
 
     Gradients: with respect to field, couplings and beta: exact to fourth order, leading order alone to fifth.
 
