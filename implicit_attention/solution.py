@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import exact_precision
+from ._types import OnFailure
 from .status import Status
 
 __all__ = ["AdjointReport", "Evidence", "Solution", "Status", "Trace", "summarize"]
@@ -38,6 +39,7 @@ class AdjointReport:
         num_steps: (*lead), matrix-vector products.
         negative_curvature: (*lead), whether a direction of negative curvature was met.
         lead: the shape to write the fields in, where it is not that of the problems that are solved.
+        on_failure: how a backward solve that fails is told: "raise", "warn" or "ignore".
     """
 
     status: Tensor | None = None
@@ -46,6 +48,7 @@ class AdjointReport:
     num_steps: Tensor | None = None
     negative_curvature: Tensor | None = None
     lead: torch.Size | None = None
+    on_failure: OnFailure = "raise"
 
     @property
     def failed(self) -> Tensor | None:

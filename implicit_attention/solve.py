@@ -57,7 +57,7 @@ def solve(
     check_on_failure(on_failure)
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
-    request = Request(problem, initial, solver, trace, AdjointReport(), on_failure)
+    request = Request(problem, initial, solver, trace, AdjointReport(on_failure=on_failure))
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_closure(initial)

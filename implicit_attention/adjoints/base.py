@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._types import OnFailure
 from ..problem import Problem
 from ..solution import AdjointReport
 
@@ -25,7 +24,6 @@ class Request:
     solver: Solver
     trace: bool
     report: AdjointReport
-    on_failure: OnFailure
 
 
 @dataclasses.dataclass(frozen=True)

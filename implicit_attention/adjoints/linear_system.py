@@ -201,6 +201,9 @@ def _report(request: Request, method: LinearSolver[Any], answer: _Answer) -> Non
     del fields["value"]
     if report.lead is not None and report.lead.numel() == answer.status.numel():
         fields = {name: field.reshape(report.lead) for name, field in fields.items()}
+    elif report.lead is not None and answer.status.shape[-len(report.lead) or answer.status.ndim :] == report.lead:
+        fields = _worst(fields, answer.status.ndim - len(report.lead))
+    told = [fields[name] for name in ("status", "residual", "tolerance", "num_steps")]
     status = fields["status"]
     if report.status is not None and report.status.shape == status.shape:
         # Of several solves (second derivatives make more) the worst is kept, problem by problem.
@@ -209,10 +212,14 @@ def _report(request: Request, method: LinearSolver[Any], answer: _Answer) -> Non
     for name, field in fields.items():
         setattr(report, name, field)
     report_failures(
-        request.on_failure,
+        report.on_failure,
         f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,",
-        answer.status,
-        answer.residual,
-        answer.tolerance,
-        answer.num_steps,
+        *told,
     )
+
+
+def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:
+    """Of several systems per problem, numbered by `extra` leading axes, the evidence of the one with the worst end."""
+    fields = {name: field.flatten(0, extra - 1) for name, field in fields.items()}
+    worst = fields["status"].argmax(0, keepdim=True)
+    return {name: field.gather(0, worst).squeeze(0) for name, field in fields.items()}

@@ -14,7 +14,6 @@ from .. import _validate
 from ..problem import FixedPointMap
 from ..solve import solve
 from ..solvers import Anderson, Solver
-from ..status import Status
 from .method import LogPartition, Method, require_ising
 from .system import SpinSystem
 
@@ -62,10 +61,7 @@ class Bethe(Method):
         couplings = system.live_couplings[..., 0, 0] if system.block else system.live_couplings
         pair_beta = beta[..., None] if isinstance(beta, Tensor) else beta
         # In units of 1/beta, spins being +-1. Broadcast, so that every sample is a problem of its own.
-        field = system.live_field[..., 0]
-        # A sample that is lost must not reach, by 0 * NaN, the gradient of what it shares with others.
-        lost = ~torch.isfinite(field).all(-1)
-        field = beta * system.radius * field.masked_fill(lost[..., None], 0.0)
+        field = beta * system.radius * system.live_field[..., 0]
         bonds = (pair_beta * system.radius**2 * couplings).expand(*system.batch, -1, -1)
         own = bonds.diagonal(dim1=-2, dim2=-1)
         bonds = bonds - torch.diag_embed(own)
@@ -76,8 +72,7 @@ class Bethe(Method):
             on_failure="ignore",
         )
         value = _log_partition(solution.value, field, bonds) + own.sum(-1) / 2
-        status = solution.status.masked_fill(lost, int(Status.NONFINITE))
-        return LogPartition(value.masked_fill(lost, torch.nan), dataclasses.replace(solution.evidence(), status=status))
+        return LogPartition(value, solution.evidence())
 
 
 def _default_solver(dtype: torch.dtype) -> Solver:

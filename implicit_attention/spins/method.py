@@ -27,6 +27,7 @@ class Method:
 
     log Z has to be differentiable with respect to field, couplings and beta, each with the others fixed, as often as
     derivatives of F are wanted: magnetizations are the first with respect to the field, susceptibilities the second.
+    The numbers that it gets are finite: samples with others are taken out, and their answers NaN.
     """
 
     def check(self, system: SpinSystem) -> None:

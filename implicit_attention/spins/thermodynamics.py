@@ -16,8 +16,12 @@ from .._reporting import check_on_failure, report_failures
 from .._types import OnFailure
 from ..problem import widened
 from ..solution import AdjointReport, Evidence
-from .method import Method
+from ..status import Status
+from .method import LogPartition, Method
 from .system import SpinSystem
+
+#: Directions to which the response is found at a time.
+CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -59,9 +63,10 @@ class Thermodynamics:
         m = self.magnetization
         n, d = m.shape[-2:]
         basis = torch.eye(n * d, dtype=m.dtype, device=m.device).reshape(n * d, n, d)
-        rows = [self._product(direction.expand(m.shape)) for direction in basis]
+        directions = basis.reshape(n * d, *(1,) * (m.ndim - 2), n, d).expand(n * d, *m.shape)
         # Symmetric: the response to direction k is its k-th row.
-        return torch.stack(rows, dim=-3).unflatten(-3, (n, d))  # type: ignore[no-any-return, no-untyped-call]
+        rows: Tensor = torch.vmap(self._product, out_dims=-3, chunk_size=CHUNK)(directions)
+        return rows.unflatten(-3, (n, d))  # type: ignore[no-any-return, no-untyped-call]
 
     def __repr__(self) -> str:
         numbers = (("F", self.free_energy), ("U", self.internal_energy), ("S", self.entropy), ("C", self.heat_capacity))
@@ -93,10 +98,13 @@ def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure 
     # One set of couplings per sample, for correlations per sample.
     own = system.couplings.shape[-4:] if system.block else system.couplings.shape[-2:]
     couplings = system.couplings.expand(*shape, *own)
+    adjoint = AdjointReport()
 
     def log_z(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[Tensor, Any]:
-        found = method.log_partition(system.at(field, couplings, beta))
-        return found.value.sum(), (found.value, _fields(found.evidence))
+        nonlocal adjoint
+        found, lost = _answer(method, system.at(field, couplings, beta), on_failure)
+        adjoint = found.evidence.adjoint
+        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, _fields(found.evidence))
 
     def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = torch.func.grad(
@@ -108,31 +116,30 @@ def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure 
         (by_field, by_couplings, by_beta), pullback, aux = cast(
             Any, torch.func.vjp(first, field, couplings, beta, has_aux=True)
         )
-        value, fields = aux
+        value, lost, fields = aux
         nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
         curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
 
     def product(v: Tensor) -> Tensor:
         with exact_precision(v):
             response: Tensor = pullback((v, nothing[1], torch.zeros_like(by_beta)))[0]
-        return response / beta[..., None, None]
+        return _fill(response / beta[..., None, None], lost, torch.nan)
 
     log_partition = value + system.base_measure()
     free = -log_partition / beta
     pairs = beta.reshape(*beta.shape, *(1,) * (by_couplings.ndim - beta.ndim))
-    result = Thermodynamics(
-        free_energy=free,
-        log_partition=log_partition,
-        internal_energy=-by_beta,
-        entropy=beta * (-by_beta - free),
-        heat_capacity=beta.square() * curvature,
-        magnetization=by_field / beta[..., None, None],
-        correlations=2 * by_couplings / pairs,
-        evidence=Evidence(**fields, adjoint=AdjointReport()),
-        _product=product,
-    )
-    _report(method, result.evidence, on_failure)
-    return result
+    numbers = {
+        "free_energy": free,
+        "log_partition": log_partition,
+        "internal_energy": -by_beta,
+        "entropy": beta * (-by_beta - free),
+        "heat_capacity": beta.square() * curvature,
+        "magnetization": by_field / beta[..., None, None],
+        "correlations": 2 * by_couplings / pairs,
+    }
+    # Last, so that NaN of one sample enters no gradient of what it shares with others.
+    numbers = {name: _fill(number, lost, torch.nan) for name, number in numbers.items()}
+    return Thermodynamics(**numbers, evidence=Evidence(**fields, adjoint=adjoint), _product=product)
 
 
 def free_energy(system: SpinSystem, method: Method, *, on_failure: OnFailure = "raise") -> Float[Tensor, "*batch"]:
@@ -140,9 +147,8 @@ def free_energy(system: SpinSystem, method: Method, *, on_failure: OnFailure = "
     _check(system, method, on_failure)
     system = widened(system)[0]
     with exact_precision(system.field):
-        found = method.log_partition(system)
-    _report(method, found.evidence, on_failure)
-    return -(found.value + system.base_measure()) / system.sample_beta
+        found, lost = _answer(method, system, on_failure)
+    return _fill(-(found.value + system.base_measure()) / system.sample_beta, lost, torch.nan)
 
 
 def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on_failure: OnFailure = "raise") -> Any:
@@ -165,17 +171,16 @@ def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on
     wide = widened(system)[0]
 
     def log_z(field: Tensor, couplings: Tensor) -> tuple[Tensor, Any]:
-        found = method.log_partition(wide.at(field, couplings, wide.beta))
-        return found.value.sum(), _fields(found.evidence)
+        found, lost = _answer(method, wide.at(field, couplings, wide.beta), on_failure)
+        return found.value.masked_fill(lost, 0.0).sum(), lost
 
     with exact_precision(wide.field):
-        (by_field, by_couplings), fields = torch.func.grad(log_z, argnums=(0, 1), has_aux=True)(
+        (by_field, by_couplings), lost = torch.func.grad(log_z, argnums=(0, 1), has_aux=True)(
             wide.field, wide.couplings
         )
-    _report(method, Evidence(**fields, adjoint=AdjointReport()), on_failure)
     beta = wide.sample_beta
     site = beta[..., None, None] if isinstance(beta, Tensor) else beta
-    direct = by_field / site
+    direct = _fill(by_field / site, lost, torch.nan)
     function = wide.coupling_function.function
     if function is None:
         through = torch.zeros_like(direct)
@@ -194,11 +199,36 @@ def _check(system: SpinSystem, method: Method, on_failure: OnFailure) -> None:
     method.check(system)
 
 
+def _answer(method: Method, system: SpinSystem, on_failure: OnFailure) -> tuple[LogPartition, Tensor]:
+    """The method's log Z with evidence, and which samples are lost as their numbers are not finite, (*batch).
+
+    In a lost sample's place the method gets spins without a field, as 0 * NaN would reach, in the gradients, what the
+    sample shares with others. Its answers are to be made NaN once all is computed.
+    """
+    couplings, beta = system.couplings, system.sample_beta
+    own = 4 if system.block else 2
+    unknown = ~system.live_couplings.isfinite().flatten(-own).all(-1)
+    lost = unknown | ~system.live_field.isfinite().flatten(-2).all(-1)
+    if isinstance(beta, Tensor):
+        lost = lost | ~beta.isfinite()
+        beta = beta.expand(lost.shape).masked_fill(lost, 1.0)
+    if couplings.ndim > own or unknown.ndim:
+        couplings, unknown = couplings.expand(*lost.shape, *couplings.shape[-own:]), lost
+    sound = system.at(_fill(system.field, lost, 0.0), _fill(couplings, unknown, 0.0), beta)
+    value, evidence = method.log_partition(sound)
+    # What a later backward pass finds out is told in the same way.
+    evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
+    status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
+    evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
+    name, e = type(method).__name__, evidence
+    report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
+    return LogPartition(value, evidence), lost
+
+
+def _fill(x: Tensor, samples: Tensor, value: float) -> Tensor:
+    """x with `value` in some samples."""
+    return x.masked_fill(samples.reshape((*samples.shape, *(1,) * (x.ndim - samples.ndim))), value)
+
+
 def _fields(evidence: Evidence) -> dict[str, Tensor]:
     return {n: getattr(evidence, n) for n in ("status", "residual", "tolerance", "num_steps", "num_evals")}
-
-
-def _report(method: Method, evidence: Evidence, on_failure: OnFailure) -> None:
-    report_failures(
-        on_failure, type(method).__name__, evidence.status, evidence.residual, evidence.tolerance, evidence.num_steps
-    )

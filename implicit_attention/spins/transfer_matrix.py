@@ -110,10 +110,7 @@ class _Chain(NamedTuple):
     def of(cls, system: SpinSystem) -> _Chain:
         beta = system.sample_beta
         rows = beta[..., None, None] if isinstance(beta, Tensor) else beta
-        field = system.live_field
-        # A sample that is lost must not reach, by 0 * NaN, the gradient of what it shares with others.
-        lost = ~torch.isfinite(field).all(-1).all(-1)
-        field = rows * system.radius * field.masked_fill(lost[..., None, None], 0.0)
+        field = rows * system.radius * system.live_field
         couplings = (rows * system.radius**2 * _numbers(system)).expand(*system.batch, -1, -1)
         axis = _axis(field)
         along = (field * axis).sum(-1)
@@ -121,7 +118,7 @@ class _Chain(NamedTuple):
         bonds = (couplings.diagonal(1, -2, -1) + couplings.diagonal(-1, -2, -1)) / 2
         constant = couplings.diagonal(0, -2, -1).sum(-1) / 2
         far, aside = _beyond_neighbours(couplings.detach()), _aside(field.detach())
-        foreign = lost | (far > _slack(far)).any(-1) | (aside > _slack(aside)).any(-1)
+        foreign = (far > _slack(far)).any(-1) | (aside > _slack(aside)).any(-1)
         return cls(
             along,
             field - along[..., None] * axis,

@@ -7,8 +7,17 @@ import warnings
 import pytest
 import torch
 
-from implicit_attention import ConvergenceError, ConvergenceWarning, Status
-from implicit_attention.spins import Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention import GMRES, ConvergenceError, ConvergenceWarning, Implicit, Status
+from implicit_attention.spins import (
+    Bethe,
+    Enumeration,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    free_energy,
+    magnetization,
+    thermodynamics,
+)
 from implicit_attention.spins.method import LogPartition, Method, closed_form
 from implicit_attention.testing.numerics import random
 
@@ -296,12 +305,56 @@ def test_autocast_does_not_lower_the_precision():
     close(chi, plain.susceptibility(), 0.0)
 
 
-def test_a_failed_sample_that_the_loss_leaves_out_spoils_no_shared_gradient():
-    field = random(B, N, 1, seed=1)
-    field[1, 2] = torch.nan
-    couplings = symmetric(N, N).requires_grad_()
-    free_energy(SpinSystem(couplings, field), Enumeration(), on_failure="ignore")[0].backward()
-    assert torch.isfinite(couplings.grad).all()
+@pytest.mark.parametrize("spoiled", ["field", "couplings", "beta"])
+@pytest.mark.parametrize("method", [Enumeration(), MeanField(), SaddlePoint(), Bethe()], ids=repr)
+def test_a_lost_sample_spoils_no_gradient_of_what_it_shares_with_others(spoiled, method):
+    shared = {"field": random(N, 1, seed=1), "couplings": symmetric(N, N), "beta": torch.tensor(0.6).double()}
+    leaves = [shared[name].requires_grad_() for name in shared if name != spoiled]
+    given = {name: value.expand(B, *value.shape) for name, value in shared.items()}
+    bad = given[spoiled].detach().clone()
+    bad[1] = torch.nan
+    given[spoiled] = bad
+
+    def gradients(rows):
+        found = thermodynamics(SpinSystem(**{k: v[rows] for k, v in given.items()}), method, on_failure="ignore")
+        total = sum(read(found, name)[0].square().sum() for name in OUTPUTS if name != "product")
+        return found, torch.autograd.grad(total, leaves)
+
+    both, together = gradients(slice(None))
+    alone = gradients(slice(1))[1]
+    for name in OUTPUTS:
+        assert read(both, name)[1].isnan().all(), name
+        assert read(both, name)[0].isfinite().all(), name
+    assert both.evidence.status[1] == Status.NONFINITE
+    close(torch.cat([g.flatten() for g in together]), torch.cat([g.flatten() for g in alone]), 1e-9)
+
+
+def test_unknown_couplings_that_all_share_lose_only_the_samples_where_both_sites_exist():
+    couplings = symmetric(N, N)
+    couplings[0, 1] = couplings[1, 0] = torch.nan
+    mask = torch.tensor([[True, False, True, True], [True, True, True, True]])
+    found = thermodynamics(system(couplings=couplings, mask=mask), Enumeration(), on_failure="ignore")
+    known = thermodynamics(system(couplings=couplings.nan_to_num(), mask=mask), Enumeration())
+    assert found.evidence.failed.tolist() == [False, True]
+    for name in OUTPUTS:
+        close(read(found, name)[0], read(known, name)[0], 0.0)
+
+
+def test_a_gradient_that_was_not_found_is_told_as_asked():
+    hasty = MeanField(adjoint=Implicit(GMRES(rtol=1e-12, max_steps=1)))
+    text = "adjoint solve by GMRES, whose gradient is therefore wrong, failed for 2 of 2 problems"
+    for function in (thermodynamics, lambda *a, **o: thermodynamics(*a, **o).susceptibility()):
+        with pytest.raises(ConvergenceError, match=text):
+            function(system(), hasty)
+    with pytest.warns(ConvergenceWarning, match=text):
+        found = thermodynamics(system(), hasty, on_failure="warn")
+    assert found.evidence.adjoint.failed.all()
+    assert not found.evidence.failed.any()
+    assert thermodynamics(system(), hasty, on_failure="ignore").evidence.adjoint.failed.all()
+    found = thermodynamics(system(), MeanField())
+    found.susceptibility()
+    # Of the many solves behind a matrix the worst counts.
+    assert found.evidence.adjoint.failed.tolist() == [False] * B
 
 
 # Failures and arguments.
