@@ -103,6 +103,9 @@ class MeanField(Method):
                 required = f"be a {kind.__name__}"
                 raise TypeError(_validate.message(name, required, repr(value), f"for example {example}"))
 
+    def site_response(self) -> Response:
+        return self.response
+
     def log_partition(self, system: SpinSystem) -> LogPartition:
         problem = MeanFieldProblem(system, self.response)
         start = self.response.magnetization(problem.field, problem.beta, problem.radius).detach()

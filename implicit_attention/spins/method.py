@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from ..potentials.spin import BesselResponse, Response
 from ..solution import Evidence
 from ..status import Status
 from .system import SpinSystem
@@ -33,6 +34,10 @@ class Method:
     def check(self, system: SpinSystem) -> None:
         """Raise where the method does not hold for such a system."""
         _require_symmetric(self, system)
+
+    def site_response(self) -> Response:
+        """How a lone spin answers its field."""
+        return BesselResponse()
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         """log Z relative to the uniform measure, without `system.base_measure()`."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from ..potentials.spin import Response, SteepestDescentResponse
 from ..solution import Evidence
 from ._newton import Multipliers, attached, inverse_and_logdet, minimise
 from .method import LogPartition, Method
@@ -55,6 +56,9 @@ class SaddlePoint(Method):
                 raise TypeError(_validate.message(name, "be True or False", repr(value)))
         _validate.check_number("rtol", self.rtol, low=0.0)
         _validate.check_integer("max_steps", self.max_steps, low=1)
+
+    def site_response(self) -> Response:
+        return SteepestDescentResponse()
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         problem, copies = self._problem(system)

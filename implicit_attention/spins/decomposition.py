@@ -1,0 +1,104 @@
+"""What a magnetization is made of: the parts that a transformer module has as residual, mixing and local layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import exact_precision
+from .._types import OnFailure
+from ..problem import widened
+from .method import Method
+from .system import SpinSystem
+from .thermodynamics import free_energy, magnetization
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposition:
+    """The terms of m = -dF/dh, each (*batch, N, D); their sum is the magnetization in total.
+
+    Attributes:
+        field: gain_i h_i, the answer to the spin's own input: the residual connection.
+        coupling: gain_i sum_j J_ij m_j, what the other spins add, without regard to D: token mixing.
+        onsager: gain_i o_i, the correction for a spin's own effect on the others: a local function of the spin.
+        coupling_function: 1/2 sum_mn <s_m . s_n> dJ_mn/dh_i: what couplings that are a function of the field add.
+        gain: how a lone spin in the same local field answers to its parts, (*batch, N).
+    """
+
+    field: Tensor
+    coupling: Tensor
+    onsager: Tensor
+    coupling_function: Tensor
+    gain: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """m = -dF/dh."""
+        return self.field + self.coupling + self.onsager + self.coupling_function
+
+
+def decompose(system: SpinSystem, method: Method, *, on_failure: OnFailure = "raise") -> Decomposition:
+    """Split the magnetization of a method into the answers to field, couplings, self-correction and J(h).
+
+    A lone spin with <s_i> needs the local field f_i = h_i + sum_j J_ij <s_j> + o_i. This defines the Onsager term o_i
+    of any method, zero in naive mean field. As <s_i> = gain_i f_i, with a number gain_i = R A(beta R |f_i|)/|f_i|, the
+    magnetization falls into the same parts.
+
+    Args:
+        system: the spins. A diagonal that is given counts to the couplings (and is taken back by the Onsager term).
+        method: such as `TAP()`; the lone spin answers as `method.site_response` does.
+        on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
+
+    Returns:
+        A `Decomposition`; NaN at sites where the method gives |<s_i>| >= R.
+
+    Raises:
+        ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
+
+    Gradients: with respect to field, couplings and beta, to first order beyond those of the magnetization.
+    """
+    direct, through = magnetization(system, method, split=True, on_failure=on_failure)
+    system = widened(system)[0]
+    response, radius, beta = method.site_response(), system.radius, system.sample_beta
+    rows = beta[..., None] if isinstance(beta, Tensor) else beta
+    with exact_precision(direct):
+        local = response.inverse(direct, beta, radius)
+        gain = rows * radius**2 * response.gain((rows * radius) ** 2 * local.square().sum(-1), system.dim)
+        others = system.coupled(direct)
+        parts = (system.live_field, others, local - system.live_field - others)
+        field, coupling, onsager = (gain[..., None] * part for part in parts)
+    if system.mask is not None:
+        # Where there is no site the others may still be coupled to, in a field of zero.
+        field, coupling, onsager = (x.masked_fill(~system.mask[..., None], 0.0) for x in (field, coupling, onsager))
+    return Decomposition(field, coupling, onsager, through, gain)
+
+
+def extensivity(
+    make: Callable[[int], SpinSystem], method: Method, sizes: Sequence[int], *, on_failure: OnFailure = "raise"
+) -> Float[Tensor, "sizes"]:
+    """F/N for systems of several sizes, which is constant up to fluctuations where F is extensive.
+
+    With couplings of order 1/sqrt(N D) F grows like N, so that inputs of any length can be answered alike; with
+    couplings of order one it grows faster.
+
+    Args:
+        make: N -> a system of N sites.
+        method: such as `SaddlePoint()`.
+        sizes: numbers of sites, at least two.
+        on_failure: "raise", "warn" or "ignore".
+
+    Returns:
+        (sizes), the mean over samples.
+    """
+    _validate.require(len(sizes) > 1, "sizes", "have at least two entries", list(sizes))
+    values = []
+    for size in sizes:
+        system = make(size)
+        _validate.require(system.num_sites == size, "make", f"return {size} sites for N = {size}", system.num_sites)
+        values.append((free_energy(system, method, on_failure=on_failure) / size).mean())
+    return torch.stack(values)
