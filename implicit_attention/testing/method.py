@@ -1,0 +1,221 @@
+"""The contract of a method for spin systems: inherit `MethodContract` and say how to make one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..spins import SpinSystem, free_energy, magnetization, thermodynamics
+from ..spins.method import Method
+from ..spins.thermodynamics import Thermodynamics
+from ..status import Status
+from .numerics import random
+
+SCALARS = ("free_energy", "log_partition", "internal_energy", "entropy", "heat_capacity")
+OUTPUTS = (*SCALARS, "magnetization", "correlations", "susceptibility")
+#: Units in the last place by which a sample may differ in other company.
+ULPS = 4
+
+
+def output(found: Thermodynamics, name: str) -> Tensor:
+    """One of `OUTPUTS`."""
+    if name == "susceptibility":
+        return found.susceptibility()
+    value: Tensor = getattr(found, name)
+    return value
+
+
+class MethodContract:
+    """Tests that every method with a free energy passes. A subclass defines `make`, and what its systems are like.
+
+    A test that a method is not meant to pass is taken out by name: `test_... = None`, with the reason.
+
+    Attributes:
+        dim: D.
+        sites: N.
+        chain: whether only neighbours may be coupled, and fields collinear.
+        precision: of a magnetization that is computed in float32.
+    """
+
+    dim = 1
+    sites = 3
+    chain = False
+    precision = 1e-4
+
+    def make(self) -> Method:
+        raise NotImplementedError
+
+    def field(self, *batch: int, seed: int = 1) -> Tensor:
+        field = 0.7 * random(*batch, self.sites, self.dim, seed=seed)
+        if self.chain and self.dim > 1:
+            field = field[..., :1] * random(self.dim, seed=9)
+        return field
+
+    def weights(self, *batch: int, seed: int = 2, scale: float = 0.3) -> Tensor:
+        """What couplings are made of, (*batch, N, N)."""
+        return scale * random(*batch, self.sites, self.sites, seed=seed)
+
+    def couplings(self, weights: Tensor) -> Tensor:
+        upper = weights.triu(1) if not self.chain else torch.diag_embed(weights.diagonal(1, -2, -1), 1)
+        return upper + upper.mT
+
+    def system(self, field: Tensor, weights: Tensor, beta: float | Tensor = 0.9, **options: Any) -> SpinSystem:
+        return SpinSystem(self.couplings(weights), field, beta, **options)
+
+    def found(self, system: SpinSystem, **options: Any) -> Thermodynamics:
+        return thermodynamics(system, self.make(), **options)
+
+    # Derivatives.
+
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        beta = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+        return self.field().requires_grad_(), self.weights().requires_grad_(), beta
+
+    def function(self, name: str) -> Any:
+        weight = None
+
+        def value(field: Tensor, weights: Tensor, beta: Tensor) -> Tensor:
+            nonlocal weight
+            if self.chain and self.dim > 1:
+                # Fields leave the axis on no account.
+                field = field[..., :1] * random(self.dim, seed=9)
+            result = output(self.found(self.system(field, weights, beta)), name)
+            weight = random(*result.shape, seed=5) if weight is None else weight
+            return (result * weight).sum()
+
+        return value
+
+    @pytest.mark.parametrize("name", OUTPUTS)
+    def test_derivatives_of_every_output(self, name: str) -> None:
+        assert torch.autograd.gradcheck(self.function(name), self.leaves(), fast_mode=True, atol=1e-6)
+
+    @pytest.mark.parametrize("name", ["free_energy", "internal_energy", "heat_capacity", "magnetization"])
+    def test_second_derivatives(self, name: str) -> None:
+        assert torch.autograd.gradgradcheck(self.function(name), self.leaves(), fast_mode=True, atol=1e-6, rtol=1e-2)
+
+    def test_outputs_are_the_slopes_of_the_free_energy(self) -> None:
+        field, weights, beta, step = self.field(), self.weights(), 0.9, 1e-4
+        found = self.found(self.system(field, weights, beta))
+
+        def free(beta: float = beta, **moved: Tensor) -> Tensor:
+            given = {"field": field, "weights": weights, **moved}
+            return free_energy(self.system(beta=beta, **given), self.make())
+
+        def slope(function: Any) -> Tensor:
+            near, far = function(step) - function(-step), function(2 * step) - function(-2 * step)
+            return (8 * near - far) / (12 * step)
+
+        direction = self.field(seed=3)
+        _close((found.magnetization * direction).sum(), -slope(lambda t: free(field=field + t * direction)), 1e-8)
+        energy = slope(lambda t: (beta + t) * free(beta + t))
+        _close(found.internal_energy, energy, 1e-8)
+        _close(found.entropy, beta * (found.internal_energy - found.free_energy), 1e-12)
+        turned = self.weights(seed=4)
+        # Pairs are counted in both orders, each with one half.
+        bonds = self.couplings(turned)
+        slope_bonds = -slope(lambda t: free(weights=weights + t * turned))
+        _close((found.correlations * bonds).sum() / 2, slope_bonds, 1e-8)
+
+        def response(t: float) -> Tensor:
+            return magnetization(self.system(field + t * direction, weights, beta), self.make())
+
+        _close(found.susceptibility_product(direction), slope(response), 1e-7)
+
+    def test_susceptibility_is_symmetric(self) -> None:
+        chi = self.found(self.system(self.field(2), self.weights())).susceptibility()
+        _close(chi, chi.permute(0, 3, 4, 1, 2), 1e-8)
+
+    # Symmetries and limits.
+
+    def test_the_order_of_sites_does_not_matter(self) -> None:
+        if self.chain:
+            order = torch.arange(self.sites).flip(0)
+        else:
+            order = torch.randperm(self.sites, generator=torch.Generator().manual_seed(0))
+        couplings, field = self.couplings(self.weights()), self.field()
+        found = self.found(SpinSystem(couplings, field, 0.9))
+        moved = self.found(SpinSystem(couplings[order][:, order], field[order], 0.9))
+        _close(moved.free_energy, found.free_energy, 1e-10)
+        _close(moved.heat_capacity, found.heat_capacity, 1e-7)
+        _close(moved.magnetization, found.magnetization[order], 1e-8)
+
+    def test_a_rotation_of_all_fields_rotates_all_magnetizations(self) -> None:
+        q = torch.linalg.qr(random(self.dim, self.dim, seed=8))[0]
+        field, weights = self.field(), self.weights()
+        found, turned = (self.found(self.system(h, weights)) for h in (field, field @ q))
+        for name in SCALARS:
+            _close(getattr(turned, name), getattr(found, name), 1e-7)
+        _close(turned.magnetization, found.magnetization @ q, 1e-8)
+
+    def test_spins_without_couplings_answer_alone(self) -> None:
+        method, field = self.make(), self.field()
+        found = self.found(self.system(field, torch.zeros_like(self.weights()), 1.3))
+        response, radius = method.site_response(), self.dim**0.5
+        _close(found.log_partition, response.log_partition(field, 1.3, radius).sum(), 1e-9)
+        _close(found.magnetization, response.magnetization(field, 1.3, radius), 1e-8)
+
+    def test_parts_without_couplings_between_them_add_up(self) -> None:
+        field, weights = self.field(2), self.couplings(self.weights(2))
+        apart = self.found(SpinSystem(weights, field, 0.9))
+        together = self.found(SpinSystem(torch.block_diag(*weights), field.flatten(0, 1), 0.9))
+        for name in SCALARS:
+            _close(getattr(together, name), getattr(apart, name).sum(), 1e-7)
+        _close(together.magnetization, apart.magnetization.flatten(0, 1), 1e-8)
+
+    # Samples, masks and precision.
+
+    def test_a_sample_does_not_depend_on_its_company(self) -> None:
+        """A hard neighbour, more samples, and a lost one change nothing beyond rounding."""
+        field, weights = self.field(4), self.weights(4)
+        weights[2] *= 20
+        if not (self.chain and self.dim > 1):
+            field[3, 0, 0] = torch.nan
+        beta = torch.tensor([0.9, 0.5, 3.0, 0.7], dtype=torch.float64)
+        together = self.found(self.system(field, weights, beta), on_failure="ignore")
+        alone = self.found(self.system(field[:1], weights[:1], beta[:1]))
+        for name in OUTPUTS:
+            a, b = output(together, name)[0], output(alone, name)[0]
+            # Of the terms that cancel in an answer the largest are of order 1.
+            limit = ULPS * torch.finfo(b.dtype).eps * b.abs().max().clamp(min=1.0)
+            assert bool((a - b).abs().max() <= limit), (name, float((a - b).abs().max() / limit))
+        if not (self.chain and self.dim > 1):
+            assert together.evidence.status[3] == Status.NONFINITE
+            assert bool(together.free_energy[3].isnan())
+
+    def test_a_masked_site_changes_nothing(self) -> None:
+        kept = torch.arange(self.sites) != (self.sites - 1 if self.chain else 1)
+        field, couplings = self.field(), self.couplings(self.weights())
+        small = self.found(SpinSystem(couplings[kept][:, kept], field[kept], 0.9))
+        field[~kept], couplings[~kept], couplings[:, ~kept] = (torch.nan,) * 3
+        masked = self.found(SpinSystem(couplings, field, 0.9, mask=kept))
+        for name in SCALARS:
+            _close(getattr(masked, name), getattr(small, name), 1e-8)
+        _close(masked.magnetization[kept], small.magnetization, 1e-8)
+        assert not masked.magnetization[~kept].any()
+
+    def test_single_precision_is_single_precision(self) -> None:
+        system = self.system(self.field(2), self.weights())
+        low = self.system(self.field(2).float(), self.weights().float())
+        exact, found = (self.found(s) for s in (system, low))
+        assert found.free_energy.dtype == torch.float32
+        assert bool(found.evidence.converged.all())
+        _close(found.free_energy.double(), exact.free_energy, 1e-5)
+        _close(found.magnetization.double(), exact.magnetization, self.precision)
+
+    def test_vmap_is_a_batch(self) -> None:
+        field, weights = self.field(3), self.weights()
+        batch = free_energy(self.system(field, weights), self.make())
+        each = torch.vmap(lambda h: free_energy(self.system(h, weights), self.make()))(field)
+        _close(each, batch, 1e-10)
+
+    def test_every_solve_has_evidence(self) -> None:
+        evidence = self.found(self.system(self.field(2), self.weights())).evidence
+        assert bool(evidence.converged.all())
+        assert bool((evidence.residual <= evidence.tolerance).all())
+
+
+def _close(value: Tensor, truth: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(value, truth, rtol=tolerance, atol=tolerance)
