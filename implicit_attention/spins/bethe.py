@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _validate
 from ..problem import FixedPointMap
-from ..solve import solve
-from ..solvers import Anderson, Solver
-from .method import LogPartition, Method, require_ising
+from .method import FixedPointMethod, require_ising
 from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bethe(Method):
+class Bethe(FixedPointMethod):
     """log Z from messages u_ij, the field that site i passes on to site j through their coupling, for D = 1.
 
     With c_ij = beta h_i + sum_{k != j} u_ki, the field of i without j's part in it, and t_i = c_ij + u_ji:
@@ -37,48 +33,40 @@ class Bethe(Method):
     on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact.
 
     Args:
-        solver: for the messages, all of a sample one problem; None is `Anderson` to the precision of the dtype.
+        solver: for the messages, all of a sample one problem; None is `Anderson` to a residual of 1e-11 (1e-6 in
+            float32).
+        adjoint: None is `Implicit()`.
 
     Gradients: with respect to field, couplings and beta, to any order.
 
     Reference: Yedidia, Freeman and Weiss (2005), section IV.
     """
 
-    solver: Solver | None = None
-
-    def __post_init__(self) -> None:
-        given: Any = self.solver
-        if given is not None and not isinstance(given, Solver):
-            text = _validate.message("solver", "be None or a Solver", repr(given), "for example Anderson()")
-            raise TypeError(text)
-
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         require_ising(self, system)
 
-    def log_partition(self, system: SpinSystem) -> LogPartition:
-        beta = system.site_beta
-        couplings = system.live_couplings[..., 0, 0] if system.block else system.live_couplings
-        pair_beta = beta[..., None] if isinstance(beta, Tensor) else beta
-        # In units of 1/beta, spins being +-1. Broadcast, so that every sample is a problem of its own.
-        field = beta * system.radius * system.live_field[..., 0]
-        bonds = (pair_beta * system.radius**2 * couplings).expand(*system.batch, -1, -1)
-        own = bonds.diagonal(dim1=-2, dim2=-1)
-        bonds = bonds - torch.diag_embed(own)
-        solution = solve(
-            FixedPointMap(_passed_on, field, bonds, event_ndim=2),
-            torch.zeros_like(bonds),
-            solver=self.solver or _default_solver(field.dtype),
-            on_failure="ignore",
-        )
-        value = _log_partition(solution.value, field, bonds) + own.sum(-1) / 2
-        return LogPartition(value, solution.evidence())
+    def problem(self, system: SpinSystem) -> FixedPointMap:
+        field, bonds, _ = _in_units(system)
+        return FixedPointMap(_passed_on, field, bonds, event_ndim=2)
+
+    def start(self, system: SpinSystem) -> Tensor:
+        return torch.zeros_like(_in_units(system)[1])
+
+    def value(self, system: SpinSystem, state: Tensor) -> Tensor:
+        field, bonds, own = _in_units(system)
+        return _log_partition(state, field, bonds) + own.sum(-1) / 2
 
 
-def _default_solver(dtype: torch.dtype) -> Solver:
-    # The error of log Z is quadratic in that of the messages, but the one of its derivatives is linear.
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-    return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
+def _in_units(system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:
+    """Field, bonds and their diagonal of +-1 spins in units of 1/beta; bonds of every sample on their own."""
+    beta = system.site_beta
+    couplings = system.live_couplings[..., 0, 0] if system.block else system.live_couplings
+    pair_beta = beta[..., None] if isinstance(beta, Tensor) else beta
+    field = beta * system.radius * system.live_field[..., 0]
+    bonds = (pair_beta * system.radius**2 * couplings).expand(*system.batch, -1, -1)
+    own = bonds.diagonal(dim1=-2, dim2=-1)
+    return field, bonds - torch.diag_embed(own), own
 
 
 def _cavity(messages: Tensor, field: Tensor) -> tuple[Tensor, Tensor]:

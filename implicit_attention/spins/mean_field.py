@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-import torch
 from einops import einsum
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
-from ..adjoints import Adjoint
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Linearization, Problem
-from ..solve import solve
-from ..solvers import Anderson, Solver
-from .method import LogPartition, Method
+from .method import FixedPointMethod
 from .system import SpinSystem, couple
 
 
@@ -73,7 +70,7 @@ class MeanFieldProblem(Problem):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeanField(Method):
+class MeanField(FixedPointMethod):
     """log Z = sum_i log Z_1(h_i + sum_j J_ij m_j) - (beta/2) sum_ij m_i J_ij m_j, stationary at m = response(h + J m).
 
     The free energy of independent spins: with the exact response it is an upper bound on F. Off by O((beta J)^2).
@@ -89,36 +86,23 @@ class MeanField(Method):
     """
 
     response: Response = dataclasses.field(default_factory=BesselResponse)
-    solver: Solver | None = None
-    adjoint: Adjoint | None = None
 
     def __post_init__(self) -> None:
-        for name, kind, example in (
-            ("response", Response, "BesselResponse()"),
-            ("solver", Solver, "Anderson()"),
-            ("adjoint", Adjoint, "Implicit()"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or name == "response"):
-                required = f"be a {kind.__name__}"
-                raise TypeError(_validate.message(name, required, repr(value), f"for example {example}"))
+        super().__post_init__()
+        given: Any = self.response
+        if not isinstance(given, Response):
+            raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
 
     def site_response(self) -> Response:
         return self.response
 
-    def log_partition(self, system: SpinSystem) -> LogPartition:
-        problem = MeanFieldProblem(system, self.response)
-        start = self.response.magnetization(problem.field, problem.beta, problem.radius).detach()
-        solution = solve(
-            problem, start, solver=self.solver or physics_solver(start.dtype), adjoint=self.adjoint, on_failure="ignore"
-        )
-        m = solution.value
-        sites = self.response.log_partition(problem.local_field(m), problem.beta, problem.radius).sum(-1)
-        pairs = (m * couple(problem.couplings, m, block=problem.block)).sum((-1, -2))
-        return LogPartition(sites - system.sample_beta * pairs / 2, solution.evidence())
+    def problem(self, system: SpinSystem) -> MeanFieldProblem:
+        return MeanFieldProblem(system, self.response)
 
+    def start(self, system: SpinSystem) -> Tensor:
+        return self.response.magnetization(system.live_field, system.beta, system.radius)
 
-def physics_solver(dtype: torch.dtype) -> Solver:
-    """The default of mean-field equations: numbers that are compared to ten digits."""
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
-    return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
+    def value(self, system: SpinSystem, state: Tensor) -> Tensor:
+        others = system.coupled(state)
+        sites = self.response.log_partition(system.live_field + others, system.beta, system.radius).sum(-1)
+        return sites - system.sample_beta * (state * others).sum((-1, -2)) / 2

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from ..adjoints import Adjoint
 from ..potentials.spin import BesselResponse, Response
+from ..problem import Problem
 from ..solution import Evidence
+from ..solve import solve
+from ..solvers import Anderson, Solver
 from ..status import Status
 from .system import SpinSystem
 
@@ -42,6 +46,49 @@ class Method:
     def log_partition(self, system: SpinSystem) -> LogPartition:
         """log Z relative to the uniform measure, without `system.base_measure()`."""
         raise NotImplementedError(f"{type(self).__name__} must define log_partition(system)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedPointMethod(Method):
+    """Base of methods whose log Z is stationary where a fixed-point problem, one per sample, is solved.
+
+    There may be several such points; each is a branch. The one that the start leads to is taken.
+    """
+
+    solver: Solver | None = None
+    adjoint: Adjoint | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (("solver", Solver, "Anderson()"), ("adjoint", Adjoint, "Implicit()")):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                required = f"be None or a {kind.__name__}"
+                raise TypeError(_validate.message(name, required, repr(value), f"for example {example}"))
+
+    def problem(self, system: SpinSystem) -> Problem:
+        """The fixed-point problem, whose last two axes make a sample."""
+        raise NotImplementedError(f"{type(self).__name__} must define problem(system)")
+
+    def start(self, system: SpinSystem) -> Tensor:
+        """Where its solver starts; with a field that is as strong as the couplings, on any branch."""
+        raise NotImplementedError(f"{type(self).__name__} must define start(system)")
+
+    def value(self, system: SpinSystem, state: Tensor) -> Tensor:
+        """log Z, (*batch), at a state of the problem."""
+        raise NotImplementedError(f"{type(self).__name__} must define value(system, state)")
+
+    def log_partition(self, system: SpinSystem) -> LogPartition:
+        start = self.start(system).detach()
+        solver = self.solver or physics_solver(start.dtype)
+        # What failed is told by whoever asks for log Z.
+        solution = solve(self.problem(system), start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
+        return LogPartition(self.value(system, solution.value), solution.evidence())
+
+
+def physics_solver(dtype: torch.dtype) -> Solver:
+    """The solver of mean-field equations where none is given: numbers are compared to ten digits."""
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
+    return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
 
 
 def _require_symmetric(method: Method, system: SpinSystem) -> None:

@@ -100,11 +100,11 @@ class MethodContract:
         field, weights, beta, step = self.field(), self.weights(), 0.9, 1e-4
         found = self.found(self.system(field, weights, beta))
 
-        def free(beta: float = beta, **moved: Tensor) -> Tensor:
+        def free(beta: float = beta, **moved: Tensor) -> Any:
             given = {"field": field, "weights": weights, **moved}
             return free_energy(self.system(beta=beta, **given), self.make())
 
-        def slope(function: Any) -> Tensor:
+        def slope(function: Any) -> Any:
             near, far = function(step) - function(-step), function(2 * step) - function(-2 * step)
             return (8 * near - far) / (12 * step)
 
@@ -119,7 +119,7 @@ class MethodContract:
         slope_bonds = -slope(lambda t: free(weights=weights + t * turned))
         _close((found.correlations * bonds).sum() / 2, slope_bonds, 1e-8)
 
-        def response(t: float) -> Tensor:
+        def response(t: float) -> Any:
             return magnetization(self.system(field + t * direction, weights, beta), self.make())
 
         _close(found.susceptibility_product(direction), slope(response), 1e-7)
@@ -160,7 +160,8 @@ class MethodContract:
     def test_parts_without_couplings_between_them_add_up(self) -> None:
         field, weights = self.field(2), self.couplings(self.weights(2))
         apart = self.found(SpinSystem(weights, field, 0.9))
-        together = self.found(SpinSystem(torch.block_diag(*weights), field.flatten(0, 1), 0.9))
+        whole = torch.block_diag(*weights)  # type: ignore[no-untyped-call]
+        together = self.found(SpinSystem(whole, field.flatten(0, 1), 0.9))
         for name in SCALARS:
             _close(getattr(together, name), getattr(apart, name).sum(), 1e-7)
         _close(together.magnetization, apart.magnetization.flatten(0, 1), 1e-8)
