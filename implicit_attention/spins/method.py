@@ -43,6 +43,10 @@ class Method:
         """How a lone spin answers its field."""
         return BesselResponse()
 
+    def inverse_variances(self, system: SpinSystem) -> Tensor | None:
+        """Lambda_i, (*batch, N), where Lambda - beta J is the method's inverse covariance of all spins; else None."""
+        return None
+
     def log_partition(self, system: SpinSystem) -> LogPartition:
         """log Z relative to the uniform measure, without `system.base_measure()`."""
         raise NotImplementedError(f"{type(self).__name__} must define log_partition(system)")

@@ -60,6 +60,10 @@ class SaddlePoint(Method):
     def site_response(self) -> Response:
         return SteepestDescentResponse()
 
+    def inverse_variances(self, system: SpinSystem) -> Tensor:
+        scale = system.dim / system.radius**2
+        return scale * self.multipliers(system).expand(*system.batch, system.num_sites)
+
     def log_partition(self, system: SpinSystem) -> LogPartition:
         problem, copies = self._problem(system)
         t, evidence = self._solved(problem)

@@ -1,0 +1,233 @@
+"""How far an answer can be trusted: how near a transition is, how many branches there are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .. import _validate
+from .._types import LinearMap, OnFailure
+from ..diagnostics import distinct_fixed_points
+from ..linear import extreme_eigenvalues, spectral_radius
+from ..potentials.spin import Response
+from ..problem import widened
+from ..solution import Evidence
+from ..solve import solve
+from .method import FixedPointMethod, Method, physics_solver
+from .system import SpinSystem, couple
+from .thermodynamics import Thermodynamics, thermodynamics
+
+
+@dataclasses.dataclass(frozen=True)
+class Stability:
+    """How stable a method's answer is, one number per sample, (*batch), unless said.
+
+    With Cov_i the covariance of a lone spin that has the magnetization m_i:
+
+    Attributes:
+        spectral_radius: of beta Cov_i J_ij, the Jacobian of the naive map m -> response(h + J m): below 1 plain
+            iteration converges near m.
+        smallest_eigenvalue: of A = Lambda - beta J, the inverse covariance of all spins: Lambda_i are the method's own
+            multipliers where it has such, and Cov_i^{-1} where not. It goes to 0 at a transition; where it is negative
+            the point is no minimum of the naive free energy.
+        susceptibility: (smallest, largest) eigenvalue of chi = dm/dh. A true one has none below 0.
+        almeida_thouless: largest eigenvalue of beta^2 Tr(J_ij Cov_j J_ji Cov_i)/D, i != j: beyond 1 the number of
+            solutions grows with the size of a disordered system, and expansions in J lose their sense.
+        branches: number of different solutions that were found, at least 1 where the method's own solve converged;
+            always 1 for methods that have but one.
+        free_energies: F on the branch that every start led to, (*batch, starts + 1), the method's own first; NaN where
+            it did not converge.
+        evidence: of the method's own solve.
+    """
+
+    spectral_radius: Tensor
+    smallest_eigenvalue: Tensor
+    susceptibility: tuple[Tensor, Tensor]
+    almeida_thouless: Tensor
+    branches: Int[Tensor, "*batch"]
+    free_energies: Float[Tensor, "*batch starts"]
+    evidence: Evidence
+
+    @property
+    def excess(self) -> Tensor:
+        """F less that of the lowest branch found, (*batch): 0 where the method's answer is the most probable one."""
+        lowest = self.free_energies.nan_to_num(nan=torch.inf).amin(-1)
+        return self.free_energies[..., 0] - lowest
+
+
+@torch.no_grad()
+def stability(
+    system: SpinSystem,
+    method: Method,
+    *,
+    starts: int = 8,
+    steps: int = 64,
+    generator: torch.Generator | None = None,
+    on_failure: OnFailure = "raise",
+) -> Stability:
+    """Eigenvalues and branches that say how near a method's answer is to where it breaks down.
+
+    Args:
+        system: the spins.
+        method: such as `TAP()`.
+        starts: how many random starts are tried beside the method's own.
+        steps: number of Krylov vectors; eigenvalues are exact from N D on, else estimates from inside the spectrum.
+        generator: of the starts; None is one of seed 0.
+        on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
+
+    Raises:
+        ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
+
+    Gradients: none.
+
+    Reference: de Almeida and Thouless (1978) for the last number, here with the covariances of vectors.
+    """
+    _validate.check_integer("starts", starts, low=0)
+    _validate.check_integer("steps", steps, low=1)
+    with torch.enable_grad():
+        found = thermodynamics(system, method, on_failure=on_failure)
+        m = found.magnetization.detach()
+        system = _detached(system)
+        lowest, highest = _extremes(found.susceptibility_product, m, system, steps)
+    local = _LocalCovariance(system, method.site_response(), m)
+    own = method.inverse_variances(system)
+
+    def jacobian(v: Tensor) -> Tensor:
+        return local.beta * local.product(system.coupled(v))
+
+    def precision(v: Tensor) -> Tensor:
+        alone = local.inverse_product(v) if own is None else own[..., None] * v
+        return alone - local.beta * system.coupled(v)
+
+    start = _start(m)
+    radius = spectral_radius(_flat(jacobian, m.shape), start, min(steps, start.shape[-1]))
+    energies, branches = _branches(system, method, found, starts, generator)
+    return Stability(
+        spectral_radius=radius,
+        smallest_eigenvalue=_extremes(precision, m, system, steps)[0],
+        susceptibility=(lowest, highest),
+        almeida_thouless=_almeida_thouless(system, local, steps),
+        branches=branches,
+        free_energies=energies,
+        evidence=found.evidence,
+    )
+
+
+def _detached(system: SpinSystem) -> SpinSystem:
+    """The system without a graph, in the precision of solves."""
+    wide = widened(system)[0]
+    beta = wide.beta.detach() if isinstance(wide.beta, Tensor) else wide.beta
+    return wide.at(wide.field.detach(), wide.couplings.detach(), beta)
+
+
+class _LocalCovariance:
+    """Cov_i = tau_i + slope_i f_i f_i^T of lone spins with given magnetizations."""
+
+    def __init__(self, system: SpinSystem, response: Response, m: Tensor) -> None:
+        beta = system.sample_beta
+        self.beta = beta[..., None, None] if isinstance(beta, Tensor) else beta
+        self.field = response.inverse(m, beta, system.radius)
+        tau, slope = response.covariance_terms(self.field, beta, system.radius)
+        live = 1.0 if system.mask is None else system.mask.to(tau.dtype)
+        # Of sites that do not exist nothing varies.
+        self.tau, self.slope, self.live = tau * live, slope * live, live
+
+    def product(self, v: Tensor) -> Tensor:
+        along = self.slope * (self.field * v).sum(-1)
+        return self.tau[..., None] * v + along[..., None] * self.field
+
+    def inverse_product(self, v: Tensor) -> Tensor:
+        """By the formula of Sherman and Morrison; zero where there is no site."""
+        tau = torch.where(self.tau > 0, self.tau, torch.inf)
+        along = self.slope * (self.field * v).sum(-1) / (tau + self.slope * self.field.square().sum(-1))
+        return (v - along[..., None] * self.field) / tau[..., None]
+
+    def blocks(self) -> Tensor:
+        """(*batch, N, D, D)."""
+        outer = self.field[..., :, None] * self.field[..., None, :]
+        eye = torch.eye(self.field.shape[-1], dtype=outer.dtype, device=outer.device)
+        return self.tau[..., None, None] * eye + self.slope[..., None, None] * outer
+
+    def traces(self) -> Tensor:
+        """Tr Cov_i Cov_j, (*batch, N, N), without D x D matrices."""
+        tau, slope, square = self.tau, self.slope, self.field.square().sum(-1)
+        mixed = tau[..., :, None] * (slope * square)[..., None, :]
+        angle = (self.field @ self.field.mT).square()
+        both = self.field.shape[-1] * tau[..., :, None] * tau[..., None, :]
+        return both + mixed + mixed.mT + slope[..., :, None] * slope[..., None, :] * angle
+
+
+def _flat(product: LinearMap, shape: torch.Size) -> LinearMap:
+    return lambda v: product(v.reshape(shape)).flatten(-2)
+
+
+def _start(m: Tensor) -> Tensor:
+    """A first Krylov vector, (*batch, N D)."""
+    noise = torch.randn(m.shape[-2:], dtype=m.dtype, device="cpu", generator=torch.Generator().manual_seed(0))
+    return noise.to(m.device).expand(m.shape).flatten(-2)
+
+
+def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest eigenvalue of a map (*batch, N, D) -> (*batch, N, D), of sites that exist."""
+    start, mask = _start(m), system.mask
+    if mask is None:
+        matvec = _flat(product, m.shape)
+    else:
+        live = mask[..., None].expand(m.shape)
+        x = start.reshape(m.shape) * live
+        # Sites that do not exist get an eigenvalue from inside the spectrum of the others.
+        inside = (x * product(x)).sum((-1, -2), keepdim=True) / x.square().sum((-1, -2), keepdim=True)
+        matvec = _flat(lambda v: torch.where(live, product(v * live), inside * v), m.shape)
+    low, high = extreme_eigenvalues(matvec, start, min(steps, start.shape[-1]))
+    return low.value, high.value
+
+
+def _almeida_thouless(system: SpinSystem, local: _LocalCovariance, steps: int) -> Tensor:
+    couplings = system.live_couplings
+    if system.block:
+        blocks = local.blocks()
+        turned = einsum(couplings, blocks, couplings, "... i j a b, ... j b c, ... i j d c -> ... i j a d")
+        weights = einsum(turned, blocks, "... i j a d, ... i d a -> ... i j")
+    else:
+        weights = couplings.square() * local.traces()
+    beta = local.beta
+    weights = beta * beta * (weights - torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))) / system.dim
+    # Its entries are positive, and so is the vector that belongs to the largest eigenvalue.
+    start = torch.ones_like(weights[..., 0])
+    return extreme_eigenvalues(lambda v: (weights @ v[..., None])[..., 0], start, min(steps, start.shape[-1]))[1].value
+
+
+def _branches(
+    system: SpinSystem, method: Method, found: Thermodynamics, starts: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """F of the branch that each start leads to, (*batch, starts + 1), and how many of them differ, (*batch)."""
+    lost = ~torch.isfinite(found.magnetization).flatten(-2).all(-1)
+    if not isinstance(method, FixedPointMethod):
+        energies = found.free_energy.detach().masked_fill(~found.evidence.converged, torch.nan)
+        return energies[..., None], found.evidence.converged.to(torch.int64)
+    generator = generator or torch.Generator().manual_seed(0)
+    field = system.field
+    noise = torch.randn(starts, *field.shape, dtype=field.dtype, device=generator.device, generator=generator)
+    # A field as strong as all couplings together starts a solve anywhere.
+    size = couple(system.live_couplings.abs(), torch.ones_like(field), block=system.block) * system.radius
+    strength = field.abs() + size
+    drawn = torch.cat((field[None], noise.to(field.device) * strength.nan_to_num()))
+    beta = system.sample_beta
+
+    def spread(field: Tensor) -> SpinSystem:
+        return system.at(field, system.couplings, beta.expand(field.shape[:-2]) if isinstance(beta, Tensor) else beta)
+
+    many = spread(field.expand(drawn.shape))
+    start = method.start(spread(drawn))
+    solver = method.solver or physics_solver(start.dtype)
+    solution = solve(method.problem(many), start, solver=solver, adjoint=method.adjoint, on_failure="ignore")
+    free = -(method.value(many, solution.value) + system.base_measure()) / beta
+    good = solution.converged & ~lost
+    event = (...,) + (None,) * (solution.value.ndim - good.ndim)
+    states = torch.where(good[event], solution.value, torch.nan).movedim(0, len(system.batch))
+    count = distinct_fixed_points(states, event_ndim=2)
+    return free.masked_fill(~good, torch.nan).movedim(0, -1), count

@@ -1,0 +1,153 @@
+"""How near an answer is to where it breaks down."""
+
+import math
+
+import pytest
+import torch
+
+from implicit_attention import ConvergenceError, Picard
+from implicit_attention.spins import Bethe, Enumeration, MeanField, SaddlePoint, SpinSystem, free_energy, thermodynamics
+from implicit_attention.spins.stability import stability
+from implicit_attention.testing.numerics import random
+
+
+def symmetric(n, seed=0, scale=0.5):
+    couplings = scale * random(n, n, seed=seed)
+    couplings = (couplings + couplings.mT) / 2
+    return couplings - torch.diag(couplings.diagonal())
+
+
+def close(value, truth, tolerance=1e-9):
+    truth = torch.as_tensor(truth, dtype=torch.float64).expand(value.shape)
+    torch.testing.assert_close(value, truth, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_a_curie_weiss_magnet_at_zero_field_is_known(dim):
+    """All eigenvalues are 0 but one: J = 1/N for every pair."""
+    beta, n = torch.tensor([0.5, 0.9, 1.5]).double(), 6
+    system = SpinSystem(torch.full((n, n), 1 / n, dtype=torch.float64), torch.zeros(3, n, dim).double(), beta)
+    found = stability(system, MeanField(), on_failure="ignore", starts=4)
+    close(found.spectral_radius, beta)
+    close(found.smallest_eigenvalue, 1 - beta)
+    close(found.susceptibility[0][:2], beta[:2])
+    close(found.susceptibility[1][:2], beta[:2] / (1 - beta[:2]))
+    assert float(found.susceptibility[0][2]) < 0
+    close(found.almeida_thouless, beta.square() * (n - 1) / n**2)
+
+
+def test_below_the_transition_the_start_at_zero_is_the_wrong_branch():
+    couplings = torch.full((6, 6), 1 / 6, dtype=torch.float64)
+    system = SpinSystem(couplings, torch.zeros(2, 6, 1).double(), torch.tensor([0.5, 1.5]).double())
+    found = stability(system, MeanField())
+    # Zero, and magnetizations up and down.
+    assert found.branches.tolist() == [1, 3]
+    close(found.excess[0], 0.0)
+    m, beta = 0.858559636640, 1.5
+    lowest = -(math.log(math.cosh(beta * m)) - beta * m * m / 2) * 6 / beta
+    close(found.excess[1], -lowest)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_eigenvalues_are_those_of_the_whole_matrices(dim):
+    n = 5
+    system = SpinSystem(symmetric(n), 0.5 * random(n, dim, seed=1), 0.8)
+    for method in (MeanField(), SaddlePoint()):
+        found = stability(system, method)
+        thermo = thermodynamics(system, method)
+        chi = torch.linalg.eigvalsh(thermo.susceptibility().reshape(n * dim, n * dim))
+        close(found.susceptibility[0], chi[0], 1e-8)
+        close(found.susceptibility[1], chi[-1], 1e-8)
+    # A of the saddle point from its multipliers, of mean field from its susceptibility: chi = beta A^{-1}.
+    multipliers = torch.diag(SaddlePoint().multipliers(system))
+    close(found.smallest_eigenvalue, torch.linalg.eigvalsh(multipliers - 0.8 * system.couplings)[0], 1e-7)
+    found = stability(system, MeanField())
+    close(found.smallest_eigenvalue, 0.8 / found.susceptibility[1], 1e-8)
+
+
+def test_plain_iteration_converges_at_the_spectral_radius():
+    system = SpinSystem(symmetric(6, scale=0.9), 0.3 * random(6, 2, seed=1), 0.7)
+    rate = float(stability(system, MeanField(), starts=0).spectral_radius)
+    assert 0.2 < rate < 1
+    residuals = [
+        float(
+            thermodynamics(
+                system, MeanField(solver=Picard(rtol=0, atol=1e-15, max_steps=k)), on_failure="ignore"
+            ).evidence.residual
+        )
+        for k in (30, 40)
+    ]
+    assert (residuals[1] / residuals[0]) ** 0.1 == pytest.approx(rate, rel=0.02)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_the_at_number_of_free_directions_is_that_of_the_squared_couplings(block):
+    n, dim = 5, 3
+    couplings = symmetric(n)
+    field = torch.zeros(n, dim).double()
+    given = couplings[..., None, None] * torch.eye(dim).double() if block else couplings
+    found = stability(SpinSystem(given, field, 0.4), MeanField())
+    close(found.almeida_thouless, 0.16 * torch.linalg.eigvalsh(couplings.square())[-1])
+
+
+def test_the_at_number_of_blocks_is_that_of_numbers_in_a_field_too():
+    n, dim = 5, 3
+    couplings, field = symmetric(n), random(n, dim, seed=1)
+    found = [
+        stability(SpinSystem(given, field, 0.4), MeanField()).almeida_thouless
+        for given in (couplings, couplings[..., None, None] * torch.eye(dim).double())
+    ]
+    close(found[0], found[1])
+    assert float(found[0]) < 0.95 * float(0.16 * torch.linalg.eigvalsh(couplings.square())[-1])
+
+
+def test_masked_sites_do_not_count():
+    mask = torch.tensor([True, True, False, True, True])
+    couplings, field = symmetric(5), random(5, 2, seed=1)
+    small = stability(SpinSystem(couplings[mask][:, mask], field[mask], 0.8), MeanField())
+    field[2], couplings[2], couplings[:, 2] = (torch.nan,) * 3
+    found = stability(SpinSystem(couplings, field, 0.8, mask=mask), MeanField())
+    for name in ("spectral_radius", "smallest_eigenvalue", "almeida_thouless", "branches"):
+        close(getattr(found, name).double(), getattr(small, name).double())
+    close(torch.stack(found.susceptibility), torch.stack(small.susceptibility))
+
+
+def test_methods_with_one_solution_have_one_branch():
+    system = SpinSystem(symmetric(5), random(2, 5, 1, seed=1), 0.8)
+    for method in (Enumeration(), SaddlePoint()):
+        found = stability(system, method)
+        assert found.branches.tolist() == [1, 1]
+        close(found.free_energies[..., 0], free_energy(system, method))
+    found = stability(system, Bethe(), starts=3)
+    assert found.free_energies.shape == (2, 4)
+
+
+def test_a_sample_that_is_lost_is_told_and_leaves_the_others_alone():
+    field = random(2, 5, 1, seed=1)
+    alone = stability(SpinSystem(symmetric(5), field[:1], 0.8), MeanField())
+    field[1, 3] = torch.nan
+    with pytest.raises(ConvergenceError, match="MeanField failed for 1 of 2"):
+        stability(SpinSystem(symmetric(5), field, 0.8), MeanField())
+    found = stability(SpinSystem(symmetric(5), field, 0.8), MeanField(), on_failure="ignore")
+    assert found.branches.tolist() == [1, 0]
+    for name in ("spectral_radius", "smallest_eigenvalue", "almeida_thouless", "excess"):
+        value = getattr(found, name)
+        assert value[1].isnan(), name
+        close(value[0], getattr(alone, name)[0])
+
+
+def test_starts_come_from_the_generator():
+    system = SpinSystem(torch.full((6, 6), 1 / 6, dtype=torch.float64), torch.zeros(6, 1).double(), 1.5)
+    one, same, other = (
+        stability(system, MeanField(), starts=6, generator=torch.Generator().manual_seed(seed)).free_energies
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_options_are_checked():
+    system = SpinSystem(symmetric(3), random(3, 1, seed=1))
+    for name in ("starts", "steps"):
+        with pytest.raises(ValueError, match=f"`{name}` must be"):
+            stability(system, MeanField(), **{name: -1})
