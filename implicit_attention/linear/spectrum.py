@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,9 +173,9 @@ def _started(start: Tensor, filler: Tensor) -> Tensor:
 
 def _fillers(start: Tensor, count: int) -> Tensor:
     """Pseudo-random vectors (count, n), the same on every call and device; the global generator is not touched."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(count, start.shape[-1], generator=generator, dtype=torch.float64)
-    return drawn.to(device=start.device, dtype=start.dtype)
+    # By numpy: torch's random numbers cannot be had inside torch.vmap.
+    drawn = np.random.default_rng(0).standard_normal((count, start.shape[-1]))
+    return torch.from_numpy(drawn).to(device=start.device, dtype=start.dtype)
 
 
 def _without_nan(matrix: Tensor) -> tuple[Tensor, Tensor]:

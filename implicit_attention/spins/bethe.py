@@ -26,20 +26,21 @@ class Bethe(FixedPointMethod):
     for R = 1, with Z_ij the mean of exp(beta J_ij s_i s_j + c_ij s_i + c_ji s_j) over the four states of a pair. Exact
     on trees; elsewhere an approximation that is good where loops are long or couplings weak. log Z is stationary in the
     messages. They start from 0, so that without a field they stay there, also at temperatures where a magnetized
-    solution is another one. Where loops are strong the messages do not settle, which the status says: Newton's method
-    would find a stationary point there, too, but one that is far off.
+    solution is the stable one and the status SADDLE. Where loops are strong the messages do not settle, which the
+    status says: Newton's method would find a stationary point there, too, but one that is far off.
 
     Correlations are derivatives of this log Z, as for every method: for a pair without a coupling that is m_i m_j even
     on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact.
 
     Args:
-        solver: for the messages, all of a sample one problem; None is `Anderson` to a residual of 1e-11 (1e-6 in
-            float32).
+        solver: for the messages, all of a sample one problem; None is damped steps and then `Anderson` to a residual
+            of 1e-11 (1e-6 in float32).
         adjoint: None is `Implicit()`.
 
     Gradients: with respect to field, couplings and beta, to any order.
 
-    Reference: Yedidia, Freeman and Weiss (2005), section IV.
+    Reference: Yedidia, Freeman and Weiss (2005), section IV; Ricci-Tersenghi (2012), eq. 22, for the inverse covariance
+    whose sign tells stability.
     """
 
     def check(self, system: SpinSystem) -> None:
@@ -56,6 +57,23 @@ class Bethe(FixedPointMethod):
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         field, bonds, own = _in_units(system)
         return _log_partition(state, field, bonds) + own.sum(-1) / 2
+
+    def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
+        field, bonds, _ = _in_units(system)
+        total, cavity = _cavity(state, field)
+        equal = bonds + _log_cosh(cavity + cavity.mT)
+        opposite = -bonds + _log_cosh(cavity - cavity.mT)
+        m = torch.tanh(total)
+        size = (1 - m.square()).clamp(min=0).sqrt()
+        scale = size[..., :, None] * size[..., None, :]
+        # Connected correlation of each pair, in units of the two standard deviations.
+        pair = torch.tanh((equal - opposite) / 2) - m[..., :, None] * m[..., None, :]
+        r = torch.where((scale > 0) & (bonds != 0), pair / scale, 0.0)
+        bent = r.square() / (1 - r.square())
+        inverse = torch.diag_embed(1 + bent.sum(-1)) - r / (1 - r.square())
+        unclear = torch.finfo(inverse.dtype).eps ** 0.5 * inverse.diagonal(dim1=-2, dim2=-1)
+        indefinite: Tensor = torch.linalg.cholesky_ex(inverse + torch.diag_embed(unclear)).info > 0
+        return indefinite
 
 
 def _in_units(system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from einops import einsum
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
+from .._types import LinearMap
+from ..linear import extreme_eigenvalues
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Linearization, Problem
 from .method import FixedPointMethod
 from .system import SpinSystem, couple
+
+#: Lanczos steps towards an extreme eigenvalue of N D.
+EIGENVALUE_STEPS = 24
 
 
 class MeanFieldProblem(Problem):
@@ -77,10 +83,11 @@ class MeanField(FixedPointMethod):
 
     Args:
         response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()` or `LargeDResponse()`.
-        solver: default `Anderson`, to a relative residual of 1e-10 (1e-6 in float32).
+        solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
-    Above the transition there are several branches; the one that starts at the response to the bare field is taken.
+    Below a transition there are several branches; the one downhill from the response to the bare field is taken. Where
+    that is no minimum, such as m = 0 without a field, the status is SADDLE.
 
     Reference: Plefka (1982), first order.
     """
@@ -106,3 +113,37 @@ class MeanField(FixedPointMethod):
         others = system.coupled(state)
         sites = self.response.log_partition(system.live_field + others, system.beta, system.radius).sum(-1)
         return sites - system.sample_beta * (state * others).sum((-1, -2)) / 2
+
+    def damping(self, system: SpinSystem) -> Tensor:
+        # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
+        field = system.live_field.detach()
+        couplings = system.live_couplings.detach()
+        matvec = _flat(lambda v: couple(couplings, v, block=system.block), field)
+        lowest = extreme_eigenvalues(matvec, torch.zeros_like(field.flatten(-2)), EIGENVALUE_STEPS)[0].value
+        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).detach()
+        steep = beta * system.radius**2 / system.dim * -lowest
+        # A power of two, so that rounding in other company does not lead another way.
+        part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
+        return part
+
+    def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
+        field = system.live_field + system.coupled(state)
+        beta = system.sample_beta
+        tau, rho = self.response.covariance_parts(field, beta, system.radius)
+        unit = field / torch.linalg.vector_norm(field, dim=-1, keepdim=True).clamp(min=torch.finfo(field.dtype).tiny)
+        across, along = tau.clamp(min=0).sqrt()[..., None], rho.clamp(min=0).sqrt()[..., None]
+
+        def root(v: Tensor) -> Tensor:
+            part: Tensor = (unit * v).sum(-1, keepdim=True) * unit
+            result: Tensor = across * (v - part) + along * part
+            return result
+
+        # The Hessian Cov^{-1} - beta J of beta F in m is positive where this map has no eigenvalue above 1.
+        matvec = _flat(lambda v: root(system.coupled(root(v))), state)
+        highest = extreme_eigenvalues(matvec, torch.zeros_like(state.flatten(-2)), EIGENVALUE_STEPS)[1].value
+        above: Tensor = beta * highest > 1 + torch.finfo(state.dtype).eps ** 0.5
+        return above
+
+
+def _flat(product: LinearMap, like: Tensor) -> LinearMap:
+    return lambda v: product(v.reshape(like.shape)).flatten(-2)

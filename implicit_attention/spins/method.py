@@ -11,10 +11,10 @@ from torch import Tensor
 from .. import _validate
 from ..adjoints import Adjoint
 from ..potentials.spin import BesselResponse, Response
-from ..problem import Problem
-from ..solution import Evidence
+from ..problem import FixedPointMap, Problem
+from ..solution import Evidence, Solution
 from ..solve import solve
-from ..solvers import Anderson, Solver
+from ..solvers import Anderson, Picard, Solver
 from ..status import Status
 from .system import SpinSystem
 
@@ -56,7 +56,9 @@ class Method:
 class FixedPointMethod(Method):
     """Base of methods whose log Z is stationary where a fixed-point problem, one per sample, is solved.
 
-    There may be several such points; each is a branch. The one that the start leads to is taken.
+    There may be several such points; each is a branch. Solvers of equations also find those where the free energy has
+    no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solution
+    that is no minimum, such as m = 0 below a transition, has the status SADDLE. A solver that is given starts at once.
     """
 
     solver: Solver | None = None
@@ -81,12 +83,53 @@ class FixedPointMethod(Method):
         """log Z, (*batch), at a state of the problem."""
         raise NotImplementedError(f"{type(self).__name__} must define value(system, state)")
 
+    def damping(self, system: SpinSystem) -> float | Tensor:
+        """The part of a step z -> f(z) that goes downhill, a number or (*batch)."""
+        return 0.5
+
+    def unstable(self, system: SpinSystem, state: Tensor) -> Tensor | None:
+        """Where a solution is no minimum of the free energy, (*batch), if that is known."""
+        return None
+
     def log_partition(self, system: SpinSystem) -> LogPartition:
-        start = self.start(system).detach()
-        solver = self.solver or physics_solver(start.dtype)
-        # What failed is told by whoever asks for log Z.
-        solution = solve(self.problem(system), start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
+        solution = self.solution(system, self.start(system))
         return LogPartition(self.value(system, solution.value), solution.evidence())
+
+    def solution(self, system: SpinSystem, start: Tensor) -> Solution:
+        """The solution that a start leads to."""
+        problem, start, spent = self.problem(system), start.detach(), None
+        solver = self.solver
+        if solver is None:
+            solver = physics_solver(start.dtype)
+            start, spent = _settled(problem, start, self.damping(system))
+        # What failed is told by whoever asks for log Z.
+        solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
+        status, num_evals = solution.status, solution.num_evals
+        with torch.no_grad():
+            unstable = self.unstable(system, solution.value.detach())
+        if unstable is not None:
+            found = status == Status.CONVERGED
+            status = torch.where(found & unstable, int(Status.SADDLE), status).to(torch.int8)
+        return dataclasses.replace(solution, status=status, num_evals=num_evals if spent is None else num_evals + spent)
+
+
+@torch.no_grad()
+def _settled(problem: Problem, start: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Where damped steps lead to, roughly, and the evaluations that it took."""
+    held = problem.replace(*(t.detach() for t in problem.tensors()))
+    step = torch.as_tensor(damping, dtype=start.dtype, device=start.device).detach()
+
+    def damped(z: Tensor, step: Tensor, *tensors: Tensor) -> Tensor:
+        return z + step[..., None, None] * (held.replace(*tensors).fixed_point_map(z) - z)
+
+    easier = FixedPointMap(damped, step, *held.tensors(), event_ndim=problem.event_ndim)
+    near = solve(easier, start, solver=_SETTLING, on_failure="ignore")
+    sound = torch.isfinite(near.value).flatten(-2).all(-1)[..., None, None]
+    return torch.where(sound, near.value, start), near.num_evals
+
+
+# Near enough for an accelerated solver to stay in the same valley.
+_SETTLING = Picard(rtol=1e-3, atol=1e-6, max_steps=200)
 
 
 def physics_solver(dtype: torch.dtype) -> Solver:

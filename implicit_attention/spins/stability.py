@@ -16,8 +16,8 @@ from ..linear import extreme_eigenvalues, spectral_radius
 from ..potentials.spin import Response
 from ..problem import widened
 from ..solution import Evidence
-from ..solve import solve
-from .method import FixedPointMethod, Method, physics_solver
+from ..status import Status
+from .method import FixedPointMethod, Method
 from .system import SpinSystem, couple
 from .thermodynamics import Thermodynamics, thermodynamics
 
@@ -37,7 +37,7 @@ class Stability:
         susceptibility: (smallest, largest) eigenvalue of chi = dm/dh. A true one has none below 0.
         almeida_thouless: largest eigenvalue of beta^2 Tr(J_ij Cov_j J_ji Cov_i)/D, i != j: beyond 1 the number of
             solutions grows with the size of a disordered system, and expansions in J lose their sense.
-        branches: number of different solutions that were found, at least 1 where the method's own solve converged;
+        branches: number of different minima that were found (with no field and D > 1 each of them is a continuum);
             always 1 for methods that have but one.
         free_energies: F on the branch that every start led to, (*batch, starts + 1), the method's own first; NaN where
             it did not converge.
@@ -103,7 +103,7 @@ def stability(
         alone = local.inverse_product(v) if own is None else own[..., None] * v
         return alone - local.beta * system.coupled(v)
 
-    start = _start(m)
+    start = torch.zeros_like(m.flatten(-2))
     radius = spectral_radius(_flat(jacobian, m.shape), start, min(steps, start.shape[-1]))
     energies, branches = _branches(system, method, found, starts, generator)
     return Stability(
@@ -165,20 +165,15 @@ def _flat(product: LinearMap, shape: torch.Size) -> LinearMap:
     return lambda v: product(v.reshape(shape)).flatten(-2)
 
 
-def _start(m: Tensor) -> Tensor:
-    """A first Krylov vector, (*batch, N D)."""
-    noise = torch.randn(m.shape[-2:], dtype=m.dtype, device="cpu", generator=torch.Generator().manual_seed(0))
-    return noise.to(m.device).expand(m.shape).flatten(-2)
-
-
 def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> tuple[Tensor, Tensor]:
     """The smallest and the largest eigenvalue of a map (*batch, N, D) -> (*batch, N, D), of sites that exist."""
-    start, mask = _start(m), system.mask
+    # A start of zeros is replaced by one that is as good as random.
+    start, mask = torch.zeros_like(m.flatten(-2)), system.mask
     if mask is None:
         matvec = _flat(product, m.shape)
     else:
         live = mask[..., None].expand(m.shape)
-        x = start.reshape(m.shape) * live
+        x = live.to(m.dtype) * torch.cos(torch.arange(m.shape[-1], dtype=m.dtype, device=m.device))
         # Sites that do not exist get an eigenvalue from inside the spectrum of the others.
         inside = (x * product(x)).sum((-1, -2), keepdim=True) / x.square().sum((-1, -2), keepdim=True)
         matvec = _flat(lambda v: torch.where(live, product(v * live), inside * v), m.shape)
@@ -222,12 +217,9 @@ def _branches(
         return system.at(field, system.couplings, beta.expand(field.shape[:-2]) if isinstance(beta, Tensor) else beta)
 
     many = spread(field.expand(drawn.shape))
-    start = method.start(spread(drawn))
-    solver = method.solver or physics_solver(start.dtype)
-    solution = solve(method.problem(many), start, solver=solver, adjoint=method.adjoint, on_failure="ignore")
+    solution = method.solution(many, method.start(spread(drawn)))
     free = -(method.value(many, solution.value) + system.base_measure()) / beta
-    good = solution.converged & ~lost
-    event = (...,) + (None,) * (solution.value.ndim - good.ndim)
-    states = torch.where(good[event], solution.value, torch.nan).movedim(0, len(system.batch))
+    minimum = ((solution.status == Status.CONVERGED) & ~lost)[..., None, None]
+    states = torch.where(minimum, solution.value, torch.nan).movedim(0, len(system.batch))
     count = distinct_fixed_points(states, event_ndim=2)
-    return free.masked_fill(~good, torch.nan).movedim(0, -1), count
+    return free.masked_fill(~solution.converged | lost, torch.nan).movedim(0, -1), count
