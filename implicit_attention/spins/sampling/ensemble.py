@@ -1,0 +1,169 @@
+"""Many Markov chains of a batch of systems as one tensor, and the schedule that they run by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ... import _validate
+from ...problem import widened
+from ..system import SpinSystem
+from .von_mises_fisher import check_generator, draw_noise, unit_spins
+
+#: Called with (sweeps done, sweeps in all), those of the burn-in included.
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How many chains, and how many sweeps of each are left out, made and measured."""
+
+    chains: int
+    burn_in: int
+    sweeps: int
+    thin: int
+    keep: bool
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        for name, low in (("chains", 1), ("burn_in", 0), ("sweeps", 1), ("thin", 1)):
+            _validate.check_integer(name, getattr(self, name), low=low)
+        remedy = "each `thin`-th sweep is measured"
+        _validate.require(self.thin <= self.sweeps, "thin", f"be <= sweeps = {self.sweeps}", self.thin, remedy)
+        keep, progress = cast(Any, self.keep), cast(Any, self.progress)
+        if not isinstance(keep, bool):
+            raise TypeError(_validate.message("keep", "be a bool", type(keep).__name__))
+        if progress is not None and not callable(progress):
+            required = "be None or a function of (sweeps done, sweeps in all)"
+            raise TypeError(_validate.message("progress", required, type(progress).__name__))
+
+    @property
+    def measurements(self) -> int:
+        return self.sweeps // self.thin
+
+
+class Step(Protocol):
+    """One sweep: the next states, and whether the sweep belongs to those that are measured."""
+
+    def __call__(self, state: Tensor, *, measured: bool) -> Tensor: ...
+
+
+class Measure(Protocol):
+    """What is read off two successive states."""
+
+    def __call__(self, before: Tensor, after: Tensor) -> None: ...
+
+
+def run(state: Tensor, step: Step, measure: Measure, schedule: Schedule) -> Tensor:
+    """The last state of burn-in and sweeps, every `thin`-th of the latter measured."""
+    total = schedule.burn_in + schedule.sweeps
+    for done in range(1, total + 1):
+        measured = done > schedule.burn_in
+        before, state = state, step(state, measured=measured)
+        if measured and (done - schedule.burn_in) % schedule.thin == 0:
+            measure(before, state)
+        if schedule.progress is not None:
+            schedule.progress(done, total)
+    return state
+
+
+class Ensemble:
+    """C chains of every sample. States are unit vectors (B, N, D, C), zero where there is no site.
+
+    B numbers the samples. With chains last, sum_j J_ij s_j is one matrix product per sample, for numbers as couplings
+    and for matrices, and the spins at one site are D long rows. -E = s.K s/2 + g.s with K = R^2 J and g = R h.
+
+    Args:
+        system: what is sampled.
+        chains: C.
+        betas: temperatures (T), which number the first axis of the batch, instead of the system's own.
+    """
+
+    def __init__(self, system: SpinSystem, chains: int, betas: Tensor | None = None) -> None:
+        system = widened(system)[0]
+        self.radius, self.chains = system.radius, chains
+        self.num_sites, self.dim = system.num_sites, system.dim
+        couplings, field, mask = system.live_couplings.detach(), system.live_field.detach(), system.mask
+        #: Rows of the coupling matrix per site.
+        self.rows = system.dim if system.block else 1
+        if system.block:
+            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
+        if betas is None:
+            self.batch = system.batch
+            beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).detach()
+        else:
+            self.batch = torch.Size([len(betas), *system.batch])
+            beta = betas.to(field).reshape(-1, *(1,) * len(system.batch))
+        exists = field.new_ones((), dtype=torch.bool) if mask is None else mask
+        couplings, field = self.radius**2 * couplings, self.radius * field
+        self.beta = beta.expand(self.batch).reshape(-1)
+        self.exists = exists.expand(*self.batch, self.num_sites).reshape(len(self.beta), self.num_sites)
+        self.couplings = self._flat(couplings.nan_to_num(0.0, 0.0, 0.0))
+        self.field = self._flat(field.nan_to_num(0.0, 0.0, 0.0))[..., None]
+        # The longest pull that a spin could feel; where its square is not finite nothing can be drawn.
+        reach = couplings.abs().sum(-1).amax(-1) + field.abs().sum(-1).amax(-1) if self.num_sites else beta
+        self.lost = ~torch.isfinite((reach * beta).square()).expand(self.batch).reshape(-1)
+
+    def coupled(self, state: Tensor) -> Tensor:
+        """sum_j K_ij s_j, (B, N, D, C)."""
+        return torch.bmm(self.couplings, self.columns(state)).view(state.shape)
+
+    def columns(self, state: Tensor) -> Tensor:
+        """The state as what the coupling matrix multiplies, a view."""
+        return state.view(len(state), self.num_sites * self.rows, self.dim // self.rows * self.chains)
+
+    def energy(self, state: Tensor) -> Tensor:
+        """E of every chain, (B, C)."""
+        return -((self.coupled(state) / 2 + self.field) * state).sum((1, 2))
+
+    def wide(self) -> Ensemble:
+        """The same in float64, for measurements."""
+        if self.couplings.dtype == torch.float64:
+            return self
+        clone = object.__new__(Ensemble)
+        clone.__dict__ = {**vars(self), "couplings": self.couplings.double(), "field": self.field.double()}
+        return clone
+
+    def start(self, given: Tensor | None, generator: torch.Generator) -> Tensor:
+        """The first state: as given, (chains, *batch, N, D), or drawn uniformly."""
+        shape = (self.chains, *self.batch, self.num_sites, self.dim)
+        if given is None:
+            rest = self.field.new_zeros(*self.field.shape[:3], self.chains)
+            return unit_spins(rest, draw_noise(rest, generator), generator) * self.exists[..., None, None]
+        _validate.check_float_tensor("start", given, min_ndim=2)
+        on = self.field.device
+        _validate.require(given.device == on, "start", f"be on the device of the field ({on})", given.device)
+        _validate.check_broadcast("start", given.shape, shape, "(chains, *batch, N, D)")
+        spins = given.detach().to(self.field.dtype).expand(shape).reshape(self.chains, *self.field.shape[:3])
+        state = spins.permute(1, 2, 3, 0).contiguous().masked_fill_(~self.exists[..., None, None], 0.0)
+        length = torch.linalg.vector_norm(state, dim=2, keepdim=True)
+        wrong = (length - self.radius).abs() > 1e-2 * self.radius
+        wrong &= self.exists[..., None, None]
+        if bool(wrong.any()):
+            received = f"one of length {float(length[wrong].flatten()[0]):.6g}"
+            remedy = "normalise them, or continue from the `final` of earlier samples"
+            _validate.require(False, "start", f"hold spins of length {self.radius:.6g}", received, remedy)
+        self.lost = self.lost | state.isnan().flatten(1).any(1)
+        # Half precision has left them longer or shorter by its rounding.
+        return state.div_(length.masked_fill_(length == 0, 1.0))
+
+    def public(self, state: Tensor) -> Tensor:
+        """Spins of length R, (chains, *batch, N, D), NaN where a sample is lost."""
+        spins = state.masked_fill(self.lost[:, None, None, None], torch.nan).permute(3, 0, 1, 2)
+        return self.radius * spins.reshape(self.chains, *self.batch, self.num_sites, self.dim)
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """The batch as one axis; what it shares stays shared."""
+        event = tensor.shape[-2:]
+        return tensor.expand(*self.batch, *event).reshape(len(self.beta), *event)
+
+
+def check_arguments(system: object, generator: object) -> None:
+    """Raise unless `system` is one, and `generator` one on its device."""
+    if not isinstance(system, SpinSystem):
+        raise TypeError(_validate.message("system", "be a SpinSystem", type(system).__name__))
+    check_generator(generator, system.field)

@@ -1,0 +1,147 @@
+"""Sequential heat bath: each spin in turn drawn from its law in the field of the others."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ... import _validate
+from ..._autograd import exact_precision
+from ..system import SpinSystem
+from .ensemble import Ensemble, Progress, Schedule, check_arguments, run
+from .estimates import Estimates, Samples
+from .von_mises_fisher import draw_noise, unit_spins
+
+# Fields are computed for so many sites at a time by one matrix product, and corrected by the spins among them that
+# have changed since: fewer numbers are moved than by correcting the fields of all sites after each change.
+BLOCK = 8
+
+
+@torch.no_grad()
+def heat_bath(
+    system: SpinSystem,
+    *,
+    chains: int = 64,
+    burn_in: int = 200,
+    sweeps: int = 1000,
+    thin: int = 1,
+    generator: torch.Generator,
+    start: Float[Tensor, "*#chains_batch N D"] | None = None,
+    clamp: Bool[Tensor, "*#batch N"] | None = None,
+    keep: bool = False,
+    progress: Progress | None = None,
+) -> Samples:
+    """Averages over Boltzmann's law exp(-beta E), from independent chains of sequential heat bath.
+
+    A sweep visits the sites in their order and draws s_i from exp(beta s_i.f_i), f_i = h_i + sum_{j != i} J_ij s_j,
+    exactly (`sample_spins`), whatever D and R are. All chains of all samples take each step together.
+
+    Args:
+        system: symmetric couplings, numbers or matrices. A diagonal J_ii of numbers is a constant of the energy.
+        chains: independent chains per sample.
+        burn_in: sweeps that are left out.
+        sweeps: sweeps after these.
+        thin: every thin-th of them is measured.
+        generator: where randomness comes from, on the field's device. The same state gives the same samples; the
+            samples of a batch share it.
+        start: the first states, of length R, broadcast to (chains, *batch, N, D); drawn uniformly if not given.
+        clamp: True where a spin stays as in `start`, broadcasts to (*batch, N). What is sampled is then the law of the
+            others given these.
+        keep: hold every measured state.
+        progress: called after every sweep with (sweeps done, sweeps in all).
+
+    Returns:
+        Samples, with the heat capacity. Half precision is sampled in float32.
+
+    Raises:
+        TypeError, ValueError: asymmetric couplings; a matrix J_ii that prefers directions, whose one-site law is none
+            of von Mises and Fisher; `clamp` without `start`; arguments of wrong types, shapes or ranges.
+
+    Gradients: none.
+
+    Reference: Miyatake et al. (1986), The implementation of the heat bath algorithm, for D = 3.
+    """
+    check_arguments(system, generator)
+    schedule = Schedule(chains=chains, burn_in=burn_in, sweeps=sweeps, thin=thin, keep=keep, progress=progress)
+    check_boltzmann(system, "heat_bath")
+    with exact_precision(system.field):
+        ensemble = Ensemble(system, chains)
+        fixed = _checked_clamp(clamp, start, system)
+        state = ensemble.start(start, generator)
+        sweep = HeatBath(ensemble, generator, fixed)
+        estimates = Estimates(ensemble, schedule.measurements, keep=keep)
+        return estimates.samples(run(state, sweep, estimates, schedule))
+
+
+def check_boltzmann(system: SpinSystem, name: str) -> None:
+    """Raise unless exp(-beta E) exists and its one-site laws are von Mises-Fisher."""
+    system.check_symmetric(name)
+    if not system.block or system.dim == 1:
+        return
+    own = system.live_couplings.detach().diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
+    mean = own.diagonal(dim1=-2, dim2=-1).mean(-1)
+    apart = (own - mean[..., None, None] * torch.eye(system.dim).to(own)).abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = float(own.abs().nan_to_num(0.0, 0.0, 0.0).sum())
+    _validate.require(
+        float(apart.sum()) <= 64 * torch.finfo(own.dtype).eps * scale,
+        "couplings",
+        f"have multiples of the unit matrix on the diagonal for {name}",
+        f"entries that differ from these by up to {float(apart.max()) if apart.numel() else 0.0:.1e}",
+        "leave the diagonal out",
+    )
+
+
+class HeatBath:
+    """Sweeps over an ensemble in place; `fixed` (B, N) are sites that stay."""
+
+    def __init__(self, ensemble: Ensemble, generator: torch.Generator, fixed: Tensor | None = None) -> None:
+        self.ensemble, self.generator = ensemble, generator
+        beta, rows = ensemble.beta[:, None, None], ensemble.rows
+        site = torch.arange(ensemble.num_sites * rows, device=beta.device) // max(rows, 1)
+        #: beta K without what couples a spin to itself, and beta g.
+        self.couplings = (beta * ensemble.couplings).masked_fill_(site[:, None] == site, 0.0)
+        self.field = beta[..., None] * ensemble.field
+        stays = ~ensemble.exists if fixed is None else ~ensemble.exists | fixed
+        self.stays = stays[..., None, None]
+        # The host asks once which sites move in no sample, and which in some.
+        self.skipped: list[bool] = stays.all(0).tolist()
+        self.mixed: list[bool] = stays.any(0).tolist()
+
+    def __call__(self, state: Tensor, *, measured: bool) -> Tensor:
+        noise = draw_noise(state, self.generator)
+        rows, sites = self.ensemble.rows, self.ensemble.num_sites
+        columns = self.ensemble.columns(state)
+        for start in range(0, sites, BLOCK):
+            stop = min(start + BLOCK, sites)
+            if all(self.skipped[start:stop]):
+                continue
+            pending = torch.bmm(self.couplings[:, start * rows : stop * rows], columns)
+            pull = pending.view(len(state), stop - start, *state.shape[2:])
+            pull += self.field[:, start:stop]
+            for i in range(start, stop):
+                if self.skipped[i]:
+                    continue
+                old = state[:, i]
+                new = unit_spins(pull[:, i - start], noise.site(i), self.generator)
+                if self.mixed[i]:
+                    new = torch.where(self.stays[:, i], old, new)
+                if i + 1 < stop:
+                    change = (new - old).view(len(state), rows, pending.shape[-1])
+                    into = self.couplings[:, (i + 1) * rows : stop * rows, i * rows : (i + 1) * rows]
+                    pending[:, (i + 1 - start) * rows :].baddbmm_(into, change)
+                state[:, i] = new
+        return state
+
+
+def _checked_clamp(clamp: object, start: Tensor | None, system: SpinSystem) -> Tensor | None:
+    if clamp is None:
+        return None
+    if not isinstance(clamp, Tensor) or clamp.dtype != torch.bool:
+        received = getattr(clamp, "dtype", type(clamp).__name__)
+        raise TypeError(_validate.message("clamp", "be boolean, True = the spin stays", received))
+    _validate.check_same_kind([("field", system.field), ("clamp", clamp)])
+    sites = system.field.shape[:-1]
+    _validate.check_broadcast("clamp", clamp.shape, sites, "(*batch, N)")
+    _validate.require(start is not None, "start", "be given with `clamp`", None, "it holds the spins that stay")
+    return clamp.expand(sites).reshape(-1, system.num_sites)

@@ -1,0 +1,65 @@
+"""Synchronous dynamics: all spins drawn at once in the field of the state before."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..._autograd import exact_precision
+from ..system import SpinSystem
+from .ensemble import Ensemble, Progress, Schedule, check_arguments, run
+from .estimates import Estimates, Samples
+from .von_mises_fisher import draw_noise, unit_spins
+
+
+@torch.no_grad()
+def synchronous(
+    system: SpinSystem,
+    *,
+    chains: int = 64,
+    burn_in: int = 200,
+    sweeps: int = 1000,
+    thin: int = 1,
+    generator: torch.Generator,
+    start: Float[Tensor, "*#chains_batch N D"] | None = None,
+    keep: bool = False,
+    progress: Progress | None = None,
+) -> Samples:
+    """Averages over the law that p(s' | s) = prod_i exp(beta s'_i.f_i)/Z_1(f_i), f = h + J s, settles in.
+
+    Couplings may be asymmetric; a diagonal J_ii couples a spin to its own past. The law is Boltzmann's for no couplings
+    but zero: for symmetric ones it is Peretto's. Of two successive states come the delayed correlations
+    D_ij = <s'_i.s_j> - <s_i>.<s_j> and the entropy production per step,
+
+        sigma = beta <s'.J s - s.J s'>,  which is beta sum_ij (J_ij - J_ji) D_ij for numbers as couplings.
+
+    Args:
+        system: the spins; numbers or matrices as couplings, any D and R.
+        chains, burn_in, sweeps, thin, generator, start, keep, progress: as in `heat_bath`; a sweep is one step.
+
+    Returns:
+        Samples, with delayed correlations and entropy production, without heat capacity. `energy` is the mean of
+        E = -s.J s/2 - h.s in this law.
+
+    Raises:
+        TypeError, ValueError: arguments of wrong types, shapes or ranges.
+
+    Gradients: none.
+
+    Reference: Peretto (1984), Collective properties of neural networks; Aguilera, Moosavi and Shimazaki (2021).
+    """
+    check_arguments(system, generator)
+    schedule = Schedule(chains=chains, burn_in=burn_in, sweeps=sweeps, thin=thin, keep=keep, progress=progress)
+    with exact_precision(system.field):
+        ensemble = Ensemble(system, chains)
+        beta = ensemble.beta[:, None, None, None]
+
+        def step(state: Tensor, *, measured: bool) -> Tensor:
+            noise = draw_noise(state, generator)
+            pull = beta * (ensemble.coupled(state) + ensemble.field)
+            return unit_spins(pull, noise, generator) * ensemble.exists[..., None, None]
+
+        estimates = Estimates(ensemble, schedule.measurements, dynamics=True, keep=keep)
+        final = run(ensemble.start(start, generator), step, estimates, schedule)
+        return estimates.samples(final, thermal=False)

@@ -1,0 +1,189 @@
+"""One spin drawn from its law in a field: the von Mises-Fisher law in any dimension, exactly."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ... import _validate
+from ..._autograd import exact_precision
+
+# A proposal is refused with probability < 0.35, so that nothing is left after this many rounds but what is not finite.
+ROUNDS = 200
+# Rounds for few spins try several proposals at once: what they cost is the number of calls, not of numbers.
+WIDTH = 512
+
+
+class Noise(NamedTuple):
+    """The random numbers of one draw per spin, which do not depend on the field.
+
+    level: (..., C); for D = 1 half a logistic variable, else uniform in (0, 1).
+    tangent: (..., D - 1, C), unit vectors, uniformly distributed; None for D = 1.
+    """
+
+    level: Tensor
+    tangent: Tensor | None
+
+    def site(self, i: int) -> Noise:
+        """The numbers of site i, where (..., C) is (B, N, C)."""
+        return Noise(self.level[:, i], None if self.tangent is None else self.tangent[:, i])
+
+
+@torch.no_grad()
+def sample_spins(
+    field: Float[Tensor, "*batch N D"],
+    beta: float | Float[Tensor, "*#batch"],
+    radius: float,
+    generator: torch.Generator,
+) -> Float[Tensor, "*batch N D"]:
+    """Independent spins of length R with the law exp(beta f.s) against the uniform measure, one for every field.
+
+    The cosine with the field is drawn by inversion for D = 3 and by rejection for D = 2 and D > 3, the direction across
+    the field uniformly; D = 1 is R with probability sigmoid(2 beta R f), else -R. Exact to rounding for every
+    kappa = beta R |f|: what is small, such as 1 - cosine ~ 1/kappa, is never a difference of large numbers.
+
+    Args:
+        field: f, (*batch, N, D).
+        beta: > 0, a float or a tensor that broadcasts to *batch.
+        radius: R > 0.
+        generator: where randomness comes from, on the field's device. The same state gives the same spins.
+
+    Returns:
+        (*batch, N, D); NaN where kappa has no finite square. Half precision is drawn in float32, and returned in half.
+
+    Raises:
+        TypeError, ValueError: arguments of wrong types, shapes or ranges.
+
+    Gradients: none.
+
+    Reference: Wood (1994), Simulation of the von Mises-Fisher distribution, for the rejection; Ulrich (1984), Computer
+    generation of distributions on the m-sphere, for symmetric beta variables.
+    """
+    _validate.check_float_tensor("field", field, min_ndim=2)
+    _validate.require(field.shape[-1] > 0, "field", "have at least one dimension", f"shape {tuple(field.shape)}")
+    _validate.check_number("radius", radius, low=0.0, open_low=True)
+    check_generator(generator, field)
+    scale: float | Tensor
+    if isinstance(beta, Tensor):
+        _validate.check_float_tensor("beta", beta)
+        _validate.check_same_kind([("field", field), ("beta", beta)])
+        _validate.check_broadcast("beta", beta.shape, field.shape[:-2], "the leading axes of `field`")
+        _validate.check_range("beta", beta, low=0.0, open_low=True)
+        scale = _validate.inside(beta, low=0.0, open_low=True)[..., None, None]
+    else:
+        _validate.check_number("beta", beta, low=0.0, open_low=True)
+        scale = beta
+    with exact_precision(field):
+        wide = field.float() if field.dtype in (torch.float16, torch.bfloat16) else field
+        pull = (radius * scale * wide)[..., None]
+        spins = radius * unit_spins(pull, draw_noise(pull, generator), generator)[..., 0]
+        known = torch.isfinite(pull.square().sum(-2))
+        return spins.masked_fill(~known, torch.nan).to(field.dtype)
+
+
+def check_generator(generator: object, like: Tensor) -> None:
+    """Raise unless `generator` is one, and on the device of `like`."""
+    if not isinstance(generator, torch.Generator):
+        remedy = f'pass torch.Generator("{like.device}").manual_seed(0)'
+        raise TypeError(_validate.message("generator", "be a torch.Generator", type(generator).__name__, remedy))
+    same = generator.device.type == like.device.type and generator.device.index in (None, like.device.index)
+    remedy = f'make it with torch.Generator("{like.device}")'
+    _validate.require(same, "generator", f"be on the device of the field ({like.device})", generator.device, remedy)
+
+
+def draw_noise(like: Tensor, generator: torch.Generator) -> Noise:
+    """Noise for pulls (..., D, C), of their dtype."""
+    *lead, dim, chains = like.shape
+    level = like.new_empty(*lead, chains).uniform_(generator=generator)
+    # Numbers from [0, 1) come in steps of eps/2, 0 included, which as a logistic variable is infinite.
+    step = torch.finfo(like.dtype).eps / 2
+    if dim == 1:
+        return Noise(level.logit_(eps=step).div_(2), None)
+    tangent = like.new_empty(*lead, dim - 1, chains).normal_(generator=generator)
+    length = _length(tangent)
+    # Pairs of normal numbers that are both zero do happen in single precision.
+    nothing = length == 0
+    tangent[..., 0, :].masked_fill_(nothing, 1.0)
+    return Noise(level.clamp_(min=step), tangent.div_(length.masked_fill_(nothing, 1.0).unsqueeze(-2)))
+
+
+def unit_spins(pull: Tensor, noise: Noise, generator: torch.Generator) -> Tensor:
+    """Unit vectors with the law exp(x.s) for pulls x, (..., D, C)."""
+    dim = pull.shape[-2]
+    if noise.tangent is None:
+        return torch.where(pull > noise.level.unsqueeze(-2), 1.0, -1.0).to(pull.dtype)
+    kappa = _length(pull)
+    # Below this the law is uniform to rounding, and pull/kappa would not be a unit vector.
+    directed = kappa > torch.finfo(pull.dtype).tiny ** 0.5
+    axis = pull / kappa.masked_fill(~directed, 1.0).unsqueeze(-2)
+    below = _below_one(kappa, noise.level) if dim == 3 else _below_one_by_rejection(kappa, dim, generator)
+    local = torch.cat([(1 - below).unsqueeze(-2), (below * (2 - below)).sqrt().unsqueeze(-2) * noise.tangent], dim=-2)
+    return torch.where(directed.unsqueeze(-2), _turned(local, axis), local)
+
+
+def _length(vectors: Tensor) -> Tensor:
+    # Many times as fast as torch.linalg.vector_norm along this axis.
+    return vectors.square().sum(-2).sqrt()
+
+
+def _turned(local: Tensor, axis: Tensor) -> Tensor:
+    """The reflection that carries the first unit vector to `axis`, applied to `local`.
+
+    v = e_1 + sign(a_1) a is long whatever the axis a, and -sign(a_1) (1 - 2 v v^T/|v|^2) carries e_1 to a.
+    """
+    first = axis[..., :1, :]
+    sign = torch.where(first < 0, -1.0, 1.0).to(axis.dtype)
+    along = (local[..., :1, :] + sign * (axis * local).sum(-2, keepdim=True)) / (1 + first.abs())
+    turned = along * axis - sign * local
+    turned[..., :1, :] += sign * along
+    return turned
+
+
+def _below_one(kappa: Tensor, level: Tensor) -> Tensor:
+    """1 - cosine for D = 3, where cosines have the density exp(kappa w): their distribution function is inverted."""
+    floor = kappa.clamp_min(torch.finfo(kappa.dtype).tiny ** 0.5)
+    return -torch.log1p(level * torch.expm1(-2 * floor)) / floor
+
+
+def _below_one_by_rejection(kappa: Tensor, dim: int, generator: torch.Generator) -> Tensor:
+    """1 - cosine for any D > 1, where cosines have the density exp(kappa w) (1 - w^2)^((D - 3)/2)."""
+    flat = kappa.flatten()
+    found = torch.empty_like(flat)
+    left = torch.arange(len(flat), device=flat.device)
+    for _ in range(ROUNDS):
+        if not len(left):
+            return found.view_as(kappa)
+        value, accepted = _proposals(flat[left], dim, max(1, WIDTH // len(left)), generator)
+        first = accepted.to(torch.uint8).argmax(0, keepdim=True)
+        some = accepted.any(0)
+        found[left[some]] = value.gather(0, first)[0, some]
+        left = left[~some]
+    raise RuntimeError(f"no proposal was accepted in {ROUNDS} rounds; this is a bug")
+
+
+def _proposals(kappa: Tensor, dim: int, tries: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Values of 1 - cosine, (tries, n), and which of them are accepted.
+
+    With 1 - w = 2 b G/(G' + b G) for G = 1 - X, G' = 1 + X and X the cosine of a uniform direction, the envelope
+    touches at w = x_0 = (1 - b)/(1 + b). Wood's formulas, written for 1 - w and 1 - x_0.
+    """
+    u = kappa.new_empty(3, tries, len(kappa)).uniform_(generator=generator)
+    tilt = 2 * kappa / (dim - 1)
+    root = (1 + tilt * tilt).sqrt()
+    b = 1 / (tilt + root)
+    x0 = b * (tilt + tilt * tilt / (1 + root)) / (1 + b)
+    y0 = 2 * b / (1 + b)
+    # Two coordinates of a uniform direction have length r and angle 2 psi; 1 - r = q/(1 + r) with q = 1 - r^2.
+    q = u[0].log().mul_(2 / (dim - 2)).exp_() if dim > 2 else torch.zeros_like(u[0])
+    r = (1 - q).sqrt()
+    near = q / (1 + r) + 2 * r * (math.pi / 2 * u[1]).sin().square()
+    # Where 2 - near loses digits, it is small against b near, or the proposal far out and refused.
+    value = 2 * b * near / (2 - near + b * near)
+    part = value / y0
+    logarithm = kappa * y0 * (1 - part) + (dim - 1) * torch.log1p(x0 / (1 + x0) * (part - 1))
+    # Written so that NaN is accepted: it would otherwise be tried for ever.
+    return value, ~(logarithm < u[2].log())
