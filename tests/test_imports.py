@@ -30,6 +30,7 @@ ALLOWED = {
     "plotting": {"energies", "potentials", "solve", "solution", "diagnostics"},
     "cli": {
         "plotting",
+        "spins",
         "diagnostics",
         "energies",
         "potentials",

@@ -76,3 +76,50 @@ def compare(
             patterns=patterns, beta=beta, anchor=anchor, device=device, dtype=dtype, seed=seed, quick=quick, data=data
         )
         compare_to_files(settings, out)
+
+
+@commands.command()
+def magnetize(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="An .npz file with the arrays J, (N, N), (B, N, N) or (N, N, D, D); h, (N,), (N, D) or (B, N, D); "
+            "beta, a number or (B,). E = -1/2 sum_ij s_i J_ij s_j - sum_i h_i s_i.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="beta=LOW:HIGH:COUNT, draws the phase diagram; the file's beta is not used there."),
+    ] = None,
+    radius: Annotated[str, typer.Option(help="Length of a spin: sqrt_dim, bessel or a number.")] = "sqrt_dim",
+    measure: Annotated[
+        str | None, typer.Option(help="uniform, or counting of states, which is usual for D = 1.", show_default=False)
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Comma-separated names, such as bethe,adatap; else all that apply.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for thermodynamics.json and the pictures.")] = Path("magnetize"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer samples and repeats.")] = False,
+) -> None:
+    """Ask every method for the free energy and the magnetizations of a spin system, side by side, with evidence.
+
+    Free energy, energy, entropy, heat capacity, magnetizations; for asymmetric couplings magnetizations and entropy
+    production of the synchronous dynamics. Without a file: Ising systems that are fitted to scikit-learn's digits.
+    """
+    with one_line_errors():
+        from .magnetize import Settings, magnetize_to_files
+
+        settings = Settings(
+            file=file,
+            sweep=sweep,
+            radius=radius,
+            measure=measure,
+            methods=methods,
+            dtype=dtype,
+            seed=seed,
+            quick=quick,
+        )
+        magnetize_to_files(settings, out)

@@ -1,0 +1,240 @@
+"""Spins drawn as what they are, and what a system of them does against temperature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .style import COLORS, DASHES, DPI
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Without the black of what is exact.
+LINES = (*COLORS[:-1], "#7B4B2A", "#8A8A8A")
+#: Inches, for the colour bar.
+MARGIN_RIGHT = 0.7
+#: Panels side by side where every row is one state.
+WRAP = 5
+#: Where there is no number: a colour of no palette.
+NOTHING = "#F3DDC7"
+NEGATIVE_TO_POSITIVE = "RdBu_r"
+#: Of arrows, which have to be seen whatever their third component.
+UNDER_TO_OVER = "viridis"
+
+
+def configuration_figure(
+    rows: Sequence[tuple[str, Tensor]],
+    *,
+    radius: float = 1.0,
+    columns: Sequence[str] = (),
+    notes: Mapping[str, Sequence[str]] | None = None,
+    palette: str = NEGATIVE_TO_POSITIVE,
+    title: str = "Spins",
+) -> Figure:
+    """Configurations or magnetizations, sites in reading order on a grid that is as square as their number allows.
+
+    D = 1 is an image; D = 2 and D = 3 are arrows, the third component as their colour; of more dimensions the two are
+    drawn in which all states together vary most. NaN is sand-coloured, or without an arrow.
+
+    Args:
+        rows: (name, states (count, N, D)), one row each; states of count 1 are put side by side.
+        radius: length of a spin, for the scale of colours and arrows.
+        columns: a heading for every column.
+        notes: by the name of a row, a line under each of its states.
+        palette: of matplotlib, for D = 1.
+        title: above the grid.
+
+    Returns:
+        A matplotlib `Figure`; save it with `figure.savefig(path)`.
+    """
+    _validate.require(len(rows) > 0, "rows", "hold at least one row", "none")
+    shape = rows[0][1].shape
+    for name, states in rows:
+        fits = states.ndim == 3 and states.shape == shape
+        _validate.require(
+            fits, "rows", f"have states of one shape (count, N, D) = {tuple(shape)}", (name, states.shape)
+        )
+    count, sites, dim = shape
+    _validate.require(min(sites, dim) > 0, "rows", "have at least one spin of at least one dimension", tuple(shape))
+    stacked = torch.stack([states.detach().double().cpu() for _, states in rows]) / radius
+    if dim > 3:
+        stacked, explained = _principal(stacked)
+        title = f"{title}\n{dim} dimensions; drawn are the two that hold {100 * explained:.0f} % of the squares"
+    single = count == 1
+    wide = min(len(rows), WRAP) if single else count
+    high = -(-len(rows) // WRAP) if single else len(rows)
+    figure, grid = _grid(wide, high, title, single=single, notes=bool(notes))
+    if count == 0:
+        return figure
+    drawn = None
+    for index, (name, _) in enumerate(rows):
+        for column in range(count):
+            axes = grid[index // WRAP][index % WRAP] if single else grid[index][column]
+            drawn = _draw(axes, stacked[index, column], palette) or drawn
+            if notes and name in notes:
+                axes.set_xlabel(notes[name][column], fontsize=6, labelpad=1)
+        if single:
+            grid[index // WRAP][index % WRAP].set_title(name, fontsize=8)
+        else:
+            grid[index][0].set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
+    for index in range(len(rows), wide * high if single else 0):
+        grid[index // WRAP][index % WRAP].set_axis_off()
+    for axes, heading in zip(grid[0], columns, strict=False):
+        axes.set_title(heading, fontsize=8)
+    if drawn is not None:
+        edge = 1 - MARGIN_RIGHT / figure.get_figwidth()
+        width, height = 0.1 / figure.get_figwidth(), min(0.8, 2.5 / figure.get_figheight())
+        place = figure.add_axes((edge + width, 0.5 - height / 2, width, height), label="<colorbar>")
+        bar = figure.colorbar(drawn, cax=place)
+        bar.ax.tick_params(labelsize=6)
+        bar.set_label("s/R" if dim == 1 else "third component/R", fontsize=7)
+    return figure
+
+
+def _grid(wide: int, high: int, title: str, *, single: bool, notes: bool) -> tuple[Figure, Any]:
+    """A figure with so many panels, by margins in inches: to measure the texts of hundreds of panels takes seconds."""
+    from matplotlib.figure import Figure
+
+    side = 1.5 if single else 0.8
+    gap = 0.3 if single else 0.16 if notes else 0.06
+    left = 0.1 if single else 1.3
+    top = 0.35 + 0.16 * (1 + title.count("\n"))
+    width = left + max(wide, 4) * (side + 0.06) + MARGIN_RIGHT
+    height = top + high * (side + gap)
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    figure.suptitle(title, fontsize=9, y=1 - 0.08 / height)
+    if wide == 0:
+        return figure, None
+    figure.subplots_adjust(
+        left=left / width,
+        right=(left + wide * (side + 0.06)) / width,
+        top=1 - top / height,
+        bottom=gap / height,
+        wspace=0.06 / side,
+        hspace=gap / side,
+    )
+    return figure, figure.subplots(high, wide, squeeze=False)
+
+
+def _draw(axes: Any, state: Tensor, palette: str) -> Any:
+    """One state (N, D) in units of R; what a colour bar can be made of, if there are colours."""
+    sites, dim = state.shape
+    side = math.ceil(math.sqrt(sites))
+    lines = -(-sites // side)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    known = state.isfinite().all(-1)
+    if dim == 1 or not bool(known.all()):
+        axes.set_facecolor(NOTHING)
+    if dim == 1:
+        image = torch.full((lines * side,), torch.nan, dtype=state.dtype)
+        image[:sites] = state[:, 0]
+        return axes.imshow(image.reshape(lines, side).numpy(), cmap=palette, vmin=-1, vmax=1)
+    place, state = torch.arange(sites)[known], state[known]
+    x, y = (place % side).numpy(), (place // side).numpy()
+    axes.set_xlim(-0.6, side - 0.4)
+    axes.set_ylim(lines - 0.4, -0.6)
+    axes.set_aspect("equal")
+    options = {"pivot": "mid", "angles": "xy", "scale_units": "xy", "scale": 1.1, "width": 0.1 / (side + 0.5)}
+    # Up is up, although rows are counted downwards.
+    arrows = (x, y, state[:, 0].numpy(), -state[:, 1].numpy())
+    if dim == 2:
+        axes.quiver(*arrows, color=COLORS[0], **options)
+        return None
+    drawn = axes.quiver(*arrows, state[:, 2].numpy(), cmap=UNDER_TO_OVER, **options)
+    drawn.set_clim(-1, 1)
+    return drawn
+
+
+def _principal(states: Tensor) -> tuple[Tensor, float]:
+    """The two components along which the squares of all spins add up to most, and their share."""
+    spins = states.nan_to_num().flatten(0, -2)
+    values, vectors = torch.linalg.eigh(spins.mT @ spins)
+    total = float(values.sum())
+    return states @ vectors[:, -2:].flip(-1), float(values[-2:].sum()) / total if total else 1.0
+
+
+def phase_figure(
+    betas: Tensor,
+    curves: Mapping[str, Mapping[str, Tensor]],
+    *,
+    panels: Mapping[str, str],
+    failed: Mapping[str, Tensor] | None = None,
+    exact: Collection[str] = (),
+    title: str = "Against temperature",
+) -> Figure:
+    """Quantities against inverse temperature, one panel each, with a line for every method.
+
+    Args:
+        betas: (K,).
+        curves: by method, then by quantity, (K,). NaN is a gap.
+        panels: the axis label by quantity, in order; a method may lack some.
+        exact: methods that are drawn as broad black lines, under the others.
+        failed: by method, (K,) bool: a cross at the lower edge says where there is no answer.
+        title: above the panels.
+
+    Returns:
+        A matplotlib `Figure`; save it with `figure.savefig(path)`.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    _validate.require(len(panels) > 0, "panels", "name at least one quantity", "none")
+    figure = Figure(figsize=(1.8 + 3.1 * len(panels), 3.6), dpi=DPI, layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    grid: Any = figure.subplots(1, len(panels), squeeze=False)[0]
+    others = [name for name in curves if name not in exact]
+    looks: dict[str, dict[str, Any]] = {name: {"color": "0.0", "lw": 3.5, "alpha": 0.35} for name in exact}
+    for index, name in enumerate(others):
+        dashes = DASHES[(index + index // len(LINES)) % len(DASHES)]
+        looks[name] = {"color": LINES[index % len(LINES)], "ls": dashes, "lw": 1.5}
+    x = betas.detach().double().cpu()
+    for axes, (quantity, label) in zip(grid, panels.items(), strict=True):
+        finite = []
+        for index, (name, values) in enumerate(curves.items()):
+            if quantity not in values:
+                continue
+            y = values[quantity].detach().double().cpu()
+            _validate.require(y.shape == x.shape, "curves", f"have K = {len(x)} points", (name, tuple(y.shape)))
+            finite.append(y[y.isfinite()])
+            axes.plot(
+                x.numpy(),
+                y.masked_fill(~y.isfinite(), torch.nan).numpy(),
+                # A point between two gaps has no line.
+                marker=".",
+                ms=3,
+                label=name,
+                **looks[name],
+            )
+            lost = None if failed is None else failed.get(name)
+            if lost is not None and bool(lost.any()):
+                # Crosses of several methods stand above each other, so that none hides another.
+                height = [0.02 + 0.025 * index] * int(lost.sum())
+                mark = {"color": looks[name]["color"], "ls": "", "marker": "x", "ms": 4}
+                axes.plot(x[lost].numpy(), height, transform=axes.get_xaxis_transform(), **mark)
+        _scale(axes, torch.cat([torch.zeros(0, dtype=torch.float64), *finite]))
+        axes.set_xlabel("beta", fontsize=8)
+        axes.set_ylabel(label, fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+    handles, labels = grid[0].get_legend_handles_labels()
+    if failed is not None and any(bool(lost.any()) for lost in failed.values()):
+        (cross,) = grid[0].plot([], [], color="0.4", ls="", marker="x", ms=4)
+        handles, labels = [*handles, cross], [*labels, "no answer"]
+    if handles:
+        figure.legend(handles, labels, loc="outside right center", fontsize=7, frameon=False)
+    return figure
+
+
+def _scale(axes: Any, values: Tensor) -> None:
+    """Logarithmic where a peak would flatten everything else."""
+    positive = values[values > 0]
+    if len(positive) and len(positive) == len(values) and float(values.max()) > 30 * float(values.median()):
+        axes.set_yscale("log")

@@ -1,0 +1,168 @@
+"""Couplings and fields of an Ising system from what was seen of it: inverse Ising problems by mean-field equations."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import _validate
+from .system import SpinSystem
+
+InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap"]
+METHODS = ("mean_field", "tap", "adaptive_tap")
+
+
+def fit_ising(
+    samples: Float[Tensor, "*batch M N"],
+    *,
+    method: InverseMethod = "tap",
+    pseudocount: float = 1.0,
+    shrinkage: float = 0.0,
+) -> SpinSystem:
+    """The Ising system, at beta = 1, whose spins vary like those of the samples: `fit_ising_moments` of their moments.
+
+    With M samples of mean m and covariance C, and a = pseudocount/(M + pseudocount), the moments are
+
+        (1 - a) m_i,     (1 - a)^2 C_ij for i != j,     1 - (1 - a)^2 m_i^2 for i = j,
+
+    those of samples each of whose spins has been drawn anew, +-1 with equal odds, with probability a. Spins that never
+    change then have a finite field, and are coupled to nothing. (Adding samples of independent spins instead would
+    couple them: together they would tell the two kinds of samples apart.)
+
+    Args:
+        samples: M configurations of N spins, -1 or 1, (*batch, M, N).
+        method: as in `fit_ising_moments`.
+        pseudocount: >= 0, in samples; with 0, every spin has to change.
+        shrinkage: as in `fit_ising_moments`.
+
+    Returns:
+        A `SpinSystem` with couplings (*batch, N, N), field (*batch, N, 1), radius 1 and states counted.
+
+    Raises:
+        TypeError, ValueError: samples that are not -1 or 1, none of them, or those of `fit_ising_moments`.
+    """
+    _validate.check_float_tensor("samples", samples, min_ndim=2)
+    _validate.check_number("pseudocount", pseudocount, low=0.0)
+    count = samples.shape[-2]
+    _validate.require(count > 0, "samples", "hold at least one sample", f"shape {tuple(samples.shape)}")
+    if _can_look(samples):
+        odd = samples[(samples.abs() != 1) & samples.isfinite()]
+        remedy = "binarise them, for example torch.where(x > 0, 1.0, -1.0)"
+        _validate.require(odd.numel() == 0, "samples", "be -1 or 1", float(odd[0]) if odd.numel() else "", remedy)
+    samples = _wide(samples)
+    keep = count / (count + pseudocount)
+    mean = samples.mean(-2)
+    centred = samples - mean[..., None, :]
+    m = keep * mean
+    covariance = _with_diagonal(keep**2 * (centred.mT @ centred) / count, 1 - m.square())
+    return fit_ising_moments(m, covariance, method=method, shrinkage=shrinkage)
+
+
+def fit_ising_moments(
+    magnetization: Float[Tensor, "*batch N"],
+    covariance: Float[Tensor, "*batch N N"],
+    *,
+    method: InverseMethod = "tap",
+    shrinkage: float = 0.0,
+) -> SpinSystem:
+    """The Ising system, at beta = 1, that has these moments according to a mean-field theory.
+
+    A theory says how fields follow from magnetizations, h(m), and by linear response dh_i/dm_j = (C^{-1})_ij. For
+    K = C^{-1} and i != j, without a diagonal of J:
+
+        "mean_field":    J_ij = -K_ij,                        h_i = atanh m_i - sum_j J_ij m_j
+        "tap":           J_ij + 2 m_i m_j J_ij^2 = -K_ij,     h_i = ... + m_i sum_j J_ij^2 (1 - m_j^2)
+        "adaptive_tap":  J_ij = -K_ij,                        h_i = ... + m_i (K_ii - 1/(1 - m_i^2))
+
+    of the quadratic's roots the one that is -K_ij for weak couplings. For moments of couplings J the error of J_ij and
+    h_i is of second order in J for "mean_field" and "adaptive_tap", of third for "tap". "adaptive_tap" is the inverse
+    of adaptive TAP, which gives the very moments back.
+
+    Args:
+        magnetization: m_i = <s_i>, |m_i| < 1, (*batch, N).
+        covariance: C_ij = <s_i s_j> - m_i m_j, positive definite, (*batch, N, N); its diagonal is 1 - m_i^2.
+        method: "mean_field", "tap" or "adaptive_tap".
+        shrinkage: in [0, 1], how much of every covariance with another spin is taken away.
+
+    Returns:
+        A `SpinSystem` with couplings (*batch, N, N), field (*batch, N, 1), radius 1 and states counted.
+
+    Raises:
+        TypeError, ValueError: shapes that do not fit; |m_i| >= 1; a covariance that is not positive definite; with
+        "tap", pairs so strongly coupled that the quadratic has no real root. Where the host cannot look, the sample is
+        NaN instead; so is one with NaN in its moments.
+
+    Gradients: with respect to both, to any order.
+
+    Reference: Kappen and Rodriguez (1998); Tanaka (1998) for "tap"; Opper and Winther (2001) for "adaptive_tap".
+    """
+    _validate.check_float_tensor("magnetization", magnetization, min_ndim=1)
+    _validate.check_float_tensor("covariance", covariance, min_ndim=2)
+    _validate.check_same_kind([("magnetization", magnetization), ("covariance", covariance)])
+    _validate.check_choice("method", method, METHODS)
+    _validate.check_number("shrinkage", shrinkage, low=0.0, high=1.0)
+    shape = (*magnetization.shape, magnetization.shape[-1])
+    _validate.require(
+        covariance.shape == shape, "covariance", f"have shape (*batch, N, N) = {shape}", tuple(covariance.shape)
+    )
+    m, covariance = (
+        t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (magnetization, covariance)
+    )
+    remedy = "use a pseudocount, or leave out spins that never change"
+    m = _checked("magnetization", m, m.abs() < 1, "have |m_i| < 1 everywhere", "a spin that never changes", remedy)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    covariance = _with_diagonal((1 - shrinkage) * (covariance + covariance.mT) / 2, variance)
+    precision = _inverse(covariance)
+    if method == "tap":
+        twice = 2 * m[..., :, None] * m[..., None, :]
+        square = 1 - 4 * twice * precision
+        others = ~torch.eye(shape[-1], dtype=torch.bool, device=m.device)
+        remedy = "use a larger pseudocount or shrinkage, or method='adaptive_tap'"
+        what, received = "have 8 m_i m_j (C^-1)_ij <= 1 for method='tap'", "a pair too strongly coupled for that"
+        square = _checked("covariance", square, (square >= 0) | ~others, what, received, remedy)
+        # The root that stays finite for m = 0, in a form without cancellation.
+        couplings = -2 * precision / (1 + torch.where(others, square, 1.0).sqrt())
+    else:
+        couplings = -precision
+    couplings = _with_diagonal(couplings, torch.zeros_like(m))
+    field = torch.atanh(m) - (couplings @ m[..., None])[..., 0]
+    if method == "tap":
+        field = field + m * (couplings.square() @ (1 - m.square())[..., None])[..., 0]
+    elif method == "adaptive_tap":
+        field = field + m * (precision.diagonal(dim1=-2, dim2=-1) - 1 / (1 - m.square()))
+    return SpinSystem(couplings, field[..., None], radius=1.0, measure="counting")
+
+
+def _inverse(covariance: Tensor) -> Tensor:
+    """C^{-1}, symmetric; NaN where C is not positive definite."""
+    known = covariance.isfinite().all(-1).all(-1)[..., None, None]
+    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    safe = torch.where(known, covariance, eye)
+    positive = torch.linalg.cholesky_ex(safe.detach()).info[..., None, None] == 0
+    remedy = "use a pseudocount or shrinkage, or leave out spins that never change"
+    safe = _checked("covariance", safe, positive, "be positive definite", "an eigenvalue <= 0", remedy)
+    inverse = torch.linalg.inv_ex(torch.where(positive, safe, eye)).inverse
+    return torch.where(known & positive, (inverse + inverse.mT) / 2, torch.nan)
+
+
+def _checked(argument: str, value: Tensor, good: Tensor, requirement: str, received: str, remedy: str) -> Tensor:
+    """`value`, NaN where it is not `good`; or raise, where the host can look and what is wrong is a number."""
+    if _can_look(value):
+        _validate.require(not bool((~good & value.isfinite()).any()), argument, requirement, received, remedy)
+    return torch.where(good, value, torch.nan)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _can_look(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not torch._C._are_functorch_transforms_active()
+
+
+def _with_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:
+    own = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
+    return torch.where(own, diagonal[..., None], matrix)

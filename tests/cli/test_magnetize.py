@@ -1,0 +1,505 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from implicit_attention.cli import main, spin_methods
+from implicit_attention.cli.digits import energies, load, named
+from implicit_attention.cli.magnetize import Settings
+from implicit_attention.cli.spin_file import Sweep, load_system, parse_sweep
+from implicit_attention.cli.spin_methods import Entry, at_all, evaluate, largest_susceptibility
+from implicit_attention.spins import Enumeration, SaddlePoint, SpinSystem, thermodynamics
+from implicit_attention.spins.exact import stationary_law
+from implicit_attention.testing.numerics import random
+
+STATIC = ["mean-field", "tap-2", "tap-3", "saddle-point", "one-loop", "spherical", "adatap", "bethe", "enumeration"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main.app, ["magnetize", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def strict(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def rows_of(content):
+    return {row["method"]: row for row in content["rows"]}
+
+
+def system(sites=5, dim=1, batch=(), *, strength=0.3, seed=0):
+    couplings = strength * random(*batch, sites, sites, seed=seed).numpy()
+    couplings = (couplings + np.swapaxes(couplings, -1, -2)) / 2
+    return {"J": couplings, "h": 0.5 * random(sites, dim, seed=seed + 1).numpy(), "beta": np.array(0.8)}
+
+
+def saved(folder, name="file.npz", **arrays):
+    np.savez(folder / name, **arrays)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def ising(tmp_path_factory):
+    """A file of five Ising spins, with a sweep: (result, folder, JSON)."""
+    folder = tmp_path_factory.mktemp("ising")
+    file = saved(folder, **system())
+    result = invoke(file, "--quick", "--sweep", "beta=0.2:1:3", "--out", folder / "made" / "here")
+    assert result.exit_code == 0, result.output
+    return result, folder / "made" / "here", strict(folder / "made" / "here" / "thermodynamics.json")
+
+
+def test_all_methods_that_apply_are_side_by_side_and_agree_with_the_library(ising):
+    content = ising[2]
+    rows = rows_of(content)
+    assert [*rows] == [*STATIC, "heat-bath"]
+    given = system()
+    exact = thermodynamics(
+        SpinSystem(torch.from_numpy(given["J"]), torch.from_numpy(given["h"]), 0.8, measure="counting"), Enumeration()
+    )
+    for name in spin_methods.SCALARS:
+        assert rows["enumeration"][name] == float(getattr(exact, name))
+    m = torch.tensor(rows["enumeration"]["magnetization"], dtype=torch.float64)
+    torch.testing.assert_close(m, exact.magnetization, rtol=1e-7, atol=1e-9)
+    assert rows["enumeration"]["mean_length"] == pytest.approx(float(exact.magnetization.abs().mean()), rel=1e-12)
+    assert rows["mean-field"]["free_energy"] > rows["enumeration"]["free_energy"]
+    for name in STATIC:
+        assert rows[name]["status"] == {"CONVERGED": 1}
+        assert rows[name]["seconds"] > 0
+    for name in STATIC[:-1]:
+        apart = torch.tensor(rows[name]["magnetization"], dtype=torch.float64) - m
+        assert rows[name]["distance"] == pytest.approx(float(apart.square().mean().sqrt()), rel=1e-6, abs=1e-8)
+        assert rows[name]["distance_from"] == "enumeration"
+
+
+def test_the_heat_bath_agrees_within_its_errors(ising):
+    rows = rows_of(ising[2])
+    sampled, exact = rows["heat-bath"], rows["enumeration"]
+    assert abs(sampled["internal_energy"] - exact["internal_energy"]) < 4 * sampled["internal_energy_error"]
+    error = np.array(sampled["magnetization_error"])
+    assert (np.abs(np.array(sampled["magnetization"]) - exact["magnetization"]) < 4 * error).all()
+    assert "free_energy" not in sampled
+
+
+def test_what_does_not_apply_is_one_line_with_the_reason(ising):
+    result, _, content = ising
+    lines = [line for line in result.stdout.splitlines() if "does not apply" in line]
+    assert len(lines) == len(content["refused"]) == 1
+    assert lines[0].startswith("  transfer-matrix does not apply: `couplings` must be zero except between neighbours")
+    assert "put the sites in the order of the chain" in content["refused"]["transfer-matrix"]
+
+
+def test_one_readable_table_with_notes_and_plain_progress(ising):
+    result = ising[0]
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    for name in [*STATIC, "heat-bath"]:
+        assert sum(line.startswith(name) for line in lines) == 1
+    assert "file.npz: 5 spins in 1 dimension, R = 1, beta 0.8, counting measure, float64" in result.stdout
+    assert "|dm|: root mean square distance of m/R from enumeration's" in result.stdout
+    assert [line[:20].rstrip() for line in result.stderr.splitlines()] == [*STATIC, "heat-bath"]
+    assert "\x1b" not in result.output
+
+
+def test_files_are_written_and_name_no_folder(ising):
+    _, out, content = ising
+    assert sorted(p.name for p in out.iterdir()) == ["phase.png", "spins.png", "thermodynamics.json"]
+    for name in ("phase.png", "spins.png"):
+        assert (out / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = (out / "thermodynamics.json").read_text()
+    assert str(out.parent.parent) not in text
+    assert {"python", "torch", "numpy", "implicit_attention"} <= set(content["versions"])
+    assert content["settings"]["source"] == "file.npz"
+    assert content["settings"]["seed"] == 0
+
+
+def test_the_sweep_is_what_the_methods_say_at_every_temperature(ising):
+    sweep = ising[2]["sweep"]
+    assert sweep["beta"] == pytest.approx([0.2, 0.6, 1.0])
+    given = system()
+    rows = {row["method"]: row for row in sweep["rows"]}
+    assert list(rows) == STATIC
+    for name, method in (("enumeration", Enumeration()), ("saddle-point", SaddlePoint())):
+        for index, beta in enumerate(sweep["beta"]):
+            alone = thermodynamics(
+                SpinSystem(torch.from_numpy(given["J"]), torch.from_numpy(given["h"]), beta, measure="counting"), method
+            )
+            chi = alone.susceptibility().reshape(5, 5)
+            largest = float(torch.linalg.eigvalsh(chi)[-1])
+            assert rows[name]["largest_susceptibility"][index] == pytest.approx(largest, rel=1e-9)
+            assert rows[name]["heat_capacity"][index] == pytest.approx(float(alone.heat_capacity), rel=1e-9)
+            assert rows[name]["mean_length"][index] == pytest.approx(float(alone.magnetization.abs().mean()), rel=1e-9)
+        assert rows[name]["failed"] == [False] * 3
+
+
+def test_lanczos_and_the_matrix_give_the_same_largest_susceptibility(monkeypatch):
+    given = system(6, 2, (3,))
+    found = thermodynamics(
+        SpinSystem(torch.from_numpy(given["J"]), torch.from_numpy(given["h"]).expand(3, 6, 2)), SaddlePoint()
+    )
+    dense = largest_susceptibility(found)
+    monkeypatch.setattr(spin_methods, "DENSE", 0)
+    lanczos = largest_susceptibility(found)
+    torch.testing.assert_close(lanczos.value, dense.value, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        dense.value, torch.linalg.eigvalsh(found.susceptibility().reshape(3, 12, 12))[:, -1], rtol=1e-12, atol=0
+    )
+
+
+def test_points_of_a_sweep_without_an_answer_are_crosses_and_a_line_of_text(tmp_path, monkeypatch):
+    from implicit_attention import Anderson
+    from implicit_attention.spins import Bethe
+
+    lazy = Entry("bethe", Bethe(solver=Anderson(rtol=1e-12, atol=1e-12, max_steps=6)))
+    monkeypatch.setattr(spin_methods, "equilibrium_methods", lambda: [lazy, Entry("one-loop", SaddlePoint())])
+    file = saved(tmp_path, **system(strength=0.5))
+    result = invoke(file, "--quick", "--methods", "bethe,one-loop", "--sweep", "beta=0.01:3:4", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    row = strict(tmp_path / "thermodynamics.json")["sweep"]["rows"][0]
+    failed = sum(row["failed"])
+    assert 0 < failed < 4
+    assert [value is None for value in row["heat_capacity"]] == row["failed"]
+    assert f"bethe has no answer at {failed} of 4 points of the sweep, crosses there" in result.stdout
+    # At the file's own temperature, too, a number is not shown that is no answer.
+    line = next(line for line in result.stdout.splitlines() if line.startswith("bethe "))
+    assert line.split()[1] == "-"
+    assert line.split()[-1] == "MAX_STEPS"
+
+
+def test_vectors_in_a_batch_with_their_own_temperatures(tmp_path):
+    arrays = system(4, 3, (2,)) | {"beta": np.array([0.5, 1.0])}
+    names = "mean-field-amos,saddle-point,one-loop,heat-bath,bethe"
+    result = invoke(saved(tmp_path, **arrays), "--quick", "--methods", names, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    content = strict(tmp_path / "thermodynamics.json")
+    rows = rows_of(content)
+    assert list(rows) == ["mean-field-amos", "saddle-point", "one-loop", "heat-bath"]
+    assert "spins of dimension 1 for Bethe, got D = 3" in content["refused"]["bethe"]
+    assert content["settings"]["batch"] == [2]
+    assert content["settings"]["measure"] == "uniform"
+    assert content["settings"]["radius"] == pytest.approx(3**0.5)
+    assert len(rows["saddle-point"]["free_energy"]) == 2
+    assert content["reference"] == "heat-bath"
+    better = np.array(rows["one-loop"]["distance"]) < np.array(rows["saddle-point"]["distance"])
+    assert better.all()
+    # Both in units of the radius.
+    m = {name: torch.tensor(row["magnetization"], dtype=torch.float64) / 3**0.5 for name, row in rows.items()}
+    lengths = m["one-loop"].norm(dim=-1).mean(-1)
+    assert rows["one-loop"]["mean_length"] == pytest.approx(lengths.tolist(), rel=1e-6)
+    apart = (m["one-loop"] - m["heat-bath"]).norm(dim=-1).square().mean(-1).sqrt()
+    assert rows["one-loop"]["distance"] == pytest.approx(apart.tolist(), rel=1e-5)
+    assert "2 systems of 4 spins in 3 dimensions, R = 1.73205, beta 0.5 to 1, uniform measure" in result.stdout
+    assert "means over the samples that have an answer" in result.stdout
+
+
+def test_blocks_and_options_are_obeyed(tmp_path):
+    blocks = 0.1 * random(3, 3, 2, 2).numpy()
+    blocks = (blocks + blocks.transpose(1, 0, 3, 2)) / 2
+    file = saved(tmp_path, J=blocks, h=random(3, 2).numpy(), beta=0.7)
+    options = ("--radius", "1.5", "--dtype", "float32", "--methods", " saddle-point , spherical ", "--seed", 3)
+    result = invoke(file, "--quick", *options, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    content = strict(tmp_path / "thermodynamics.json")
+    assert [row["method"] for row in content["rows"]] == ["saddle-point", "spherical"]
+    assert (content["settings"]["radius"], content["settings"]["dtype"]) == (1.5, "float32")
+    expected = thermodynamics(
+        SpinSystem(torch.from_numpy(blocks), random(3, 2), 0.7, radius=1.5), SaddlePoint()
+    ).free_energy
+    assert rows_of(content)["saddle-point"]["free_energy"] == pytest.approx(float(expected), rel=1e-5)
+    assert rows_of(content)["saddle-point"]["free_energy"] != float(expected)
+
+
+def test_uniform_measure_leaves_the_states_out(tmp_path):
+    file = saved(tmp_path, **system())
+    energies = []
+    for measure in ("uniform", "counting"):
+        options = ("--quick", "--methods", "enumeration", "--measure", measure, "--out", tmp_path)
+        assert invoke(file, *options).exit_code == 0
+        energies.append(rows_of(strict(tmp_path / "thermodynamics.json"))["enumeration"]["free_energy"])
+    assert energies[0] - energies[1] == pytest.approx(5 * np.log(2) / 0.8)
+
+
+def test_asymmetric_couplings_get_their_dynamics(tmp_path):
+    couplings = 0.4 * random(6, 6, seed=4).numpy()
+    field = 0.3 * random(6, seed=5).numpy()
+    file = saved(tmp_path, J=couplings, h=field, beta=0.9)
+    result = invoke(file, "--quick", "--sweep", "beta=0.2:0.9:3", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    content = strict(tmp_path / "thermodynamics.json")
+    rows = rows_of(content)
+    assert list(rows) == ["plefka-1", "plefka-2", "gaussian-field", "markov-chain", "synchronous"]
+    law = stationary_law(torch.from_numpy(couplings), torch.from_numpy(field), 0.9)
+    np.testing.assert_allclose(
+        np.array(rows["markov-chain"]["magnetization"])[:, 0], law.magnetization, rtol=1e-7, atol=1e-9
+    )
+    assert rows["markov-chain"]["entropy_production"] == pytest.approx(law.entropy_production, rel=1e-12)
+    assert rows["plefka-2"]["distance"] < rows["plefka-1"]["distance"]
+    sampled = rows["synchronous"]
+    apart = abs(sampled["entropy_production"] - law.entropy_production)
+    assert apart < 4 * sampled["entropy_production_error"]
+    assert all("free_energy" not in row for row in rows.values())
+    for name in (*STATIC, "transfer-matrix"):
+        assert "must be symmetric" in content["refused"][name]
+    lines = [line for line in result.stdout.splitlines() if "does not apply" in line]
+    assert len(lines) == len(STATIC) + 1
+    swept = {row["method"]: row for row in content["sweep"]["rows"]}
+    assert list(swept) == ["plefka-1", "plefka-2", "gaussian-field"]
+    assert swept["plefka-2"]["entropy_production"][-1] == pytest.approx(
+        rows["plefka-2"]["entropy_production"], rel=1e-9
+    )
+
+
+def test_a_radius_scales_the_exact_chain(tmp_path):
+    """Spins of length 2 are spins of length 1 with four times the couplings and twice the field."""
+    couplings, field = 0.1 * random(4, 4, seed=4).numpy(), 0.2 * random(4, seed=5).numpy()
+    found = []
+    for radius, j, h in ((2.0, couplings, field), (1.0, 4 * couplings, 2 * field)):
+        options = ("--quick", "--radius", radius, "--methods", "markov-chain,plefka-1", "--out", tmp_path)
+        assert invoke(saved(tmp_path, J=j, h=h, beta=1.0), *options).exit_code == 0
+        found.append(rows_of(strict(tmp_path / "thermodynamics.json")))
+    for name in found[0]:
+        ratio = np.array(found[0][name]["magnetization"]) / np.array(found[1][name]["magnetization"])
+        np.testing.assert_allclose(ratio, 2.0, rtol=1e-6)
+        assert found[0][name]["entropy_production"] == pytest.approx(found[1][name]["entropy_production"], rel=1e-6)
+
+
+def test_a_sample_with_nan_is_flagged_and_touches_no_other(tmp_path):
+    arrays = system(4, 1, (2,))
+    whole = invoke(saved(tmp_path, **arrays), "--quick", "--methods", "enumeration,one-loop", "--out", tmp_path / "a")
+    assert whole.exit_code == 0, whole.output
+    arrays["J"][1, 0, 1] = arrays["J"][1, 1, 0] = np.nan
+    result = invoke(saved(tmp_path, **arrays), "--quick", "--methods", "enumeration,one-loop", "--out", tmp_path / "b")
+    assert result.exit_code == 0, result.output
+    before, after = (rows_of(strict(tmp_path / f / "thermodynamics.json")) for f in "ab")
+    for name, row in after.items():
+        assert row["free_energy"][0] == pytest.approx(before[name]["free_energy"][0], rel=1e-14)
+        assert row["free_energy"][1] is None
+        assert row["status"] == {"CONVERGED": 1, "NONFINITE": 1}
+    assert "1 NONFINITE" in result.stdout
+
+
+def test_a_sample_with_nan_has_no_exact_chain_and_touches_no_other(tmp_path):
+    couplings = 0.4 * random(2, 4, 4, seed=4).numpy()
+    couplings[1, 0, 0] = np.nan
+    options = ("--quick", "--methods", "markov-chain,plefka-1,synchronous", "--out", tmp_path)
+    result = invoke(saved(tmp_path, J=couplings, h=np.zeros(4), beta=1.0), *options)
+    assert result.exit_code == 0, result.output
+    rows = rows_of(strict(tmp_path / "thermodynamics.json"))
+    law = stationary_law(torch.from_numpy(couplings[0]), torch.zeros(4).double(), 1.0)
+    assert rows["markov-chain"]["entropy_production"] == [pytest.approx(law.entropy_production, rel=1e-12), None]
+    assert rows["markov-chain"]["status"] == {"EXACT": 1, "NONFINITE": 1}
+    assert rows["plefka-1"]["status"] == {"CONVERGED": 1, "NONFINITE": 1}
+    assert rows["synchronous"]["entropy_production"][1] is None
+    assert rows["synchronous"]["status"] == {"SAMPLED": 1, "NONFINITE": 1}
+
+
+def test_a_method_that_raises_stays_in_the_table(tmp_path, monkeypatch):
+    class Broken(Enumeration):
+        def log_partition(self, system):
+            raise RuntimeError("it broke\nin two lines")
+
+    entries = [Entry("enumeration", Broken()), Entry("one-loop", SaddlePoint(one_loop=True))]
+    monkeypatch.setattr(spin_methods, "equilibrium_methods", lambda: entries)
+    result = invoke(saved(tmp_path, **system()), "--quick", "--sweep", "beta=0.1:1:2", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.stdout.splitlines() if line.startswith("enumeration "))
+    assert line.split()[-1] == "ERROR"
+    assert "enumeration failed with RuntimeError: it broke" in result.stdout
+    assert "enumeration is not in the sweep: it broke" in result.stdout
+    assert "enumeration          failed: RuntimeError: it broke" in result.stderr
+
+
+def test_too_many_states_for_all_samples_together_are_refused_with_the_reason():
+    many = SpinSystem(torch.zeros(18, 18), torch.zeros(40, 18, 1))
+    fitting, refused = spin_methods.applicable(spin_methods.equilibrium_methods(), many)
+    assert "enumeration" not in [entry.name for entry in fitting]
+    assert refused["enumeration"] == "40 samples of 2^18 states are more than 2^22, which take minutes"
+    one = SpinSystem(torch.zeros(18, 18), torch.zeros(18, 1))
+    assert "enumeration" in [
+        entry.name for entry in spin_methods.applicable(spin_methods.equilibrium_methods(), one)[0]
+    ]
+
+
+def test_all_temperatures_are_one_batch():
+    arrays = system(4, 2, (3,))
+    many = at_all(SpinSystem(torch.from_numpy(arrays["J"]), torch.zeros(3, 4, 2).double()), torch.tensor([0.5, 1.0]))
+    assert many.batch == (2, 3)
+    assert many.beta[:, 0].tolist() == [0.5, 1.0]
+    row, m = evaluate(Entry("one-loop", SaddlePoint(one_loop=True)), many, max_seconds=0.0)
+    assert np.shape(row["free_energy"]) == (2, 3)
+    assert m.shape == (2, 3, 4, 2)
+
+
+# Files and words.
+
+
+def loaded(path, **options):
+    return load_system(path, **{"radius": "sqrt_dim", "measure": None, "dtype": torch.float64} | options)
+
+
+@pytest.mark.parametrize(
+    ("j", "h", "beta", "field"),
+    [
+        ((4, 4), (4,), (), (4, 1)),
+        ((4, 4), (4, 2), (), (4, 2)),
+        ((3, 4, 4), (4, 2), (), (3, 4, 2)),
+        ((3, 4, 4), (4,), (3,), (3, 4, 1)),
+        ((4, 4), (3, 4, 2), (), (3, 4, 2)),
+        ((4, 4), (4, 2), (3,), (3, 4, 2)),
+        ((4, 4, 2, 2), (4, 2), (3,), (3, 4, 2)),
+        ((1, 4, 4), (3, 4, 2), (1,), (3, 4, 2)),
+    ],
+)
+def test_arrays_are_read_in_all_their_shapes(tmp_path, j, h, beta, field):
+    found = loaded(saved(tmp_path, J=np.zeros(j), h=np.zeros(h), beta=np.ones(beta), more=np.zeros(2)))
+    assert found.field.shape == field
+    assert found.block == (len(j) == 4)
+    assert found.measure == ("counting" if field[-1] == 1 else "uniform")
+
+
+def test_the_files_of_the_page_are_read(tmp_path):
+    script = Path(__file__).parents[2] / "docs" / "magnetize" / "systems.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
+    ising, vortex = loaded(tmp_path / "ising.npz"), loaded(tmp_path / "vortex.npz")
+    assert (ising.num_sites, ising.dim, vortex.num_sites, vortex.dim) == (12, 1, 36, 2)
+    # The field runs around the border, and is nowhere else.
+    field = vortex.field.reshape(6, 6, 2)
+    assert (field[1:-1, 1:-1] == 0).all()
+    assert (field[5, :, 0] > 0).all()
+    assert (field[0, :, 0] < 0).all()
+
+
+def test_sweeps_are_read():
+    assert parse_sweep("beta=0.1:3:40") == Sweep(0.1, 3.0, 40)
+    assert parse_sweep(" beta = 1e-1:3:4") == Sweep(0.1, 3.0, 4)
+    assert Sweep(0.5, 1.5, 3).betas(torch.float32).tolist() == [0.5, 1.0, 1.5]
+
+
+def bad_files(folder):
+    good = {"J": np.zeros((4, 4)), "h": np.zeros((4, 2)), "beta": 1.0}
+    saved(folder, "good.npz", **good)
+    saved(folder, "nobeta.npz", J=good["J"], h=good["h"])
+    saved(folder, "nothing.npz")
+    saved(folder, "cold.npz", **good | {"beta": np.array([1.0, -2.0])})
+    saved(folder, "sites.npz", **good | {"h": np.zeros((5, 2))})
+    saved(folder, "batch.npz", **good | {"J": np.zeros((3, 4, 4)), "beta": np.ones(2)})
+    saved(folder, "axes.npz", **good | {"J": np.zeros(4)})
+    saved(folder, "empty.npz", **good | {"J": np.zeros((0, 0)), "h": np.zeros((0, 1))})
+    saved(folder, "complex.npz", **good | {"J": 1j * np.zeros((4, 4))})
+    np.savez(folder / "object.npz", **good | {"h": np.array([{}, 1], dtype=object)})
+    (folder / "damaged.npz").write_bytes(b"PK\x03\x04 not a zip")
+    (folder / "table.csv").write_text("1,2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere.npz"], ["`FILE` nowhere.npz must be an existing file", "check the path"]),
+        (["table.csv"], ["must end in .npz", "'.csv'", "numpy.savez"]),
+        (["damaged.npz"], ["must hold plain arrays"]),
+        (["object.npz"], ["must hold plain arrays"]),
+        (["complex.npz"], ["must hold real numbers", "complex128 in J"]),
+        (["nobeta.npz"], ["must hold the arrays J, h and beta, got J, h; add beta"]),
+        (["nothing.npz"], ["got no array; add J and h and beta"]),
+        (["cold.npz"], ["must have beta > 0 everywhere, got -2"]),
+        (["sites.npz"], ["couplings J for the N = 5 spins in D = 2 dimensions of h", "J (4, 4), h (5, 2), beta ()"]),
+        (["batch.npz"], ["the same number B of samples in all arrays", "J (3, 4, 4)", "beta (2,)"]),
+        (["axes.npz"], ["must have axes that fit", "J (4,)"]),
+        (["empty.npz"], ["at least one spin"]),
+        (["good.npz", "--radius", "bessel"], ["good.npz: `radius` must be 'sqrt_dim' or a number for D <= 2"]),
+        (["good.npz", "--measure", "counting"], ["`measure` must be 'uniform' for D > 1"]),
+        (["good.npz", "--radius", "-1"], ["`--radius` must be sqrt_dim, bessel or a number > 0, got '-1'"]),
+        (["good.npz", "--radius", "long"], ["`--radius`", "'long'"]),
+        (["good.npz", "--measure", "both"], ["`--measure` must be uniform or counting, got 'both'"]),
+        (["good.npz", "--dtype", "float16"], ["`--dtype` must be one of float64, float32, got 'float16'"]),
+        (["good.npz", "--seed", "-1"], ["`--seed` must be in", "got -1"]),
+        (["good.npz", "--methods", "bethe,magic"], ["`--methods` must list some of mean-field", "got 'magic'"]),
+        (["good.npz", "--methods", "bethe"], ["`--methods` must list one that holds", "dimension 1 for Bethe"]),
+        (["good.npz", "--sweep", "beta=1:2"], ["`--sweep` must be beta=LOW:HIGH:COUNT, got 'beta=1:2'"]),
+        (["good.npz", "--sweep", "field=1:2:3"], ["`--sweep` must be beta=LOW:HIGH:COUNT"]),
+        (["good.npz", "--sweep", "beta=1:2:x"], ["`--sweep` must be beta=LOW:HIGH:COUNT"]),
+        (["good.npz", "--sweep", "beta=0:2:3"], ["must go from a beta > 0 to a larger one, got 0:2"]),
+        (["good.npz", "--sweep", "beta=2:1:3"], ["must go from a beta > 0 to a larger one, got 2:1"]),
+        (["good.npz", "--sweep", "beta=1:nan:3"], ["must go from a beta > 0"]),
+        (["good.npz", "--sweep", "beta=1:2:1"], ["must have 2 to 1000 points, got 1"]),
+        (["good.npz", "--out", "table.csv"], ["`--out` must be a writable folder"]),
+        (["--radius", "2"], ["`--radius` must come with a FILE, got '2'"]),
+        (["--measure", "uniform"], ["`--measure` must come with a FILE"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, arguments, expected):
+    bad_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: `")
+    assert "; " in result.stderr
+    for part in expected:
+        assert part in result.stderr
+
+
+# The digits.
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    out = tmp_path_factory.mktemp("digits")
+    result = invoke("--quick", "--methods", "saddle-point,one-loop,heat-bath", "--out", out)
+    assert result.exit_code == 0, result.output
+    return result, out, strict(out / "thermodynamics.json")
+
+
+def test_without_a_file_the_fitted_digits_are_solved_named_and_completed(digits):
+    result, out, content = digits
+    assert sorted(p.name for p in out.iterdir()) == ["completions.png", "spins.png", "thermodynamics.json"]
+    rows = rows_of(content)
+    for name in ("saddle-point", "one-loop"):
+        assert rows[name]["status"] == {"CONVERGED": 10}
+        assert rows[name]["named"] > 0.9
+    assert "named" not in rows["heat-bath"]
+    right = {row["method"]: row["right"] for row in content["digits"]["completions"]}
+    assert set(right) == {"mean of the images", "heat-bath", "saddle-point", "one-loop"}
+    assert min(right.values()) > 0.8
+    assert content["digits"]["images"] + content["digits"]["held_out"] == 1797
+    assert "without any physics" in result.stdout
+    assert "10 systems of 64 spins in 1 dimension" in result.stdout
+
+
+def test_the_fit_gives_the_means_of_the_images_back():
+    """Sampled with small errors the fitted systems have the moments that they were fitted to."""
+    fitted = load(seed=0, dtype=torch.float64)
+    row, samples = spin_methods.evaluate_sampler(fitted.system, equilibrium=True, seed=0, quick=True)
+    keep = 1 / (1 + 1 / 4)
+    apart = samples.magnetization[..., 0] - keep * fitted.means
+    assert float(apart.square().mean().sqrt()) < 0.1
+    assert row["status"] == {"SAMPLED": 10}
+
+
+def test_digits_are_named_by_the_largest_probability():
+    fitted = load(seed=0, dtype=torch.float64)
+    log_z = thermodynamics(fitted.system, SaddlePoint(one_loop=True)).log_partition
+    for index in (0, 7):
+        image = fitted.held_out[index]
+        for c in (2, 5):
+            pair = image @ fitted.system.couplings[c] @ image / 2
+            energy = -pair - fitted.system.field[c, :, 0] @ image
+            assert float(energies(fitted.system, image[None])[0, c]) == pytest.approx(float(energy), rel=1e-12)
+    right = named(fitted, log_z)
+    wrong = named(fitted, log_z + 1000 * torch.arange(10))
+    # With log Z of nine classes far too large everything is a nought.
+    assert wrong == pytest.approx(float((fitted.held_out_digits == 0).double().mean()))
+    assert right > 0.9 > wrong
+
+
+def test_settings_say_where_the_numbers_come_from():
+    assert Settings().source == "Ising systems fitted to scikit-learn's digits"
+    assert Settings(methods="a, b").chosen == ["a", "b"]

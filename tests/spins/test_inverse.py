@@ -1,0 +1,215 @@
+"""Inverse Ising: the couplings behind known moments, to the order that is claimed, and through the direct problem."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from implicit_attention.spins import Bethe, Enumeration, SpinSystem, free_energy, thermodynamics
+from implicit_attention.spins.exact import _states
+from implicit_attention.spins.inverse import METHODS, fit_ising, fit_ising_moments
+from implicit_attention.testing.numerics import random
+
+
+def problem(strength, *, sites=5, batch=(), seed=0):
+    """Couplings of this strength without a diagonal, and fields of order one."""
+    couplings = random(*batch, sites, sites, seed=seed)
+    couplings = strength * (couplings + couplings.mT) / 2
+    couplings = couplings - torch.diag_embed(couplings.diagonal(dim1=-2, dim2=-1))
+    return couplings, 0.6 * random(*batch, sites, 1, seed=seed + 1)
+
+
+def moments(couplings, field):
+    """m and C by adding up all states."""
+    found = thermodynamics(SpinSystem(couplings, field, radius=1.0), Enumeration())
+    return found.magnetization[..., 0], found.susceptibility()[..., :, 0, :, 0]
+
+
+@pytest.mark.parametrize(("method", "order"), [("mean_field", 2), ("tap", 3), ("adaptive_tap", 2)])
+@pytest.mark.parametrize("what", ["couplings", "field"])
+def test_known_systems_are_recovered_to_the_order_of_the_theory(method, order, what):
+    strengths = np.array([0.02, 0.04, 0.08])
+    errors = []
+    for strength in strengths:
+        truth = dict(zip(("couplings", "field"), problem(strength), strict=True))
+        fit = fit_ising_moments(*moments(**truth), method=method)
+        errors.append(float((getattr(fit, what) - truth[what]).abs().max()))
+    slope = np.polyfit(np.log(strengths), np.log(errors), 1)[0]
+    assert slope == pytest.approx(order, abs=0.15)
+    # And not rounding.
+    assert errors[0] > 1e-8
+
+
+def test_each_theory_is_the_inverse_of_its_own_direct_equations():
+    """The fixed point and its response, both written out, give the moments back."""
+    m = 0.4 * torch.tanh(random(4, seed=3))
+    noise = 0.1 * random(4, 4, seed=4)
+    covariance = noise @ noise.mT
+    covariance = covariance - torch.diag(covariance.diagonal()) + torch.diag(1 - m.square())
+    for method in METHODS:
+        fit = fit_ising_moments(m, covariance, method=method)
+        couplings, field = fit.couplings, fit.field[:, 0]
+        variance = 1 - m.square()
+        if method == "adaptive_tap":
+            cavity = torch.linalg.inv(covariance).diagonal() - 1 / variance  # V_i
+            torch.testing.assert_close(torch.atanh(m), field + couplings @ m - cavity * m)
+            response = torch.linalg.inv(torch.diag(cavity + 1 / variance) - couplings)
+            torch.testing.assert_close(response, covariance)
+            continue
+
+        def direct(x, couplings=couplings, method=method):
+            reaction = x * (couplings.square() @ (1 - x.square())) if method == "tap" else 0.0
+            return torch.atanh(x) - couplings @ x + reaction
+
+        torch.testing.assert_close(direct(m), field)
+        others = ~torch.eye(4, dtype=torch.bool)
+        slope = torch.func.jacrev(direct)(m)
+        torch.testing.assert_close(slope[others], torch.linalg.inv(covariance)[others])
+
+
+def test_samples_of_a_system_lead_back_to_it():
+    couplings, field = problem(0.15, sites=4)
+    spins = _states(4)
+    weight = 0.5 * ((spins @ couplings) * spins).sum(-1) + spins @ field[:, 0]
+    # As many copies of every state as its probability says: samples without noise, up to 1/200000.
+    copies = (200_000 * weight.softmax(0)).round().long()
+    fit = fit_ising(spins.repeat_interleave(copies, 0), method="tap", pseudocount=0.0)
+    exact = fit_ising_moments(*moments(couplings, field), method="tap")
+    torch.testing.assert_close(fit.couplings, exact.couplings, rtol=0, atol=1e-4)
+    torch.testing.assert_close(fit.field, exact.field, rtol=0, atol=1e-4)
+    assert float((fit.couplings - couplings).abs().max()) < 0.02
+    assert (fit.beta, fit.radius, fit.measure) == (1.0, 1.0, "counting")
+
+
+def test_a_pseudocount_is_the_chance_that_every_spin_is_drawn_anew():
+    """All ways to redraw some of three spins, written out."""
+    samples = torch.tensor([[1.0, 1, -1], [1, -1, -1], [1, 1, 1], [1, 1, -1], [1, -1, 1]]).double()
+    a = 2.0 / (len(samples) + 2.0)
+    rows, weights = [], []
+    for fresh in _states(3) > 0:
+        for new in _states(3):
+            rows.append(torch.where(fresh, new, samples))
+            share = a ** int(fresh.sum()) * (1 - a) ** int((~fresh).sum()) / 8 / len(samples)
+            weights.append(torch.full((len(samples),), share, dtype=torch.float64))
+    rows, weights = torch.cat(rows), torch.cat(weights)
+    m = weights @ rows
+    covariance = rows.mT @ (weights[:, None] * rows) - torch.outer(m, m)
+    expected = fit_ising_moments(m, covariance, method="mean_field")
+    fit = fit_ising(samples, method="mean_field", pseudocount=2.0)
+    torch.testing.assert_close(fit.couplings, expected.couplings)
+    torch.testing.assert_close(fit.field, expected.field)
+    # The first spin never changes: it is coupled to nothing, and its field gives the odds of the pseudocount.
+    assert fit.couplings[0].abs().max() < 1e-15
+    assert float(fit.field[0]) == pytest.approx(math.atanh(1 - a), rel=1e-12)
+
+
+def test_shrinkage_takes_covariances_away():
+    m, covariance = moments(*problem(0.2))
+    half = fit_ising_moments(m, covariance, shrinkage=0.5)
+    own = torch.diag(covariance.diagonal())
+    by_hand = fit_ising_moments(m, (covariance + own) / 2)
+    torch.testing.assert_close(half.couplings, by_hand.couplings)
+    alone = fit_ising_moments(m, covariance, shrinkage=1.0)
+    assert (alone.couplings == 0).all()
+    torch.testing.assert_close(alone.field[:, 0], torch.atanh(m))
+
+
+def test_the_tap_root_stays_finite_without_magnetizations():
+    couplings, _ = problem(0.1)
+    m, covariance = moments(couplings, torch.zeros(5, 1, dtype=torch.float64))
+    naive = fit_ising_moments(m, covariance, method="mean_field")
+    tap = fit_ising_moments(m, covariance, method="tap")
+    torch.testing.assert_close(tap.couplings, naive.couplings, rtol=1e-12, atol=1e-15)
+
+
+def test_samples_of_a_batch_are_fitted_alone_and_nan_stays_where_it_is():
+    m, covariance = moments(*problem(0.1, batch=(3,)))
+    m = m.clone()
+    m[1, 2] = torch.nan
+    for method in METHODS:
+        together = fit_ising_moments(m, covariance, method=method)
+        for b in (0, 2):
+            alone = fit_ising_moments(m[b], covariance[b], method=method)
+            torch.testing.assert_close(together.couplings[b], alone.couplings, rtol=1e-14, atol=1e-15)
+            torch.testing.assert_close(together.field[b], alone.field, rtol=1e-14, atol=1e-15)
+        assert together.field[1].isnan().any()
+        status = thermodynamics(together, Bethe(), on_failure="ignore").evidence.failed
+        assert status.tolist() == [False, True, False]
+
+
+def test_a_nan_among_samples_reaches_its_own_fit_only():
+    samples = torch.sign(random(2, 30, 4, seed=5))
+    broken = samples.clone()
+    broken[1, 3, 2] = torch.nan
+    fit, whole = fit_ising(broken), fit_ising(samples)
+    assert torch.equal(fit.couplings[0], whole.couplings[0])
+    assert fit.couplings[1].isnan().any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+def test_derivatives(method, check):
+    m, covariance = moments(*problem(0.1, sites=3, batch=(2,)))
+
+    def fitted(m, covariance):
+        fit = fit_ising_moments(m, covariance, method=method, shrinkage=0.1)
+        return fit.couplings, fit.field
+
+    assert check(fitted, [m.detach().requires_grad_(), covariance.detach().requires_grad_()])
+
+
+def test_vmap_agrees_with_a_batch():
+    m, covariance = moments(*problem(0.1, batch=(3,)))
+    batch = fit_ising_moments(m, covariance)
+    mapped = torch.vmap(lambda a, b: fit_ising_moments(a, b).couplings)(m, covariance)
+    torch.testing.assert_close(mapped, batch.couplings, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_dtypes_are_answered_in_single(dtype):
+    samples = torch.sign(random(40, 5, seed=2))
+    fit, exact = fit_ising(samples.to(dtype)), fit_ising(samples)
+    assert fit.couplings.dtype == torch.float32
+    torch.testing.assert_close(fit.couplings.double(), exact.couplings, rtol=1e-4, atol=1e-5)
+    assert torch.isfinite(free_energy(fit, Bethe()))
+
+
+EYE = torch.eye(3, dtype=torch.float64)
+ZERO = torch.zeros(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: fit_ising([1.0]), TypeError, "`samples` must be a torch.Tensor"),
+        (lambda: fit_ising(torch.zeros(4, 3)), ValueError, "`samples` must be -1 or 1, got 0.0; binarise"),
+        (lambda: fit_ising(torch.ones(0, 3)), ValueError, "`samples` must hold at least one sample"),
+        (lambda: fit_ising(torch.ones(4, 3), pseudocount=-1.0), ValueError, "`pseudocount` must be >= 0, got -1.0"),
+        (lambda: fit_ising(torch.ones(4, 3), pseudocount=0), ValueError, "`magnetization` must have |m_i| < 1"),
+        (lambda: fit_ising_moments(ZERO, EYE[:2]), ValueError, "`covariance` must have shape (*batch, N, N) = (3, 3)"),
+        (lambda: fit_ising_moments(ZERO, EYE.float()), ValueError, "`covariance` must have the dtype"),
+        (lambda: fit_ising_moments(ZERO, EYE, method="bethe"), ValueError, "`method` must be one of 'mean_field'"),
+        (lambda: fit_ising_moments(ZERO, EYE, shrinkage=2.0), ValueError, "`shrinkage` must be in [0, 1], got 2.0"),
+        (
+            lambda: fit_ising_moments(ZERO, -EYE),
+            ValueError,
+            "`covariance` must be positive definite, got an eigenvalue",
+        ),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(call, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+def test_pairs_too_strong_for_tap_are_refused_with_the_remedy():
+    m = torch.tensor([0.9, -0.9], dtype=torch.float64)
+    covariance = torch.diag(1 - m.square())
+    covariance[0, 1] = covariance[1, 0] = 0.15
+    with pytest.raises(ValueError, match=r"8 m_i m_j .*<= 1 for method='tap'.*larger pseudocount.*adaptive_tap"):
+        fit_ising_moments(m, covariance, method="tap")
+    assert torch.isfinite(fit_ising_moments(m, covariance, method="adaptive_tap").couplings).all()
+    # Where the host may not look, it is the answer that says so.
+    assert torch.vmap(lambda c: fit_ising_moments(m, c).couplings)(covariance[None]).isnan().any()
