@@ -25,7 +25,17 @@ ALLOWED = {
     "equilibrium": {"energies", "potentials", "solve", "solvers", "adjoints", "problem", "solution", "_reporting"},
     "functional": {"equilibrium", "solvers", "adjoints", "solution"},
     "layers": {"equilibrium", "energies", "potentials", "problem", "solvers", "adjoints", "solution"},
-    "spins": {"potentials", "solve", "solvers", "adjoints", "linear", "problem", "solution", "_reporting"},
+    "spins": {
+        "diagnostics",
+        "potentials",
+        "solve",
+        "solvers",
+        "adjoints",
+        "linear",
+        "problem",
+        "solution",
+        "_reporting",
+    },
     "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "solution"},
     "plotting": {"energies", "potentials", "solve", "solution", "diagnostics"},
     "cli": {

@@ -17,6 +17,8 @@ from .._types import OnFailure
 from ..problem import widened
 from ..solution import AdjointReport, Evidence
 from ..status import Status
+from ._lost import fill, without_lost
+from .dynamics import DynamicalMethod, no_free_energy, stationary_state
 from .method import LogPartition, Method
 from .system import SpinSystem
 
@@ -123,7 +125,7 @@ def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure 
     def product(v: Tensor) -> Tensor:
         with exact_precision(v):
             response: Tensor = pullback((v, nothing[1], torch.zeros_like(by_beta)))[0]
-        return _fill(response / beta[..., None, None], lost, torch.nan)
+        return fill(response / beta[..., None, None], lost, torch.nan)
 
     log_partition = value + system.base_measure()
     free = -log_partition / beta
@@ -138,7 +140,7 @@ def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure 
         "correlations": 2 * by_couplings / pairs,
     }
     # Last, so that NaN of one sample enters no gradient of what it shares with others.
-    numbers = {name: _fill(number, lost, torch.nan) for name, number in numbers.items()}
+    numbers = {name: fill(number, lost, torch.nan) for name, number in numbers.items()}
     return Thermodynamics(**numbers, evidence=Evidence(**fields, adjoint=adjoint), _product=product)
 
 
@@ -148,7 +150,7 @@ def free_energy(system: SpinSystem, method: Method, *, on_failure: OnFailure = "
     system = widened(system)[0]
     with exact_precision(system.field):
         found, lost = _answer(method, system, on_failure)
-    return _fill(-(found.value + system.base_measure()) / system.sample_beta, lost, torch.nan)
+    return fill(-(found.value + system.base_measure()) / system.sample_beta, lost, torch.nan)
 
 
 def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on_failure: OnFailure = "raise") -> Any:
@@ -167,6 +169,10 @@ def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on
 
     Gradients: with respect to field, couplings (and the parameters of their function) and beta, to second order.
     """
+    if isinstance(method, DynamicalMethod):
+        if split:
+            no_free_energy(method)
+        return stationary_state(system, method, on_failure=on_failure).magnetization
     _check(system, method, on_failure)
     wide = widened(system)[0]
 
@@ -180,7 +186,7 @@ def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on
         )
     beta = wide.sample_beta
     site = beta[..., None, None] if isinstance(beta, Tensor) else beta
-    direct = _fill(by_field / site, lost, torch.nan)
+    direct = fill(by_field / site, lost, torch.nan)
     function = wide.coupling_function.function
     if function is None:
         through = torch.zeros_like(direct)
@@ -200,21 +206,8 @@ def _check(system: SpinSystem, method: Method, on_failure: OnFailure) -> None:
 
 
 def _answer(method: Method, system: SpinSystem, on_failure: OnFailure) -> tuple[LogPartition, Tensor]:
-    """The method's log Z with evidence, and which samples are lost as their numbers are not finite, (*batch).
-
-    In a lost sample's place the method gets spins without a field, as 0 * NaN would reach, in the gradients, what the
-    sample shares with others. Its answers are to be made NaN once all is computed.
-    """
-    couplings, beta = system.couplings, system.sample_beta
-    own = 4 if system.block else 2
-    unknown = ~system.live_couplings.isfinite().flatten(-own).all(-1)
-    lost = unknown | ~system.live_field.isfinite().flatten(-2).all(-1)
-    if isinstance(beta, Tensor):
-        lost = lost | ~beta.isfinite()
-        beta = beta.expand(lost.shape).masked_fill(lost, 1.0)
-    if couplings.ndim > own or unknown.ndim:
-        couplings, unknown = couplings.expand(*lost.shape, *couplings.shape[-own:]), lost
-    sound = system.at(_fill(system.field, lost, 0.0), _fill(couplings, unknown, 0.0), beta)
+    """The method's log Z with evidence, and which samples are lost, (*batch), whose numbers mean nothing."""
+    sound, lost = without_lost(system)
     value, evidence = method.log_partition(sound)
     # What a later backward pass finds out is told in the same way.
     evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
@@ -223,11 +216,6 @@ def _answer(method: Method, system: SpinSystem, on_failure: OnFailure) -> tuple[
     name, e = type(method).__name__, evidence
     report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
     return LogPartition(value, evidence), lost
-
-
-def _fill(x: Tensor, samples: Tensor, value: float) -> Tensor:
-    """x with `value` in some samples."""
-    return x.masked_fill(samples.reshape((*samples.shape, *(1,) * (x.ndim - samples.ndim))), value)
 
 
 def _fields(evidence: Evidence) -> dict[str, Tensor]:

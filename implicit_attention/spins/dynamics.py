@@ -1,0 +1,159 @@
+"""Synchronous dynamics: spins that all answer the field of the step before, and the state that they settle in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import exact_precision
+from .._reporting import check_on_failure, report_failures
+from .._types import OnFailure
+from ..potentials.spin import BesselResponse, Response
+from ..problem import widened
+from ..solution import Evidence
+from ..solve import solve
+from ..status import Status
+from ._lost import fill, without_lost
+from .method import FixedPointMethod, LogPartition, Method, physics_solver
+from .system import SpinSystem
+
+
+@dataclasses.dataclass(frozen=True)
+class StationaryState:
+    """What a closure says of the state that synchronous dynamics settles in.
+
+    Attributes:
+        magnetization: m_i = <s_i>, (*batch, N, D).
+        delayed_correlations: D_ij = <s_i(t + 1) . s_j(t)> - m_i . m_j, (*batch, N, N).
+        entropy_production: sigma per step, (*batch), in units of Boltzmann's constant. Zero if J_ij = J_ji^T, else
+            positive in truth; an approximation need not be.
+        evidence: of the solve behind it.
+    """
+
+    magnetization: Tensor
+    delayed_correlations: Tensor
+    entropy_production: Tensor
+    evidence: Evidence
+
+
+class Moments(NamedTuple):
+    """m, (*batch, N, D), and D, (*batch, N, N); for matrices as couplings <s_i(t + 1) s_j(t)^T> - m_i m_j^T instead."""
+
+    magnetization: Tensor
+    delayed: Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicalMethod(FixedPointMethod):
+    """Base of the closures of p(s' | s) = prod_i exp(beta s'_i . f_i(s))/Z_1(f_i(s)) with f = h + J s.
+
+    Every spin is drawn anew at every step, from the field that all of them made at the step before. Couplings need not
+    be symmetric, and J_ii is the memory of a spin. There is no energy, hence no free energy: `stationary_state` and
+    `magnetization` are what can be asked. For symmetric couplings the chain obeys detailed balance, but its law is
+    Peretto's, not Boltzmann's, so that even there magnetizations differ from those of an equilibrium method.
+
+    Args:
+        response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()`, `LargeDResponse()`, ...
+        solver: default `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
+        adjoint: default `Implicit()`.
+
+    A subclass defines `problem`, `start`, `moments`, and what it cannot do in `check`.
+    """
+
+    response: Response = dataclasses.field(default_factory=BesselResponse)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given: Any = self.response
+        if not isinstance(given, Response):
+            raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
+
+    def check(self, system: SpinSystem) -> None:
+        self.response.check("system", system.dim, system.radius)
+
+    def site_response(self) -> Response:
+        return self.response
+
+    def moments(self, system: SpinSystem, state: Tensor) -> Moments:
+        """What a solution of the problem says."""
+        raise NotImplementedError(f"{type(self).__name__} must define moments(system, state)")
+
+    def log_partition(self, system: SpinSystem) -> LogPartition:
+        no_free_energy(self)
+
+
+def no_free_energy(method: Method) -> NoReturn:
+    """Raise for what is asked of a free energy that dynamics does not have."""
+    name = type(method).__name__
+    remedy = "use stationary_state(system, method) or magnetization(system, method); for symmetric couplings, MeanField"
+    raise TypeError(_validate.message("method", "have a free energy", f"{name}, which describes dynamics", remedy))
+
+
+def stationary_state(
+    system: SpinSystem, method: DynamicalMethod, *, on_failure: OnFailure = "raise"
+) -> StationaryState:
+    """Magnetization, delayed correlations and entropy production of synchronous dynamics, by one solve.
+
+    The entropy production follows from the delayed correlations by an identity of the chain that holds exactly,
+
+        sigma = beta sum_ij Tr (J_ij - J_ji^T)^T <s_i(t + 1) s_j(t)^T>,
+
+    for a number per pair beta sum_ij (J_ij - J_ji) D_ij: log Z_1 and the field drop out of what a step produces.
+
+    Args:
+        system: the spins, with couplings of any kind.
+        method: `GaussianField()` or `KineticPlefka()`.
+        on_failure: for samples whose solve failed, backward solves included: "raise", "warn" or "ignore".
+
+    Raises:
+        ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
+
+    Gradients: every output with respect to field, couplings and beta, to any order.
+    """
+    for name, value, kind, hint in (
+        ("system", system, SpinSystem, ""),
+        ("method", method, DynamicalMethod, "use GaussianField() or KineticPlefka()"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__, hint))
+    check_on_failure(on_failure)
+    method.check(system)
+    system = widened(system)[0]
+    with exact_precision(system.field):
+        sound, lost = without_lost(system, _overflowing(system))
+        start = method.start(sound).detach()
+        solver = method.solver or physics_solver(start.dtype)
+        solution = solve(method.problem(sound), start, solver=solver, adjoint=method.adjoint, on_failure="ignore")
+        m, delayed = method.moments(sound, solution.value)
+        couplings = sound.live_couplings
+        twin = couplings.transpose(-4, -3).mT if sound.block else couplings.mT
+        pairs = (-4, -3, -2, -1) if sound.block else (-2, -1)
+        entropy = sound.sample_beta * ((couplings - twin) * delayed).sum(pairs)
+        if sound.block:
+            delayed = delayed.diagonal(dim1=-2, dim2=-1).sum(-1)
+    evidence = solution.evidence()
+    # What a later backward pass finds out is told in the same way.
+    evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
+    status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
+    evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
+    name, e = type(method).__name__, evidence
+    report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
+    return StationaryState(
+        magnetization=fill(m, lost, torch.nan),
+        delayed_correlations=fill(delayed, lost, torch.nan),
+        entropy_production=fill(entropy, lost, torch.nan),
+        evidence=evidence,
+    )
+
+
+def _overflowing(system: SpinSystem) -> Bool[Tensor, "*batch"]:
+    """Samples in which a field can be so strong that its square is no number."""
+    field, couplings, beta = system.live_field, system.live_couplings, system.site_beta
+    strongest = couplings.abs().sum((-3, -2, -1) if system.block else -1)
+    kappa = beta * system.radius * (field.norm(dim=-1) + system.radius * strongest)
+    return ~torch.isfinite(kappa.detach().square()).all(-1)

@@ -1,0 +1,160 @@
+"""Synchronous dynamics in the Gaussian-field closure: what the others make of the field has a normal distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..potentials.spin import BesselResponse, Response
+from ..problem import Problem
+from .dynamics import DynamicalMethod, Moments
+from .system import SpinSystem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GaussianField(DynamicalMethod):
+    """Every spin answers, on average, a field of mean f_i = h_i + sum_j J_ij m_j that fluctuates normally.
+
+    The variance of spin j is R^2 - |m_j|^2, that of the field V_i = sum_j J_ij^2 (R^2 - |m_j|^2), to all orders in J.
+    For D = 1 the average is taken exactly. For vectors the length of the field is taken to be sharp, which it is for
+    large D: n_i^2 = |f_i|^2 + V_i:
+
+        D = 1:  m_i = R <tanh(beta R (f_i + sqrt(V_i) z))>, z normal        D > 1:  m_i = R A(beta R n_i) f_i/n_i
+
+    A step later s_j is seen through the field that it was part of:
+
+        D_ij = J_ij Tr (dm_i/df_i) C_j,        Tr C_j = R^2 - |m_j|^2,
+
+    with dm_i/df_i at fixed V_i, and C_j the covariance of s_j, equal across f_j in all directions. Left out is that the
+    parts of a field are correlated: the closure is best for many neighbours and couplings J_ij and J_ji that have
+    nothing to do with each other; for symmetric ones the reaction of the neighbours is missing. For few dimensions and
+    weak couplings it is off by O(J^2/D), where `KineticPlefka(order=2)` is off by O(J^3).
+
+    Args:
+        response, solver, adjoint: as in `DynamicalMethod`; for D = 1 `BesselResponse()` is the only response.
+
+    Couplings are a number for each pair.
+
+    Reference: Mezard and Sakellariou (2011), and Plefka[t-1] of Aguilera, Moosavi and Shimazaki (2021), for D = 1.
+    """
+
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        received = f"shape {tuple(system.couplings.shape)}"
+        required = "have a number for each pair, (N, N) or (*batch, N, N), for GaussianField"
+        _validate.require(not system.block, "couplings", required, received, "use KineticPlefka(order=1)")
+        exact = system.dim > 1 or isinstance(self.response, BesselResponse)
+        required = "be BesselResponse() for GaussianField of spins with D = 1, an average of tanh"
+        _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")
+
+    def problem(self, system: SpinSystem) -> GaussianFieldProblem:
+        return GaussianFieldProblem(system, self.response)
+
+    def start(self, system: SpinSystem) -> Tensor:
+        return self.response.magnetization(system.live_field, system.sample_beta, system.radius)
+
+    def moments(self, system: SpinSystem, state: Tensor) -> Moments:
+        return Moments(state, self.problem(system).delayed(state))
+
+
+class GaussianFieldProblem(Problem):
+    """m = the mean answer to the fields that m makes: all sites of a sample are one problem.
+
+    Args:
+        system: the spins, with a number for each pair.
+        response: of one spin to its field.
+    """
+
+    event_ndim = 2
+
+    def __init__(self, system: SpinSystem, response: Response) -> None:
+        self.system = system
+        self.response = response
+
+    def local(self, m: Tensor) -> tuple[Tensor, Tensor]:
+        """f, (*batch, N, D), and V, (*batch, N)."""
+        system = self.system
+        variance = system.radius**2 - m.square().sum(-1, keepdim=True)
+        spread = (system.live_couplings.square() @ variance)[..., 0]
+        return system.live_field + system.coupled(m), spread
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        f, spread = self.local(z)
+        beta, radius, dim = self.system.site_beta, self.system.radius, self.system.dim
+        scale = beta * radius
+        if dim == 1:
+            return radius * _mean_tanh(scale * f[..., 0], scale * scale * spread)[..., None]
+        gain = self.response.gain(scale * scale * (f.square().sum(-1) + spread), dim)
+        return (beta * radius**2 * gain)[..., None] * f
+
+    def delayed(self, m: Tensor) -> Tensor:
+        """D, (*batch, N, N), from a solution m."""
+        f, spread = self.local(m)
+        beta, radius, dim = self.system.site_beta, self.system.radius, self.system.dim
+        scale = beta * radius
+        squared = f.square().sum(-1)
+        # dm/df = beta (tau I + slope f f^T), and C = rest I + slope f f^T.
+        if dim == 1:
+            tau = radius**2 * _mean_tanh_slope(scale * f[..., 0], scale * scale * spread)
+            slope = torch.zeros_like(tau)
+        else:
+            t = scale * scale * (squared + spread)
+            tau = radius**2 * self.response.gain(t, dim)
+            slope = 2 * (scale * radius) ** 2 * self.response.gain_slope(t, dim)
+        variance = radius**2 - m.square().sum(-1)
+        rest = (variance - slope * squared) / dim
+        overlap = (f @ f.mT).square()
+        traces = (
+            tau[..., :, None] * variance[..., None, :]
+            + (slope * squared)[..., :, None] * rest[..., None, :]
+            + slope[..., :, None] * slope[..., None, :] * overlap
+        )
+        pair_beta = beta[..., None] if isinstance(beta, Tensor) else beta
+        return pair_beta * self.system.live_couplings * traces
+
+
+def _mean_tanh(mean: Tensor, variance: Tensor) -> Tensor:
+    """<tanh(x)> for a normal x: smooth in the variance, which may be 0, and right to rounding for all of them.
+
+    A logistic variable is a normal one whose standard deviation is 2 k, with k as in Kolmogorov's law. So tanh(x) is
+    the mean of erf(x / (sqrt(2) k)), and another normal variable only adds to k^2: quadrature is over k alone.
+    """
+    scales, weights = _kolmogorov(mean.dtype, mean.device)
+    width = (2 * (scales + variance[..., None])).sqrt()
+    return (torch.erf(mean[..., None] / width) * weights).sum(-1)
+
+
+def _mean_tanh_slope(mean: Tensor, variance: Tensor) -> Tensor:
+    """d/dmean of `_mean_tanh`."""
+    scales, weights = _kolmogorov(mean.dtype, mean.device)
+    width = (2 * (scales + variance[..., None])).sqrt()
+    return (torch.exp(-(mean[..., None] / width).square()) / width * weights).sum(-1) * (2 / math.sqrt(math.pi))
+
+
+def _kolmogorov(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """k^2 and weights of a quadrature over Kolmogorov's law."""
+    scales, weights = _kolmogorov_rule()
+    make = functools.partial(torch.tensor, dtype=dtype, device=device)
+    return make(scales), make(weights)
+
+
+@functools.cache
+def _kolmogorov_rule(step: float = 0.1, low: float = -1.85, high: float = 1.6) -> tuple[list[float], list[float]]:
+    """Equal steps in log k: the density falls off so fast on both sides that 35 of them reach rounding."""
+    points = [math.exp(low + step * n) for n in range(round((high - low) / step) + 1)]
+    weights = [k * _kolmogorov_density(k) for k in points]
+    total = math.fsum(weights)
+    return [k * k for k in points], [w / total for w in weights]
+
+
+def _kolmogorov_density(k: float) -> float:
+    """Of P(k) = sum over all integers n of (-1)^n exp(-2 n^2 k^2), by its theta series or that one's transform."""
+    if k > 1:
+        return math.fsum(8 * k * (-1) ** (n - 1) * n * n * math.exp(-2 * (n * k) ** 2) for n in range(1, 12))
+    squares = [((2 * n - 1) * math.pi / (2 * k)) ** 2 for n in range(1, 12)]
+    return math.sqrt(2 * math.pi) / k**2 * math.fsum((x - 1) * math.exp(-x / 2) for x in squares)

@@ -1,0 +1,243 @@
+"""The Gaussian-field closure: its equations, the average of tanh, and how near it is to chains."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from implicit_attention.potentials.spin import AmosResponse, BesselResponse
+from implicit_attention.spins import SpinSystem, magnetization
+from implicit_attention.spins.dynamics import stationary_state
+from implicit_attention.spins.exact import stationary_law
+from implicit_attention.spins.gaussian_field import GaussianField, _mean_tanh, _mean_tanh_slope
+from implicit_attention.spins.kinetic_plefka import KineticPlefka
+from implicit_attention.testing.numerics import random, relative_error
+
+
+def gaussian_couplings(sites, seed):
+    return random(sites, sites, seed=seed) / math.sqrt(sites)
+
+
+# The average of tanh over normal numbers.
+
+
+def by_quadrature(mean, variance, nodes=4001, reach=12.0):
+    """<tanh> by equal steps, right to rounding while the standard deviation is below about 10."""
+    z = torch.linspace(-reach, reach, nodes, dtype=torch.float64)
+    weight = torch.softmax(-z.square() / 2, 0)
+    return (torch.tanh(mean[..., None] + variance.sqrt()[..., None] * z) * weight).sum(-1)
+
+
+def test_the_average_of_tanh():
+    mean = torch.linspace(-6, 6, 25, dtype=torch.float64)[:, None]
+    variance = torch.tensor([0.0, 1e-4, 0.3, 2.0, 25.0, 100.0], dtype=torch.float64)
+    mean, variance = torch.broadcast_tensors(mean, variance)
+    torch.testing.assert_close(_mean_tanh(mean, variance), by_quadrature(mean, variance), rtol=0, atol=4e-15)
+    slope = torch.func.vmap(torch.func.grad(_mean_tanh))(mean.flatten(), variance.flatten()).view(mean.shape)
+    torch.testing.assert_close(_mean_tanh_slope(mean, variance), slope, rtol=1e-12, atol=1e-15)
+
+
+def test_the_average_of_tanh_is_that_of_a_sign_where_the_field_is_wide():
+    mean = torch.tensor([-3e5, 1e4, 1e6], dtype=torch.float64)
+    variance = torch.full_like(mean, 1e12)
+    torch.testing.assert_close(_mean_tanh(mean, variance), torch.erf(mean / math.sqrt(2e12)), rtol=1e-9, atol=0)
+
+
+def test_the_average_of_tanh_is_smooth_at_no_variance():
+    """Heat equation: d/dV = (1/2) d^2/dmean^2, and so on."""
+    for x in (0.0, 0.4, 2.0):
+        mean, none = torch.tensor(x, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+
+        def by_variance(v, mean=mean):
+            return _mean_tanh(mean, v)
+
+        def derivatives(order, x=mean):
+            f = torch.tanh
+            for _ in range(order):
+                f = torch.func.grad(f)
+            return f(x)
+
+        assert float(torch.func.grad(by_variance)(none)) == pytest.approx(float(derivatives(2)) / 2, abs=1e-12)
+        second = torch.func.grad(torch.func.grad(by_variance))(none)
+        assert float(second) == pytest.approx(float(derivatives(4)) / 4, abs=1e-11)
+
+
+# Equations.
+
+
+def test_the_equation_of_ising_spins():
+    beta, radius, couplings, field = 1.3, 1.4, gaussian_couplings(6, seed=1), random(6, 1, seed=2)
+    m = magnetization(SpinSystem(couplings, field, beta, radius=radius), GaussianField())[:, 0]
+    local = field[:, 0] + couplings @ m
+    spread = couplings.square() @ (radius**2 - m.square())
+    scale = beta * radius
+    expected = radius * by_quadrature(scale * local, scale**2 * spread)
+    torch.testing.assert_close(m, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("response", [BesselResponse(), AmosResponse()])
+def test_the_equation_of_vectors(response):
+    beta, couplings, field = 1.2, gaussian_couplings(5, seed=1), random(5, 3, seed=2)
+    system = SpinSystem(couplings, field, beta, radius=1.5)
+    m = magnetization(system, GaussianField(response=response))
+    local = field + couplings @ m
+    length = local.norm(dim=-1, keepdim=True)
+    wide = (length.square() + couplings.square() @ (1.5**2 - m.square().sum(-1, keepdim=True))).sqrt()
+    # The response to a field of length n along f, shortened to the part along f.
+    answer = response.magnetization(local * wide / length, beta, 1.5)
+    torch.testing.assert_close(m, answer * length / wide, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_delayed_correlations_are_the_jacobian_times_the_covariance(dim):
+    beta, radius, couplings = 1.1, 1.2, gaussian_couplings(4, seed=1)
+    system = SpinSystem(couplings, random(4, dim, seed=2), beta, radius=radius)
+    state = stationary_state(system, GaussianField())
+    m = state.magnetization
+    local = system.field + couplings @ m
+    spread = couplings.square() @ (radius**2 - m.square().sum(-1))
+    response = BesselResponse()
+
+    def mean(f, v):
+        if dim == 1:
+            return radius * _mean_tanh(beta * radius * f, (beta * radius) ** 2 * v)
+        wide = (f.square().sum() + v).sqrt()
+        return response.magnetization((f * wide / f.norm())[None], beta, radius)[0] * f.norm() / wide
+
+    jacobian = torch.stack([torch.func.jacrev(mean)(f, v) for f, v in zip(local, spread, strict=True)])
+    # Of C the trace is known, and along f what the Jacobian has there beyond what it has across.
+    unit = local / local.norm(dim=-1, keepdim=True)
+    along = torch.einsum("ia,iab,ib->i", unit, jacobian, unit) / beta
+    trace = jacobian.diagonal(dim1=-2, dim2=-1).sum(-1) / beta
+    excess = torch.zeros_like(along) if dim == 1 else along - (trace - along) / (dim - 1)
+    outer = excess[:, None, None] * unit[:, :, None] * unit[:, None, :]
+    rest = (radius**2 - m.square().sum(-1) - excess) / dim
+    covariance = outer + rest[:, None, None] * torch.eye(dim, dtype=torch.float64)
+    expected = couplings * torch.einsum("iab,jba->ij", jacobian, covariance)
+    torch.testing.assert_close(state.delayed_correlations, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_many_neighbours_make_the_average_exact():
+    """Ising spins that all see s_1 + ... + s_N of free spins: what is left is that the sum is not quite normal."""
+    errors = []
+    for n in (4, 8):
+        couplings = torch.zeros(n + 1, n + 1, dtype=torch.float64)
+        couplings[n, :n] = 1.2 / math.sqrt(n)
+        field = torch.zeros(n + 1, dtype=torch.float64)
+        field[n] = 0.5
+        truth = stationary_law(couplings, field).magnetization[n]
+        m = [
+            magnetization(SpinSystem(couplings, field[:, None]), method)[n, 0]
+            for method in (GaussianField(), KineticPlefka())
+        ]
+        errors.append([float((x - truth).abs()) for x in m])
+    (near, naive), (nearer, still_naive) = errors
+    assert nearer < 0.65 * near
+    assert near < 0.1 * naive
+    assert nearer < 0.05 * still_naive
+
+
+# Against chains.
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+def test_it_is_nearer_to_ising_chains_than_expansions_are(beta):
+    """Medians over systems of eight sites. At beta = 2 the second order is worse than the first in D."""
+    found = []
+    for seed in range(7):
+        couplings, field = gaussian_couplings(8, seed=seed), 0.5 * random(8, seed=100 + seed)
+        law = stationary_law(couplings, field, beta)
+        system = SpinSystem(couplings, field[:, None], beta)
+        row = []
+        for method in (GaussianField(), KineticPlefka(), KineticPlefka(order=2)):
+            state = stationary_state(system, method, on_failure="ignore")
+            row.append(
+                [
+                    relative_error(state.magnetization[:, 0], law.magnetization),
+                    relative_error(state.delayed_correlations, law.delayed),
+                    abs(float(state.entropy_production) / law.entropy_production - 1),
+                ]
+            )
+        found.append(row)
+    gaussian, first, second = np.median(found, axis=0)
+    assert (gaussian < 0.75 * first).all()
+    assert (gaussian < 0.75 * second).all()
+    assert gaussian[0] < 0.25 * first[0]
+
+
+def sampled(system, chains=48, steps=120, seed=0):
+    """m and D of synchronous dynamics, each step averaged over what its fields leave open."""
+    generator = np.random.default_rng(seed)
+    couplings, field, beta, radius = system.couplings, system.field, system.beta, system.radius
+    response, d = BesselResponse(), field.shape[-1]
+
+    def drawn(local):
+        """From exp(beta s . f) on the sphere: the cosine by Wood's rejection, the rest of a normal vector across."""
+        length = local.norm(dim=-1, keepdim=True)
+        kappa = (beta * radius * length[..., 0]).numpy()
+        b = (d - 1) / (2 * kappa + np.sqrt(4 * kappa**2 + (d - 1) ** 2))
+        x = (1 - b) / (1 + b)
+        cosine, todo = np.empty_like(kappa), np.ones(kappa.shape, dtype=bool)
+        while todo.any():
+            z = generator.beta((d - 1) / 2, (d - 1) / 2, todo.sum())
+            k, c, y = kappa[todo], x[todo], b[todo]
+            w = (1 - (1 + y) * z) / (1 - (1 - y) * z)
+            level = k * (w - c) + (d - 1) * (np.log1p(-c * w) - np.log1p(-c * c))
+            accepted = level >= np.log(generator.random(len(w)))
+            cosine[todo] = np.where(accepted, w, np.nan)
+            todo[todo] = ~accepted
+        w = torch.as_tensor(cosine)[..., None]
+        unit = local / length
+        across = torch.as_tensor(generator.standard_normal(local.shape))
+        across = across - (across * unit).sum(-1, keepdim=True) * unit
+        across = across / across.norm(dim=-1, keepdim=True)
+        return radius * (w * unit + (1 - w.square()).clamp(min=0).sqrt() * across)
+
+    spins = drawn(field.expand(chains, *field.shape))
+    m, later = torch.zeros_like(field), torch.zeros_like(couplings)
+    for step in range(steps + 20):
+        local = field + couplings @ spins
+        if step >= 20:
+            mean = response.magnetization(local, beta, radius)
+            m += mean.mean(0) / steps
+            later += torch.einsum("cid,cjd->ij", mean, spins) / (chains * steps)
+        spins = drawn(local)
+    return m, later - m @ m.mT
+
+
+@pytest.mark.parametrize(("beta", "close", "naive", "second"), [(1.0, 0.015, 0.12, 0.06), (2.0, 0.02, 0.17, 0.14)])
+def test_it_is_near_to_chains_of_vectors(beta, close, naive, second):
+    """64 dimensions, 16 sites, Gaussian couplings: relative errors of m, to which the sample adds about .006."""
+    couplings, field = gaussian_couplings(16, seed=0), 0.6 * random(16, 64, seed=1)
+    system = SpinSystem(couplings, field, beta, radius="bessel")
+    m, delayed = sampled(system)
+    state = stationary_state(system, GaussianField())
+    assert relative_error(state.magnetization, m) < close
+    assert relative_error(magnetization(system, KineticPlefka()), m) > naive
+    produced = beta * float(((couplings - couplings.mT) * delayed).sum())
+    assert float(state.entropy_production) == pytest.approx(produced, rel=0.08)
+    expansion = stationary_state(system, KineticPlefka(order=2))
+    shifted = magnetization(system, KineticPlefka(order=2, squared_shift=True), on_failure="ignore")
+    near = relative_error(expansion.magnetization, m)
+    assert close < near < second
+    assert relative_error(shifted, m) > near
+    assert relative_error(state.delayed_correlations, delayed) < 0.7 * relative_error(
+        expansion.delayed_correlations, delayed
+    )
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("couplings", "dim", "response", "text"),
+    [
+        (torch.zeros(2, 2, 3, 3), 3, BesselResponse(), "got shape (2, 2, 3, 3); use KineticPlefka(order=1)"),
+        (torch.zeros(2, 2), 1, AmosResponse(), "`response` must be BesselResponse() for GaussianField of spins with D"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(couplings, dim, response, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        stationary_state(SpinSystem(couplings, torch.zeros(2, dim)), GaussianField(response=response))
