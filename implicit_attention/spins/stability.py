@@ -17,9 +17,14 @@ from ..potentials.spin import Response
 from ..problem import widened
 from ..solution import Evidence
 from ..status import Status
+from .adaptive_tap import AdaTAP
+from .bethe import Bethe
+from .enumeration import Enumeration
 from .method import FixedPointMethod, Method
+from .saddle_point import SaddlePoint
 from .system import SpinSystem, couple
 from .thermodynamics import Thermodynamics, thermodynamics
+from .transfer_matrix import TransferMatrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,9 @@ class Stability:
             always 1 for methods that have but one.
         free_energies: F on the branch that every start led to, (*batch, starts + 1), the method's own first; NaN where
             it did not converge.
+        closure: the method to trust: an exact one where there is one for all samples (a sum over states, a chain, a
+            tree), else the one that was measured to be nearest to the truth over all temperatures, `AdaTAP` for D = 1
+            and one loop for vectors. Where `reliable` is False it is a guess, and a sample is better.
         evidence: of the method's own solve.
     """
 
@@ -50,6 +58,7 @@ class Stability:
     almeida_thouless: Tensor
     branches: Int[Tensor, "*batch"]
     free_energies: Float[Tensor, "*batch starts"]
+    closure: Method
     evidence: Evidence
 
     @property
@@ -57,6 +66,13 @@ class Stability:
         """F less that of the lowest branch found, (*batch): 0 where the method's answer is the most probable one."""
         lowest = self.free_energies.nan_to_num(nan=torch.inf).amin(-1)
         return self.free_energies[..., 0] - lowest
+
+    @property
+    def reliable(self) -> Tensor:
+        """(*batch), whether nothing speaks against approximations: no AT number above 1, no negative eigenvalue of A
+        or chi, one branch."""
+        positive = (self.smallest_eigenvalue > 0) & (self.susceptibility[0] > 0)
+        return positive & (self.almeida_thouless < 1) & (self.branches == 1)
 
 
 @torch.no_grad()
@@ -113,8 +129,35 @@ def stability(
         almeida_thouless=_almeida_thouless(system, local, steps),
         branches=branches,
         free_energies=energies,
+        closure=_closure(system),
         evidence=found.evidence,
     )
+
+
+def _closure(system: SpinSystem) -> Method:
+    """The method that is exact for the system, or else the best."""
+    for exact in (Enumeration(), TransferMatrix()):
+        try:
+            exact.check(system)
+        except ValueError:
+            continue
+        return exact
+    if system.dim > 1:
+        return SaddlePoint(one_loop=True)
+    return Bethe() if _is_forest(system) else AdaTAP()
+
+
+def _is_forest(system: SpinSystem) -> bool:
+    """Whether bonds form no loop, in any sample."""
+    couplings = system.live_couplings[..., 0, 0] if system.block else system.live_couplings
+    bonds = (couplings != 0) & ~torch.eye(system.num_sites, dtype=torch.bool, device=couplings.device)
+    # Leaves are taken off until nothing changes.
+    while True:
+        inner = bonds.sum(-1) > 1
+        fewer = bonds & inner[..., :, None] & inner[..., None, :]
+        if torch.equal(fewer, bonds):
+            return not bool(bonds.any())
+        bonds = fewer
 
 
 def _detached(system: SpinSystem) -> SpinSystem:

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from implicit_attention import ConvergenceError, Picard, Status
-from implicit_attention.spins import Bethe, Enumeration, MeanField, SaddlePoint, SpinSystem, free_energy, thermodynamics
+from implicit_attention.spins import (
+    AdaTAP,
+    Bethe,
+    Enumeration,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    TransferMatrix,
+    free_energy,
+    thermodynamics,
+)
 from implicit_attention.spins.stability import stability
 from implicit_attention.testing.numerics import random
 
@@ -145,6 +155,39 @@ def test_starts_come_from_the_generator():
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("sites", "dim", "bonds", "closure"),
+    [
+        (5, 1, "all", Enumeration()),
+        (24, 1, "chain", TransferMatrix()),
+        (5, 3, "chain", TransferMatrix()),
+        (24, 1, "star", Bethe()),
+        (24, 1, "all", AdaTAP()),
+        (5, 3, "all", SaddlePoint(one_loop=True)),
+    ],
+)
+def test_the_closure_to_trust_is_exact_where_it_can_be(sites, dim, bonds, closure):
+    couplings = torch.zeros(sites, sites).double()
+    if bonds == "all":
+        couplings = symmetric(sites, scale=0.1)
+    elif bonds == "chain":
+        index = torch.arange(sites - 1)
+        couplings[index, index + 1] = couplings[index + 1, index] = 0.3
+    else:
+        couplings[0, 1:] = couplings[1:, 0] = 0.3
+    field = random(sites, 1, seed=1) * torch.ones(dim).double()
+    found = stability(SpinSystem(couplings, field, 0.5), MeanField(), starts=2)
+    assert found.closure == closure
+    assert bool(found.reliable)
+
+
+def test_nothing_is_reliable_beyond_the_at_line():
+    system = SpinSystem(symmetric(24, scale=1.0), 0.2 * random(24, 1, seed=1), 1.5)
+    found = stability(system, AdaTAP(), on_failure="ignore")
+    assert float(found.almeida_thouless) > 1
+    assert not found.reliable
 
 
 def test_options_are_checked():

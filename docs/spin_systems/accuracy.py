@@ -1,0 +1,135 @@
+"""How far each method is from the truth: `python docs/spin_systems/accuracy.py` measures and rewrites the table of
+spin_systems.md (some minutes); `--table` rewrites it from accuracy.json alone, `--check` says whether it would."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    Bethe,
+    Enumeration,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    thermodynamics,
+)
+from implicit_attention.spins.sampling import heat_bath
+
+HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "accuracy.json", HERE.parent / "spin_systems.md"
+BETAS = (0.25, 0.5, 1.0, 2.0)
+METHODS = {
+    "MeanField()": MeanField(),
+    "TAP()": TAP(),
+    "TAP(order=3)": TAP(order=3),
+    "AdaTAP()": AdaTAP(),
+    "Bethe()": Bethe(),
+    "SaddlePoint()": SaddlePoint(),
+    "SaddlePoint(one_loop=True)": SaddlePoint(one_loop=True),
+}
+SAMPLES = 32
+START, END = "<!-- table: python docs/spin_systems/accuracy.py -->", "<!-- end of table -->"
+
+
+def families():
+    """name -> (couplings, field): 32 systems each, couplings of variance 1/N or 1/neighbours, fields of size .5."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def symmetric(x):
+        return x.triu(1) + x.triu(1).mT
+
+    def of(n, dim, couplings):
+        return couplings, 0.5 * normal(SAMPLES, n, dim)
+
+    ring = symmetric((torch.rand(SAMPLES, 14, 14, generator=generator, dtype=torch.float64) < 3 / 13).double())
+    return {
+        "Ising, all coupled, N = 14": of(14, 1, symmetric(normal(SAMPLES, 14, 14)) / 14**0.5),
+        "Ising, 3 neighbours, N = 14": of(14, 1, ring * symmetric(normal(SAMPLES, 14, 14)) / 3**0.5),
+        "Ising, ferromagnet, N = 14": of(14, 1, symmetric(torch.ones(SAMPLES, 14, 14, dtype=torch.float64)) / 13),
+        "D = 3, all coupled, N = 10": of(10, 3, symmetric(normal(SAMPLES, 10, 10)) / 10**0.5),
+        "D = 16, all coupled, N = 10": of(10, 16, symmetric(normal(SAMPLES, 10, 10)) / 10**0.5),
+    }
+
+
+def measure():
+    rows = []
+    for name, (couplings, field) in families().items():
+        n, dim = field.shape[-2:]
+        for beta in BETAS:
+            system = SpinSystem(couplings, field, beta)
+            if dim == 1:
+                exact = thermodynamics(system, Enumeration())
+                truth, free, error = exact.magnetization, exact.free_energy, 0.0
+            else:
+                drawn = heat_bath(
+                    system, chains=64, burn_in=300, sweeps=1500, generator=torch.Generator().manual_seed(1)
+                )
+                truth, free = drawn.magnetization, None
+                error = float(drawn.magnetization_error.square().mean().sqrt()) / dim**0.5
+            for text, method in METHODS.items():
+                try:
+                    found = thermodynamics(system, method, on_failure="ignore")
+                except ValueError:
+                    continue
+                good = found.evidence.status == 0
+                off = (found.magnetization - truth).square().sum(-1).mean(-1)[good] / dim
+                row = {
+                    "family": name,
+                    "beta": beta,
+                    "method": text,
+                    "solved": float(good.double().mean()),
+                    "magnetization": float(off.mean().sqrt()) if good.any() else None,
+                    "truth_error": error,
+                }
+                if free is not None and good.any():
+                    row["free_energy"] = float((found.free_energy - free)[good].abs().mean()) / n
+                rows.append(row)
+            print(name, beta, flush=True)
+    RESULTS.write_text(json.dumps({"samples": SAMPLES, "rows": rows}, indent=1) + "\n")
+
+
+def table(rows):
+    """One line per family and method, one column per beta."""
+    lines = ["| systems | method | " + " | ".join(f"beta {b:g}" for b in BETAS) + " |", "|---" * (2 + len(BETAS)) + "|"]
+    best = {}
+    for row in rows:
+        if row["magnetization"] is not None and row["solved"] > 0.9:
+            key = row["family"], row["beta"]
+            best[key] = min(best.get(key, 1e9), row["magnetization"])
+    for family in dict.fromkeys(row["family"] for row in rows):
+        for method in dict.fromkeys(row["method"] for row in rows if row["family"] == family):
+            cells = []
+            for beta in BETAS:
+                (row,) = (r for r in rows if (r["family"], r["beta"], r["method"]) == (family, beta, method))
+                value = row["magnetization"]
+                if value is None or row["solved"] < 0.5:
+                    cells.append(f"({100 * row['solved']:.0f} %)")
+                    continue
+                text = f"{value:.1g}" if value < 0.1 else f"{value:.2f}"
+                text = f"**{text}**" if value <= max(1.1 * best.get((family, beta), 0), row["truth_error"]) else text
+                cells.append(text if row["solved"] == 1 else f"{text} ({100 * row['solved']:.0f} %)")
+            lines.append(f"| {family} | `{method}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main():
+    if "--table" not in sys.argv and "--check" not in sys.argv:
+        measure()
+    page = PAGE.read_text()
+    before, rest = page.split(START)
+    after = rest.split(END)[1]
+    new = f"{before}{START}\n\n{table(json.loads(RESULTS.read_text())['rows'])}\n\n{END}{after}"
+    if "--check" in sys.argv:
+        sys.exit(int(new != page))
+    PAGE.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
