@@ -17,6 +17,24 @@ from .status import Status
 
 if TYPE_CHECKING:
     from .solvers import SciPy, TorchDEQ
+    from .spins import (
+        TAP,
+        AdaTAP,
+        Bethe,
+        Enumeration,
+        GaussianField,
+        KineticPlefka,
+        MeanField,
+        SaddlePoint,
+        SpinSystem,
+        TransferMatrix,
+        decompose,
+        free_energy,
+        magnetization,
+        stationary_state,
+    )
+    from .spins.stability import stability
+    from .spins.thermodynamics import thermodynamics
 
 __version__ = "0.1.0"
 
@@ -53,6 +71,22 @@ __all__ = [
     "MINRES",
     "GMRES",
     "Neumann",
+    "SpinSystem",
+    "thermodynamics",
+    "free_energy",
+    "magnetization",
+    "stationary_state",
+    "decompose",
+    "stability",
+    "MeanField",
+    "TAP",
+    "AdaTAP",
+    "SaddlePoint",
+    "Bethe",
+    "Enumeration",
+    "TransferMatrix",
+    "GaussianField",
+    "KineticPlefka",
     "ConvergenceError",
     "ConvergenceWarning",
     "UnsupportedImplementation",
@@ -60,9 +94,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The adapters to other libraries load when they are asked for.
-    if name in ("SciPy", "TorchDEQ"):
-        from . import solvers
+    # What is loaded when it is asked for: adapters to other libraries, and spin systems.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return getattr(solvers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".solvers" if name in ("SciPy", "TorchDEQ") else ".spins", __name__), name)

@@ -57,6 +57,13 @@ class Status(enum.IntEnum):
         7,
         "the problem reads a NaN or an infinity: its map is not finite at the initial state; check its inputs",
     )
+    OUT_OF_RANGE = (
+        8,
+        (
+            "solved (residual {residual:.1e}), but where the approximation does not hold; "
+            "lower beta, or use a method that holds there"
+        ),
+    )
 
     @property
     def failed(self) -> bool:

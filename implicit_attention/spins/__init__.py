@@ -1,11 +1,18 @@
 """Free energies of coupled vector spins, and their magnetizations m = -dF/dh."""
 
+from .adaptive_tap import AdaTAP
 from .bethe import Bethe
+from .decomposition import Decomposition, decompose, extensivity
+from .dynamics import StationaryState, stationary_state
 from .enumeration import Enumeration
+from .gaussian_field import GaussianField
+from .kinetic_plefka import KineticPlefka
 from .mean_field import MeanField
 from .method import Method
 from .saddle_point import SaddlePoint
+from .stability import Stability, stability
 from .system import SpinSystem
+from .tap import TAP
 from .thermodynamics import Thermodynamics, free_energy, magnetization, thermodynamics
 from .transfer_matrix import TransferMatrix
 
@@ -13,12 +20,23 @@ __all__ = [
     "SpinSystem",
     "Method",
     "MeanField",
+    "TAP",
+    "AdaTAP",
     "SaddlePoint",
     "Bethe",
     "Enumeration",
     "TransferMatrix",
+    "GaussianField",
+    "KineticPlefka",
     "Thermodynamics",
     "thermodynamics",
     "free_energy",
     "magnetization",
+    "StationaryState",
+    "stationary_state",
+    "Decomposition",
+    "decompose",
+    "extensivity",
+    "Stability",
+    "stability",
 ]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from .system import SpinSystem
 
 
-def without_lost(system: SpinSystem, also: Tensor | bool = False) -> tuple[SpinSystem, Bool[Tensor, "*batch"]]:
+def without_lost(system: SpinSystem) -> tuple[SpinSystem, Bool[Tensor, "*batch"]]:
     """The system with spins without a field in the place of samples that are lost, and which those are.
 
-    A sample whose numbers are not finite, or that is in `also`, would reach by 0 * NaN the gradients of what it shares
-    with others. Its answers are to be made NaN once all is computed.
+    A sample is lost if some number of it is not finite, or if the square of the field that a site may be in is not. It
+    would reach by 0 * NaN the gradients of what it shares with others. Its answers are to be made NaN at the end.
     """
-    couplings, beta = system.couplings, system.sample_beta
+    field, couplings, beta = system.field, system.couplings, system.sample_beta
+    with torch.no_grad():
+        strongest = system.live_couplings.abs().sum((-3, -2, -1) if system.block else -1)
+        reach = system.live_field.norm(dim=-1) + system.radius * strongest
+        lost = ~(system.site_beta * system.radius * reach).square().isfinite().all(-1)
     own = 4 if system.block else 2
-    unknown = ~system.live_couplings.isfinite().flatten(-own).all(-1)
-    lost = unknown | ~system.live_field.isfinite().flatten(-2).all(-1) | also
+    if couplings.ndim > own:
+        couplings = fill(couplings.expand(*lost.shape, *couplings.shape[-own:]), lost, 0.0)
+    else:
+        # Of what all share, entries between sites that a sample does not have may be anything.
+        couplings = couplings.masked_fill(~couplings.isfinite(), 0.0)
     if isinstance(beta, Tensor):
-        lost = lost | ~beta.isfinite()
         beta = beta.expand(lost.shape).masked_fill(lost, 1.0)
-    if couplings.ndim > own or unknown.ndim:
-        couplings, unknown = couplings.expand(*lost.shape, *couplings.shape[-own:]), lost
-    return system.at(fill(system.field, lost, 0.0), fill(couplings, unknown, 0.0), beta), lost
+    return system.at(fill(field, lost, 0.0), couplings, beta), lost
 
 
 def fill(x: Tensor, samples: Tensor, value: float) -> Tensor:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from .. import _validate
@@ -125,7 +124,7 @@ def stationary_state(
     method.check(system)
     system = widened(system)[0]
     with exact_precision(system.field):
-        sound, lost = without_lost(system, _overflowing(system))
+        sound, lost = without_lost(system)
         start = method.start(sound).detach()
         solver = method.solver or physics_solver(start.dtype)
         solution = solve(method.problem(sound), start, solver=solver, adjoint=method.adjoint, on_failure="ignore")
@@ -149,11 +148,3 @@ def stationary_state(
         entropy_production=fill(entropy, lost, torch.nan),
         evidence=evidence,
     )
-
-
-def _overflowing(system: SpinSystem) -> Bool[Tensor, "*batch"]:
-    """Samples in which a field can be so strong that its square is no number."""
-    field, couplings, beta = system.live_field, system.live_couplings, system.site_beta
-    strongest = couplings.abs().sum((-3, -2, -1) if system.block else -1)
-    kappa = beta * system.radius * (field.norm(dim=-1) + system.radius * strongest)
-    return ~torch.isfinite(kappa.detach().square()).all(-1)

@@ -91,6 +91,10 @@ class FixedPointMethod(Method):
         """Where a solution is no minimum of the free energy, (*batch), if that is known."""
         return None
 
+    def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor | None:
+        """Where the approximation does not hold at a solution, (*batch), if that is known."""
+        return None
+
     def log_partition(self, system: SpinSystem) -> LogPartition:
         solution = self.solution(system, self.start(system))
         return LogPartition(self.value(system, solution.value), solution.evidence())
@@ -106,10 +110,12 @@ class FixedPointMethod(Method):
         solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
         status, num_evals = solution.status, solution.num_evals
         with torch.no_grad():
-            unstable = self.unstable(system, solution.value.detach())
-        if unstable is not None:
-            found = status == Status.CONVERGED
-            status = torch.where(found & unstable, int(Status.SADDLE), status).to(torch.int8)
+            state = solution.value.detach()
+            doubts = ((Status.SADDLE, self.unstable), (Status.OUT_OF_RANGE, self.out_of_range))
+            for verdict, asked in doubts:
+                doubtful = asked(system, state)
+                if doubtful is not None:
+                    status = status.masked_fill(solution.converged & doubtful, int(verdict))
         return dataclasses.replace(solution, status=status, num_evals=num_evals if spent is None else num_evals + spent)
 
 

@@ -215,7 +215,8 @@ def _answer(method: Method, system: SpinSystem, on_failure: OnFailure) -> tuple[
     evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name, e = type(method).__name__, evidence
     report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
-    return LogPartition(value, evidence), lost
+    # A method may find no answer without being given a wrong number: what does not exist has no derivatives either.
+    return LogPartition(value, evidence), lost | ~value.isfinite()
 
 
 def _fields(evidence: Evidence) -> dict[str, Tensor]:

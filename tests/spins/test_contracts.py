@@ -1,7 +1,8 @@
 """What every method has to do, for every method."""
 
+from implicit_attention.potentials.prior import GaussianPrior
 from implicit_attention.potentials.spin import AmosResponse
-from implicit_attention.spins import Bethe, Enumeration, MeanField, SaddlePoint, TransferMatrix
+from implicit_attention.spins import TAP, AdaTAP, Bethe, Enumeration, MeanField, SaddlePoint, TransferMatrix
 from implicit_attention.testing.method import MethodContract
 
 
@@ -22,6 +23,46 @@ class TestMeanFieldWithAmosResponse(MethodContract):
 
     def make(self):
         return MeanField(response=AmosResponse())
+
+
+class TestTAPOfIsingSpins(MethodContract):
+    def make(self):
+        return TAP()
+
+
+class TestTAPOfThirdOrder(MethodContract):
+    def make(self):
+        return TAP(order=3)
+
+
+class TestTAP(MethodContract):
+    dim = 2
+
+    def make(self):
+        return TAP(response=AmosResponse())
+
+
+class TestAdaTAPOfIsingSpins(MethodContract):
+    def make(self):
+        return AdaTAP()
+
+
+class TestAdaTAP(MethodContract):
+    dim = 3
+    # In test_adaptive_tap.py, where fewer fourth derivatives of Bessel functions are taken.
+    test_second_derivatives = None
+
+    def make(self):
+        return AdaTAP()
+
+
+class TestAdaTAPOfGaussianSpins(MethodContract):
+    dim = 2
+    # Their length is not fixed: no lone spin on a sphere answers like them.
+    test_spins_without_couplings_answer_alone = None
+
+    def make(self):
+        return AdaTAP(prior=GaussianPrior())
 
 
 class TestSaddlePoint(MethodContract):

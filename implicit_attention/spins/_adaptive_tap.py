@@ -1,0 +1,364 @@
+"""Expectation consistency between sites and a Gaussian: its equations, and a descent that solves them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._autograd import uncompiled
+from .._types import LinearMap
+from ..potentials.prior import Prior
+from ..problem import Linearization, Problem, pullback
+from ._newton import Multipliers, inverse_and_logdet, minimise
+
+#: Least part of the slope's promise that a step has to keep (Armijo).
+ARMIJO = 1e-4
+#: Rounding error of the free energy, in units of eps times the terms that it is made of.
+ROUNDING = 16.0
+#: Error of the Gaussian's variances in units of eps.
+ACCURACY = 1e3
+#: Longest step of theta, in units of 1/R, beyond twice the largest that the Gaussian asks for.
+LONGEST = 10.0
+#: Largest numbers of steps, of halvings of one, and of products with the Hessian for one.
+STEPS, HALVINGS, PRODUCTS = 200, 40, 100
+
+
+class SiteEquations(Problem):
+    """theta = g + K m - V m and V = Lambda - 1/C_ii with C = (Lambda - K)^{-1}: all sites of a sample are one problem.
+
+    m and c are mean and variance of the prior tilted by theta and V, Lambda = V + 1/c, g = beta h and K = beta J. A
+    state is theta with V as one more component, (*batch, N, D + 1).
+
+    Args:
+        field: g, (*batch, N, D).
+        couplings: K, symmetric, (*batch, n, n): n = N for numbers, and n = N D for matrices, C_ii then being the mean
+            of the D diagonal entries of a site.
+        prior: of a site.
+        radius: R, the prior's scale.
+    """
+
+    event_ndim = 2
+
+    def __init__(self, field: Tensor, couplings: Tensor, prior: Prior, radius: float) -> None:
+        self.field = field
+        self.couplings = couplings
+        self.prior = prior
+        self.radius = radius
+
+    @property
+    def tie(self) -> int:
+        """Rows of the couplings that belong to a site."""
+        return self.field.shape[-1] if self.couplings.shape[-1] != self.field.shape[-2] else 1
+
+    @property
+    def copies(self) -> int:
+        """Equal Gaussians that the components of the spins are."""
+        return self.field.shape[-1] // self.tie
+
+    def coupled(self, m: Tensor) -> Tensor:
+        """K m."""
+        return (self.couplings @ m.reshape(*m.shape[:-2], self.couplings.shape[-1], self.copies)).reshape(m.shape)
+
+    def spread(self, sites: Tensor) -> Tensor:
+        """(*batch, N) -> (*batch, n), a site's number on all its rows."""
+        return sites[..., None].expand(*sites.shape, self.tie).flatten(-2)
+
+    def pool(self, rows: Tensor) -> Tensor:
+        """(*batch, n) -> (*batch, N), means of a site's rows."""
+        return rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.tie, self.tie).mean(-1)
+
+    def moments(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """(m, c) of the sites."""
+        theta, v = z[..., :-1], z[..., -1]
+        c = self.prior.variance(theta, v, self.radius)
+        # So small a variance changes nothing, but the derivatives of its root must stay finite.
+        return self.prior.mean(theta, v, self.radius), c.clamp(min=torch.finfo(c.dtype).tiny ** (1 / 3))
+
+    def scaled(self, c: Tensor) -> Tensor:
+        """sqrt(c) K sqrt(c)."""
+        s = self.spread(c.sqrt())
+        return s[..., :, None] * self.couplings * s[..., None, :]
+
+    def cavity(self, x: Tensor, c: Tensor) -> Tensor:
+        """Lambda - 1/C_ii for C = sqrt(c) x sqrt(c), which is (K C)_ii/C_ii and so needs no difference."""
+        s = self.spread(c.sqrt())
+        reaction = (self.couplings * x * s[..., None, :]).sum(-1) / s
+        return self.pool(reaction) / self.pool(x.diagonal(dim1=-2, dim2=-1))
+
+    def gaussian(self, v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, log det x^{-1}, whether it is positive) of the covariance C = sqrt(c) x sqrt(c) at Lambda = V + 1/c."""
+        return guarded_inverse(torch.diag_embed(self.spread(1 + v * c)) - self.scaled(c))
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        m, c = self.moments(z)
+        x, _, positive = self.gaussian(z[..., -1], c)
+        v = self.cavity(x, c)
+        mapped = torch.cat([self.field + self.coupled(m) - v[..., None] * m, v[..., None]], dim=-1)
+        return mapped.masked_fill(~_events(positive), torch.nan)
+
+    def answering(self, z: Tensor) -> LinearMap:
+        """What a change of z changes in (m, <|s|^2>/2): a symmetric map."""
+        covariance = self.prior.covariance(z[..., :-1], z[..., -1], self.radius)
+
+        def answered(change: Tensor) -> Tensor:
+            mean, half_square = covariance(change[..., :-1], change[..., -1])
+            return torch.cat([mean, half_square[..., None]], dim=-1)
+
+        return answered
+
+    def overlap(self, x: Tensor) -> Tensor:
+        """(N, N) sums of x^2 over the rows of two sites, for one site less those of its mean, divided by rows per site.
+
+        As C_ii = c_i pool(x)_ii changes by -sum_j c_i c_j sum(x^2)_ij dLambda_j, it makes what Lambda - 1/C_ii changes.
+        """
+        own = x.diagonal(dim1=-2, dim2=-1)
+        off = x - torch.diag_embed(self.spread(self.pool(own)))
+        return self.pool(self.tie * self.pool(off.square()).mT).mT
+
+    def linearize(self, z: Tensor) -> Linearization:
+        m, c = self.moments(z)
+        x, _, _ = self.gaussian(z[..., -1], c)
+        v, overlap, answered = self.cavity(x, c)[..., None], self.overlap(x), self.answering(z)
+        scale = c * self.pool(x.diagonal(dim1=-2, dim2=-1)).square()
+
+        def product(change: Tensor) -> Tensor:
+            answer = answered(change)
+            mean, half_square = answer[..., :-1], answer[..., -1]
+            spread = 2 * (half_square - (m * mean).sum(-1)) / m.shape[-1]
+            by_v = -(overlap @ (c * change[..., -1] - spread / c)[..., None]) / scale[..., None]
+            return torch.cat([self.coupled(mean) - v * mean - by_v * m, by_v], dim=-1)
+
+        def transposed(cotangent: Tensor) -> Tensor:
+            u = cotangent[..., :-1]
+            by_v = (cotangent[..., -1] - (m * u).sum(-1)) / scale
+            multiplier = -(overlap @ by_v[..., None])
+            spread = -2 / m.shape[-1] * multiplier / c[..., None]
+            answer = answered(torch.cat([self.coupled(u) - v * u - spread * m, spread], dim=-1))
+            return torch.cat([answer[..., :-1], answer[..., -1:] + c[..., None] * multiplier], dim=-1)
+
+        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+
+    def log_partition(self, z: Tensor) -> Tensor:
+        """log Z, stationary in z at a solution; NaN where there is no Gaussian."""
+        theta, v = z[..., :-1], z[..., -1]
+        m, c = self.moments(z)
+        _, logdet, positive = self.gaussian(v, c)
+        sites = self.prior.log_partition(theta, v, self.radius) - v * m.square().sum(-1) / 2
+        pairs = _dot(m, self.field - theta + self.coupled(m) / 2)
+        return (sites.sum(-1) + pairs - self.copies * logdet / 2).masked_fill(~positive, torch.nan)
+
+    def check_closure(self, z: Tensor) -> None:
+        """Nothing is read but attributes."""
+
+
+def guarded_inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(A^{-1}, log det A, whether A > 0), the first two those of 1, without derivatives, where A is not positive."""
+    positive = (torch.linalg.cholesky_ex(a.detach()).info == 0) & torch.isfinite(a.detach()).all(-1).all(-1)
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    x, logdet, _ = inverse_and_logdet(torch.where(_events(positive), a, eye))
+    return x, logdet, positive
+
+
+class _Point(NamedTuple):
+    """The free energy G as a function of the sites' natural parameters, the Gaussian having their moments, per sample.
+
+    z: (theta, V). value: G, NaN where there is no such Gaussian. noise: its rounding error. force: z' - z, where z' is
+    what the Gaussian asks of the sites; minus the gradient of G with respect to (m, <|s|^2>/2). mean, c, v: m, c and
+    the V of z'. square: of the force, in the metric of the sites' covariance. distance: between the means at z and z',
+    in units of R. overlap: as in `SiteEquations`. factor: Cholesky's, of 1 + overlap.
+    """
+
+    z: Tensor
+    value: Tensor
+    noise: Tensor
+    force: Tensor
+    mean: Tensor
+    c: Tensor
+    v: Tensor
+    square: Tensor
+    distance: Tensor
+    overlap: Tensor
+    factor: Tensor
+
+
+def _point(problem: SiteEquations, z: Tensor) -> _Point:
+    theta, own = z[..., :-1], z[..., -1]
+    m, c = problem.moments(z)
+    scaled = problem.scaled(c)
+    gauss = Multipliers(scaled, scaled[..., :0], problem.tie, None)
+    # G is of second order in the error of t, its slope of the first.
+    t, evidence = minimise(gauss, rtol=ACCURACY * torch.finfo(z.dtype).eps, max_steps=STEPS)
+    x, logdet, positive = guarded_inverse(torch.diag_embed(problem.spread(t)) - scaled)
+    v = problem.cavity(x, c)
+    square = m.square().sum(-1)
+    terms = [
+        (theta * m).sum(-1),
+        own * (square + theta.shape[-1] * c) / 2,
+        -problem.prior.log_partition(theta, own, problem.radius),
+        -(m * (problem.field + problem.coupled(m) / 2)).sum(-1),
+        -theta.shape[-1] * (t - 1) / 2,
+    ]
+    value = torch.stack(terms).sum((0, -1)) + problem.copies * logdet / 2
+    size = torch.stack(terms).abs().sum((0, -1)) + problem.copies * logdet.abs() / 2
+    overlap = problem.overlap(x)
+    eye = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
+    asked = problem.field + problem.coupled(m) - v[..., None] * m
+    force = torch.cat([asked - theta, (v - own)[..., None]], dim=-1)
+    return _Point(
+        z,
+        value.masked_fill(~(evidence.converged & positive), torch.nan),
+        ROUNDING * torch.finfo(z.dtype).eps * size,
+        force,
+        m,
+        c,
+        v,
+        _dot(force, problem.answering(z)(force)),
+        torch.linalg.vector_norm((problem.moments(z + force)[0] - m).flatten(-2), dim=-1) / problem.radius,
+        overlap,
+        torch.linalg.cholesky_ex(overlap + eye).L,
+    )
+
+
+def _asked(problem: SiteEquations, point: _Point, change: Tensor) -> Tensor:
+    """What a change of (m, <|s|^2>/2) changes in z', minus the part of the Hessian that the Gaussian makes."""
+    m, half_square = change[..., :-1], change[..., -1]
+    c = 2 * (half_square - (point.mean * m).sum(-1)) / m.shape[-1]
+    # dV = dLambda + dc/c^2 with 1 + overlap joining them, less the 1 that cancels: c may be small.
+    moved = point.overlap @ (c / point.c)[..., None]
+    v = torch.cholesky_solve(moved, point.factor)[..., 0] / point.c
+    theta = problem.coupled(m) - point.v[..., None] * m - v[..., None] * point.mean
+    return torch.cat([theta, v[..., None]], dim=-1)
+
+
+def _direction(problem: SiteEquations, point: _Point, answered: LinearMap) -> Tensor:
+    """Newton's step by conjugate gradients in the metric of the sites' covariance.
+
+    The Hessian in (m, <|s|^2>/2) is Cov^{-1} - P with P of `_asked`; the step solves x - P Cov x = force. It is cut off
+    where curvature is negative, and is the force itself if it is so there.
+    """
+    x, residual, p, square = torch.zeros_like(point.force), point.force, point.force, point.square
+    answer = answered(p)
+    goal = square * square.clamp(max=1e-2)
+    going = square > 0
+    for index in range(PRODUCTS):
+        hessian = p - _asked(problem, point, answer)
+        curvature = _dot(answer, hessian)
+        fit = going & (curvature > 0)
+        rate = torch.where(fit, square / torch.where(fit, curvature, 1.0), 1.0 if index == 0 else 0.0)
+        x = x + _events(rate) * p
+        residual = residual - _events(rate) * hessian
+        response = answered(residual)
+        new = _dot(residual, response)
+        going = fit & (new > goal)
+        if not bool(going.any()):
+            break
+        ratio = torch.where(going, new / square, 0.0)
+        p = torch.where(_events(going), residual + _events(ratio) * p, p)
+        answer = torch.where(_events(going), response + _events(ratio) * answer, answer)
+        square = torch.where(going, new, square)
+    return x
+
+
+def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(condition.reshape((*condition.shape, *(1,) * (new.ndim - condition.ndim))), new, old)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum((-2, -1))
+
+
+def _events(samples: Tensor) -> Tensor:
+    return samples[..., None, None]
+
+
+def _stepped(problem: SiteEquations, here: _Point) -> tuple[_Point, Tensor, Tensor]:
+    """(the point after one step, whether it has moved, evaluations): Newton's, halved until G falls."""
+    answered = problem.answering(here.z)
+    x = _direction(problem, here, answered)
+    slope = _dot(answered(here.force), x)
+    # Far out, where sites hardly move any more, G is level, and there is no way back.
+    asked, longest = (t[..., :-1].abs().amax((-2, -1)) for t in (here.force, x))
+    size = ((LONGEST / problem.radius + 2 * asked) / longest).clamp(max=1.0)
+    waiting = torch.ones_like(slope, dtype=torch.bool)
+    evals = torch.zeros_like(slope, dtype=torch.int32)
+    new = here
+    for _ in range(HALVINGS):
+        there = _point(problem, here.z + _events(size) * x)
+        evals += waiting
+        good = waiting & (there.value - here.value <= here.noise - ARMIJO * size * slope)
+        new = _Point(*(_select(good, a, b) for a, b in zip(there, new, strict=True)))
+        waiting = waiting & ~good
+        if not bool(waiting.any()):
+            break
+        size = torch.where(waiting, size / 2, size)
+    return new, ~waiting, evals
+
+
+def _descend(problem: SiteEquations, theta: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(z, steps made, evaluations of G) for one axis of samples, each on its own."""
+    here = _point(problem, torch.cat([theta, torch.zeros_like(theta[..., :1])], dim=-1))
+    z = here.z.clone()
+    num_steps = torch.zeros_like(here.value, dtype=torch.int32)
+    num_evals = num_steps + 1
+    rows = torch.arange(z.shape[0], device=z.device)
+    moved = torch.ones_like(here.value, dtype=torch.bool)
+    for index in range(steps + 1):
+        # The V that the Gaussian asks for: where |s| is fixed, the sites' own has no meaning.
+        z[rows] = torch.cat([here.z[..., :-1], here.v[..., None]], dim=-1)
+        # Where a site hardly moves any more the slope alone does not tell that it should be elsewhere.
+        away = torch.maximum(here.square, here.distance.square()) > torch.finfo(z.dtype).eps
+        going = moved & torch.isfinite(here.value) & away
+        if index == steps or not bool(going.any()):
+            break
+        if not bool(going.all()):
+            rows, here = rows[going], _Point(*(field[going] for field in here))
+            problem = problem.replace(problem.field[going], problem.couplings[going])
+        here, moved, evals = _stepped(problem, here)
+        num_steps[rows] += moved
+        num_evals[rows] += evals
+    return z, num_steps, num_evals
+
+
+class _Descent(torch.autograd.Function):
+    """(problem, steps, field, couplings, theta) -> (z, steps made, evaluations), constants to all derivatives.
+
+    Under vmap the mapped axis becomes one more axis of samples, so that the host may look at the numbers.
+    """
+
+    @staticmethod
+    def forward(problem: SiteEquations, steps: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch = tensors[0].shape[:-2]
+        field, couplings, theta = (t.reshape(batch.numel(), *t.shape[-2:]) for t in tensors)
+        z, num_steps, num_evals = _descend(problem.replace(field, couplings), theta, steps)
+        return z.reshape(*batch, *z.shape[-2:]), num_steps.reshape(batch), num_evals.reshape(batch)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, ...]:
+        return (None,) * 5
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], problem: SiteEquations, steps: int, *tensors: Tensor) -> Any:
+        moved = (
+            t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+            for t, d in zip(tensors, in_dims[2:], strict=True)
+        )
+        return _Descent.apply(problem, steps, *moved), (0, 0, 0)  # type: ignore[no-untyped-call]
+
+
+@uncompiled
+def descended(problem: SiteEquations, theta: Tensor, *, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:
+    """A state near a minimum of the free energy, downhill from theta, and the numbers of steps and of evaluations.
+
+    At every step the Gaussian gets the moments of the sites, by a convex problem that has one solution, and what it
+    asks of them is, in the metric of their covariance, the direction of steepest descent of G. G has a minimum, and
+    Newton steps that are shortened until it falls end at one. `steps` = 0 gives a state to start from.
+    """
+    tensors = (t.detach() for t in (problem.field, problem.couplings, theta))
+    found: tuple[Tensor, Tensor, Tensor] = _Descent.apply(problem, steps, *tensors)  # type: ignore[no-untyped-call]
+    return found

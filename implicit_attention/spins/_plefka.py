@@ -1,0 +1,280 @@
+"""The expansion of log Z in the couplings at fixed magnetizations to second or third order, and where it is stationary.
+
+Natural units: fields x = beta f and bonds K = beta J, symmetric and without a diagonal. With the covariance S_i and the
+third cumulant T_i of the law of site i, in the field that gives it its magnetization, the terms are
+
+    second = 1/4 sum_ij Tr(K_ij S_j K_ji S_i)
+    third  = 1/12 sum_ij K_ij K_ij K_ij : T_i T_j + 1/6 sum_ijk Tr(K_ij S_j K_jk S_k K_ki S_i)
+
+over ordered pairs and triples, whose sites the missing diagonal keeps apart. All laws are symmetric about their field,
+
+    m = tau x,    S = tau + slope x x^T,    T_abc = slope (x_a d_bc + x_b d_ca + x_c d_ab) + bend x_a x_b x_c,
+
+for each is the derivative of the one before, so that numbers K_ij need no D x D matrix.
+
+Reference: Plefka (1982) and Georges and Yedidia (1991), for Ising spins; vectors by the same route.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from .._autograd import vjp
+from ..potentials.spin import Response
+from ..problem import Linearization, Problem, pullback
+from .system import couple
+
+# Power steps towards the largest eigenvalue of a matrix without negative entries.
+POWER_STEPS = 30
+
+
+class Expansion(Problem):
+    """x = field + K m(x) + dG/dm for the natural fields x of all sites: log Z is stationary there.
+
+    Args:
+        field: beta h, (*batch, N, D).
+        bonds: K, (*batch, N, N) or (*batch, N, N, D, D).
+        response: of one spin to its field.
+        radius: R.
+        order: of the expansion, 2 or 3.
+    """
+
+    event_ndim = 2
+    block = False
+
+    def __init__(self, field: Tensor, bonds: Tensor, *, response: Response, radius: float, order: int) -> None:
+        self.field = field
+        self.bonds = bonds
+        self.response = response
+        self.radius = radius
+        self.order = order
+
+    def correction(self, x: Tensor) -> Tensor:
+        """G, what log Z has beyond first order, (*batch)."""
+        raise NotImplementedError
+
+    def log_partition(self, x: Tensor) -> Tensor:
+        """log Z of spins in the fields x, stationary at the solution, (*batch)."""
+        m = self.response.magnetization(x, 1.0, self.radius)
+        seen = self.field - x + couple(self.bonds, m, block=self.block) / 2
+        first = self.response.log_partition(x, 1.0, self.radius).sum(-1) + (m * seen).sum((-1, -2))
+        return first + self.correction(x)
+
+    def instability(self, x: Tensor) -> Tensor:
+        """The largest eigenvalue of K_ij^2 v_i v_j, v the largest variance of a site, (*batch); see `TAP`."""
+        strength = self.bonds.square()
+        if self.block:
+            strength = strength.sum((-1, -2)) / x.shape[-1]
+        variance = torch.maximum(*self.response.covariance_parts(x, 1.0, self.radius))
+        vector = torch.ones_like(variance)
+        size: Tensor = torch.linalg.vector_norm(vector, dim=-1)
+        for _ in range(POWER_STEPS):
+            vector = vector / size[..., None].clamp(min=torch.finfo(vector.dtype).tiny)
+            vector = variance * (strength @ (variance * vector)[..., None])[..., 0]
+            # Not the Rayleigh quotient: where sites fall into two classes, minus the eigenvalue is one, too.
+            size = torch.linalg.vector_norm(vector, dim=-1)
+        return size
+
+    def check_closure(self, z: Tensor) -> None:
+        """Nothing is read but attributes."""
+
+
+class IsingExpansion(Expansion):
+    """Of spins +-R. All is a polynomial of m: nothing is divided by variances, which may be 0 in the precision."""
+
+    def correction(self, x: Tensor) -> Tensor:
+        return self._correction(self.response.magnetization(x, 1.0, self.radius))
+
+    def _correction(self, means: Tensor) -> Tensor:
+        m = means[..., 0]
+        variance = (self.radius - m) * (self.radius + m)
+        chain = self.bonds * variance[..., None, :]
+        total = (chain * chain.mT).sum((-1, -2)) / 4
+        if self.order > 2:
+            skewness = -2 * m * variance
+            pairs = (skewness * (self.bonds**3 @ skewness[..., None])[..., 0]).sum(-1)
+            total = total + pairs / 12 + ((chain @ chain) * chain.mT).sum((-1, -2)) / 6
+        return total
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self._answer(self.response.magnetization(z, 1.0, self.radius))
+
+    def _answer(self, m: Tensor) -> Tensor:
+        return self.field + couple(self.bonds, m, block=False) + _gradient(self._correction, m)
+
+    def linearize(self, z: Tensor) -> Linearization:
+        _, back = vjp(self._answer, self.response.magnetization(z, 1.0, self.radius))
+        variance = self.response.covariance_parts(z, 1.0, self.radius)[0][..., None]
+
+        # In m the Jacobian is symmetric, A = K + d^2 G/dm dm. It is A S in x.
+        def product(v: Tensor) -> Tensor:
+            result: Tensor = back(variance * v)[0]
+            return result
+
+        def transposed(u: Tensor) -> Tensor:
+            result: Tensor = variance * back(u)[0]
+            return result
+
+        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+
+
+class VectorExpansion(Expansion):
+    """Of spins on a sphere. What of their law is read are functions of |x|, each the derivative of the one before:
+    tau, slope, bend, ... with d tau/dx = slope x, d slope/dx = bend x, ...
+
+    Args:
+        field, bonds, options: as in `Expansion`.
+        onsite: where bonds are matrices, their diagonal, traceless: (*batch, N, D, D). It counts to first order.
+    """
+
+    def __init__(
+        self,
+        field: Tensor,
+        bonds: Tensor,
+        onsite: Tensor | None = None,
+        *,
+        response: Response,
+        radius: float,
+        order: int,
+    ) -> None:
+        super().__init__(field, bonds, response=response, radius=radius, order=order)
+        self.onsite = onsite
+        self.block = onsite is not None
+
+    def correction(self, x: Tensor) -> Tensor:
+        return self._correction(x, self._ladder(x, self.order))
+
+    def _correction(self, x: Tensor, ladder: Sequence[Tensor]) -> Tensor:
+        if self.onsite is None:
+            return _vectors(self.bonds, x, *ladder)
+        # <s s^T> = m m^T + S, of which the part tau 1 does not meet a traceless matrix.
+        weight = ladder[0].square() + ladder[1]
+        onsite = einsum(weight, x, self.onsite, x, "... i, ... i a, ... i a b, ... i b -> ...") / 2
+        return onsite + _blocks(self.bonds, x, *ladder)
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self._answer(z, self._ladder(z, self.order + 1), self._rho(z))
+
+    def _answer(self, x: Tensor, ladder: Sequence[Tensor], rho: Tensor) -> Tensor:
+        """The map at x, from `order` + 1 functions of |x|."""
+
+        def correction(y: Tensor) -> Tensor:
+            return self._correction(y, _continued(ladder, x, y)[: self.order])
+
+        reaction = _unresponded(_gradient(correction, x), x, ladder, rho)
+        return self.field + couple(self.bonds, ladder[0][..., None] * x, block=self.block) + reaction
+
+    def linearize(self, z: Tensor) -> Linearization:
+        # One function more than the map reads is all that its derivative reads.
+        ladder, rho = self._ladder(z, self.order + 2), self._rho(z)
+        rho_slope = 3 * ladder[1] + ladder[2] * z.square().sum(-1)
+
+        def answer(x: Tensor) -> Tensor:
+            return self._answer(x, _continued(ladder, z, x)[:-1], rho + rho_slope * _half_square(x, z))
+
+        _, back = vjp(answer, z)
+
+        # In m the Jacobian is symmetric, A = K + d^2 G/dm dm. It is A S in x, and S A transposed.
+        def transposed(u: Tensor) -> Tensor:
+            result: Tensor = back(u)[0]
+            return result
+
+        def product(v: Tensor) -> Tensor:
+            responded = ladder[0][..., None] * v + (ladder[1] * (z * v).sum(-1))[..., None] * z
+            return _unresponded(transposed(responded), z, ladder, rho)
+
+        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+
+    def _ladder(self, x: Tensor, count: int) -> list[Tensor]:
+        """The first `count` of tau, slope, bend, ..., each (*batch, N)."""
+        ladder = list(self.response.covariance_terms(x, 1.0, self.radius))
+        t = self.radius**2 * x.square().sum(-1)
+        slope: Callable[[Tensor], Tensor] = lambda t: self.response.gain_slope(t, x.shape[-1])  # noqa: E731
+        # tau = R^2 G(t) with t = R^2 |x|^2, so that d/dx is 2 R^2 x d/dt.
+        for order in range(2, count):
+            ladder.append(self.radius**2 * (2 * self.radius**2) ** order * _derivative(slope, order - 1)(t))
+        return ladder[:count]
+
+    def _rho(self, x: Tensor) -> Tensor:
+        """The variance along the field, tau + slope |x|^2 without a difference of near numbers."""
+        return self.response.covariance_parts(x, 1.0, self.radius)[1]
+
+
+def _vectors(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
+    """The terms for numbers K_ij, (*batch): the second order in O(N^2 D), the third, if there is `bend`, in O(N^3)."""
+    dim, square, overlap = x.shape[-1], x.square().sum(-1), x @ x.mT
+    # Tr(S_i S_j) has these three parts.
+    across, along = _outer(tau, tau), _outer(slope, slope)
+    mixed, twice = _outer(slope * square, tau), along * overlap.square()
+    total = (bonds.square() * (dim * across + 2 * mixed + twice)).sum((-1, -2)) / 4
+    if bend is not None:
+        contracted = (3 * dim + 6) * along + 6 * _outer(slope, bend * square) + _outer(bend, bend) * overlap.square()
+        total = total + (bonds**3 * overlap * contracted).sum((-1, -2)) / 12
+        # In Tr(S_i S_j S_k) at least one site gives a multiple of 1, by which the others are joined, or none does.
+        joined = bonds * (bonds @ (tau[..., None] * bonds))
+        turned = bonds * overlap
+        triples = joined * (dim * across + 3 * mixed + 3 * twice)
+        triples = triples + along * turned * (turned @ (slope[..., None] * turned))
+        total = total + triples.sum((-1, -2)) / 6
+    return total
+
+
+def _blocks(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
+    """The terms for matrices K_ij, (*batch)."""
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    covariance = tau[..., None, None] * eye + slope[..., None, None] * _outer(x, x)
+    chain = einsum(bonds, covariance, "... i j a b, ... j b c -> ... i a j c").flatten(-2, -1).flatten(-3, -2)
+    total = (chain * chain.mT).sum((-1, -2)) / 4
+    if bend is not None:
+        seen = einsum(bonds, x, "... i j a b, ... j b -> ... i j a")
+        overlap = einsum(x, seen, "... i a, ... i j a -> ... i j")
+        # x_i^T K_ij K_ji K_ij x_j
+        there_and_back = einsum(seen.transpose(-3, -2), bonds, seen, "... i j b, ... i j a b, ... i j a -> ... i j")
+        pairs = _outer(slope, slope) * (3 * overlap * bonds.square().sum((-1, -2)) + 6 * there_and_back)
+        pairs = pairs + 6 * _outer(slope, bend) * overlap * seen.square().sum(-1) + _outer(bend, bend) * overlap**3
+        total = total + pairs.sum((-1, -2)) / 12 + ((chain @ chain) * chain.mT).sum((-1, -2)) / 6
+    return total
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    return a[..., :, None] * b[..., None, :]
+
+
+def _unresponded(v: Tensor, x: Tensor, ladder: Sequence[Tensor], rho: Tensor) -> Tensor:
+    """S^{-1} v: derivatives by m from derivatives by x."""
+    along = ladder[1] * (x * v).sum(-1) / rho
+    return (v - along[..., None] * x) / ladder[0][..., None]
+
+
+def _continued(ladder: Sequence[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
+    """What the functions of |x| are at y, by Taylor series: right to so many derivatives as there are more functions.
+
+    Differentiating this costs next to nothing, a Bessel function some hundred operations.
+    """
+    u = _half_square(y, x)
+    return [
+        torch.stack([value * u**k / math.factorial(k) for k, value in enumerate(ladder[first:])]).sum(0)
+        for first in range(len(ladder))
+    ]
+
+
+def _half_square(y: Tensor, x: Tensor) -> Tensor:
+    """(|y|^2 - |x|^2)/2, whose derivative by y is y."""
+    return (y.square().sum(-1) - x.square().sum(-1)) / 2
+
+
+def _gradient(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """The derivative of a number per sample."""
+    value, back = vjp(function, z)
+    result: Tensor = back(torch.ones_like(value))[0]
+    return result
+
+
+def _derivative(function: Callable[[Tensor], Tensor], order: int) -> Callable[[Tensor], Tensor]:
+    """The derivative of a function that acts entry by entry."""
+    return function if order == 0 else _derivative(lambda t: _gradient(function, t), order - 1)

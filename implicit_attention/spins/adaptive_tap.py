@@ -1,0 +1,168 @@
+"""Adaptive TAP: sites of any law coupled through a Gaussian that shares their moments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..potentials.prior import GaussianPrior, Prior, SpherePrior
+from ..potentials.spin import Response
+from ..solution import Solution
+from ..solve import solve
+from ..solvers import NewtonKrylov, Solver
+from ._adaptive_tap import SiteEquations, descended, guarded_inverse
+from .method import FixedPointMethod, LogPartition, closed_form
+from .system import SpinSystem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaTAP(FixedPointMethod):
+    """log Z from sites that see each other through a Gaussian of the same means and variances.
+
+    Site i has its own law, tilted to mean m_i and variance c_i (of a component) by the fields theta_i and V_i; the
+    Gaussian has the couplings, C = (Lambda - beta J)^{-1}, Lambda_i = V_i + 1/c_i, and what is counted twice is one
+    Gaussian for each site:
+
+        log Z   = sum_i [log A(theta_i, V_i) - theta_i.m_i - V_i |m_i|^2/2] + beta sum_i h_i.m_i
+                  + (beta/2) sum_ij J_ij m_i.m_j - (D/2) [log det(Lambda - beta J) + sum_i log c_i]
+        theta_i = beta (h_i + sum_j J_ij m_j) - V_i m_i,    C_ii = c_i,
+
+    where log Z is stationary in all of these. V_i is the variance of the field that the others exert on i; it makes
+    Onsager's reaction V_i m_i, and adapts to the couplings instead of being averaged over them. Exact for Gaussian
+    sites, and for any that are not coupled to others; a diagonal J_ii of numbers only adds beta J_ii R^2/2 where |s| is
+    fixed. For D = 1 log Z is off by the third order of the couplings, without a field by the fourth. For D > 1 V_i is a
+    number, whereas the field of others differs along and across m_i: in a field log Z is off by the second order, times
+    a small factor. Per dimension all of it falls like 1/D: for D to infinity, and for vectors without a field at every
+    D, this is `SaddlePoint`.
+
+    Couplings may be matrices (N, N, D, D). For spins that are not Gaussian V_i and Lambda_i are numbers all the same,
+    C_ii then being the mean over a site's dimensions.
+
+    Args:
+        prior: the law of a site, which log Z is relative to: `SpherePrior()` (any vector of length R, and +-R for D =
+            1), `IsingPrior()`, `GaussianPrior()`, `DiscretePrior(values, weights)` or another `Prior`.
+        solver: for the equations, all of a sample one problem, from the answer to the bare field. None descends the
+            free energy by Newton steps to one of its minima, which there always is, and finishes with `NewtonKrylov` to
+            a relative residual of 1e-11 (1e-5 in float32). Below a transition others find nothing, or a point that is
+            no minimum.
+        adjoint: None is `Implicit()`.
+
+    With `GaussianPrior()` there is nothing to solve. There Z is infinite unless the largest eigenvalue of beta J is
+    below D/R^2; such a sample has the status NONFINITE and changes no other.
+
+    Below a transition there are several minima; the one that the bare field leads to is taken. Without a field means of
+    0 are a minimum at every temperature, for laws that are even. No minimum is a bound of the true free energy.
+
+    Gradients: with respect to field, couplings and beta, to any order.
+
+    Reference: Opper and Winther (2001), Adaptive and self-averaging TAP mean-field theory; Opper and Winther (2005),
+    Expectation consistent approximate inference, whose Gaussian shares one number per site here.
+    """
+
+    prior: Prior = dataclasses.field(default_factory=SpherePrior)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given: Any = self.prior
+        if not isinstance(given, Prior):
+            raise TypeError(_validate.message("prior", "be a Prior", repr(given), "for example IsingPrior()"))
+
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        self.prior.check(system.dim)
+        name = type(self.prior).__name__
+        _validate.require(
+            system.measure == "uniform" or self.prior.fixed_length,
+            "measure",
+            f"be 'uniform' for {name}, whose states are weighted by itself and not counted",
+            repr(system.measure),
+            "use SpinSystem(..., measure='uniform'), or IsingPrior()",
+        )
+
+    def site_response(self) -> Response:
+        name = type(self.prior).__name__
+        remedy = "use SpherePrior() or IsingPrior()"
+        _validate.require(self.prior.fixed_length, "prior", "have spins of fixed length for a Response", name, remedy)
+        return super().site_response()
+
+    def inverse_variances(self, system: SpinSystem) -> Tensor:
+        """Lambda, (*batch, N), with (Lambda - beta J)^{-1} the covariance of all spins; NaN where the solve failed."""
+        problem = self.problem(system)
+        if isinstance(self.prior, GaussianPrior):
+            return torch.full_like(problem.field[..., 0], system.dim / system.radius**2)
+        solution = self.solution(system, self.start(system))
+        multipliers: Tensor = solution.value[..., -1] + problem.moments(solution.value)[1].reciprocal()
+        return multipliers.masked_fill(solution.failed[..., None], torch.nan)
+
+    def cavity_variances(self, system: SpinSystem) -> Tensor:
+        """V, (*batch, N), or (*batch, N, D, D) for `GaussianPrior()` with couplings that are matrices.
+
+        NaN where the solve has failed. Gradients: as log Z.
+        """
+        self.check(system)
+        if not isinstance(self.prior, GaussianPrior):
+            solution = self.solution(system, self.start(system))
+            return solution.value[..., -1].masked_fill(solution.failed[..., None], torch.nan)
+        problem = self.problem(system)
+        x, _, positive = _gaussian(problem)
+        plain = torch.full_like(problem.field[..., 0], system.radius**2 / system.dim)
+        if not system.block:
+            return problem.cavity(x, plain).masked_fill(~positive[..., None], torch.nan)
+        n, d = system.num_sites, system.dim
+        own = x.reshape(*x.shape[:-2], n, d, n, d).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        v: Tensor = (torch.eye(d, dtype=x.dtype, device=x.device) - torch.linalg.inv(own)) / plain[..., None, None]
+        return v.masked_fill(~positive[..., None, None, None], torch.nan)
+
+    def problem(self, system: SpinSystem) -> SiteEquations:
+        field, couplings = system.live_field, system.live_couplings
+        if system.block:
+            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
+        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).expand(system.batch)
+        # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
+        bonds = beta[..., None, None] * (couplings + couplings.mT) / 2
+        return SiteEquations(beta[..., None, None] * field, bonds, self.prior, system.radius)
+
+    def start(self, system: SpinSystem) -> Tensor:
+        problem = self.problem(system)
+        return descended(problem, problem.field, steps=0)[0]
+
+    def value(self, system: SpinSystem, state: Tensor) -> Tensor:
+        known = torch.isfinite(state).all(-1).all(-1)
+        value = self.problem(system).log_partition(state.masked_fill(~known[..., None, None], 0.0))
+        return value.masked_fill(~known, torch.nan)
+
+    def log_partition(self, system: SpinSystem) -> LogPartition:
+        if not isinstance(self.prior, GaussianPrior):
+            solution = self.solution(system, self.start(system))
+            return LogPartition(self.value(system, solution.value), solution.evidence())
+        problem = self.problem(system)
+        x, logdet, positive = _gaussian(problem)
+        plain = system.radius**2 / system.dim
+        answer = problem.replace(problem.field, plain * x).coupled(problem.field)
+        value = ((problem.field * answer).sum((-2, -1)) - problem.copies * logdet) / 2
+        value = value.masked_fill(~positive, torch.nan)
+        return LogPartition(value, closed_form(value))
+
+    def solution(self, system: SpinSystem, start: Tensor) -> Solution:
+        """The solution of the site equations that a start leads to."""
+        problem, start = self.problem(system), start.detach()
+        if self.solver is not None:
+            return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
+        near, num_steps, num_evals = descended(problem, start[..., :-1])
+        found = solve(problem, near, solver=_finisher(near.dtype), adjoint=self.adjoint, on_failure="ignore")
+        return dataclasses.replace(found, num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
+
+
+def _finisher(dtype: torch.dtype) -> Solver:
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+    return NewtonKrylov(rtol=tolerance, atol=tolerance, forcing=1e-3, max_steps=50)
+
+
+def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
+    """Of Gaussian sites the covariance in units of a site's own, minus its log det, and whether there is one."""
+    eye = torch.eye(problem.couplings.shape[-1], dtype=problem.field.dtype, device=problem.field.device)
+    return guarded_inverse(eye - problem.radius**2 / problem.field.shape[-1] * problem.couplings)

@@ -1,0 +1,105 @@
+"""The equations of Thouless, Anderson and Palmer: mean field with the reaction of the others to a spin's own mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..potentials.spin import BesselResponse, Response
+from ._plefka import Expansion, IsingExpansion, VectorExpansion
+from .method import FixedPointMethod
+from .system import SpinSystem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TAP(FixedPointMethod):
+    """log Z expanded in the couplings at fixed magnetizations, to second or third order, stationary in them.
+
+    With the covariance S_i(m_i) of a site that has the mean m_i, here for a number J_ij per pair:
+
+        log Z = sum_i S(m_i) + beta sum_i h_i.m_i + (beta/2) sum_ij J_ij m_i.m_j + G
+        G     = (beta^2/4) sum_ij J_ij^2 Tr(S_i S_j)
+                + (beta^3/12) sum_ij J_ij^3 T_i.T_j + (beta^3/6) sum_ijk J_ij J_jk J_ki Tr(S_i S_j S_k),
+
+    sums over ordered pairs and triples of different sites, T_i the third cumulant. m_i answers the field
+    h_i + sum_j J_ij m_j + (1/beta) dG/dm_i, whose last term is Onsager's reaction, -beta m_i sum_j J_ij^2 (1 - m_j^2)
+    for Ising spins. Off by O((beta J)^3) with order 2, O((beta J)^4) with order 3. -dF/dh is m exactly.
+
+    A step costs O(N^2 D) with order 2 and O(N^3) with order 3; with a matrix J_ij per pair O(N^2 D^3) and O(N^3 D^3).
+    A diagonal adds its constant beta J_ii R^2/2. Of a matrix J_ii that holds for its trace; the rest, an anisotropy of
+    the site, is taken to first order only, whatever `order`.
+
+    Solutions are of use where the expansion converges, Plefka's criterion: the largest eigenvalue of
+    beta^2 J_ij^2 tau_i tau_j, tau the largest variance of a site, is below 1 (for Ising spins with random couplings of
+    variance 1/N that is the de Almeida-Thouless number beta^2 mean (1 - m^2)^2). The free energy has minima beyond,
+    which are not states of the system: there the status is OUT_OF_RANGE, however small the residual.
+
+    Args:
+        order: 2 or 3.
+        response: of one spin to its field, such as `BesselResponse()` (exact) or `AmosResponse()`.
+        solver: None is damped steps from the bare field, which leave solutions beyond the criterion alone, and then
+            `Anderson` to the precision of the dtype. A solver that is given starts at the bare field.
+        adjoint: default `Implicit()`.
+
+    Gradients: with respect to field, couplings and beta, to any order.
+
+    Reference: Thouless, Anderson and Palmer (1977); Plefka (1982); Georges and Yedidia (1991) for the third order.
+    """
+
+    order: Literal[2, 3] = 2
+    response: Response = dataclasses.field(default_factory=BesselResponse)
+
+    def __post_init__(self) -> None:
+        _validate.check_integer("order", self.order, low=2, remedy="use MeanField for the first order")
+        _validate.require(self.order <= 3, "order", "be 2 or 3", self.order)
+        super().__post_init__()
+        given: Any = self.response
+        if not isinstance(given, Response):
+            raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
+
+    def site_response(self) -> Response:
+        return self.response
+
+    def problem(self, system: SpinSystem) -> Expansion:
+        return self._expansion(system)[0]
+
+    def start(self, system: SpinSystem) -> Tensor:
+        return self.problem(system).field
+
+    def value(self, system: SpinSystem, state: Tensor) -> Tensor:
+        problem, constant = self._expansion(system)
+        return problem.log_partition(state) + constant
+
+    def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor:
+        beyond: Tensor = self.problem(system).instability(state) > 1
+        return beyond
+
+    def _expansion(self, system: SpinSystem) -> tuple[Expansion, Tensor]:
+        """The fixed-point problem, and the constant of the diagonal, (*batch)."""
+        field, couplings, block = system.live_field, system.live_couplings, system.block
+        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device)
+        if block and system.dim == 1:
+            couplings, block = couplings[..., 0, 0], False
+        twin = couplings.transpose(-4, -3).mT if block else couplings.mT
+        bonds = beta.reshape(*beta.shape, *(1,) * (4 if block else 2)) * (couplings + twin) / 2
+        itself = torch.eye(system.num_sites, dtype=torch.bool, device=field.device)
+        onsite = None
+        if block:
+            own = bonds.diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
+            trace = own.diagonal(dim1=-2, dim2=-1).mean(-1)
+            onsite = own - torch.diag_embed(trace[..., None].expand(*trace.shape, system.dim))
+            itself = itself[..., None, None]
+        else:
+            trace = bonds.diagonal(dim1=-2, dim2=-1)
+        field, bonds = beta[..., None, None] * field, bonds.masked_fill(itself, 0.0)
+        options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
+        problem: Expansion
+        if system.dim == 1 and isinstance(self.response, BesselResponse):
+            problem = IsingExpansion(field, bonds, **options)
+        else:
+            problem = VectorExpansion(field, bonds, onsite, **options)
+        return problem, system.radius**2 / 2 * trace.sum(-1)
