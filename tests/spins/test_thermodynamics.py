@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from implicit_attention import GMRES, ConvergenceError, ConvergenceWarning, Implicit, Status
+from implicit_attention.potentials.prior import GaussianPrior
 from implicit_attention.spins import (
+    AdaTAP,
     Bethe,
     Enumeration,
     MeanField,
@@ -338,6 +340,19 @@ def test_unknown_couplings_that_all_share_lose_only_the_samples_where_both_sites
     assert found.evidence.failed.tolist() == [False, True]
     for name in OUTPUTS:
         close(read(found, name)[0], read(known, name)[0], 0.0)
+
+
+def test_where_a_method_finds_no_answer_every_output_is_nan():
+    couplings = symmetric(B, N, N)
+    couplings[1] *= 40  # of Gaussian spins, which then have no largest weight
+    given = couplings.requires_grad_()
+    method = AdaTAP(prior=GaussianPrior())
+    found = thermodynamics(system(random(B, N, D, seed=1), given, 0.5), method, on_failure="ignore")
+    for name in OUTPUTS:
+        assert read(found, name)[1].isnan().all(), name
+        assert read(found, name)[0].isfinite().all(), name
+    sum(read(found, name)[0].sum() for name in OUTPUTS if name != "product").backward()
+    assert given.grad[0].isfinite().all()
 
 
 def test_a_gradient_that_was_not_found_is_told_as_asked():
