@@ -48,9 +48,19 @@ def test_the_table_is_that_of_the_committed_run(monkeypatch):
     assert end.value.code == 0
 
 
+@pytest.mark.parametrize("script", ["magnetize/table.py", "spin_systems/accuracy.py"])
+def test_the_tables_of_the_docs_are_those_of_the_committed_runs(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, "--check"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "docs" / script), run_name="__main__")
+    assert end.value.code == 0
+
+
 def test_the_pictures_are_there():
-    for name in re.findall(r"\]\((docs/[^)]*\.png)\)", README):
-        assert (ROOT / name).stat().st_size > 10_000
+    pages = [(README, ROOT), *((page.read_text(), page.parent) for page in (ROOT / "docs").glob("*.md"))]
+    for text, folder in pages:
+        for name in re.findall(r"\]\(([^)]*\.png)\)", text):
+            assert (folder / name).stat().st_size > 10_000, name
 
 
 def test_ci_runs_the_test_command_of_the_readme():
