@@ -15,10 +15,9 @@ from .._types import OnFailure
 from ..potentials.spin import BesselResponse, Response
 from ..problem import widened
 from ..solution import Evidence
-from ..solve import solve
 from ..status import Status
 from ._lost import fill, without_lost
-from .method import FixedPointMethod, LogPartition, Method, physics_solver
+from .method import FixedPointMethod, LogPartition, Method
 from .system import SpinSystem
 
 
@@ -58,7 +57,7 @@ class DynamicalMethod(FixedPointMethod):
 
     Args:
         response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()`, `LargeDResponse()`, ...
-        solver: default `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
+        solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
     A subclass defines `problem`, `start`, `moments`, and what it cannot do in `check`.
@@ -125,9 +124,7 @@ def stationary_state(
     system = widened(system)[0]
     with exact_precision(system.field):
         sound, lost = without_lost(system)
-        start = method.start(sound).detach()
-        solver = method.solver or physics_solver(start.dtype)
-        solution = solve(method.problem(sound), start, solver=solver, adjoint=method.adjoint, on_failure="ignore")
+        solution = method.solution(sound, method.start(sound))
         m, delayed = method.moments(sound, solution.value)
         couplings = sound.live_couplings
         twin = couplings.transpose(-4, -3).mT if sound.block else couplings.mT

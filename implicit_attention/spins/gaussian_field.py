@@ -36,7 +36,9 @@ class GaussianField(DynamicalMethod):
     weak couplings it is off by O(J^2/D), where `KineticPlefka(order=2)` is off by O(J^3).
 
     Args:
-        response, solver, adjoint: as in `DynamicalMethod`; for D = 1 `BesselResponse()` is the only response.
+        response: of one spin to its field; for D = 1 only `BesselResponse()`.
+        solver: None is damped steps and then `Anderson`.
+        adjoint: None is `Implicit()`.
 
     Couplings are a number for each pair.
 

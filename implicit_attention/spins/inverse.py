@@ -92,8 +92,8 @@ def fit_ising_moments(
 
     Raises:
         TypeError, ValueError: shapes that do not fit; |m_i| >= 1; a covariance that is not positive definite; with
-        "tap", pairs so strongly coupled that the quadratic has no real root. Where the host cannot look, the sample is
-        NaN instead; so is one with NaN in its moments.
+            "tap", pairs so strongly coupled that the quadratic has no real root. Where the host cannot look, the
+            sample is NaN instead; so is one with NaN in its moments.
 
     Gradients: with respect to both, to any order.
 

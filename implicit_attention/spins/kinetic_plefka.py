@@ -38,7 +38,9 @@ class KineticPlefka(DynamicalMethod):
         order: 1 or 2. A matrix for each pair, (N, N, D, D), goes with 1.
         squared_shift: with order 2, let Sbar_i have the term (f_i - theta_i)(f_i - theta_i)^T. It is of fourth order,
             left out of the usual formula for D = 1, but not of one for vectors; there it costs accuracy.
-        response, solver, adjoint: as in `DynamicalMethod`.
+        response: of one spin to its field.
+        solver: None is damped steps and then `Anderson`.
+        adjoint: None is `Implicit()`.
 
     Reference: Aguilera, Moosavi and Shimazaki (2021), Plefka[t-1, t], for D = 1. Here for any response.
     """

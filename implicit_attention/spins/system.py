@@ -97,7 +97,9 @@ class SpinSystem(Declared):
 
         Args:
             couplings: in that convention; J + J^T is what is kept.
-            field, beta, options: as in the class.
+            field: as in the class.
+            beta: as in the class.
+            options: radius, measure and mask, as in the class.
         """
         if isinstance(couplings, Tensor):
             return cls(_both_orders(couplings, field), field, beta, **options)

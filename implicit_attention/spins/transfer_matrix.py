@@ -36,7 +36,7 @@ class TransferMatrix(Method):
 
     Raises:
         ValueError: couplings between others than neighbours, matrices as couplings, fields along several directions.
-        Where the host cannot look, the sample is NaN instead.
+            Where the host cannot look, the sample is NaN instead.
 
     Gradients: with respect to field, couplings and beta; to any order along the axis and for the chain's own couplings.
     Across the axis derivatives of log Z are exact up to the third, so that m and chi are right in all directions and
