@@ -201,7 +201,7 @@ def test_statuses_have_sentences():
     for status in Status:
         text = status.sentence.format(residual=1.0, tolerance=0.1, steps=3)
         assert len(text) > 20
-    assert [s.name for s in Status if s.failed] == ["MAX_STEPS", "STALLED", "DIVERGED", "NONFINITE"]
+    assert [s.name for s in Status if s.failed] == ["MAX_STEPS", "STALLED", "DIVERGED", "NONFINITE", "OUT_OF_RANGE"]
 
 
 def test_a_budget_returns_the_last_state_not_the_best():
