@@ -16,6 +16,8 @@ from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard
 from .status import Status
 
 if TYPE_CHECKING:
+    from .potentials.gaussian_mixture import GaussianMixture
+    from .potentials.hidden_units import HiddenUnits
     from .solvers import SciPy, TorchDEQ
     from .spins import (
         TAP,
@@ -47,6 +49,8 @@ __all__ = [
     "Rotary",
     "LogSumExp",
     "Quadratic",
+    "HiddenUnits",
+    "GaussianMixture",
     "Potential",
     "AnchoredEnergy",
     "EnergyFunction",
@@ -92,11 +96,18 @@ __all__ = [
     "UnsupportedImplementation",
 ]
 
+_LAZY = {
+    "SciPy": ".solvers",
+    "TorchDEQ": ".solvers",
+    "HiddenUnits": ".potentials.hidden_units",
+    "GaussianMixture": ".potentials.gaussian_mixture",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # What is loaded when it is asked for: adapters to other libraries, and spin systems.
+    # Loaded when it is asked for: adapters to other libraries, spin systems and what needs their responses.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(".solvers" if name in ("SciPy", "TorchDEQ") else ".spins", __name__), name)
+    return getattr(import_module(_LAZY.get(name, ".spins"), __name__), name)

@@ -44,6 +44,19 @@ def report_failures(
     warnings.warn(message, ConvergenceWarning, stacklevel=_outside())
 
 
+def warn_of_saddles(on_failure: OnFailure, what: str, status: Tensor) -> None:
+    """Warn of solutions that are unstable: they solve the equations, but are hardly what was asked for."""
+    if on_failure == "ignore" or is_batched(status):
+        return
+    count = int((status == Status.SADDLE).sum())
+    if count:
+        message = (
+            f"{what} ended on an unstable solution (status SADDLE) for {count} of {status.numel()} problems: "
+            "a small field, or another solver, may lead to a stable one"
+        )
+        warnings.warn(message, ConvergenceWarning, stacklevel=_outside())
+
+
 def _outside() -> int:
     """Stack level of the first caller outside this package and torch, so that a warning points at the user's line."""
     frame, level = sys._getframe(1), 1

@@ -138,7 +138,8 @@ def pullback(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | N
     def mapped(*floating: Tensor) -> Tensor:
         new = list(tensors)
         for i, t in zip(where, floating, strict=True):
-            new[i] = t
+            # Under nested transforms torch loses an input that an operation of the map saves as it is.
+            new[i] = t.view_as(t)
         return problem.replace(*new).fixed_point_map(z)
 
     result: list[Tensor | None] = [None] * len(tensors)

@@ -1,5 +1,7 @@
 """Free energies of coupled vector spins, and their magnetizations m = -dF/dh."""
 
+from ..potentials.prior import DiscretePrior, GaussianPrior, IsingPrior, SpherePrior
+from ..potentials.spin import AmosResponse, BesselResponse, LargeDResponse, SteepestDescentResponse
 from .adaptive_tap import AdaTAP
 from .bethe import Bethe
 from .decomposition import Decomposition, decompose, extensivity
@@ -37,6 +39,14 @@ __all__ = [
     "Decomposition",
     "decompose",
     "extensivity",
+    "BesselResponse",
+    "AmosResponse",
+    "SteepestDescentResponse",
+    "LargeDResponse",
+    "SpherePrior",
+    "IsingPrior",
+    "GaussianPrior",
+    "DiscretePrior",
     "Stability",
     "stability",
 ]

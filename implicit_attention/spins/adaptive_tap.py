@@ -11,9 +11,11 @@ from torch import Tensor
 from .. import _validate
 from ..potentials.prior import GaussianPrior, Prior, SpherePrior
 from ..potentials.spin import Response
+from ..problem import widened
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import NewtonKrylov, Solver
+from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
 from .method import FixedPointMethod, LogPartition, closed_form
 from .system import SpinSystem
@@ -52,7 +54,7 @@ class AdaTAP(FixedPointMethod):
         adjoint: None is `Implicit()`.
 
     With `GaussianPrior()` there is nothing to solve. There Z is infinite unless the largest eigenvalue of beta J is
-    below D/R^2; such a sample has the status NONFINITE and changes no other.
+    below D/R^2; such a sample has the status OUT_OF_RANGE and changes no other.
 
     Below a transition there are several minima; the one that the bare field leads to is taken. Without a field means of
     0 are a minimum at every temperature, for laws that are even. No minimum is a bound of the true free energy.
@@ -91,6 +93,8 @@ class AdaTAP(FixedPointMethod):
 
     def inverse_variances(self, system: SpinSystem) -> Tensor:
         """Lambda, (*batch, N), with (Lambda - beta J)^{-1} the covariance of all spins; NaN where the solve failed."""
+        self.check(system)
+        system = widened(system)[0]
         problem = self.problem(system)
         if isinstance(self.prior, GaussianPrior):
             return torch.full_like(problem.field[..., 0], system.dim / system.radius**2)
@@ -104,6 +108,7 @@ class AdaTAP(FixedPointMethod):
         NaN where the solve has failed. Gradients: as log Z.
         """
         self.check(system)
+        system = widened(system)[0]
         if not isinstance(self.prior, GaussianPrior):
             solution = self.solution(system, self.start(system))
             return solution.value[..., -1].masked_fill(solution.failed[..., None], torch.nan)
@@ -145,7 +150,9 @@ class AdaTAP(FixedPointMethod):
         answer = problem.replace(problem.field, plain * x).coupled(problem.field)
         value = ((problem.field * answer).sum((-2, -1)) - problem.copies * logdet) / 2
         value = value.masked_fill(~positive, torch.nan)
-        return LogPartition(value, closed_form(value))
+        evidence = closed_form(value)
+        status = evidence.status.masked_fill(~positive, int(Status.OUT_OF_RANGE))
+        return LogPartition(value, dataclasses.replace(evidence, status=status))
 
     def solution(self, system: SpinSystem, start: Tensor) -> Solution:
         """The solution of the site equations that a start leads to."""

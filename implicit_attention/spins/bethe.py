@@ -25,9 +25,9 @@ class Bethe(FixedPointMethod):
 
     for R = 1, with Z_ij the mean of exp(beta J_ij s_i s_j + c_ij s_i + c_ji s_j) over the four states of a pair. Exact
     on trees; elsewhere an approximation that is good where loops are long or couplings weak. log Z is stationary in the
-    messages. They start from 0, so that without a field they stay there, also at temperatures where a magnetized
-    solution is the stable one and the status SADDLE. Where loops are strong the messages do not settle, which the
-    status says: Newton's method would find a stationary point there, too, but one that is far off.
+    messages. They start from the bare fields, so that without one they stay at 0, also at temperatures where a
+    magnetized solution is the stable one and the status SADDLE. Where loops are strong the messages do not settle,
+    which the status says: Newton's method would find a stationary point there, too, but one that is far off.
 
     Correlations are derivatives of this log Z, as for every method: for a pair without a coupling that is m_i m_j even
     on a tree, where <s_i s_j> = chi_ij/beta + m_i m_j is exact.
@@ -52,7 +52,8 @@ class Bethe(FixedPointMethod):
         return FixedPointMap(_passed_on, field, bonds, event_ndim=2)
 
     def start(self, system: SpinSystem) -> Tensor:
-        return torch.zeros_like(_in_units(system)[1])
+        field, bonds, _ = _in_units(system)
+        return _passed_on(torch.zeros_like(bonds), field, bonds)
 
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         field, bonds, own = _in_units(system)

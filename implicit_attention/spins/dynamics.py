@@ -10,15 +10,20 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import exact_precision
-from .._reporting import check_on_failure, report_failures
+from .._reporting import check_on_failure, report_failures, warn_of_saddles
 from .._types import OnFailure
+from ..linear import spectral_radius
 from ..potentials.spin import BesselResponse, Response
 from ..problem import widened
 from ..solution import Evidence
 from ..status import Status
+from ._curvature import above_one
 from ._lost import fill, without_lost
 from .method import FixedPointMethod, LogPartition, Method
 from .system import SpinSystem
+
+#: Towards the spectral radius of N D rows.
+ARNOLDI_STEPS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,8 @@ class DynamicalMethod(FixedPointMethod):
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
+    A fixed point from which small deviations grow under the closure's own steps has the status SADDLE.
+
     A subclass defines `problem`, `start`, `moments`, and what it cannot do in `check`.
     """
 
@@ -76,6 +83,12 @@ class DynamicalMethod(FixedPointMethod):
 
     def site_response(self) -> Response:
         return self.response
+
+    def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
+        # The solution is a fixed point of the map from one step to the next: small deviations have to shrink.
+        jacobian = self.problem(system).linearize(state).product
+        start = torch.zeros_like(state.flatten(-2))
+        return above_one(spectral_radius(lambda v: jacobian(v.reshape(state.shape)).flatten(-2), start, ARNOLDI_STEPS))
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         """What a solution of the problem says."""
@@ -139,6 +152,7 @@ def stationary_state(
     evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name, e = type(method).__name__, evidence
     report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
+    warn_of_saddles(on_failure, name, e.status)
     return StationaryState(
         magnetization=fill(m, lost, torch.nan),
         delayed_correlations=fill(delayed, lost, torch.nan),

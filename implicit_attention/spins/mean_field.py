@@ -11,15 +11,11 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
-from .._types import LinearMap
-from ..linear import extreme_eigenvalues
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Linearization, Problem
+from ._curvature import above_one, covariance_roots, extremes
 from .method import FixedPointMethod
 from .system import SpinSystem, couple
-
-#: Lanczos steps towards an extreme eigenvalue of N D.
-EIGENVALUE_STEPS = 24
 
 
 class MeanFieldProblem(Problem):
@@ -100,6 +96,10 @@ class MeanField(FixedPointMethod):
         if not isinstance(given, Response):
             raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
 
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        self.response.check("system", system.dim, system.radius)
+
     def site_response(self) -> Response:
         return self.response
 
@@ -116,10 +116,8 @@ class MeanField(FixedPointMethod):
 
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
-        field = system.live_field.detach()
-        couplings = system.live_couplings.detach()
-        matvec = _flat(lambda v: couple(couplings, v, block=system.block), field)
-        lowest = extreme_eigenvalues(matvec, torch.zeros_like(field.flatten(-2)), EIGENVALUE_STEPS)[0].value
+        field, couplings = system.live_field.detach(), system.live_couplings.detach()
+        lowest = extremes(lambda v: couple(couplings, v, block=system.block), field)[0]
         beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).detach()
         steep = beta * system.radius**2 / system.dim * -lowest
         # A power of two, so that rounding in other company does not lead another way.
@@ -128,22 +126,6 @@ class MeanField(FixedPointMethod):
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         field = system.live_field + system.coupled(state)
-        beta = system.sample_beta
-        tau, rho = self.response.covariance_parts(field, beta, system.radius)
-        unit = field / torch.linalg.vector_norm(field, dim=-1, keepdim=True).clamp(min=torch.finfo(field.dtype).tiny)
-        across, along = tau.clamp(min=0).sqrt()[..., None], rho.clamp(min=0).sqrt()[..., None]
-
-        def root(v: Tensor) -> Tensor:
-            part: Tensor = (unit * v).sum(-1, keepdim=True) * unit
-            result: Tensor = across * (v - part) + along * part
-            return result
-
+        root, _ = covariance_roots(self.response, field, system.sample_beta, system.radius)
         # The Hessian Cov^{-1} - beta J of beta F in m is positive where this map has no eigenvalue above 1.
-        matvec = _flat(lambda v: root(system.coupled(root(v))), state)
-        highest = extreme_eigenvalues(matvec, torch.zeros_like(state.flatten(-2)), EIGENVALUE_STEPS)[1].value
-        above: Tensor = beta * highest > 1 + torch.finfo(state.dtype).eps ** 0.5
-        return above
-
-
-def _flat(product: LinearMap, like: Tensor) -> LinearMap:
-    return lambda v: product(v.reshape(like.shape)).flatten(-2)
+        return above_one(system.sample_beta * extremes(lambda v: root(system.coupled(root(v))), state)[1])

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import _validate
+from .._reporting import check_on_failure, report_failures
 from .._types import LinearMap, OnFailure
 from ..diagnostics import distinct_fixed_points
 from ..linear import extreme_eigenvalues, spectral_radius
@@ -102,10 +103,14 @@ def stability(
 
     Reference: de Almeida and Thouless (1978) for the last number, here with the covariances of vectors.
     """
+    check_on_failure(on_failure)
     _validate.check_integer("starts", starts, low=0)
     _validate.check_integer("steps", steps, low=1)
     with torch.enable_grad():
-        found = thermodynamics(system, method, on_failure=on_failure)
+        # What is said here of a saddle is more than a warning.
+        found = thermodynamics(system, method, on_failure="ignore")
+        e = found.evidence
+        report_failures(on_failure, type(method).__name__, e.status, e.residual, e.tolerance, e.num_steps)
         m = found.magnetization.detach()
         system = _detached(system)
         lowest, highest = _extremes(found.susceptibility_product, m, system, steps)

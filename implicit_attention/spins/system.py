@@ -28,7 +28,8 @@ class SpinSystem(Declared):
 
     Args:
         couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; or a
-            function of the field, which is evaluated once, here.
+            function of the field, which is evaluated once, here. (Where N = D and the batch ends with (N, N), four axes
+            are couplings per sample.)
         field: h, (*batch, N, D), in units of energy over length.
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
         radius: R: "sqrt_dim" is sqrt(D), at which a lone spin answers with beta h to first order whatever D is;
@@ -54,7 +55,7 @@ class SpinSystem(Declared):
         measure: Literal["uniform", "counting"] = "uniform",
         mask: Bool[Tensor, "*#batch N"] | None = None,
     ) -> None:
-        _validate.check_float_tensor("field", field, min_ndim=2)
+        _check_field(field)
         if isinstance(beta, Tensor):
             _validate.check_float_tensor("beta", beta)
             _validate.check_same_kind([("field", field), ("beta", beta)])
@@ -101,10 +102,15 @@ class SpinSystem(Declared):
             beta: as in the class.
             options: radius, measure and mask, as in the class.
         """
-        if isinstance(couplings, Tensor):
-            return cls(_both_orders(couplings, field), field, beta, **options)
-        function = couplings
-        return cls(lambda h: _both_orders(function(h), h), field, beta, **options)
+        if callable(couplings) and not isinstance(couplings, Tensor):
+            function = couplings
+            return cls(lambda h: _both_orders(_checked_couplings(function(h), h), h), field, beta, **options)
+        _check_field(field)
+        return cls(_both_orders(_checked_couplings(couplings, field), field), field, beta, **options)
+
+    def __repr__(self) -> str:
+        beta = f"{self.beta:g}" if not isinstance(self.beta, Tensor) else f"of shape {tuple(self.beta.shape)}"
+        return f"SpinSystem(batch {tuple(self.batch)}, N = {self.num_sites}, D = {self.dim}, beta {beta})"
 
     # What the methods read.
 
@@ -206,6 +212,12 @@ def _is_block(couplings: Tensor, field: Tensor) -> bool:
     n, d = field.shape[-2:]
     per_sample = n == d and field.shape[:-2][-2:] == (n, n)
     return couplings.shape[-4:] == (n, n, d, d) and not per_sample
+
+
+def _check_field(field: Any) -> None:
+    _validate.check_float_tensor("field", field, min_ndim=2)
+    shape = tuple(field.shape)
+    _validate.require(min(shape[-2:]) > 0, "field", "have at least one site and one dimension", f"shape {shape}")
 
 
 def _checked_couplings(couplings: Any, field: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..potentials.spin import BesselResponse, Response
+from ._curvature import above_one, covariance_roots, extremes
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
 from .method import FixedPointMethod
 from .system import SpinSystem
@@ -61,6 +62,10 @@ class TAP(FixedPointMethod):
         if not isinstance(given, Response):
             raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
 
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        self.response.check("system", system.dim, system.radius)
+
     def site_response(self) -> Response:
         return self.response
 
@@ -73,6 +78,13 @@ class TAP(FixedPointMethod):
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         problem, constant = self._expansion(system)
         return problem.log_partition(state) + constant
+
+    def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
+        problem = self.problem(system)
+        root, inverse = covariance_roots(self.response, state, 1.0, system.radius)
+        # With S the covariances of sites the transposed Jacobian is S A, and S^{-1} - A the Hessian of beta F in m.
+        transposed = problem.linearize(state).transposed
+        return above_one(extremes(lambda v: inverse(transposed(root(v))), state)[1])
 
     def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor:
         beyond: Tensor = self.problem(system).instability(state) > 1

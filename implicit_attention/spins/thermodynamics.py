@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import exact_precision, vjp
-from .._reporting import check_on_failure, report_failures
+from .._reporting import check_on_failure, report_failures, warn_of_saddles
 from .._types import OnFailure
 from ..problem import widened
 from ..solution import AdjointReport, Evidence
@@ -215,6 +215,7 @@ def _answer(method: Method, system: SpinSystem, on_failure: OnFailure) -> tuple[
     evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name, e = type(method).__name__, evidence
     report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
+    warn_of_saddles(on_failure, name, e.status)
     # A method may find no answer without being given a wrong number: what does not exist has no derivatives either.
     return LogPartition(value, evidence), lost | ~value.isfinite()
 

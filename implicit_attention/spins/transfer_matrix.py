@@ -52,7 +52,6 @@ class TransferMatrix(Method):
         _validate.check_integer("nodes", self.nodes, low=8)
 
     def check(self, system: SpinSystem) -> None:
-        _validate.require(system.num_sites > 0, "system", "have at least one site for TransferMatrix", "none")
         remedy = "use numbers as couplings, or MeanField or SaddlePoint"
         _validate.require(
             not system.block or system.dim == 1, "couplings", "be numbers for TransferMatrix", "matrices", remedy

@@ -215,10 +215,10 @@ def test_it_is_near_to_chains_of_vectors(beta, close, naive, second):
     m, delayed = sampled(system)
     state = stationary_state(system, GaussianField())
     assert relative_error(state.magnetization, m) < close
-    assert relative_error(magnetization(system, KineticPlefka()), m) > naive
+    assert relative_error(magnetization(system, KineticPlefka(), on_failure="ignore"), m) > naive
     produced = beta * float(((couplings - couplings.mT) * delayed).sum())
     assert float(state.entropy_production) == pytest.approx(produced, rel=0.08)
-    expansion = stationary_state(system, KineticPlefka(order=2))
+    expansion = stationary_state(system, KineticPlefka(order=2), on_failure="ignore")
     shifted = magnetization(system, KineticPlefka(order=2, squared_shift=True), on_failure="ignore")
     near = relative_error(expansion.magnetization, m)
     assert close < near < second

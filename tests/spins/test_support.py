@@ -28,7 +28,7 @@ def make(text):
 
 def system(feature, chain):
     """A system with the one feature that is asked for; a chain in collinear fields for the method that needs one."""
-    dim = 3 if feature == "D > 1" or feature == "matrices J_ij" and not chain else 1
+    dim = 3 if feature == "D > 1" or (feature == "matrices J_ij" and not chain) else 1
     field = 0.5 * random(N, 1, seed=1) * torch.ones(dim)
     upper = 0.3 * random(N, N, seed=2)
     upper = torch.diag(upper.diagonal(1), 1) if chain else upper.triu(1)
@@ -64,7 +64,7 @@ def test_a_method_supports_what_the_table_says(text, feature):
     said = TABLE[text][feature]
     assert said in ("yes", "no")
     if said == "no":
-        with pytest.raises((TypeError, ValueError), match="must .*; "):
+        with pytest.raises((TypeError, ValueError), match=r"must .*; "):
             magnetization(given, method)
         return
     if TABLE[text]["log Z"] == "yes":

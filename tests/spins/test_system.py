@@ -7,7 +7,18 @@ import re
 import pytest
 import torch
 
-from implicit_attention.spins import Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    Bethe,
+    Enumeration,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    free_energy,
+    magnetization,
+    thermodynamics,
+)
 from implicit_attention.spins.method import Method
 from implicit_attention.spins.system import couple
 from implicit_attention.testing.numerics import random
@@ -95,6 +106,22 @@ def test_couplings_that_do_not_fit_are_refused():
     refused(TypeError, "`couplings` must have a floating-point dtype", couplings=torch.ones(N, N).long())
     refused(TypeError, "`couplings` must be a tensor or a function of the field, got float", couplings=0.5)
     refused(ValueError, "`couplings` must have the dtype of `field` (torch.float64)", couplings=torch.zeros(N, N))
+
+
+def test_a_system_without_sites_or_dimensions_is_refused():
+    for shape in ((2, 0, 3), (2, 3, 0)):
+        with pytest.raises(ValueError, match="`field` must have at least one site and one dimension, got shape"):
+            SpinSystem(torch.zeros(shape[1], shape[1]), torch.zeros(shape))
+
+
+def test_from_full_checks_like_the_class():
+    field = torch.zeros(3, 1)
+    for couplings in (None, [[1.0]], torch.zeros(3, 4), torch.zeros(3), torch.zeros(4, 4)):
+        with pytest.raises((TypeError, ValueError), match="`couplings` must"):
+            SpinSystem.from_full(couplings, field)
+    with pytest.raises(TypeError, match="`field` must"):
+        SpinSystem.from_full(torch.zeros(2, 2), [1.0, 2.0])
+    assert repr(SpinSystem(torch.zeros(3, 3), field, 2.0)) == "SpinSystem(batch (), N = 3, D = 1, beta 2)"
 
 
 def test_what_a_coupling_function_returns_is_checked_like_couplings():
@@ -335,6 +362,19 @@ def test_masked_sites_get_the_gradient_zero_and_pass_no_nan_on():
     assert (wide.grad[..., 4:] == 0).all()
     assert (long.grad[:, 4:] == 0).all()
     assert (long.grad[:, :4] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [MeanField(), TAP(), AdaTAP(), SaddlePoint(), SaddlePoint(one_loop=True), SaddlePoint(shared=True), Bethe()],
+    ids=repr,
+)
+def test_a_sample_without_any_site_is_nothing(method):
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    system = SpinSystem(torch.full((3, 3), 0.2).double(), random(2, 3, 1, seed=1), 0.8, mask=mask, measure="counting")
+    found = thermodynamics(system, method)
+    assert float(found.free_energy[1]) == pytest.approx(0.0, abs=1e-14)
+    assert not found.magnetization[1].any()
 
 
 def test_every_sample_has_its_own_mask():

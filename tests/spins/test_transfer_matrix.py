@@ -282,7 +282,6 @@ def test_what_it_cannot_do_is_refused():
     blocks = chain(BONDS)[..., None, None] * torch.eye(3).double()
     refused("`couplings` must be numbers for TransferMatrix, got matrices; use numbers", blocks, field)
     refused("`couplings` must be symmetric", chain(BONDS).triu(), field)
-    refused("`system` must have at least one site", torch.zeros(0, 0), torch.zeros(0, 3))
     with pytest.raises(ValueError, match="`nodes` must be >= 8, got 4"):
         TransferMatrix(nodes=4)
     with pytest.raises(TypeError, match=re.escape("`nodes` must be an integer, got 8.0")):

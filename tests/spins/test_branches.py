@@ -1,0 +1,99 @@
+"""Where there are several solutions: the stable one is found, and an unstable one is called that."""
+
+import re
+
+import pytest
+import torch
+
+from implicit_attention import Anderson, ConvergenceWarning, FixedPointMap, Status, solve
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    Bethe,
+    GaussianField,
+    KineticPlefka,
+    MeanField,
+    SpinSystem,
+    free_energy,
+    magnetization,
+    stability,
+    stationary_state,
+    thermodynamics,
+)
+from implicit_attention.spins.exact import stationary_law
+from implicit_attention.testing.numerics import random
+
+N = 10
+MAGNET = (torch.ones(N, N) - torch.eye(N)).double() / N
+
+
+@pytest.mark.parametrize("method", [MeanField(), Bethe(), TAP()], ids=repr)
+@pytest.mark.parametrize("beta", [1.5, 2.0, 3.0])
+def test_a_magnet_below_its_transition_follows_a_small_field(method, beta):
+    system = SpinSystem(MAGNET, torch.full((N, 1), 0.01).double(), beta)
+    found = thermodynamics(system, method)
+    assert found.evidence.status == Status.CONVERGED
+    assert float(found.magnetization.min()) > 0.7
+    # Chi of a minimum has no negative eigenvalue.
+    chi = found.susceptibility()[:, 0, :, 0]
+    assert float(torch.linalg.eigvalsh(chi)[0]) > 0
+
+
+@pytest.mark.parametrize("method", [MeanField(), Bethe(), TAP()], ids=repr)
+def test_zero_is_a_saddle_below_the_transition_and_told(method):
+    system = SpinSystem(MAGNET, torch.zeros(2, N, 1).double(), torch.tensor([0.5, 2.0]).double())
+    text = re.escape("ended on an unstable solution (status SADDLE) for 1 of 2 problems")
+    for function in (thermodynamics, free_energy, magnetization):
+        with pytest.warns(ConvergenceWarning, match=text):
+            function(system, method)
+    found = thermodynamics(system, method, on_failure="ignore")
+    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.SADDLE]
+
+
+def test_belief_propagation_has_two_branches_below_the_transition():
+    system = SpinSystem(MAGNET, torch.full((N, 1), 0.01).double(), 2.0)
+    found = stability(system, Bethe(), starts=16)
+    assert int(found.branches) == 2
+    assert not found.reliable
+
+
+@pytest.mark.parametrize("method", [GaussianField(), KineticPlefka(), KineticPlefka(order=2)], ids=repr)
+def test_dynamics_settle_on_the_side_of_the_field(method):
+    field = torch.full((N, 1), 0.05).double()
+    found = stationary_state(SpinSystem(MAGNET, field, 2.0), method)
+    truth = stationary_law(MAGNET, field[:, 0], 2.0).magnetization
+    assert float((found.magnetization[:, 0] - truth).abs().max()) < 0.06
+    with pytest.warns(ConvergenceWarning, match="SADDLE"):
+        found = stationary_state(SpinSystem(MAGNET, 0 * field, 2.0), method)
+    assert found.evidence.status == Status.SADDLE
+
+
+@pytest.mark.parametrize("method", [MeanField(), TAP(), AdaTAP()], ids=repr)
+def test_thermodynamics_go_through_every_transform(method):
+    couplings, fields = 0.3 * MAGNET * N, random(3, N, 1, seed=1)
+
+    def capacity(field, beta=0.8):
+        return thermodynamics(SpinSystem(couplings / 3, field, beta), method).heat_capacity
+
+    batch = capacity(fields)
+    torch.testing.assert_close(torch.vmap(capacity)(fields), batch, rtol=1e-9, atol=1e-9)
+    slope = torch.func.grad(lambda beta: capacity(fields[0], beta))(torch.tensor(0.8).double())
+    far, near = capacity(fields[0], 0.801), capacity(fields[0], 0.799)
+    torch.testing.assert_close(slope, (far - near) / 0.002, rtol=1e-4, atol=1e-4)
+
+
+def test_maps_may_save_a_declared_tensor_as_it_is():
+    couplings, h = 0.1 * random(3, 3), random(1, 3, seed=1)
+
+    def answer(couplings):
+        problem = FixedPointMap(lambda z, h, j: torch.tanh(h + z @ j.square()), h, couplings, event_ndim=1)
+        return solve(problem, torch.zeros_like(h), solver=Anderson(rtol=1e-13)).value.sum()
+
+    def curvature(couplings):
+        gradient, pullback = torch.func.vjp(torch.func.grad(answer), couplings)
+        return pullback(torch.ones_like(gradient))[0].sum()
+
+    slope = torch.func.grad(curvature)(couplings)
+    step = 1e-5 * random(3, 3, seed=2)
+    moved = (curvature(couplings + step) - curvature(couplings - step)) / 2
+    torch.testing.assert_close((slope * step).sum(), moved, rtol=1e-5, atol=1e-12)

@@ -1,0 +1,126 @@
+"""The minimum that the saddle point is made of: its derivatives in every mode, and where spins are cold."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from implicit_attention import Status
+from implicit_attention.spins import SaddlePoint, SpinSystem, magnetization
+from implicit_attention.spins._minimum import Minimum
+from implicit_attention.spins._newton import minimise
+from implicit_attention.testing.numerics import random
+
+METHODS = [SaddlePoint(shared=shared, one_loop=loop) for shared in (False, True) for loop in (False, True)]
+NAMES = ["leading", "one_loop", "shared", "shared_one_loop"]
+N, D = 3, 2
+
+
+def along(method):
+    """log Z along a line in couplings, field and beta at once."""
+    couplings, field, beta = random(N, N, seed=1) / 2, random(2, N, D, seed=2), 1 + random(2) ** 2
+    ways = (random(N, N, seed=4) / 3, random(2, N, D, seed=5), 0.4)
+
+    def log_z(x):
+        c, h, b = (t + x * way for t, way in zip((couplings, field, beta), ways, strict=True))
+        return method.log_partition(SpinSystem(c + c.mT, h, b, radius=1.2)).value.sum()
+
+    return log_z
+
+
+def forward(function):
+    return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_forward_and_reverse_mode_agree_however_they_are_nested(method):
+    log_z, x = along(method), torch.zeros((), dtype=torch.float64)
+    reverse = torch.func.grad
+    for order in (1, 2, 3):
+        truth = log_z
+        for _ in range(order):
+            truth = reverse(truth)
+        for modes in itertools.product((reverse, forward), repeat=order):
+            function = log_z
+            for mode in modes:
+                function = mode(function)
+            torch.testing.assert_close(function(x), truth(x), rtol=1e-9, atol=1e-9)
+
+
+def problem_of(couplings, field):
+    system = SpinSystem(couplings + couplings.mT, field, 1.1, radius=1.2)
+    return SaddlePoint()._problem(system)[0]
+
+
+def test_multipliers_and_hessian_have_their_gradients():
+    couplings, field = (t.requires_grad_() for t in (random(N, N, seed=1) / 2, random(2, N, D, seed=2)))
+
+    def f(*inputs):
+        problem = problem_of(*inputs)
+        t, evidence = minimise(problem, rtol=1e-8, max_steps=100, polish=True)
+        found = Minimum(problem, t, evidence.converged)
+        return found.value(), found.multipliers(), found.hessian()
+
+    assert torch.autograd.gradcheck(f, (couplings, field), fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, (couplings, field), fast_mode=True)
+
+
+def test_a_polished_solution_is_right_to_rounding_though_little_was_asked_for():
+    problem = problem_of(random(2, N, N, seed=1) / 2, random(2, N, D, seed=2))
+    truth = minimise(problem, rtol=1e-14, max_steps=100)[0]
+    asked, evidence = minimise(problem, rtol=1e-3, max_steps=100)
+    polished = minimise(problem, rtol=1e-3, max_steps=100, polish=True)[0]
+    assert bool(evidence.converged.all())
+    errors = [float((t - truth).abs().max()) for t in (asked, polished)]
+    assert errors[1] < errors[0] ** 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_failed_sample_is_not_polished_and_its_multipliers_are_constant(dtype):
+    couplings = (8 * random(2, 5, 5, seed=1)).to(dtype)
+    problem = problem_of(couplings, random(2, 5, D, seed=2).to(dtype))
+    plain, polished = (minimise(problem, rtol=1e-8, max_steps=1, polish=polish) for polish in (False, True))
+    assert plain[1].status.tolist() == [Status.MAX_STEPS] * 2
+    assert torch.equal(plain[0], polished[0])
+    field = problem.field.clone().requires_grad_()
+    found = Minimum(problem._replace(field=field), plain[0], plain[1].converged)
+    assert torch.autograd.grad(found.multipliers().sum(), field)[0].abs().max() == 0
+    (by_field,) = torch.autograd.grad(found.value().sum(), field)
+    torch.testing.assert_close(by_field, problem.moments(plain[0]).mean)
+
+
+# Cold spins in strong fields, of few dimensions: the edge of the domain is near all the way.
+
+
+def cold_systems(count, *, seed=0):
+    generator = np.random.default_rng(seed)
+    for k in range(count):
+        n, d = int(generator.integers(20, 65)), (1, 3)[k % 2]
+        couplings = generator.standard_normal((n, n))
+        couplings = (couplings + couplings.T) / math.sqrt(2) * (10 / math.sqrt(n) if k % 4 < 2 else 1.0)
+        if k % 3:
+            np.fill_diagonal(couplings, 0)
+        field = 10.0 ** (k % 2) * generator.standard_normal((n, d))
+        yield SpinSystem(torch.as_tensor(couplings), torch.as_tensor(field), float(10 ** generator.uniform(0.5, 2)))
+
+
+@pytest.mark.parametrize("method", [SaddlePoint(), SaddlePoint(shared=True)], ids=["per_site", "shared"])
+def test_cold_spins_in_strong_fields_are_solved(method):
+    for system in cold_systems(150):
+        _, evidence = method.log_partition(system)
+        assert int(evidence.status) == Status.CONVERGED, evidence
+        assert int(evidence.num_evals) <= 60
+
+
+def test_the_magnetization_of_cold_spins_is_that_of_an_explicit_inverse():
+    for system in cold_systems(8, seed=1):
+        m = magnetization(system, SaddlePoint())
+        a = torch.diag(SaddlePoint().multipliers(system)) - system.beta * system.couplings
+        assert bool((torch.linalg.eigvalsh(a) > 0).all())
+        inverse = torch.linalg.inv(a)
+        torch.testing.assert_close(m, system.beta * inverse @ system.field, rtol=1e-7, atol=1e-9)
+        lengths = inverse.diagonal() + m.square().sum(-1) / system.dim
+        torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=1e-7, atol=0)
