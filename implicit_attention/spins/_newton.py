@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .._autograd import is_batched, uncompiled
@@ -20,8 +21,10 @@ ROUNDING = 4.0
 COARSEST = 0.25
 #: Largest slope at the end of a step, uphill, in units of the one downhill at its start.
 UPHILL = 0.5
-#: How much longer than they are spins are asked to be next; and how near, as a ratio, to what was asked that is done.
-LONGER, NEAR = 4.0, 2.0
+#: Squared decrement below which phi is as good as quadratic and a full step right, whatever rounding makes of phi.
+CLOSE = 0.01
+#: By how much it gets colder at a time; and how near, as a ratio, to their length spins have to be before.
+COLDER, NEAR = 4.0, 2.0
 # The working set is made anew when it falls below this part of its size.
 COMPACT_BELOW = 2 / 3
 _RUNNING = -1
@@ -30,7 +33,7 @@ _RUNNING = -1
 class _Inverse(torch.autograd.Function):
     """A -> (A^{-1}, log det A, whether A is positive definite) by one Cholesky factorization.
 
-    The derivatives are products with A^{-1}, and so can be taken any number of times.
+    The derivatives are products with A^{-1}, and so can be taken any number of times, in reverse mode.
     """
 
     generate_vmap_rule = True
@@ -43,23 +46,18 @@ class _Inverse(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(output[0])
-        ctx.save_for_forward(output[0])
 
     @staticmethod
     def backward(ctx: Any, by_inverse: Tensor, by_logdet: Tensor, _: Any) -> Tensor:
         x: Tensor = ctx.saved_tensors[0]
         return by_logdet[..., None, None] * x - x @ by_inverse @ x
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None]:
-        x: Tensor = ctx.saved_tensors[0]
-        return -x @ tangent @ x, (x * tangent).sum((-2, -1)), None
-
 
 def _inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(a)
-    logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return torch.cholesky_inverse(factor), logdet, info == 0
+    # Torch's tangent of cholesky_inverse is wrong.
+    inverse = torch.linalg.inv_ex(a).inverse if forward_mode() else torch.cholesky_inverse(factor)
+    return inverse, 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), info == 0
 
 
 def inverse_and_logdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,23 +65,68 @@ def inverse_and_logdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Gradients: of the first two, to any order.
     """
+    # A Function's rule for tangents would not see those of an outer forward mode.
+    if forward_mode() or not a.requires_grad:
+        return _inverse(a)
     inverse, logdet, positive = _Inverse.apply(a)  # type: ignore[no-untyped-call]
     return inverse, logdet, positive
 
 
-class Point(NamedTuple):
-    """phi at multipliers t and what Newton's method needs there, per sample.
+def forward_mode() -> bool:
+    """Whether tangents can be asked for."""
+    return forward_ad._current_level >= 0
 
-    value: phi, (*batch). excess: mean squared length of a group's rows, less 1, (*batch, G). hessian: (*batch, G, G).
-    positive: whether A > 0. noise: rounding error of value. floor: of excess, the largest.
+
+class Moments(NamedTuple):
+    """Of Gaussian spins at multipliers t.
+
+    covariance: X = A^{-1}, (*batch, n, n). mean: m = X g, (*batch, n, k). value: phi, (*batch). energy: its part
+    sum_i lambda_i/2 + Tr g^T X g/2. positive: whether A > 0.
     """
+
+    covariance: Tensor
+    mean: Tensor
+    value: Tensor
+    energy: Tensor
+    positive: Tensor
+
+
+class Point(NamedTuple):
+    """phi at multipliers t, (*batch); mean squared length of a group's rows, less 1, (*batch, G), which is minus twice
+    its gradient over the group's size; and its Hessian, (*batch, G, G)."""
 
     value: Tensor
     excess: Tensor
     hessian: Tensor
+
+
+class Level(NamedTuple):
+    """What a step is judged by, per sample.
+
+    value, energy, positive: as in `Moments`. variance and square: means over a group of X_ii and of |m_i|^2,
+    (*batch, G). noise: rounding error of value. floor: of squared lengths, the largest.
+    """
+
+    value: Tensor
+    energy: Tensor
+    variance: Tensor
+    square: Tensor
     positive: Tensor
     noise: Tensor
     floor: Tensor
+
+    @property
+    def residual(self) -> Tensor:
+        """The largest error of a group's mean squared length, (*batch)."""
+        return (self.variance + self.square - 1).abs().amax(-1)
+
+    def squares(self, coldness: Tensor) -> Tensor:
+        """Mean squared lengths, (*batch, G), at a higher temperature."""
+        return self.variance / coldness[..., None] + self.square
+
+    def value_at(self, coldness: Tensor) -> Tensor:
+        """phi at a higher temperature, but for a constant."""
+        return self.value - (1 - coldness) * self.energy
 
 
 class Multipliers(NamedTuple):
@@ -121,50 +164,74 @@ class Multipliers(NamedTuple):
 
     def spread(self, t: Tensor) -> Tensor:
         """lambda, (*batch, n), of multipliers t, (*batch, G)."""
-        each = t[..., None].expand(*t.shape, self.tie).flatten(-2)
-        return each if self.live is None else torch.where(self.live, each, 1.0)
+        return self.rows(t, 1.0)
+
+    def rows(self, of_groups: Tensor, elsewhere: float = 0.0) -> Tensor:
+        """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
+        each = of_groups[..., None].expand(*of_groups.shape, self.tie)
+        each = each.reshape(*of_groups.shape[:-1], of_groups.shape[-1] * self.tie)
+        return each if self.live is None else torch.where(self.live, each, elsewhere)
 
     def pool(self, rows: Tensor) -> Tensor:
         """Sums over groups, (*batch, G), of what belongs to rows."""
         if self.live is not None:
             rows = torch.where(self.live, rows, 0.0)
-        return _grouped(rows, self.tie).sum(-1)
+        return _sums(rows, self.tie)
+
+    def coldness(self) -> Tensor:
+        """The part of the inverse temperature, (*batch), at which couplings are no more than spins can take."""
+        size = self.couplings.abs().sum(-1) - self.couplings.diagonal(dim1=-2, dim2=-1).abs()
+        return (COLDER / size.amax(-1)).clamp(max=1.0)
 
     def start(self) -> Tensor:
         """Multipliers at which A > 0 for certain, by Gershgorin's discs, and exact for a lone site."""
         size = self.couplings.abs().sum(-1)
         own = self.couplings.diagonal(dim1=-2, dim2=-1)
+        reach = _grouped(size - own.abs() + own, self.tie).amax(-1)
         # The field of a group is what a lone site of that field would need; couplings add their disc.
         square = self.pool(self.field.square().sum(-1)) / self.group_size
-        reach = _grouped(size - own.abs() + own, self.tie).amax(-1)
-        return reach + (1 + (1 + 4 * square).sqrt()) / 2
+        warm = 1 / self.coldness()[..., None]
+        return reach + (warm + (warm.square() + 4 * square).sqrt()) / 2
 
-    def point(self, t: Tensor) -> Point:
+    def moments(self, t: Tensor) -> Moments:
         spread = self.spread(t)
         x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings)
         m = x @ self.field
-        excess = x.diagonal(dim1=-2, dim2=-1) + m.square().sum(-1) - 1
-        work = (self.field * m).sum((-2, -1))
-        value = (spread.sum(-1) - spread.shape[-1] - logdet + work) / 2
-        return Point(
-            value, self.pool(excess) / self.group_size, self._hessian(x, m), positive, *self._errors(spread, x, m)
-        )
+        # Row by row, so that rows that are alone add no rounding error.
+        energies = spread - 1 + (self.field * m).sum(-1)
+        energy = energies.sum(-1)
+        return Moments(x, m, (energy - logdet) / 2, energy / 2, positive)
 
-    def _hessian(self, x: Tensor, m: Tensor) -> Tensor:
-        rows = x * (x / 2 + m @ m.mT)
+    def point(self, t: Tensor) -> Point:
+        x, m, value, _, _ = self.moments(t)
+        variance, square = self._lengths(x, m)
+        return Point(value, variance + square - 1, self.hessian(x, m))
+
+    def level(self, t: Tensor, moments: Moments) -> Level:
+        x, m, value, energy, positive = moments
+        return Level(value, energy, *self._lengths(x, m), positive, *self._errors(self.spread(t), x, m))
+
+    def hessian(self, x: Tensor, m: Tensor, coldness: Tensor | None = None) -> Tensor:
+        """Second derivatives of phi by t, (*batch, G, G), where spins have covariance x and mean m."""
+        pulled = m if coldness is None else coldness[..., None, None] * m
+        rows = x * (x / 2 + pulled @ m.mT)
         if self.live is not None:
             rows = torch.where(self.live[..., :, None] & self.live[..., None, :], rows, 0.0)
-        pooled = _grouped(_grouped(rows, self.tie).sum(-1).mT, self.tie).sum(-1)
+        pooled = _sums(_sums(rows, self.tie).mT, self.tie)
         if self.live is None:
             return pooled
         # Without any row phi is constant; its Hessian is made that of a lone row.
         return pooled + torch.where(self.live.any(-1), 0.0, 0.5).to(pooled)[..., None, None]
 
+    def _lengths(self, x: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """Means over groups of X_ii and of |m_i|^2."""
+        size = self.group_size
+        return self.pool(x.diagonal(dim1=-2, dim2=-1)) / size, self.pool(m.square().sum(-1)) / size
+
     def _errors(self, spread: Tensor, x: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         """First-order effect on phi and on lengths of errors of eps in the entries of A, |A_ij| <= max_i A_ii."""
-        spread, x, m = spread.detach(), x.detach(), m.detach()
         eps = ROUNDING * torch.finfo(x.dtype).eps
-        size = (spread - self.couplings.detach().diagonal(dim1=-2, dim2=-1)).abs().amax(-1)
+        size = (spread - self.couplings.diagonal(dim1=-2, dim2=-1)).abs().amax(-1)
         noise = eps * (spread.abs().sum(-1) + spread.shape[-1])
         row, length = x.square().sum(-1), m.square().sum(-1)
         each = row + 2 * (row * length * length.sum(-1, keepdim=True)).sqrt()
@@ -172,12 +239,12 @@ class Multipliers(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of every sample: where it is, the squared length it asks for, up to 1, the step that it tries next, as a vector
+    """Of every sample: where it is, at which part of its inverse temperature, the step that it tries next, as a vector
     and a size, and its evidence."""
 
     t: Tensor
-    here: Point
-    target: Tensor
+    here: Level
+    coldness: Tensor
     step: Tensor
     size: Tensor
     status: Tensor
@@ -186,14 +253,20 @@ class _State(NamedTuple):
 
 
 @uncompiled
-def minimise(problem: Multipliers, *, rtol: float, max_steps: int) -> tuple[Tensor, Evidence]:
+def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool = False) -> tuple[Tensor, Evidence]:
     """The multipliers t*, (*batch, G), by damped Newton steps from `start()`, every sample on its own.
 
-    At the start spins can be far too short, with nothing but the barrier to tell their lengths apart. They are asked to
-    grow by steps, so as to stay in the middle of the domain: close to its edge Newton's method is slow.
+    Cold spins drive Newton's method to the edge of the domain, along which it creeps. They are cooled by steps instead:
+    at the coldness s, a part of the inverse temperature, couplings, field and multipliers are s times what they will
+    be, and phi is, but for a constant,
+
+        phi_s(t) = s/2 (sum_i lambda_i + Tr g^T A^{-1} g) - 1/2 log det A,
+
+    whose minimum has X_ii/s + |m_i|^2 = 1: the central path of s = 0 to 1, whose barrier is log det A.
 
     The residual is the largest error of a group's mean squared length, the tolerance is rtol or the rounding error of
-    that length, if it is larger. Finished samples leave the working set.
+    that length, if it is larger. Finished samples leave the working set. With `polish` they make their next step
+    nonetheless, unmeasured.
     """
     batch = problem.field.shape[:-2]
     look = not any(is_batched(x) for x in (problem.couplings, problem.field))
@@ -225,18 +298,21 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int) -> tuple[Tens
         num_steps=record.num_steps.reshape(batch),
         num_evals=record.num_evals.reshape(batch),
     )
-    return record.t.reshape(*batch, record.t.shape[-1]), evidence
+    t = record.t
+    if polish:
+        t = torch.where(((status == Status.CONVERGED) & (record.coldness == 1))[..., None], t + record.step, t)
+    return t.reshape(*batch, t.shape[-1]), evidence
 
 
 def _begin(problem: Multipliers) -> _State:
     t = problem.start()
-    here = problem.point(t)
+    moments, coldness = problem.moments(t), problem.coldness()
+    here = problem.level(t, moments)
     fit = here.positive & here.value.isfinite()
     status = torch.where(fit, _RUNNING, int(Status.NONFINITE)).to(torch.int8)
     none = torch.zeros_like(status, dtype=torch.int32)
-    target = (LONGER * (1 + here.excess).amax(-1)).clamp(max=1.0)
-    step = _direction(problem, here, target)
-    return _State(t, here, target, step, torch.ones_like(target), status, none, none + 1)
+    step = _direction(problem, moments, here, coldness)
+    return _State(t, here, coldness, step, torch.ones_like(coldness), status, none, none + 1)
 
 
 def _restored(record: _State, state: _State, places: Tensor | None) -> _State:
@@ -252,29 +328,30 @@ def _judged(state: _State, rtol: float) -> _State:
     return state._replace(status=torch.where(done, int(Status.CONVERGED), state.status).to(torch.int8))
 
 
-def _accuracy(point: Point, rtol: float) -> tuple[Tensor, Tensor]:
-    return point.excess.abs().amax(-1), point.floor.clamp(max=COARSEST).clamp(min=rtol)
+def _accuracy(level: Level, rtol: float) -> tuple[Tensor, Tensor]:
+    return level.residual, level.floor.clamp(max=COARSEST).clamp(min=rtol)
 
 
 def _advanced(problem: Multipliers, state: _State) -> _State:
     """After one trial: a step is taken where A > 0 and phi falls, and is halved where not."""
-    t, here, target, step, size, status, num_steps, num_evals = state
+    t, here, coldness, step, size, status, num_steps, num_evals = state
     active = status == _RUNNING
     trial = t + size[..., None] * step
-    there = problem.point(trial)
+    moments = problem.moments(trial)
+    there = problem.level(trial, moments)
     good = active & _accepted(problem, state, there)
     # What halving no longer changes is as good as it gets.
     stalled = active & ~good & (trial == t).all(-1)
     t = torch.where(good[..., None], trial, t)
-    here = Point(*(_select(good, new, old) for new, old in zip(there, here, strict=True)))
-    squares = 1 + here.excess
-    grown = good & (squares.amax(-1) <= NEAR * target) & (squares.amin(-1) >= target / NEAR)
-    target = torch.where(grown, LONGER * target, target).clamp(max=1.0)
+    here = Level(*(_select(good, new, old) for new, old in zip(there, here, strict=True)))
+    squares = here.squares(coldness)
+    near = good & (squares.amax(-1) <= NEAR) & (squares.amin(-1) >= 1 / NEAR)
+    coldness = torch.where(near, COLDER * coldness, coldness).clamp(max=1.0)
     return _State(
         t,
         here,
-        target,
-        torch.where(good[..., None], _direction(problem, here, target), step),
+        coldness,
+        torch.where(good[..., None], _direction(problem, moments, there, coldness), step),
         torch.where(good, 1.0, size / 2),
         torch.where(stalled, int(Status.STALLED), status).to(torch.int8),
         num_steps + good.to(num_steps),
@@ -287,47 +364,36 @@ def _grouped(rows: Tensor, tie: int) -> Tensor:
     return rows.reshape(*rows.shape[:-1], rows.shape[-1] // tie if tie else 0, tie)
 
 
+def _sums(rows: Tensor, tie: int) -> Tensor:
+    """Sums over groups of the last axis, (..., G)."""
+    return rows if tie == 1 else _grouped(rows, tie).sum(-1)
+
+
 def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(condition.reshape((*condition.shape, *(1,) * (new.ndim - condition.ndim))), new, old)
 
 
-def _force(problem: Multipliers, point: Point, target: Tensor) -> Tensor:
-    """Minus the gradient of phi for spins of squared length `target`."""
-    return problem.group_size * (1 + point.excess - target[..., None]) / 2
+def _force(problem: Multipliers, level: Level, coldness: Tensor) -> Tensor:
+    """Minus the gradient of phi_s."""
+    return problem.group_size * (level.variance + coldness[..., None] * (level.square - 1)) / 2
 
 
-def _direction(problem: Multipliers, point: Point, target: Tensor) -> Tensor:
+def _direction(problem: Multipliers, moments: Moments, level: Level, coldness: Tensor) -> Tensor:
     """Newton's step, shortened where spins are short; or Jacobi's where rounding has made the Hessian indefinite."""
-    force = _force(problem, point, target)
-    factor, info = torch.linalg.cholesky_ex(point.hessian)
+    force = _force(problem, level, coldness)
+    hessian = problem.hessian(moments.covariance, moments.mean, coldness)
+    factor, info = torch.linalg.cholesky_ex(hessian)
     newton = torch.cholesky_solve(force[..., None], factor).squeeze(-1)
-    # Of a short spin's squared length c, 1/c and not c is linear in the multiplier. Newton's step for 1/c = 1/target
-    # is c/target times that for c = target, which would have to be halved as many times.
-    short = ((1 + point.excess) / target[..., None]).amin(-1, keepdim=True).clamp(max=1.0)
-    return torch.where((info == 0)[..., None], newton * short, force / point.hessian.diagonal(dim1=-2, dim2=-1))
+    # Of a short spin's squared length c, 1/c and not c is linear in the multiplier. Newton's step for 1/c = 1 is c
+    # times that for c = 1, which would have to be halved as many times.
+    short = level.squares(coldness).amin(-1, keepdim=True).clamp(max=1.0)
+    return torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
 
 
-def _accepted(problem: Multipliers, state: _State, there: Point) -> Tensor:
-    """Whether phi falls as far as its slope promises, or is level within its rounding error, and the step ends well
-    before the barrier: there the slope has turned uphill."""
-    here, target, step, size = state.here, state.target, state.step, state.size
-    slope, slope_there = (-(_force(problem, point, target) * step).sum(-1) for point in (here, there))
-    longer = (1 - target) / 2 * size * (problem.group_size * step).sum(-1)
-    falls = there.value - here.value - longer <= torch.maximum(ARMIJO * size * slope, here.noise)
-    return there.positive & falls & (slope_there <= -UPHILL * slope)
-
-
-def attached(problem: Multipliers, t: Tensor, converged: Tensor, *, steps: int) -> Tensor:
-    """The same multipliers as a function of couplings and field, whose first `steps` derivatives are right.
-
-    Each step t + H^{-1} (-grad phi(t)) with the Hessian H held fixed makes one more derivative right, and for a
-    solution changes t by no more than its error.
-    """
-    held: Tensor | None = None
-    for _ in range(steps):
-        point = problem.point(t)
-        if held is None:
-            held = torch.linalg.cholesky_ex(point.hessian.detach()).L
-        change = torch.cholesky_solve((point.excess * problem.group_size / 2)[..., None], held).squeeze(-1)
-        t = t + torch.where(converged[..., None], change, 0.0)
-    return t
+def _accepted(problem: Multipliers, state: _State, there: Level) -> Tensor:
+    """Whether phi falls as its slope promises, but for its rounding error, and the step ends well before the barrier:
+    there the slope has turned uphill."""
+    here, coldness, step, size = state.here, state.coldness, state.step, state.size
+    slope, slope_there = (-(_force(problem, level, coldness) * step).sum(-1) for level in (here, there))
+    falls = there.value_at(coldness) - here.value_at(coldness) <= ARMIJO * size * slope + here.noise
+    return there.positive & (falls | (slope >= -CLOSE)) & (slope_there <= -UPHILL * slope)

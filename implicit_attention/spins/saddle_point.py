@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import _validate
 from ..potentials.spin import Response, SteepestDescentResponse
 from ..solution import Evidence
-from ._newton import Multipliers, attached, inverse_and_logdet, minimise
+from ._minimum import Minimum
+from ._newton import Multipliers, inverse_and_logdet, minimise
 from .method import LogPartition, Method
 from .system import SpinSystem
 
@@ -39,7 +40,8 @@ class SaddlePoint(Method):
             The error of log Z is of second order in it.
         max_steps: largest number of steps tried, shortened ones included.
 
-    Gradients: with respect to field, couplings and beta: exact to fourth order, leading order alone to fifth.
+    Gradients: with respect to field, couplings and beta: exact to any order; where forward mode (jvp) takes part to
+    fourth, leading order alone to fifth.
 
     Reference: Berlin and Kac (1952) for the shared multiplier.
     """
@@ -66,23 +68,21 @@ class SaddlePoint(Method):
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         problem, copies = self._problem(system)
-        t, evidence = self._solved(problem)
-        point = problem.point(t)
-        value = copies * point.value
+        found, evidence = self._solved(problem)
+        value = copies * found.value()
         if self.one_loop:
             size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
-            value = value - inverse_and_logdet(2 * point.hessian / size)[1] / 2
+            value = value - inverse_and_logdet(2 * found.hessian() / size)[1] / 2
         return LogPartition(value, evidence)
 
     def multipliers(self, system: SpinSystem) -> Tensor:
-        """lambda, (*batch, N), or, with `shared`, (*batch, 1); to second derivatives."""
+        """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
         self.check(system)
-        return self._solved(self._problem(system)[0])[0]
+        return self._solved(self._problem(system)[0])[0].multipliers()
 
-    def _solved(self, problem: Multipliers) -> tuple[Tensor, Evidence]:
-        t, evidence = minimise(problem, rtol=self.rtol, max_steps=self.max_steps)
-        # The minimum is flat: k right derivatives of lambda make 2 k + 1 of phi right, but only k of the Hessian.
-        return attached(problem, t, evidence.converged, steps=4 if self.one_loop else 2), evidence
+    def _solved(self, problem: Multipliers) -> tuple[Minimum, Evidence]:
+        t, evidence = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
+        return Minimum(problem, t, evidence.converged), evidence
 
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
         """The convex problem, and how many copies of it log Z is made of: D, or 1 where couplings mix dimensions."""
@@ -101,6 +101,8 @@ class SaddlePoint(Method):
             live = torch.ones_like(field[..., 0], dtype=torch.bool)
             if system.mask is not None:
                 live = system.mask.expand((*system.batch, n)).repeat_interleave(tie, -1)
+                # Without any site free spins stand in, whose log Z is 0, too.
+                live = live | ~live.any(-1, keepdim=True)
             tie = live.shape[-1]
         rows = scaled.shape[-1]
         scaled = scaled.expand(*system.batch, rows, rows)

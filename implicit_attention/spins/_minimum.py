@@ -1,0 +1,145 @@
+"""The minimum of phi as a function of couplings and field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._newton import Multipliers, forward_mode
+
+
+class Minimum:
+    """phi at its minimum, and the multipliers and the Hessian there, as functions of couplings and field.
+
+    Derivatives in reverse mode are closed forms and right to any order. What nobody asks for is not computed: phi does
+    not change with its multipliers to first order, so that theirs are needed for its second derivative only. In forward
+    mode t is made a function by Newton steps: five derivatives of phi and four of the others are right.
+
+    Args:
+        problem: what is minimised.
+        t: its solution, (*batch, G).
+        converged: where it is one, (*batch). Elsewhere t is a constant.
+    """
+
+    def __init__(self, problem: Multipliers, t: Tensor, converged: Tensor) -> None:
+        self.problem, self.t, self.converged = problem, t, converged
+        constant = problem._replace(couplings=problem.couplings.detach(), field=problem.field.detach())
+        self._found = None if forward_mode() else constant.moments(t)
+
+    def value(self) -> Tensor:
+        """phi, (*batch)."""
+        if self._found is None:
+            return self.problem.moments(self._attached(steps=2)).value
+        return _Value.apply(self._found.value, *self._arguments())  # type: ignore[no-any-return, no-untyped-call]
+
+    def multipliers(self) -> Tensor:
+        """t, (*batch, G)."""
+        return self._attached(steps=4) if self._found is None else self._response()[0]
+
+    def hessian(self) -> Tensor:
+        """Second derivatives of phi by t, (*batch, G, G)."""
+        if self._found is None:
+            x, m = self.problem.moments(self._attached(steps=4))[:2]
+        else:
+            _, x, m = self._response()
+        return self.problem.hessian(x, m)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        assert self._found is not None
+        x, m = self._found[:2]
+        return (
+            self.problem.couplings,
+            self.problem.field,
+            self.t,
+            x,
+            m,
+            self.converged,
+            self.problem.live,
+            self.problem.tie,
+        )
+
+    def _response(self) -> tuple[Tensor, Tensor, Tensor]:
+        return _Response.apply(*self._arguments())  # type: ignore[no-any-return, no-untyped-call]
+
+    def _attached(self, *, steps: int) -> Tensor:
+        """Each step t + H^{-1} (-grad phi(t)), with the Hessian H held fixed, makes one more derivative of t right, and
+        for a solution changes t by no more than its error; k right derivatives of t make 2 k + 1 of phi right."""
+        problem, t, held = self.problem, self.t, None
+        for _ in range(steps):
+            point = problem.point(t)
+            if held is None:
+                held = torch.linalg.cholesky_ex(point.hessian.detach()).L
+            change = torch.cholesky_solve((point.excess * problem.group_size / 2)[..., None], held).squeeze(-1)
+            t = t + torch.where(self.converged[..., None], change, 0.0)
+        return t
+
+
+class _Value(torch.autograd.Function):
+    """phi, whose derivative by couplings is (X + m m^T)/2 and by field m."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, *_: Any) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.tie = inputs[-1]
+        ctx.save_for_backward(*inputs[1:-1])
+
+    @staticmethod
+    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
+        _, x, m = _Response.apply(*ctx.saved_tensors, ctx.tie)  # type: ignore[no-untyped-call]
+        by_value = by_value[..., None, None]
+        return None, by_value * (x + m @ m.mT) / 2, by_value * m, *(None,) * 6
+
+
+class _Response(torch.autograd.Function):
+    """t, X = A^{-1} and m = X g, which are given, as functions of couplings and field.
+
+    A change dJ, dg changes them, with dA = diag(dt) - dJ, by dX = -X dA X and dm = X (dg - dA m), and t so that no
+    length changes: H dt = 1/2 d(excess) at fixed t. Couplings stay symmetric: of their gradient that part counts.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        couplings: Tensor,
+        field: Tensor,
+        t: Tensor,
+        x: Tensor,
+        m: Tensor,
+        converged: Tensor,
+        live: Tensor | None,
+        tie: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return t.clone(), x.clone(), m.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.tie = inputs[-1]
+        ctx.save_for_backward(*output[1:], *inputs[5:7])
+
+    @staticmethod
+    def backward(ctx: Any, by_t: Tensor, by_x: Tensor, by_m: Tensor) -> tuple[Tensor | None, ...]:
+        x, m, converged, live = ctx.saved_tensors
+        # Only how it groups rows is asked of it.
+        groups = Multipliers(x, m, ctx.tie, live)
+        turned = x @ by_x
+        by_t = by_t - groups.pool((turned * x).sum(-1) + ((x @ by_m) * m).sum(-1))
+        rows = groups.rows(_solved(groups.hessian(x, m), by_t, converged))
+        by_field = x @ (by_m + rows[..., None] * m)
+        by_couplings = (turned + x * (rows[..., None, :] / 2)) @ x + by_field @ m.mT
+        return by_couplings, by_field, *(None,) * 6
+
+
+def _solved(hessian: Tensor, vector: Tensor, converged: Tensor) -> Tensor:
+    """H^{-1} v, or 0 where t is a constant."""
+    eye = torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
+    safe = torch.where(converged[..., None, None], hessian, eye)
+    solution = torch.linalg.solve_ex(safe, vector[..., None]).result.squeeze(-1)
+    return torch.where(converged[..., None], solution, 0.0)
