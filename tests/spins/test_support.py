@@ -28,7 +28,7 @@ def make(text):
 
 def system(feature, chain):
     """A system with the one feature that is asked for; a chain in collinear fields for the method that needs one."""
-    dim = 3 if feature == "D > 1" or (feature == "matrices J_ij" and not chain) else 1
+    dim = 3 if feature in ("D > 1", "matrices J_ij") else 1
     field = 0.5 * random(N, 1, seed=1) * torch.ones(dim)
     upper = 0.3 * random(N, N, seed=2)
     upper = torch.diag(upper.diagonal(1), 1) if chain else upper.triu(1)
