@@ -1,4 +1,4 @@
-"""`python -m benchmarks solve` measures, `python -m benchmarks report` rewrites the tables in README.md."""
+"""`python -m benchmarks solve` and `spins` measure, `python -m benchmarks report` rewrites the tables in README.md."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from rich.console import Console
 
 from . import report as reports
 from . import solve as solve_suite
+from . import spins as spins_suite
 from .environment import environment
 from .targets import Row
 
-#: A suite is a module with METRICS, TARGETS, NOTES, settings_of(quick) and run(settings, metrics=..., repeats=...).
-SUITES: dict[str, ModuleType] = {"solve": solve_suite}
+#: A suite is a module with METRICS, TARGETS, NOTES, settings_of(quick) and run(settings, metrics=..., repeats=...);
+#: and with tables(run) unless its rows look like those of `solve`.
+SUITES: dict[str, ModuleType] = {"solve": solve_suite, "spins": spins_suite}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -35,10 +37,16 @@ def solve(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 
 
 @app.command()
+def spins(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """C6, SCALING and RANDOM: the saddle point against explicit inverses; all methods by size; failures."""
+    measure("spins", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
 def report() -> None:
     """Rewrite the tables of README.md from the newest complete run of every suite."""
     for name, suite in SUITES.items():
-        path = reports.rewrite(name, suite.NOTES)
+        path = reports.rewrite(name, suite.NOTES, tables=_tables(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
 
 
@@ -54,7 +62,8 @@ def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, ou
     rounds = repeats or (2 if quick else 5)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     settings, where, begin = suite.settings_of(quick), environment(), time.perf_counter()
-    total, done = len(settings), 0
+    # Settings that belong to one metric are left out with it.
+    total, done = sum(getattr(setting, "metric", metrics[0]) in metrics for setting in settings), 0
 
     def progress(row: Row) -> None:
         nonlocal done
@@ -70,12 +79,17 @@ def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, ou
     options = {"metrics": list(metrics), "repeats": rounds, "max_seconds": limit, "settings": total}
     run = reports.document(name, rows, suite.TARGETS, complete=complete, quick=quick, options=options, where=where)
     output = Console(highlight=False) if Console().is_terminal else Console(highlight=False, width=200)
-    reports.show(run, suite.NOTES, output)
+    reports.show(run, suite.NOTES, output, _tables(suite))
     if complete or out is not None:
         path = reports.write(run, reports.RESULTS if out is None else out)
         output.print(f"written: {path}", markup=False, soft_wrap=True)
     output.print(f"{time.perf_counter() - begin:.0f} s", markup=False)
     return run
+
+
+def _tables(suite: ModuleType) -> reports.Tables:
+    found: reports.Tables = getattr(suite, "tables", reports.tables_of_settings)
+    return found
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from .environment import environment, warning
 from .targets import Row, Target
@@ -22,6 +22,15 @@ RESULTS = HERE / "results"
 README = HERE / "README.md"
 
 Document = dict[str, Any]
+
+
+class Table(NamedTuple):
+    """Title on the terminal, the sentence above it in README.md, header and lines."""
+
+    title: str
+    intro: str
+    header: list[str]
+    lines: list[list[str]]
 
 
 def document(
@@ -67,10 +76,21 @@ def newest(suite: str, folder: Path = RESULTS) -> tuple[Path, Document] | None:
     return max(runs, key=lambda pair: pair[1]["finished"], default=None)
 
 
-def show(run: Document, notes: Iterable[str], console: Console) -> None:
-    """Both tables, the machine, and what the reader must know."""
-    for title, header, lines in (("settings", *settings_table(run)), ("targets", *targets_table(run))):
-        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def tables_of_settings(run: Document) -> list[Table]:
+    """The table of the suite `solve`, and of others that have none of their own."""
+    intro = "Per setting (ratios as above; `spread` is the largest (high - low)/median of the timed functions):"
+    return [Table("settings", intro, *settings_table(run))]
+
+
+Tables = Callable[[Document], list[Table]]
+
+
+def show(run: Document, notes: Iterable[str], console: Console, tables: Tables = tables_of_settings) -> None:
+    """All tables, the machine, and what the reader must know."""
+    for title, _, header, lines in (*tables(run), Table("targets", "", *targets_table(run))):
+        table = RichTable(
+            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for index, cell in enumerate(header):
             table.add_column(cell, justify="left" if index == 0 or title == "targets" else "right")
         for line in lines:
@@ -121,7 +141,7 @@ def settings_table(run: Document) -> tuple[list[str], list[list[str]]]:
                 f"{found['residual_max']:.0e}" if "residual_max" in found else "-",
                 f"{100 * found['converged']:.4g}" if "converged" in found else "-",
                 *(_number(row["ratios"].get(name)) for name in columns),
-                _spread(row["seconds"]),
+                spread(row["seconds"]),
             ]
         )
     header = [
@@ -138,7 +158,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _spread(seconds: dict[str, dict[str, float]]) -> str:
+def spread(seconds: dict[str, dict[str, float]]) -> str:
     """Largest (high - low)/median over what was timed more than once."""
     spreads = [(t["high"] - t["low"]) / t["median"] for t in seconds.values() if t["turns"] > 1]
     return f"{100 * max(spreads):.0f} %" if spreads else "-"
@@ -151,13 +171,12 @@ def machine(run: Document) -> str:
     return f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['capability']}; {versions}"
 
 
-def markdown(run: Document, source: str, notes: Iterable[str]) -> str:
+def markdown(run: Document, source: str, notes: Iterable[str], tables: Tables = tables_of_settings) -> str:
     """The part of the README between its markers."""
     parts = [
         f"From `{source}`, finished {run['finished']}: {machine(run)}.",
         _markdown_table(*targets_table(run)),
-        "Per setting (ratios as above; `spread` is the largest (high - low)/median of the timed functions):",
-        _markdown_table(*settings_table(run)),
+        *(part for _, intro, header, lines in tables(run) for part in (intro, _markdown_table(header, lines))),
         "\n".join(f"- {note}" for note in notes),
     ]
     if (busy := warning(run["environment"])) is not None:
@@ -170,7 +189,14 @@ def _markdown_table(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def rewrite(suite: str, notes: Iterable[str], *, readme: Path = README, folder: Path = RESULTS) -> Path | None:
+def rewrite(
+    suite: str,
+    notes: Iterable[str],
+    *,
+    tables: Tables = tables_of_settings,
+    readme: Path = README,
+    folder: Path = RESULTS,
+) -> Path | None:
     """Put the newest complete run of a suite between its markers; None where there is no such run."""
     latest = newest(suite, folder)
     if latest is None:
@@ -183,7 +209,7 @@ def rewrite(suite: str, notes: Iterable[str], *, readme: Path = README, folder: 
     before, rest = text.split(begin)
     _, after = rest.split(end)
     source = f"{folder.name}/{path.name}"
-    readme.write_text(f"{before}{begin}\n\n{markdown(run, source, notes)}\n\n{end}{after}")
+    readme.write_text(f"{before}{begin}\n\n{markdown(run, source, notes, tables)}\n\n{end}{after}")
     return path
 
 

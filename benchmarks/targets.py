@@ -91,3 +91,17 @@ SOLVE = (
     Target("C5", f"{_C5}, peak memory, 32 steps", "C5 memory", "worst", ">=", 4.0),
     Target("C7", "import of the package / import of torch", "C7", "worst", "<=", 1.05),
 )
+
+_C6 = "saddle point and its gradient, Newton with explicit inverses / ours, float64"
+
+
+def _double(row: Row) -> bool:
+    return row.get("dtype") == "float64"
+
+
+SPINS = (
+    Target("C6", _C6, "C6", "worst", ">=", 3.0, _double),
+    Target("C6", _C6, "C6", "geometric mean", ">=", 3.0, _double),
+    Target("C6", "failures of the saddle point in these settings", "C6 failures", "worst", "<=", 0.0),
+    Target("RANDOM", "failures of the saddle point on the random systems", "failures", "worst", "<=", 0.0),
+)

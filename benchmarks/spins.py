@@ -1,0 +1,67 @@
+"""The suite `spins`: C6, the scaling of every method with the number of sites, and failures on random systems."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from . import spin_random, spin_scaling, spin_timed
+from .spin_problems import Many, Sized, Timed
+from .spin_tables import tables
+from .targets import SPINS as TARGETS
+from .targets import Row
+
+__all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
+
+Setting = Timed | Sized | Many
+METRICS = ("C6", "SCALING", "RANDOM")
+
+NOTES = (
+    "C6: one step is `free_energy(system, SaddlePoint())` and the gradient of its sum by field, couplings and beta. "
+    "The rival minimises the same convex function from the same start to the same tolerance, with torch.linalg.inv of "
+    "A and of the Hessian at every step, all samples until the slowest is done, steps halved by a Cholesky test and "
+    "where phi does not fall, and its gradient by one Newton step through autograd of the same inverses. `constant`: "
+    "at constant multipliers instead, right for first derivatives only. `forward`: F without a gradient.",
+    "float32 is solved to what the dtype resolves, as the library reports it, by both.",
+    "Scaling: seconds for F, U, S, C and m of one sample in float64 (m, delayed correlations and entropy production of "
+    "the two closures of dynamics); the exponent is fitted over sizes from 128 that take at least 0.02 s. A size that "
+    "by the growth so far takes longer than the cap is left out.",
+    "Random systems: N 2 to 64, D 1, 3 and 8, beta 0.01 to 100, eight kinds of couplings, fields 0 to 10. An answer "
+    "of the saddle point counts as a failure if its status says so, or if an explicit inverse at its multipliers "
+    "finds a length off by more than four times its tolerance or A not positive definite. Other methods may have "
+    "several solutions or none: their failures are what their status says, until their time is up.",
+)
+
+
+def settings_of(quick: bool) -> tuple[Setting, ...]:
+    timed = spin_timed.QUICK if quick else spin_timed.SETTINGS
+    return (*timed, *spin_scaling.settings(quick=quick), *spin_random.settings(quick=quick))
+
+
+def run(
+    settings: Iterable[Setting],
+    *,
+    metrics: Iterable[str] = METRICS,
+    repeats: int = 5,
+    max_seconds: float = 4.0,
+    progress: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Measure every setting of these metrics; `progress` is called with each finished row."""
+    wanted, rows = set(metrics), []
+    for setting in settings:
+        if setting.metric in wanted:
+            begin = time.perf_counter()
+            row: dict[str, Any] = {"name": setting.name, "metric": setting.metric}
+            row |= _measured(setting, repeats, max_seconds)
+            rows.append({**row, "wall_seconds": time.perf_counter() - begin})
+            progress(rows[-1])
+    return rows
+
+
+def _measured(setting: Setting, repeats: int, max_seconds: float) -> Row:
+    if isinstance(setting, Timed):
+        return spin_timed.measured(setting, repeats=repeats, max_seconds=max_seconds)
+    if isinstance(setting, Sized):
+        return spin_scaling.measured(setting, repeats=repeats, max_seconds=max_seconds)
+    return spin_random.measured(setting)
