@@ -23,9 +23,9 @@ NOTES = (
     "A and of the Hessian at every step, all samples until the slowest is done, steps halved by a Cholesky test and "
     "where phi does not fall, and its gradient by one Newton step through autograd of the same inverses. `constant`: "
     "at constant multipliers instead, right for first derivatives only. `forward`: F without a gradient.",
-    "What bounds C6: by torch's profiler at beta 1, float64, 53 % of our time are LAPACK and BLAS (15 batches of Cholesky "
-    "factors, 16 of inverses from them, 16 of products, 128 x 128); the rest are passes over such matrices, each a few "
-    "per cent.",
+    "What bounds C6: by torch's profiler at beta 1, float64, 53 % of our time are LAPACK and BLAS (15 batches of "
+    "Cholesky factors, 16 of inverses from them, 16 of products, 128 x 128); the rest are passes over such matrices, "
+    "each a few per cent.",
     "float32 is solved to what the dtype resolves, as the library reports it, by both.",
     "Scaling: seconds for F, U, S, C and m of one sample in float64 (m, delayed correlations and entropy production of "
     "the two closures of dynamics); the exponent is fitted over sizes from 128 that take at least 0.02 s. A size that "
