@@ -92,9 +92,10 @@ class MethodContract:
     def test_derivatives_of_every_output(self, name: str) -> None:
         assert torch.autograd.gradcheck(self.function(name), self.leaves(), fast_mode=True, atol=1e-6)
 
-    @pytest.mark.parametrize("name", ["free_energy", "internal_energy", "heat_capacity", "magnetization"])
+    # log Z and S are made of the others.
+    @pytest.mark.parametrize("name", [name for name in OUTPUTS if name not in ("log_partition", "entropy")])
     def test_second_derivatives(self, name: str) -> None:
-        assert torch.autograd.gradgradcheck(self.function(name), self.leaves(), fast_mode=True, atol=1e-6, rtol=1e-2)
+        assert torch.autograd.gradgradcheck(self.function(name), self.leaves(), fast_mode=True, atol=1e-6)
 
     def test_outputs_are_the_slopes_of_the_free_energy(self) -> None:
         field, weights, beta, step = self.field(), self.weights(), 0.9, 1e-4
