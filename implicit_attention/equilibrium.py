@@ -3,93 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _validate
 from ._autograd import exact_precision, is_batched, is_differentiated, transforms_active, uncompiled
-from ._reporting import check_on_failure
+from ._reporting import report_failures
 from ._types import Impl, OnFailure
-from .adjoints import Adjoint, Unrolled
+from .adjoints import Implicit, Unrolled
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
-from .potentials import LogSumExp, Potential
-from .potentials._flash import FLASH_KEYS
+from .ops._flash import FLASH_KEYS
+from .options import SolveOptions
+from .potentials import LogSumExp
 from .potentials.log_sum_exp import ReferenceLogSumExp
-from .problem import HALF
+from .problem import HALF, Problem
+from .read_out import PotentialFactory, at_least_single, explicit_read_out, made_by, read_out, weights_of, with_anchor
 from .solution import Evidence, Solution, Trace
 from .solve import solve
-from .solvers import Anderson, Picard, Solver
+from .solvers import Picard
 from .status import Status
 
-#: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are given only where there are any.
-PotentialFactory: TypeAlias = Callable[..., Potential]
 
-_IMPLEMENTATIONS = ("auto", "reference", "sdpa", "triton")
+class Measured(NamedTuple):
+    """The fields of `Evidence` as they come out of a compiled graph, which the host has not looked at."""
 
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    num_evals: Tensor
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SolveOptions:
-    """How an equilibrium is found and differentiated: what `solve` takes, with the budget in short.
-
-    Args:
-        solver: default `Anderson()`.
-        adjoint: default `Implicit()`.
-        impl: "auto"; "reference" writes every product out; "sdpa" insists on torch's fused attention.
-        max_steps: the solver's `max_steps` in short; 0 is one explicit step of attention, without any solve.
-        on_failure: "raise", "warn" or "ignore".
-    """
-
-    solver: Solver | None = None
-    adjoint: Adjoint | None = None
-    impl: Impl = "auto"
-    max_steps: int | None = None
-    on_failure: OnFailure = "warn"
-
-    def __post_init__(self) -> None:
-        for name, kind in (("solver", Solver), ("adjoint", Adjoint)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                example = "Anderson()" if name == "solver" else "Implicit()"
-                received = value.__name__ if isinstance(value, type) else repr(value)
-                raise TypeError(
-                    _validate.message(name, f"be None or a {kind.__name__}", received, f"for example {example}")
-                )
-        _validate.check_choice("impl", self.impl, _IMPLEMENTATIONS)
-        if self.max_steps is not None:
-            _validate.check_integer("max_steps", self.max_steps, low=0)
-        check_on_failure(self.on_failure)
-
-    def override(self, **given: Any) -> SolveOptions:
-        """These options with those that are not None replaced; another solver comes with its own `max_steps`."""
-        changes = {name: value for name, value in given.items() if value is not None}
-        if "solver" in changes:
-            changes.setdefault("max_steps", None)
-        return dataclasses.replace(self, **changes) if changes else self
-
-    @property
-    def explicit(self) -> bool:
-        """Whether nothing is solved."""
-        return self.effective_solver.max_steps == 0
-
-    @property
-    def effective_solver(self) -> Solver:
-        solver = Anderson() if self.solver is None else self.solver
-        return solver if self.max_steps is None else dataclasses.replace(solver, max_steps=self.max_steps)
+    def evidence(self, on_failure: OnFailure) -> Evidence:
+        """As `Evidence`, with a warning if a problem failed."""
+        report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *self[:4])
+        return Evidence(**self._asdict())
 
 
 class Attended(NamedTuple):
     """What was read out, the solution behind it, and its evidence (None inside torch.vmap, which it would leave).
 
     The output is (*batch, H, N, E), or (*batch, N, E) without heads; weights (*batch, H, N, M) if they were asked for.
+    From a compiled graph the solution is the state alone, and the evidence `Measured`.
     """
 
     output: Tensor
-    solution: Solution
-    evidence: Evidence | None
+    solution: Any
+    evidence: Evidence | Measured | None
     weights: Tensor | None
 
 
@@ -97,7 +59,6 @@ def _attended(output: Tensor, solution: Solution, weights: Tensor | None) -> Att
     return Attended(output, solution, None if is_batched(solution.status) else solution.evidence(), weights)
 
 
-@uncompiled
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -120,6 +81,9 @@ def attend(
 
     With an explicit budget nothing is solved: the read-out is taken at the query, and without values it is one step of
     the map. Its residual is evaluated only if `measure`; `weigh` returns the weights of the read-out.
+
+    Under torch.compile the solve is one operation of the graph where there is one for it; its failures are then told by
+    the evidence alone. Otherwise the graph breaks once.
     """
     if grouped and (groups := _group_size(query, keys)) > 1:
         heads = query.shape[-3]
@@ -147,6 +111,9 @@ def attend(
         )
         output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
         assert output is not None
+        if isinstance(attended.evidence, Measured):
+            measured = Measured(*(t.flatten(-3, -2) for t in attended.evidence))
+            return Attended(output, attended.solution.flatten(-4, -3), measured, weights)
         return _attended(output, _merge_heads(attended.solution), weights)
 
     if empty := keys.shape[-2] == 0:
@@ -154,12 +121,54 @@ def attend(
         keys = keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1])
         values = None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1])
         mask, bias = torch.zeros(1, dtype=torch.bool, device=keys.device), None
+    if torch.compiler.is_compiling() and not (trace or measure or weigh or empty):
+        compiled = _compiled(query, keys, values, beta, anchor, mask, bias, potential, options, dropout_p, initial)
+        if compiled is not None:
+            return compiled
+    return _attend(
+        query,
+        keys,
+        values,
+        beta=beta,
+        anchor=anchor,
+        mask=mask,
+        bias=bias,
+        potential=potential,
+        options=options,
+        dropout_p=dropout_p,
+        initial=initial,
+        trace=trace,
+        measure=measure,
+        weigh=weigh,
+        empty=empty,
+    )
+
+
+@uncompiled
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    *,
+    beta: float | Tensor,
+    anchor: float | Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    potential: PotentialFactory,
+    options: SolveOptions,
+    dropout_p: float,
+    initial: Tensor | None,
+    trace: bool,
+    measure: bool,
+    weigh: bool,
+    empty: bool,
+) -> Attended:
     make = _implementation(potential, options.impl, keys, bias)
     dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
         query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
         beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
-        energy = AnchoredEnergy(_made(make, keys, beta, mask, bias), query, anchor)
+        energy = AnchoredEnergy(made_by(make, keys, beta, mask, bias), query, anchor)
         if values is not None and not hasattr(energy.potential, "readout"):
             raise UnsupportedImplementation(
                 f"{type(energy.potential).__name__} has no weights to read values out with (no method `readout`); "
@@ -176,67 +185,16 @@ def attend(
             )
             z = output = solution.value
             if values is not None:
-                output = _read_out(energy.potential, z, values, dropout_p)
+                output = read_out(energy.potential, z, values, dropout_p)
         else:
             z = query
             solution = _explicit_solution(energy, query, trace) if measure else _unmeasured(query)
             if values is None:
-                output = energy.fixed_point_map(query)
-            elif dtype in HALF and all(t is None or t.dtype == dtype for t in narrow):
-                output = _narrow_read_out(make, narrow, beta, mask, dropout_p)
+                output = with_anchor(energy.fixed_point_map(query), anchor)
             else:
-                output = _read_out(energy.potential, query, values, dropout_p)
-            if isinstance(anchor, Tensor) and anchor.requires_grad:
-                # No part of it, but a parameter without any gradient stops distributed training.
-                output = output + 0 * anchor.sum()
-        weights = _weights(energy.potential, z)[..., : 0 if empty else None] if weigh else None
+                output = explicit_read_out(make, energy.potential, query, values, narrow, beta, anchor, mask, dropout_p)
+        weights = weights_of(energy.potential, z)[..., : 0 if empty else None] if weigh else None
         return _attended(output.to(dtype), solution, weights)
-
-
-def _read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
-    """softmax(beta z K^T) V; a state that is not finite gives NaN, and nothing to the gradients of what is shared."""
-    lost = ~torch.isfinite(z).all(-1, keepdim=True)
-    output: Tensor = potential.readout(z.masked_fill(lost, 0.0), values, dropout_p=dropout_p)  # type: ignore[attr-defined]
-    return output.masked_fill(lost, torch.nan)
-
-
-def _narrow_read_out(
-    make: PotentialFactory,
-    narrow: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    beta: float | Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-) -> Tensor:
-    """An explicit step as torch does it in half precision."""
-    query, keys, values, bias = narrow
-    assert values is not None
-    if isinstance(beta, Tensor):
-        # Rounded by itself, a temperature would shift all scores alike.
-        query, beta = (beta[..., None, None] * query).to(keys.dtype), 1.0
-    return _read_out(_made(make, keys, beta, mask, bias), query, values, dropout_p)
-
-
-def _weights(potential: Potential, z: Tensor) -> Tensor:
-    if not hasattr(potential, "probabilities"):
-        raise UnsupportedImplementation(f"{type(potential).__name__} has no attention weights (no `probabilities`)")
-    weights: Tensor = potential.probabilities(z)
-    return weights
-
-
-def at_least_single(given: Any) -> Any:
-    """What is solved in float32 although it came in half precision."""
-    return given.float() if isinstance(given, Tensor) and given.dtype in HALF else given
-
-
-def _made(
-    make: PotentialFactory, keys: Tensor, beta: float | Tensor, mask: Tensor | None, bias: Tensor | None
-) -> Potential:
-    given = {name: pairs for name, pairs in (("mask", mask), ("bias", bias)) if pairs is not None}
-    made: Any = make(keys, beta, **given)
-    if not isinstance(made, Potential):
-        required = "make a Potential from (keys, beta, mask=, bias=)"
-        raise TypeError(_validate.message("potential", required, type(made).__name__, "for example LogSumExp"))
-    return made
 
 
 def _implementation(potential: PotentialFactory, impl: Impl, keys: Tensor, bias: Tensor | None) -> PotentialFactory:
@@ -261,6 +219,57 @@ def _implementation(potential: PotentialFactory, impl: Impl, keys: Tensor, bias:
     return ReferenceLogSumExp
 
 
+# Under torch.compile.
+
+
+class _Monotone(Problem):
+    """What a solver must know of an AnchoredEnergy of LogSumExp to say how it would stop."""
+
+    event_ndim = 1
+    symmetric = has_energy = monotone = True
+
+
+_MONOTONE = _Monotone()
+
+
+def _compiled(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    beta: float | Tensor,
+    anchor: float | Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    potential: PotentialFactory,
+    options: SolveOptions,
+    dropout_p: float,
+    initial: Tensor | None,
+) -> Attended | None:
+    """The solve as an operation in the graph of the compiler, or None where it cannot be one."""
+    stop = options.effective_solver.stop(_MONOTONE)
+    exact = options.adjoint is None or (isinstance(options.adjoint, Implicit) and options.adjoint.linear_solver is None)
+    if potential is not LogSumExp or not (options.explicit or (exact and stop is not None and not stop.fixed_budget)):
+        return None
+    if options.on_failure == "raise" or (bias is not None and bias.requires_grad):
+        return None
+    dtype, narrow = query.dtype, (query, keys, values, bias)
+    with exact_precision(query):
+        query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
+        beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
+        energy = LogSumExp(keys, beta, mask=mask, bias=bias)
+        if options.explicit:
+            if values is None:
+                return None
+            output = explicit_read_out(LogSumExp, energy, query, values, narrow, beta, anchor, mask, dropout_p)
+            return Attended(output.to(dtype), query, _unmeasured_numbers(query), None)
+        assert stop is not None
+        initial = query if initial is None else initial
+        found = energy.solve_in_graph(query, anchor, initial, stop, impl=options.impl)
+        state, _, _, status, residual, tolerance, steps, evals = found
+        output = state if values is None else read_out(energy, state, values, dropout_p)
+    return Attended(output.to(dtype), state, Measured(status, residual, tolerance, steps, evals), None)
+
+
 # Explicit steps.
 
 
@@ -280,12 +289,14 @@ def _explicit_solution(energy: AnchoredEnergy, query: Tensor, trace: bool) -> So
 
 
 def _unmeasured(query: Tensor) -> Solution:
+    return Solution(value=query.detach(), **_unmeasured_numbers(query)._asdict())
+
+
+def _unmeasured_numbers(query: Tensor) -> Measured:
     unknown = query.detach().new_full(query.shape[:-1], torch.nan)
     none = torch.zeros_like(unknown, dtype=torch.int32)
     status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
-    return Solution(
-        value=query.detach(), status=status, residual=unknown, tolerance=unknown, num_steps=none, num_evals=none
-    )
+    return Measured(status, unknown, unknown, none, none)
 
 
 # Grouped queries: heads that share keys become an axis along which the keys broadcast.

@@ -9,7 +9,8 @@ from torch import Tensor
 from . import _validate
 from ._types import Impl, OnFailure
 from .adjoints import Adjoint
-from .equilibrium import SolveOptions, attend, check_causal, split_mask
+from .equilibrium import attend, check_causal, split_mask
+from .options import SolveOptions
 from .solution import Solution
 from .solvers import Solver
 

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from . import _validate
 from ._autograd import has_tangent, is_batched, jvp_by_vjp, vjp
 from ._declared import Declared
+from ._stop import Stop
 from ._types import LinearMap
 
 HALF = (torch.float16, torch.bfloat16)
@@ -35,6 +36,18 @@ class Evaluation(NamedTuple):
 
     mapped: Tensor
     energy: Tensor | None
+
+
+class Adjoined(NamedTuple):
+    """u with (I - J) u = cotangent, (*lead, *event), its evidence (*lead), and (df/dt)^T u for each declared tensor."""
+
+    value: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    negative_curvature: Tensor
+    gradients: tuple[Tensor | None, ...]
 
 
 class Problem(Declared):
@@ -80,6 +93,20 @@ class Problem(Declared):
             return transposed(v) if self.symmetric else jvp_by_vjp(self.fixed_point_map, (z,), (v,))
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
+
+    def solve_fused(self, initial: Tensor, stop: Stop) -> tuple[Tensor, ...] | None:
+        """The whole solve in one operation, (value, status, residual, tolerance, num_steps, num_evals), or None.
+
+        An operation stops each problem by the same rule as the loop, and returns the state that it measured.
+        """
+        return None
+
+    def adjoint_fused(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
+        """The adjoint solve in one operation, by conjugate gradients, or None.
+
+        Problems that it could not solve have a failing status, the value 0 and no part in the gradients.
+        """
+        return None
 
     def lipschitz(self) -> Tensor | None:
         """A Lipschitz constant of f over all states, per batch entry (*lead[:-1]), or None if none is known."""

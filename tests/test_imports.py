@@ -11,9 +11,10 @@ import implicit_attention
 PACKAGE = Path(implicit_attention.__file__).parent
 
 # Part of the package -> the parts that it may import. Leaves are free for all.
-LEAVES = {"status", "errors", "_types", "_validate", "_declared", "_autograd"}
+LEAVES = {"status", "errors", "_stop", "_types", "_validate", "_declared", "_autograd"}
 ALLOWED = {
     "linear": set(),
+    "ops": set(),
     "solution": set(),
     "problem": set(),
     "_reporting": {"solution"},
@@ -22,9 +23,33 @@ ALLOWED = {
     "adjoints": {"solvers", "problem", "linear", "solution", "_reporting"},
     "energies": {"potentials", "problem"},
     "solve": {"adjoints", "solvers", "problem", "solution", "_reporting"},
-    "equilibrium": {"energies", "potentials", "solve", "solvers", "adjoints", "problem", "solution", "_reporting"},
-    "functional": {"equilibrium", "solvers", "adjoints", "solution"},
-    "layers": {"equilibrium", "energies", "potentials", "problem", "solvers", "adjoints", "solution"},
+    "options": {"solvers", "adjoints", "_reporting"},
+    "read_out": {"potentials", "problem"},
+    "equilibrium": {
+        "options",
+        "read_out",
+        "ops",
+        "energies",
+        "potentials",
+        "solve",
+        "solvers",
+        "adjoints",
+        "problem",
+        "solution",
+        "_reporting",
+    },
+    "functional": {"options", "equilibrium", "solvers", "adjoints", "solution"},
+    "layers": {
+        "options",
+        "read_out",
+        "equilibrium",
+        "energies",
+        "potentials",
+        "problem",
+        "solvers",
+        "adjoints",
+        "solution",
+    },
     "spins": {
         "diagnostics",
         "potentials",
@@ -116,6 +141,24 @@ new = {{m.split('.')[0] for m in set(sys.modules) - before}}
 print(sorted(new & set({forbidden!r})))
 """
     assert run(code) == "[]"
+
+
+def test_a_fresh_import_adds_only_what_is_listed_to_torch():
+    # Import time, guarded without a clock: a library or part that only some users need is imported where it is used.
+    code = """
+import sys, torch
+before = set(sys.modules)
+import implicit_attention
+new = [m.split('.') for m in set(sys.modules) - before]
+print(sorted({m[0] for m in new if m[0] not in sys.stdlib_module_names}))
+print(sorted('.'.join(m) for m in new if m[0] == 'torch'))
+print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1}))
+"""
+    libraries, of_torch, parts = (ast.literal_eval(line) for line in run(code).splitlines())
+    assert of_torch == []
+    assert set(libraries) - {"numpy"} == {"implicit_attention", "einops", "jaxtyping"}  # jaxtyping loads numpy.typing
+    on_request = {"spins", "diagnostics", "plotting", "cli", "__main__", "testing"}
+    assert set(parts) == (set(ALLOWED) | LEAVES) - on_request
 
 
 def test_torchdeq_finds_our_solvers_once_it_is_loaded():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,14 +53,62 @@ def adjoint_gradients(
 ) -> tuple[Tensor | None, ...]:
     """(df/dt)^T u for every tensor t of the problem, with (I - J^T) u = cotangent; without a graph.
 
-    One linearisation serves the solve and the gradient. Where the problem can be restricted, it is worked off in tiles
-    of rows, so that no (N, M) matrix is held.
+    A fused operation does it where the problem has one. Otherwise, and for what that could not solve, one linearisation
+    serves the solve and the gradient; where the problem can be restricted, it is worked off in tiles of rows, so that
+    no (N, M) matrix is held.
     """
+    chosen = method or _default_method(problem, z.dtype)
+    found = None
+    if method is None and isinstance(chosen, CG):
+        steps = chosen.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
+        with torch.no_grad():
+            found = problem.adjoint_fused(z, cotangent, chosen.rtol, steps)
+    if found is None:
+        answer, gradients = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
+    else:
+        answer, gradients = _Answer(*found[:-1]), found.gradients
+        failed = found.status > Status.SADDLE
+        if bool(failed.any()):
+            answer, gradients = _again(chosen, problem, z, cotangent, failed, answer, gradients)
+    _report(request, chosen, answer)
+    return gradients
+
+
+def _again(
+    method: LinearSolver[Any],
+    problem: Problem,
+    z: Tensor,
+    cotangent: Tensor,
+    failed: Tensor,
+    answer: _Answer,
+    gradients: tuple[Tensor | None, ...],
+) -> tuple[_Answer, tuple[Tensor | None, ...]]:
+    """Solve the few problems again that a fused operation left with the gradient 0; the others keep their answer."""
+    index = _first(failed)
+    if index is not None and problem.select(index) is None:
+        index = None
+    chosen = failed if index is None else failed.gather(-1, index)
+    mask = failed.reshape((*failed.shape, *(1,) * problem.event_ndim))
+    second, more = _by_rows(method, problem, z, torch.where(mask, cotangent, 0.0), [index])
+    merged = _Answer(*(_put(index, chosen, old, new) for old, new in zip(answer, second, strict=True)))
+    return merged, tuple(a if b is None else b if a is None else a + b for a, b in zip(gradients, more, strict=True))
+
+
+def _by_rows(
+    method: LinearSolver[Any],
+    problem: Problem,
+    z: Tensor,
+    cotangent: Tensor,
+    tiles: Iterable[Tensor | None],
+) -> tuple[_Answer, tuple[Tensor | None, ...]]:
+    """Answers and gradients from the rows of each tile (None: all of them), one linearisation at a time."""
     tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in problem.tensors()]
     live = problem.replace(*tensors)
     answers = []
-    method = method or _default_method(problem, z.dtype)
-    for part, index in _tiles(live, z):
+    for index in tiles:
+        with torch.enable_grad():
+            part = live if index is None else live.select(index)
+        assert part is not None
         with torch.no_grad():
             linear = part.linearize(_rows(z, index))
             answer = _solve(method, part, linear, _rows(z, index), _rows(cotangent, index), transpose=True)
@@ -73,23 +121,38 @@ def adjoint_gradients(
     whole = _Answer(
         *(torch.cat(fields, dim=lead - 1) if len(answers) > 1 else fields[0] for fields in zip(*answers, strict=True))
     )
-    _report(request, method, whole)
-    return tuple(t.grad for t in tensors)
+    return whole, tuple(t.grad for t in tensors)
 
 
-def _tiles(problem: Problem, z: Tensor) -> Iterator[tuple[Problem, Tensor | None]]:
-    """The problem restricted to consecutive rows, with their indices; all of it where it is small or cannot be."""
+def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
+    """Consecutive rows of the problem, by their indices; None for all where it is small or cannot be restricted."""
     lead = z.shape[: z.ndim - problem.event_ndim]
     count = lead[-1] if lead else 0
     size = max(TILE // max(math.prod(lead[:-1]), 1), TILE_ROWS)
-    for start in range(0, max(count, 1), size):
-        index = torch.arange(start, min(start + size, count), device=z.device).expand(*lead[:-1], -1)
-        with torch.enable_grad():
-            part = problem.select(index) if count > size else None
-        if part is None:
-            yield problem, None
-            return
-        yield part, index
+    starts = range(0, count, size)
+    indices = [torch.arange(s, min(s + size, count), device=z.device).expand(*lead[:-1], -1) for s in starts]
+    if len(indices) < 2 or problem.select(indices[0]) is None:
+        yield None
+    else:
+        yield from indices
+
+
+def _first(chosen: Tensor) -> Tensor | None:
+    """Indices (*lead[:-1], K) with all chosen problems (*lead) among them, as few as fit; None without an axis."""
+    if chosen.ndim == 0:
+        return None
+    order = torch.argsort(chosen.logical_not().to(torch.int8), dim=-1, stable=True)
+    return order[..., : int(chosen.sum(-1).max())]
+
+
+def _put(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """`old` (*lead, ...) with the problems `chosen` among those of `index` taken from `new`."""
+    where = chosen.reshape((*chosen.shape, *(1,) * (old.ndim - chosen.ndim)))
+    merged = torch.where(where, new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), _rows(old, index))
+    if index is None:
+        return merged
+    full = index.reshape((*index.shape, *(1,) * (old.ndim - index.ndim))).expand(merged.shape)
+    return old.scatter(index.ndim - 1, full, merged.to(old.dtype))
 
 
 def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
@@ -149,12 +212,8 @@ def _finish_with_minres(
     """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
     saddle = first.negative_curvature
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
-    index, part = None, None
-    if saddle.ndim:
-        index = torch.argsort(saddle.logical_not().to(torch.int8), dim=-1, stable=True)[
-            ..., : int(saddle.sum(-1).max())
-        ]
-        part = problem.select(index)
+    index = _first(saddle)
+    part = None if index is None else problem.select(index)
     if part is None or index is None:
         index, part = None, problem
     else:
@@ -165,20 +224,12 @@ def _finish_with_minres(
     second = again.solve(*_flat_system(part, linear, given, transpose=True))
     status = torch.where(second.converged, int(Status.SADDLE), second.status.to(torch.int64)).to(torch.int8)
 
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        new = new.reshape((*chosen.shape, *old.shape[saddle.ndim :]))
-        where = chosen.reshape((*chosen.shape, *(1,) * (old.ndim - saddle.ndim)))
-        merged = torch.where(where, new, _rows(old, index))
-        if index is None:
-            return merged
-        full = index.reshape((*index.shape, *(1,) * (old.ndim - index.ndim))).expand(merged.shape)
-        return old.scatter(index.ndim - 1, full, merged)
-
+    num_steps = _rows(first.num_steps, index) + second.num_steps
     return first._replace(
-        value=put(first.value, second.value),
-        status=put(first.status, status),
-        residual=put(first.residual, second.residual),
-        num_steps=put(first.num_steps, _rows(first.num_steps, index) + second.num_steps),
+        value=_put(index, chosen, first.value, second.value),
+        status=_put(index, chosen, first.status, status),
+        residual=_put(index, chosen, first.residual, second.residual),
+        num_steps=_put(index, chosen, first.num_steps, num_steps),
     )
 
 

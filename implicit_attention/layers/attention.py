@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
-from ..equilibrium import PotentialFactory, SolveOptions, attend
+from ..equilibrium import Measured, attend
+from ..options import SolveOptions
 from ..potentials import LogSumExp
-from ..solution import Evidence
+from ..read_out import PotentialFactory
 from ..solvers import Solver
 from .cache import Held, KeyValueCache, check_cache
 from .masks import check_key_mask, pairs_and_bias
@@ -26,11 +27,12 @@ from .projections import (
     merge_heads,
     split_heads,
 )
+from .remembering import Remembering
 
 Readout: TypeAlias = Literal["values", "state"]
 
 
-class ImplicitAttention(nn.Module):
+class ImplicitAttention(Remembering):
     """Multi-head self- or cross-attention in which every query settles into an equilibrium before values are read.
 
     Per head, with q = W_q x, K = W_k context, V = W_v context:
@@ -70,8 +72,6 @@ class ImplicitAttention(nn.Module):
 
     Gradients: with respect to inputs and parameters, in training and in evaluation mode, to any order.
     """
-
-    last_solve: Evidence | None
 
     def __init__(
         self,
@@ -150,7 +150,6 @@ class ImplicitAttention(nn.Module):
             if readout == "values":
                 self.v_proj = nn.Linear(self.context_dim, shared, projection_bias, **made)
             self.out_proj = nn.Linear(inner, dim, projection_bias, **made)
-        self.last_solve = None
         # What its caches are known by; a copy has its own, and together with a cache it is copied with it.
         self._identity = object()
 
@@ -211,7 +210,7 @@ class ImplicitAttention(nn.Module):
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
             query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
-        output, solution, self.last_solve, weights = attend(
+        output, solution, self._last, weights = attend(
             query,
             keys,
             read,
@@ -229,7 +228,10 @@ class ImplicitAttention(nn.Module):
             weigh=return_weights,
         )
         if cache is not None:
-            cache.commit(held, solution.value, solution.num_evals)
+            if isinstance(self._last, Measured):
+                cache.commit(held, solution, self._last.num_evals)
+            else:
+                cache.commit(held, solution.value, solution.num_evals)
         if self.readout == "state" and self.rotary is not None:
             output = self.rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
@@ -363,9 +365,6 @@ class ImplicitAttention(nn.Module):
             _validate.require(self.heads == 1, "heads", "be 1 with bare=True", self.heads, remedy)
             for name, size in (("head_dim", head_dim or self.dim), ("context_dim", self.context_dim)):
                 _validate.require(size == self.dim, name, f"be dim = {self.dim} with bare=True", size, remedy)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last_solve": None}
 
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]

@@ -14,13 +14,16 @@ from .._autograd import exact_precision
 from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..energies import AnchoredEnergy
-from ..equilibrium import SolveOptions, at_least_single, attend
+from ..equilibrium import attend
+from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..problem import HALF
+from ..read_out import at_least_single
 from ..solution import Evidence
 from ..solvers import Solver
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
+from .remembering import Remembering
 
 # With beta="auto" all other patterns together get this weight at a pattern that is closer to its neighbour than nine
 # out of ten are.
@@ -32,7 +35,7 @@ BLOCK = 512
 ROUNDING = 16.0
 
 
-class MemoryLookup(nn.Module):
+class MemoryLookup(Remembering):
     """A memory of patterns k_j with targets t_j: recalls the pattern that a query belongs to, and looks up its target.
 
     retrieve: z = anchor query + (1 - anchor) softmax(beta s(z, k)) K; lookup: softmax(beta s(z, k)) T, with
@@ -71,7 +74,6 @@ class MemoryLookup(nn.Module):
     patterns: Tensor
     targets: Tensor | None
     found_beta: Tensor
-    last_solve: Evidence | None
 
     def __init__(
         self,
@@ -124,7 +126,6 @@ class MemoryLookup(nn.Module):
             self.register_buffer("found_beta", at_least_single(torch.ones((), **made)))
         else:
             self.beta = anchor_or_beta("beta", beta, LearnedBeta((), dim**-0.5, **made))
-        self.last_solve = None
 
     # Also in inference mode normal tensors are stored, which later gradients may pass through.
     @torch.inference_mode(False)
@@ -230,7 +231,7 @@ class MemoryLookup(nn.Module):
     ) -> Any:
         self._check_queries(queries)
         options = self.options.override(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
-        output, solution, self.last_solve, _ = attend(
+        output, solution, self._last, _ = attend(
             queries,
             self.patterns,
             values,
@@ -276,9 +277,6 @@ class MemoryLookup(nn.Module):
         if held is not None and self.found_beta.dtype in HALF:
             self.found_beta = held.to(self.found_beta.device)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last_solve": None}
 
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"stored={len(self.patterns)}", f"similarity={self.similarity!r}"]

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import vjp
 from .._declared import Declared
+from .._stop import Stop
 from .._types import LinearMap
 
 
@@ -70,6 +71,21 @@ class Potential(Declared):
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
         """The covariance at one state for many products, or None where it is no cheaper than differentiation."""
+        return None
+
+    def solve_anchored(
+        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop
+    ) -> tuple[Tensor, ...] | None:
+        """z = anchor field + (1 - anchor) mean(z) in one operation, or None; see `Problem.solve_fused`."""
+        return None
+
+    def adjoint_anchored(
+        self, field: Tensor, anchor: float | Tensor, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]] | None:
+        """The adjoint solve for that z in one operation, or None; see `Problem.adjoint_fused`.
+
+        The first part are its fields without the gradients, the second the gradients of `self.tensors()`.
+        """
         return None
 
     def bounded_below(self, anchor: float) -> bool:

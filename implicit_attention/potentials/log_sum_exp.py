@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_shape, transforms_active
-from ._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, sdpa
-from ._fold import Fold
+from .._stop import Stop
+from .._types import Impl
+from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, sdpa
+from ..ops._fold import Fold
+from ..ops._hopfield import Hopfield
+from ..ops.hopfield_cg.api import run as run_hopfield_cg
+from ..ops.hopfield_cg.rule import CGStop
+from ..ops.hopfield_solve.api import run as run_hopfield_solve
 from ._keys import KeyPotential, check_mask, check_pairs
+from ._read import Read, surely_finite, without_nan
 from .base import CovarianceMap
 
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
@@ -27,9 +32,6 @@ _CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
 
 # Torch multiplies matrices by itself where rows, inner and outer size have a product below 400, with other bits.
 _LEAST_PRODUCT = 64
-
-# Scores below half of this are lost in rounding beside a bias of this / eps.
-_LOST = 64.0
 
 
 class LogSumExp(KeyPotential):
@@ -60,6 +62,8 @@ class LogSumExp(KeyPotential):
     declares_all = True
     #: Whether torch's fused kernels are used where they can be.
     fused: ClassVar[bool] = True
+    #: Which implementation of the fused operations is used.
+    impl: ClassVar[Impl] = "auto"
 
     def __init__(
         self,
@@ -168,7 +172,7 @@ class LogSumExp(KeyPotential):
             return read.finish(self._flash(z, read, kernel)[0], rows=True)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        if not self._has_only("keys", "beta", "mask", "bias"):
+        if not self._is_own():
             return None
         read = self._read(z)
         fold, keys = read.fold, read.keys
@@ -199,6 +203,75 @@ class LogSumExp(KeyPotential):
 
         return CovarianceMap(product, pullback)
 
+    # Fused operations.
+
+    def solve_anchored(
+        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop
+    ) -> tuple[Tensor, ...] | None:
+        problem = self._hopfield(field, anchor, initial)
+        if problem is None:
+            return None
+        energy, poison = problem
+        if poison is not None:
+            initial = initial + poison[..., None]
+        found = run_hopfield_solve(energy, initial, stop, impl=self.impl)
+        return (found.state, *found[3:])
+
+    def solve_in_graph(
+        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop, *, impl: Impl
+    ) -> tuple[Tensor, ...]:
+        """The same as an operation that the compiler keeps in its graph, with a first derivative: `Solved`."""
+        from ..ops._door import chosen
+        from ..ops.hopfield_solve.ops import hopfield_solve_op
+
+        energy, poison = self._laid_out(field, anchor)
+        if poison is not None:
+            initial = initial + poison[..., None]
+        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, chosen(impl, energy))
+        return found
+
+    def adjoint_anchored(
+        self, field: Tensor, anchor: float | Tensor, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]] | None:
+        problem = self._hopfield(field, anchor, z, cotangent)
+        if problem is None or self.bias is not None:
+            return None
+        found = run_hopfield_cg(problem[0], z, cotangent, CGStop(rtol, max_steps), impl=self.impl, leave_out=True)
+        gradients: list[Tensor | None] = [found.by_keys]
+        if isinstance(self.beta, Tensor):
+            gradients.append(sum_to_shape(found.by_beta.sum(-1), self.beta.shape))
+        if self.mask is not None:
+            gradients.append(None)
+        return found[:6], tuple(gradients)
+
+    def _hopfield(
+        self, field: Tensor, anchor: float | Tensor, *states: Tensor
+    ) -> tuple[Hopfield, Tensor | None] | None:
+        """The problem as the operations take it, and NaN for the queries that attend to a key which is not finite."""
+        tensors = (field, *states, *self.tensors())
+        tensors = (*tensors, anchor) if isinstance(anchor, Tensor) else tensors
+        wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+        if not self.fused or wrapped or field.numel() == 0 or not self._is_own():
+            return None
+        return self._laid_out(field, anchor)
+
+    def _laid_out(self, field: Tensor, anchor: float | Tensor) -> tuple[Hopfield, Tensor | None]:
+        keys, pairs, poison = self.keys, self.mask if self.bias is None else self.bias, None
+        if self.bias is not None and self.mask is not None:
+            pairs = self.bias.where(self.mask, -torch.inf)
+        if pairs is not None and not surely_finite(keys):
+            attended = pairs if pairs.dtype == torch.bool else torch.ne(pairs, -torch.inf)
+            (keys, _), poison = without_nan([keys, keys], attended, field.dtype)
+        axes = field.ndim
+        keys = keys[(None,) * (axes - keys.ndim)]
+        pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
+        numbers = []
+        for number in (self._scale, anchor[..., None, None] if isinstance(anchor, Tensor) else anchor):
+            tensor = number if isinstance(number, Tensor) else field.new_full((), number)
+            numbers.append(tensor[(None,) * (axes - tensor.ndim)])
+        beta, anchor = numbers
+        return Hopfield(field, keys, beta, anchor, pairs), poison
+
     # Structure.
 
     @property
@@ -223,6 +296,10 @@ class LogSumExp(KeyPotential):
 
     # Parts.
 
+    def _is_own(self) -> bool:
+        """Whether what is written out for this class is what the object computes: a subclass may compute otherwise."""
+        return type(self) in (LogSumExp, ReferenceLogSumExp) and self._has_only("keys", "beta", "mask", "bias")
+
     def _check_readout(self, z: Tensor, values: Tensor, dropout_p: float) -> None:
         self.check_state("z", z)
         _validate.check_float_tensor("values", values, min_ndim=2)
@@ -236,7 +313,7 @@ class LogSumExp(KeyPotential):
         _validate.check_broadcast("values", values.shape[:-2], z.shape[:-2], "the leading axes of `z`")
         _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0, remedy="0 drops nothing")
 
-    def _read(self, z: Tensor, values: Tensor | None = None) -> _Read:
+    def _read(self, z: Tensor, values: Tensor | None = None) -> Read:
         """What the mask leaves to be read by states of z's shape."""
         held = [self.keys] if values is None else [self.keys, values]
         fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in held))
@@ -250,12 +327,12 @@ class LogSumExp(KeyPotential):
             attended = torch.ne(bias, -torch.inf) if bias is not None else mask
             assert attended is not None
             empty = ~attended.any(-1)
-            if not _surely_finite(*held):
-                held, poison = _without_nan(held, attended, z.dtype)
+            if not surely_finite(*held):
+                held, poison = without_nan(held, attended, z.dtype)
         held = [fold.rows(t) for t in held]
-        return _Read(fold, held[0], held[-1], mask if bias is None else bias, empty, poison)
+        return Read(fold, held[0], held[-1], mask if bias is None else bias, empty, poison)
 
-    def _scores(self, z: Tensor, read: _Read) -> Tensor:
+    def _scores(self, z: Tensor, read: Read) -> Tensor:
         scores = read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
         if read.pairs is not None:
             boolean = read.pairs.dtype == torch.bool
@@ -269,7 +346,7 @@ class LogSumExp(KeyPotential):
     def _fits_kernels(self, z: Tensor) -> bool:
         return self.fused and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
 
-    def _flash(self, z: Tensor, read: _Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
         return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale)
@@ -280,75 +357,6 @@ class ReferenceLogSumExp(LogSumExp):
 
     declares_all = True
     fused = False
-
-
-class _Read(NamedTuple):
-    """What is read, in the layout of `fold`.
-
-    Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
-    nothing, and which to a NaN.
-    """
-
-    fold: Fold
-    keys: Tensor
-    values: Tensor
-    pairs: Tensor | None
-    empty: Tensor | None
-    poison: Tensor | None
-
-    def zero_empty(self, values: Tensor, *, rows: bool = False) -> Tensor:
-        """0 for the queries that attend to no key; `rows` if a query has more than one number."""
-        if self.empty is None:
-            return values
-        return values.masked_fill(self.empty[..., None] if rows else self.empty, 0.0)
-
-    def finish(self, values: Tensor, *, rows: bool = False) -> Tensor:
-        """`zero_empty`, and NaN for the queries that attend to a key which is not finite, as (*batch, N, ...)."""
-        values = self.zero_empty(values, rows=rows)
-        if self.poison is not None:
-            values = values + (self.poison[..., None] if rows else self.poison)
-        return self.fold.restored(values)
-
-    def settled(self) -> tuple[_Read, Tensor | None]:
-        """The same for kernels, and which queries (*#batch, #N, 1) must be read as zeros for that.
-
-        Of biases that are all so low that scores are lost beside them, only who has the largest matters. The kernels
-        find that answer but not its gradient, as they weigh by exp(score - logsumexp), which rounds in the same way; a
-        row of -inf has none at all. Without scores such a row is attention to its largest biases, now zeros.
-        """
-        if self.pairs is None:
-            return self, None
-        if self.pairs.dtype == torch.bool:
-            assert self.empty is not None
-            return self._replace(pairs=self.pairs | self.empty[..., None]), None
-        top = self.pairs.detach().amax(-1, keepdim=True)
-        low = top < -_LOST / torch.finfo(torch.promote_types(top.dtype, torch.float32)).eps
-        largest = torch.zeros_like(top).where(self.pairs == top, -torch.inf)
-        return self._replace(pairs=largest.where(low, self.pairs)), self.fold.restored(low)
-
-
-def _surely_finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are known to be finite, where the host can look without waiting."""
-    looked_at = transforms_active() or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    # What records operations must not record an answer that is true of these numbers only.
-    if looked_at or torch._C._len_torch_dispatch_stack() or any(t.device.type != "cpu" for t in tensors):
-        return False
-    return all(math.isfinite(float(t.detach().sum())) for t in tensors)
-
-
-def _without_nan(held: list[Tensor], attended: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Keys and values (*#batch, M, ...) read as zeros where they are not finite, and NaN for the rows that read those.
-
-    A key may hold NaN for those who do not attend to it. 0 * NaN is NaN, so it is read as zero, and the queries that do
-    attend to it are told apart by a product that costs one number per pair.
-    """
-    finite = [torch.isfinite(t).all(-1, keepdim=True) for t in held]
-    bad = ~(finite[0] & finite[-1]).squeeze(-1)
-    reads = attended.expand(*attended.shape[:-1], bad.shape[-1])
-    # einsum, unlike @, expands neither of the two.
-    number = einsum(reads.to(dtype), bad.to(dtype), "... n m, ... m -> ... n")
-    poison = torch.where(number > 0, torch.nan, 0.0).to(dtype)
-    return [t.where(f, 0.0) for t, f in zip(held, finite, strict=True)], poison
 
 
 def _select_rows(pairs: Tensor, index: Tensor) -> Tensor:

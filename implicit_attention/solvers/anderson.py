@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._stop import Stop
 from ..problem import Problem
 from .base import rows_where
 from .iterate import Iteration
 from .safeguard import Proposal, Safeguarded
+
+# Of a single column this changes nothing that float32 could tell.
+NO_RIDGE = 1e-8
 
 
 class History(NamedTuple):
@@ -29,10 +33,10 @@ class Anderson(Safeguarded):
     """z <- f(z) - sum_i gamma_i df_i with gamma = argmin |r - sum_i gamma_i dr_i|^2, over the last accepted steps.
 
     Args:
-        history: number of past steps to mix, >= 1. None is 2 where plain steps are certain to descend (energies with a
+        history: number of past steps to mix, >= 1. None is 1 where plain steps are certain to descend (energies with a
             convex potential: more was measured to gain nothing) and 5 for other problems.
         ridge: Tikhonov term, relative to the mean diagonal of the Gram matrix.
-        plain_steps: applications of f before the first accelerated step. None is 5 where plain steps are certain to
+        plain_steps: applications of f before the first accelerated step. None is 3 where plain steps are certain to
             descend (many problems are solved by then) and 2 for others.
         guard: see `Safeguarded`; without it the method ends on saddles of attention energies.
 
@@ -53,10 +57,16 @@ class Anderson(Safeguarded):
             _validate.check_integer("plain_steps", self.plain_steps, low=1, remedy="the first step has nothing to mix")
 
     def _history(self, problem: Problem) -> int:
-        return self.history or (2 if problem.monotone else 5)
+        return self.history or (1 if problem.monotone else 5)
 
     def _plain_steps(self, problem: Problem) -> int:
-        return self.plain_steps or (5 if problem.monotone else 2)
+        return self.plain_steps or (3 if problem.monotone else 2)
+
+    def stop(self, problem: Problem) -> Stop | None:
+        guarded = problem.monotone and self._guard(problem) == "energy"
+        if not guarded or self._history(problem) != 1 or self.ridge > NO_RIDGE:
+            return None
+        return Stop(self.rtol, self.atol, self.max_steps, self._plain_steps(problem))
 
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)

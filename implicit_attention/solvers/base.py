@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._stop import Stop
 from ..problem import Problem
 from .iterate import Iteration, Outcome, iterate
 
@@ -62,6 +63,10 @@ class Solver:
         """Whether all steps are made whatever the residual."""
         return self.rtol == 0 and self.atol == 0
 
+    def stop(self, problem: Problem) -> Stop | None:
+        """What a fused operation would have to do to be this solver on such a problem, or None if none can be."""
+        return None
+
     def check_problem(self, problem: Problem) -> None:
         """Raise if the method cannot solve such a problem."""
 
@@ -83,6 +88,9 @@ class Solver:
 
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
         """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
+        stop = None if trace or graph else self.stop(problem)
+        if stop is not None and (found := problem.solve_fused(initial, stop)) is not None:
+            return Outcome._make((*found, ()))
         return iterate(self, problem, initial, trace=trace, graph=graph)
 
 

@@ -55,7 +55,7 @@ class Safeguarded(Solver):
     "none": every finite state is kept. "auto" is "energy" for energies and "residual" for other maps. A rejected step
     is replaced by the plain one, f(z), and the history of that problem starts anew; a plain step that is not certain
     to descend (`problem.monotone`) is tested too, and halved until it does. Where E curves downwards along the last
-    step, the next one is four plain steps long.
+    step, the next one is four plain steps long. Where plain steps are certain to descend, the last of a budget is one.
     """
 
     guard: Guard = dataclasses.field(default="auto", kw_only=True)
@@ -155,7 +155,10 @@ class Safeguarded(Solver):
         if self._guard(problem) != "none" and problem.symmetric:
             s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
             usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
-        if self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
+        if problem.monotone and not self.backtracks and point.step + 1 == self.max_steps:
+            # The last evaluation is not staked on a step that may be rejected.
+            usable = torch.zeros_like(usable)
+        elif self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
             s = rows_where(downward, STRETCH * point.r, s)
             usable = (usable | downward) if point.step > 1 else usable
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+from benchmarks import __main__ as command
+from benchmarks import baselines, guard, measure, problems, report, solve, spins
+from benchmarks.environment import environment
+from benchmarks.targets import SOLVE, SPINS, Target
 
-from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import baselines, measure, problems, report, solve  # noqa: E402
-from benchmarks.environment import environment  # noqa: E402
-from benchmarks.targets import SOLVE, Target  # noqa: E402
+#: The guard itself, which conftest.py replaces for all other tests.
+RED = guard.red
 
 TINY = problems.Shape(batch=1, heads=2, length=40, dim=9)
 SETTINGS = [
@@ -60,7 +58,8 @@ def test_every_metric_is_measured_with_its_evidence(rows):
             "C1", "C2 anderson", "C2 fpi", "C2 anderson entry", "C2 fpi entry", "C3", "C5", "C5 memory",
         }  # fmt: skip
         assert all(value is not None and value > 0 for value in row["ratios"].values())
-        assert set(row["seconds"]) == set(baselines.CONTENDERS)
+        contenders = {name for pairs in solve.RATIOS.values() for pair in pairs.values() for name in pair}
+        assert set(row["seconds"]) == contenders <= set(baselines.CONTENDERS)
         assert all(t["low"] <= t["median"] <= t["high"] and t["turns"] >= 1 for t in row["seconds"].values())
         ours = row["evidence"]["ours_training"]
         assert ours["converged"] == 1
@@ -93,6 +92,15 @@ def test_a_wrong_answer_is_not_timed_and_misses_its_targets(monkeypatch):
     assert row["ratios"]["C1"] is None
     verdicts = [target.judge([row]) for target in SOLVE if target.id == "C1"]
     assert {(verdict["verdict"], verdict["wrong"]) for verdict in verdicts} == {("missed", 1)}
+
+
+def test_the_check_is_the_same_in_parts(monkeypatch):
+    data = problems.draw(SETTINGS[1])
+    state = baselines.unrolled(data, 12)().state
+    whole = problems.evidence(data, state)
+    assert 0 < whole["converged"] < 1
+    monkeypatch.setattr(problems, "CHUNK", 7)
+    assert problems.evidence(data, state) == pytest.approx(whole)
 
 
 def test_a_wrong_gradient_is_noticed():
@@ -134,11 +142,133 @@ def test_verdicts(statistic, sense, bound, measured, verdict):
     assert judged["rows"] == 2
 
 
+def test_an_ambition_decides_nothing():
+    rows = [{"ratios": {"C": 1.5}}]
+    target = Target("C", "a ratio", "C", "worst", "<=", 2.0, ambition=1.0)
+    judged = target.judge(rows)
+    assert (judged["verdict"], judged["reached"]) == ("met", False)
+    assert dataclasses.replace(target, ambition=1.5).judge(rows)["reached"] is True
+    assert dataclasses.replace(target, ambition=None).judge(rows)["reached"] is None
+    assert report.ambition(judged) == "<= 1: not reached"
+
+
+def test_rows_count_for_targets_of_their_device():
+    target = Target("G", "a ratio", "G", "worst", "<=", 2.0, device="cuda")
+    here, there = {"ratios": {"G": 1.0}}, {"ratios": {"G": 1.0}, "device": "cuda"}
+    assert target.judge([here])["verdict"] == "unmeasured"
+    assert target.judge([here, there])["rows"] == 1
+    assert target.judge([there])["verdict"] == "met"
+    assert dataclasses.replace(target, device="cpu").judge([there])["verdict"] == "not measured"
+
+
+def test_a_turn_is_timed_by_the_clock_of_the_device(monkeypatch):
+    monkeypatch.setitem(measure.TURNS, "cuda", lambda function, at_least: 0.7)
+    functions, first = {"f": lambda: None}, {"f": 0.0}
+    assert measure.interleaved(functions, first, repeats=3, device="cuda")["f"] == measure.Timing(0.7, 0.7, 0.7, 3)
+    assert measure.interleaved(functions, first, repeats=1)["f"].median < 0.5
+
+
+def test_a_turn_on_a_gpu_is_one_stretch_between_two_events(monkeypatch):
+    calls = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = len(calls)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 2.0 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    seconds = measure.TURNS["cuda"](lambda: calls.append(0), 0.01)
+    assert seconds == pytest.approx(0.002)
+    assert len(calls) == 1 + 5
+
+
 def test_import_times_come_from_fresh_processes():
     times = measure.import_times(("json", "string"), repeats=2)
     assert all(timing.turns == 2 and 0 < timing.low <= timing.high < 5 for timing in times.values())
     with pytest.raises(ValueError, match="no_such_module"):
         measure.import_times(("no_such_module",), repeats=1)
+
+
+# ------------------------------------------------------------------ nothing is timed whose tests are red
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three files of tests; the first notes every run of it."""
+    (tmp_path / "test_good.py").write_text("def test_it():\n    open('runs', 'a').write('x')\n")
+    (tmp_path / "test_bad.py").write_text("def test_it():\n    assert 1 == 2\n")
+    slow = "import pytest\n@pytest.mark.slow\ndef test_it():\n    assert 1 == 2\ndef test_other():\n    pass\n"
+    (tmp_path / "test_slow.py").write_text(slow)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    RED.cache_clear()
+    return tmp_path
+
+
+def test_green_tests_let_it_pass_and_run_once(folder, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
+    assert RED(("test_good.py", "test_slow.py"), folder) is None
+    assert RED(("test_good.py", "test_slow.py"), folder) is None
+    assert (folder / "runs").read_text() == "x"
+
+
+def test_red_tests_are_named(folder):
+    assert "test_bad.py::test_it" in RED(("test_good.py", "test_bad.py"), folder)
+
+
+def test_a_missing_test_is_red(folder):
+    assert "test_gone.py" in RED(("test_gone.py",), folder)
+
+
+def test_without_tests_there_is_nothing_to_refuse(monkeypatch):
+    monkeypatch.setattr(guard.subprocess, "run", lambda *arguments, **options: pytest.fail("something was run"))
+    assert RED(()) is None
+
+
+def test_the_library_is_never_timed_without_tests():
+    for name, contender in baselines.CONTENDERS.items():
+        assert bool(contender.tests) == name.startswith("ours")
+    paths = {path for contender in baselines.CONTENDERS.values() for path in contender.tests}
+    paths |= {path for tests in spins.TESTS.values() for path in tests} | set(solve.IMPORT_TESTS)
+    assert all((guard.ROOT / path).exists() for path in paths)
+    assert set(spins.TESTS) == set(spins.METRICS)
+
+
+def test_what_is_red_is_not_timed_and_misses_its_targets(monkeypatch):
+    monkeypatch.setattr(guard, "red", lambda tests: "not timed, its tests are red: FAILED x" if tests else None)
+    row, imported = solve.run(SETTINGS[:1], metrics=["C1", "C2", "C7"], repeats=1, max_seconds=0.1)
+    assert "ours_forward" not in row["seconds"]
+    assert "sdpa_forward" in row["seconds"]
+    assert row["ratios"]["C1"] is None
+    assert imported["ratios"] == {"C7": None}
+    verdicts = [target.judge([row, imported]) for target in SOLVE if target.id in ("C1", "C2", "C7")]
+    assert {verdict["verdict"] for verdict in verdicts} == {"missed"}
+    assert report.refusals({"rows": [row, imported]}) == [
+        f"2 rows, {row['name']} first: not timed, its tests are red: FAILED x"
+    ]
+    options = {"metrics": ["C1", "C2", "C7"], "repeats": 1}
+    rows, where = [row, imported], environment()
+    made = report.document("solve", rows, SOLVE, complete=True, quick=False, options=options, where=where)
+    assert "2 rows" in report.markdown(made, "a file", ())
+
+
+def test_red_spin_systems_are_not_timed_either(monkeypatch):
+    monkeypatch.setattr(guard, "red", lambda tests: "not timed, its tests are red: FAILED x")
+    rows = spins.run(spins.settings_of(True), repeats=1)
+    assert {row["metric"] for row in rows} == set(spins.METRICS)
+    assert not any(row["seconds"] for row in rows)
+    assert {target.judge(rows)["verdict"] for target in SPINS} == {"missed"}
+    assert spins.tables({"rows": rows}) == []
+
+
+# ------------------------------------------------------------------ documents
 
 
 def test_the_document_holds_what_a_reader_needs_and_is_never_overwritten(run, tmp_path):
@@ -151,6 +281,7 @@ def test_the_document_holds_what_a_reader_needs_and_is_never_overwritten(run, tm
     )
     assert {"cpu", "cores", "threads", "libraries", "device", "shape", "dtype", "tolerance", "verdict"} <= _keys(read)
     assert {"residual_max", "converged", "evaluations_mean", "evaluations_max", "median", "low", "high"} <= _keys(read)
+    assert {"device", "gpu", "libraries"} <= set(read["environment"])
     assert str(Path.home()) not in first.read_text()
     assert report.newest("solve", tmp_path) is not None
 
@@ -173,6 +304,16 @@ def test_the_readme_table_is_made_from_the_newest_complete_run(run, tmp_path):
     assert "| clustered, 2, 0.5 |" in text
     report.rewrite("solve", solve.NOTES, readme=readme, folder=results)
     assert readme.read_text() == text
+
+
+def test_the_committed_tables_are_those_of_the_newest_runs(tmp_path):
+    text = report.README.read_text()
+    copy = tmp_path / "README.md"
+    copy.write_text(text)
+    for name, suite in command.SUITES.items():
+        drawn = getattr(suite, "figures", None)
+        report.rewrite(name, suite.NOTES, tables=command._tables(suite), figures=drawn, readme=copy)
+    assert copy.read_text() == text
 
 
 def test_the_terminal_says_what_was_left_out(run):

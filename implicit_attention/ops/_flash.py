@@ -18,6 +18,31 @@ FLASH_KEYS = 64
 # The kernel behind scaled_dot_product_attention on a CPU, which also returns the log-sum-exp that the energy needs. A
 # torch without it pays for the scores instead.
 flash_with_logsumexp = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+#: The same on an accelerator.
+efficient_with_logsumexp = getattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", None)
+
+
+def mean_and_logsumexp(
+    query: Tensor, keys: Tensor, pairs: Tensor | None, scale: float, *, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale Q K^T + pairs) K and the log-sum-exp of those scores, (E, R, D) and (E, R), without derivatives.
+
+    keys: (E, M, D). pairs: (E / S, #R, M), each for S sets in a row, or None.
+    """
+    sets, rows, _ = query.shape
+    lead = (sets, 1) if pairs is None else (len(pairs), sets // len(pairs))
+    query, keys = query.view(*lead, rows, -1), keys.view(*lead, *keys.shape[1:])
+    if pairs is not None:
+        pairs = pairs[:, None].expand(*lead, rows, -1)
+    if query.device.type == "cpu":
+        assert flash_with_logsumexp is not None
+        mean, logsumexp = flash_with_logsumexp(query, keys, keys, attn_mask=pairs, scale=scale, is_causal=is_causal)
+    else:
+        assert efficient_with_logsumexp is not None
+        found = efficient_with_logsumexp(query, keys, keys, pairs, True, is_causal=is_causal, scale=scale)
+        mean, logsumexp = found[0], found[1][..., :rows]
+    # Kernels answer in memory of their own order.
+    return mean.reshape(sets, rows, -1), logsumexp.reshape(sets, rows)
 
 
 def sdpa(*arguments: Tensor, **options: Any) -> tuple[Tensor]:

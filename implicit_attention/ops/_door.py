@@ -1,0 +1,107 @@
+"""What every operation does first: check its arguments, lay them out, choose an implementation."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._types import Impl
+from ..errors import UnsupportedImplementation
+from ._flash import FLASH_KEYS, efficient_with_logsumexp, flash_with_logsumexp
+from ._hopfield import Hopfield
+from ._triton_support import unsupported
+
+Chosen = Literal["reference", "sdpa", "triton"]
+IMPLEMENTATIONS = ("auto", "reference", "sdpa", "triton")
+
+
+def laid_out(
+    query: Tensor,
+    keys: Tensor,
+    *,
+    beta: float | Tensor,
+    anchor: float | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+) -> Hopfield:
+    """The problem of an operation, all its tensors with as many axes as the query."""
+    named = [("query", query), ("keys", keys)]
+    for name, tensor in named:
+        _validate.check_float_tensor(name, tensor, min_ndim=2)
+    _validate.check_same_kind(named)
+    _validate.require(keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}")
+    _validate.require(
+        keys.shape[-1] == query.shape[-1],
+        "keys",
+        f"have the query's dimension {query.shape[-1]} on the last axis",
+        f"shape {tuple(keys.shape)}",
+    )
+    _validate.check_broadcast("keys", keys.shape[:-2], query.shape[:-2], "the leading axes of `query`")
+    axes, wide = query.ndim, state_dtype(query.dtype)
+    numbers: list[Tensor] = []
+    for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
+        if isinstance(number, Tensor):
+            _validate.check_float_tensor(name, number)
+            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
+            _validate.check_range(name, number, low=0.0, high=high, open_low=name == "beta", remedy="parametrise it")
+            numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
+        else:
+            _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
+            numbers.append(query.new_full((1,) * axes, number, dtype=wide))
+    if mask is not None:
+        pairs = (*query.shape[:-1], keys.shape[-2])
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            received = getattr(mask, "dtype", type(mask).__name__)
+            raise TypeError(_validate.message("mask", "be boolean (True = attend) or added to the scores", received))
+        _validate.check_broadcast("mask", mask.shape, pairs, "(*batch, N, M)")
+        _validate.require(mask.device == query.device, "mask", f"be on {query.device}", mask.device)
+        if mask.dtype != torch.bool:
+            mask = mask.to(wide)
+        mask = mask[(None,) * (axes - mask.ndim)]
+    return Hopfield(query, keys[(None,) * (axes - keys.ndim)], numbers[0], numbers[1], mask, is_causal)
+
+
+def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
+    """A state, or what has its shape, in the precision of the solve."""
+    _validate.check_float_tensor(argument, state)
+    shape = problem.field.shape
+    _validate.require(state.shape == shape, argument, f"have the query's shape {tuple(shape)}", tuple(state.shape))
+    return state.to(state_dtype(problem.field.dtype))
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of states: float32 for half-precision inputs."""
+    return torch.float32 if torch.finfo(dtype).bits < 32 else dtype
+
+
+def chosen(impl: Impl, problem: Hopfield) -> Chosen:
+    """The implementation that `impl` names, or for "auto" the fastest that can do it."""
+    _validate.check_choice("impl", impl, IMPLEMENTATIONS)
+    if impl == "reference":
+        return "reference"
+    if impl == "triton":
+        if (reason := unsupported(problem)) is not None:
+            raise UnsupportedImplementation(f"`impl='triton'`: {reason}")
+        return "triton"
+    if impl == "auto" and problem.field.device.type == "cuda" and unsupported(problem) is None:
+        return "triton"
+    if impl == "sdpa" and (reason := without_kernel(problem)) is not None:
+        raise UnsupportedImplementation(f"`impl='sdpa'`: {reason}; use impl='auto' or 'reference'")
+    return "sdpa"
+
+
+def without_kernel(problem: Hopfield) -> str | None:
+    """Why torch's attention kernels, with their log-sum-exp, cannot do a problem."""
+    device, count = problem.field.device.type, problem.keys.shape[-2]
+    kernel = flash_with_logsumexp if device == "cpu" else efficient_with_logsumexp if device == "cuda" else None
+    if kernel is None:
+        return f"torch {torch.__version__} has no attention kernel that returns the log-sum-exp on {device!r}"
+    if device == "cuda" and problem.field.dtype == torch.float64:
+        return "torch's attention kernels do not take float64 on 'cuda'"
+    if count < FLASH_KEYS:
+        return f"at least {FLASH_KEYS} keys are needed (torch's kernel loses NaN below), got {count}"
+    return None

@@ -1,0 +1,32 @@
+"""What the operations share: the anchored log-sum-exp energy of a batch of queries, as plain tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Hopfield(NamedTuple):
+    """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor)/beta log sum_j exp(beta <k_j, z>), the sum over attended keys.
+
+    field: the queries x, (*batch, N, D).
+    keys: (*#batch, M, D), with as many axes.
+    beta, anchor: (*#batch, 1, 1), with as many axes.
+    mask: boolean (True = the query attends to the key) or added to the scaled scores, (*#batch, #N, #M), or None.
+    is_causal: a query attends to keys up to its own index.
+    """
+
+    field: Tensor
+    keys: Tensor
+    beta: Tensor
+    anchor: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+
+    def to(self, dtype: torch.dtype) -> Hopfield:
+        """The same problem in another precision."""
+        field, keys, beta, anchor = (t.to(dtype) for t in self[:4])
+        mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(dtype)
+        return Hopfield(field, keys, beta, anchor, mask, self.is_causal)

@@ -1,0 +1,1 @@
+"""Linear systems with the Hessian of the anchored log-sum-exp energy."""

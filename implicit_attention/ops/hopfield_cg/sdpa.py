@@ -1,0 +1,182 @@
+"""Conjugate gradients in torch, tile by tile: the weights of a tile are formed once and serve all products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...status import Status
+from .._hopfield import Hopfield
+from .._rows import BLOCK, Rows, dot
+from .rule import Adjoint, CGStop
+
+# Attention weights held at once: about what stays in a processor's cache.
+TILE = 2**20
+# A curvature below this times eps |p|^2 is rounding or negative.
+NOISE = 10.0
+# How far above the tolerance rounding may keep the recomputed residual of what the recurrence has below it.
+SLACK = 10.0
+# A tile's weights are copied without the finished rows when those are more than this part.
+COMPACT_BELOW = 0.7
+
+
+class Tile(NamedTuple):
+    """A as products with the weights p (E, R, M): A v = v - by_cov (K^T (p * K v) - mean <mean, v>), v (E * R, D).
+
+    `scratch` has the size of the weights: what is made anew for every product costs as much as the product.
+    """
+
+    weights: Tensor
+    mean: Tensor
+    keys: Tensor
+    by_cov: Tensor
+    scratch: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows, z: Tensor) -> Tile:
+        """The tile of some rows at their states z (E * R, D)."""
+        weights = rows.weights(z)
+        mean = torch.bmm(weights, rows.keys).view_as(z)
+        by_cov = rows.per_row((1 - rows.anchor) * rows.beta)
+        return cls(weights, mean, rows.keys, by_cov, torch.empty_like(weights).flatten())
+
+    def _scores(self, v: Tensor) -> Tensor:
+        """K v (E, R, M), in the scratch."""
+        shape = self.weights.shape
+        out = self.scratch[: shape.numel()].view(shape)
+        return torch.bmm(v.view(*shape[:2], -1), self.keys.mT, out=out)
+
+    def centred(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """p * (K v - <mean, v>) (E, R, M), and K^T of that, Cov v/beta."""
+        scores = self._scores(v)
+        scores.sub_(dot(self.mean, v).view(*scores.shape[:2], 1)).mul_(self.weights)
+        return scores, torch.bmm(scores, self.keys).view_as(v)
+
+    def product(self, v: Tensor) -> Tensor:
+        spread = torch.bmm(self._scores(v).mul_(self.weights), self.keys).view_as(v)
+        return v - spread.addcmul_(dot(self.mean, v)[:, None], self.mean, value=-1.0).mul_(self.by_cov)
+
+    def select(self, flat: Tensor, entries: Tensor | None, count: int) -> Tile:
+        weights = self.weights.flatten(0, 1).index_select(0, flat).view(-1, count, self.weights.shape[-1])
+        keys = self.keys if entries is None else self.keys.index_select(0, entries)
+        return Tile(weights, self.mean.index_select(0, flat), keys, self.by_cov.index_select(0, flat), self.scratch)
+
+
+@torch.no_grad()
+def solve_adjoint(
+    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, leave_out: bool = False, size: int = TILE
+) -> Adjoint:
+    """Solve A u = cotangent for every query; with `leave_out` failed ones have u = 0 and no part in the gradients."""
+    rows = Rows(problem.to(state.dtype), fused=False)
+    z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
+    count = g[:, 0]
+    found = Adjoint(
+        value=torch.empty_like(g),
+        status=torch.empty_like(count, dtype=torch.int8),
+        residual=torch.empty_like(count),
+        tolerance=torch.empty_like(count),
+        num_steps=torch.empty_like(count, dtype=torch.int32),
+        negative_curvature=torch.empty_like(count, dtype=torch.bool),
+        by_beta=torch.empty_like(count),
+        by_keys=torch.zeros_like(rows.keys),
+    )
+    for part, entries in tiles(rows, size):
+        _solve_tile(part, entries, z.index_select(0, part.ids), g.index_select(0, part.ids), stop, found, leave_out)
+    per_query = [rows.restored(t[:, : rows.dim] if t.ndim > 1 else t) for t in found[:-1]]
+    by_keys = rows.keys_restored(found.by_keys).reshape(problem.keys.shape)
+    return Adjoint._make((*per_query, by_keys))
+
+
+def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
+    """The working set in parts of about `size` weights: some sets with all their rows, or some rows of one set."""
+    per_set = rows.count * rows.keys.shape[1]
+    together = max(size // max(per_set, 1), 1)
+    count = rows.count if per_set <= size else max(size // rows.keys.shape[1] // BLOCK, 1) * BLOCK
+    for start in range(0, rows.sets, together):
+        entries = torch.arange(start, min(start + together, rows.sets), device=rows.device)
+        for first in range(0, rows.count, count):
+            local = torch.arange(first, min(first + count, rows.count), device=rows.device)
+            flat = (entries[:, None] * rows.count + local).flatten()
+            yield rows.select(flat, entries), entries
+
+
+def _solve_tile(
+    rows: Rows, entries: Tensor, z: Tensor, g: Tensor, stop: CGStop, found: Adjoint, leave_out: bool
+) -> None:
+    tile = Tile.of(rows, z)
+    weights, by_cov = tile.weights, tile.by_cov
+    size = torch.linalg.vector_norm(g, dim=-1)
+    tolerance = stop.rtol * size
+    u, steps, blocked = _conjugate_gradients(rows, tile, g, size, tolerance, stop)
+    # The same product tells the residual of u and what it carries.
+    share = rows.per_row(1 - rows.anchor)
+    centred, spread = tile.centred(u)
+    residual = torch.linalg.vector_norm(g - u + by_cov * spread, dim=-1)
+    solved = (residual <= SLACK * tolerance) & ~blocked
+    status = torch.full_like(found.status[rows.ids], int(Status.MAX_STEPS))
+    status.masked_fill_(blocked | ((steps < stop.max_steps) & ~solved), int(Status.STALLED))
+    status.masked_fill_(~torch.isfinite(residual), int(Status.NONFINITE))
+    status.masked_fill_(solved, int(Status.CONVERGED))
+    dropped = ~solved if leave_out else blocked
+    if dropped.device.type != "cpu" or bool(dropped.any()):
+        u, spread = (t.masked_fill(dropped[:, None], 0.0) for t in (u, spread))
+        centred.masked_fill_(dropped.view(*centred.shape[:2], 1), 0.0)
+    shape = (*weights.shape[:2], -1)
+    by_keys = torch.bmm(weights.mT, (share * u).view(shape))
+    by_keys.baddbmm_(centred.mT, (by_cov * z).view(shape))
+    found.by_keys.index_add_(0, entries, by_keys)
+    updates = (u, status, residual, tolerance, steps, blocked, share.squeeze(-1) * dot(spread, z))
+    for whole, part in zip(found, updates, strict=False):
+        whole.index_copy_(0, rows.ids, part)
+
+
+def _conjugate_gradients(
+    rows: Rows, tile: Tile, g: Tensor, size: Tensor, tolerance: Tensor, stop: CGStop
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(u, products, blocked) of a tile; `blocked` met a curvature that is not positive."""
+    u, r, p = torch.zeros_like(g), g.clone(), g.clone()
+    square = size.square()
+    limit = tolerance.square()
+    active = square > limit
+    steps, blocked = torch.zeros_like(size, dtype=torch.int32), torch.zeros_like(active)
+    whole: tuple[Tensor, ...] | None = None
+    ids: Tensor | None = None
+    noise = NOISE * torch.finfo(g.dtype).eps
+    for index in range(stop.max_steps):
+        if index % (1 if g.device.type == "cpu" else 4) == 0:
+            counts = rows.counts(active)
+            if not any(counts):
+                break
+            if g.device.type == "cpu" and (smaller := rows.compacted(active, counts, below=COMPACT_BELOW)) is not None:
+                whole, ids = _merged(whole, ids, (u, steps, blocked)), smaller[1] if ids is None else ids[smaller[1]]
+                before, (rows, flat) = rows, smaller
+                entries = flat.view(rows.sets, -1)[:, 0] // before.count if rows.sets < before.sets else None
+                tile = tile.select(flat, entries, rows.count)
+                u, r, p, square, limit, active, steps, blocked = (
+                    t.index_select(0, flat) for t in (u, r, p, square, limit, active, steps, blocked)
+                )
+        product = tile.product(p)
+        curvature = dot(p, product)
+        steps += active
+        good = curvature > noise * dot(p, p)
+        blocked |= active > good
+        active &= good
+        rate = torch.where(active, square / curvature, 0.0)[:, None]
+        u.addcmul_(rate, p)
+        r.addcmul_(rate, product, value=-1.0)
+        reached = dot(r, r)
+        p = torch.addcmul(r, torch.where(active, reached / square, 0.0)[:, None], p)
+        square = reached
+        active &= square > limit
+    result = _merged(whole, ids, (u, steps, blocked))
+    return result[0], result[1], result[2]
+
+
+def _merged(whole: tuple[Tensor, ...] | None, ids: Tensor | None, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`parts`, those of the rows `ids`, put into the whole."""
+    if whole is None or ids is None:
+        return parts
+    return tuple(t.index_copy_(0, ids, part) for t, part in zip(whole, parts, strict=True))

@@ -1,0 +1,1 @@
+"""Products with the Hessian of the anchored log-sum-exp energy."""

@@ -1,0 +1,80 @@
+"""`hopfield_hvp`: the Hessian of the energy at a state, applied to a vector."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..._types import Impl
+from .._door import Chosen, chosen, laid_out, state_of
+from .._hopfield import Hopfield
+from ..hopfield_solve.api import dispatch as dispatch_solve
+from ..hopfield_solve.rule import Stop
+
+
+def hopfield_hvp(
+    query: Float[Tensor, "*batch N D"],
+    keys: Float[Tensor, "*#batch M D"],
+    state: Float[Tensor, "*batch N D"],
+    vector: Float[Tensor, "*batch N D"],
+    *,
+    beta: float | Float[Tensor, "*#batch"],
+    anchor: float | Float[Tensor, "*#batch"] = 0.0,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    mean: Float[Tensor, "*batch N D"] | None = None,
+    logsumexp: Float[Tensor, "*batch N"] | None = None,
+    impl: Impl = "auto",
+) -> Float[Tensor, "*batch N D"]:
+    """Hess E(z) v = v - (1 - anchor) beta Cov(z) v per query, with memory O((N + M) D) beside one tile.
+
+    Cov(z) v = sum_j p_j k_j <k_j, v> - mean <mean, v> with p = softmax(beta K z).
+
+    Args:
+        query, keys, beta, anchor, mask, is_causal, impl: as in `hopfield_solve`.
+        state: z, (*batch, N, D).
+        vector: v, (*batch, N, D).
+        mean, logsumexp: what `hopfield_solve` measured at that very state, which impl="triton" otherwise evaluates.
+
+    Returns:
+        (*batch, N, D), float32 for half-precision inputs.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: an `impl` that cannot do it.
+
+    Gradients: with respect to the vector, first order, as the Hessian is symmetric; for others differentiate
+    `AnchoredEnergy.hessian_product`.
+    """
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
+    state, vector = state_of(problem, "state", state), state_of(problem, "vector", vector)
+    if (mean is None) != (logsumexp is None):
+        raise ValueError("`mean` and `logsumexp` must be given together, got one of them; both come from one solve")
+    from .ops import hopfield_hvp_op
+
+    product: Tensor = hopfield_hvp_op(*problem, state, vector, mean, logsumexp, chosen(impl, problem))
+    return product
+
+
+def run(
+    problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor | None, logsumexp: Tensor | None, *, impl: Impl
+) -> Tensor:
+    """The same for a problem that is laid out."""
+    return dispatch(problem, state, vector, mean, logsumexp, chosen(impl, problem))
+
+
+def dispatch(
+    problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor | None, logsumexp: Tensor | None, which: Chosen
+) -> Tensor:
+    """Run the implementation."""
+    if which == "triton":
+        from .triton import hessian_product as fused_product
+
+        if mean is None or logsumexp is None:
+            there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=1), which)
+            mean, logsumexp = there.mean, there.logsumexp
+        return fused_product(problem, state, vector, mean, logsumexp)
+    if which == "sdpa":
+        from . import sdpa as module
+    else:
+        from . import reference as module  # type: ignore[no-redef]
+    return module.hessian_product(problem, state, vector)

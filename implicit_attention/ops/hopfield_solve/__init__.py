@@ -1,0 +1,1 @@
+"""The fixed point of the anchored log-sum-exp energy."""

@@ -1,0 +1,93 @@
+"""`hopfield_solve`: the equilibrium of every query."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ... import _validate
+from ..._types import Impl
+from .._door import Chosen, chosen, laid_out, state_of
+from .._hopfield import Hopfield
+from .rule import Solved, Stop
+
+
+def hopfield_solve(
+    query: Float[Tensor, "*batch N D"],
+    keys: Float[Tensor, "*#batch M D"],
+    *,
+    beta: float | Float[Tensor, "*#batch"],
+    anchor: float | Float[Tensor, "*#batch"] = 0.0,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    initial: Float[Tensor, "*batch N D"] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-8,
+    max_steps: int = 200,
+    plain_steps: int = 3,
+    impl: Impl = "auto",
+) -> Solved:
+    """The state z = anchor x + (1 - anchor) softmax(beta z K^T) K of every query x, each solved on its own.
+
+    Picard's iteration, accelerated from step `plain_steps` on where that lowers the energy: what `Anderson(history=1)`
+    does to an `AnchoredEnergy`, in one operation.
+
+    Args:
+        query: x, (*batch, N, D).
+        keys: K, (*batch, M, D); leading axes broadcast, and are not copied (grouped queries: one axis more).
+        beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
+        anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
+        mask: boolean (True = the query attends to the key), or added to the scaled scores; broadcasts to
+            (*batch, N, M). What a masked key holds must be finite.
+        is_causal: a query attends to keys up to its own index, both counted from the start.
+        initial: where to start, default the query.
+        rtol, atol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2; with 0 and 0 exactly `max_steps` steps
+            are made, without any look of the host.
+        max_steps: largest number of updates of a query.
+        plain_steps: steps before acceleration, at least 1; more than `max_steps` is Picard's iteration.
+        impl: "reference" (every product written out), "sdpa" (torch's attention kernels), "triton" (one kernel), or
+            "auto", the fastest of them that can do it.
+
+    Returns:
+        `Solved`: state, and what was measured there. In half precision the state is float32; the products of
+        impl="triton" are those of the keys' precision.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: an `impl` that cannot do it, with
+        the reason.
+
+    Gradients: of `state`, exact where it converged, first order, with respect to query, keys, beta and anchor; not to
+    an additive mask. `implicit_attention.solve` has all orders.
+
+    Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
+    """
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
+    start = state_of(problem, "initial", query if initial is None else initial)
+    _validate.check_number("rtol", rtol, low=0.0)
+    _validate.check_number("atol", atol, low=0.0)
+    _validate.check_integer("max_steps", max_steps, low=0)
+    _validate.check_integer("plain_steps", plain_steps, low=1)
+    if mask is not None and mask.requires_grad:
+        raise ValueError(
+            _validate.message("mask", "not require grad", "one that does", "use solve() with LogSumExp(bias=mask)")
+        )
+    from .ops import hopfield_solve_op
+
+    which = chosen(impl, problem)
+    return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, which))
+
+
+def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl) -> Solved:
+    """The same for a problem that is laid out, as plain computation."""
+    return dispatch(problem, initial, stop, chosen(impl, problem))
+
+
+def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, which: Chosen) -> Solved:
+    """Run the implementation."""
+    if which == "triton":
+        from .triton import solve
+    elif which == "sdpa":
+        from .sdpa import solve
+    else:
+        from .reference import solve
+    return solve(problem, initial, stop)

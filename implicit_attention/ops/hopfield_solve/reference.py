@@ -1,0 +1,14 @@
+"""Every product written out, for all queries until the last is done: what the others are compared with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._hopfield import Hopfield
+from .iterate import iterate
+from .rule import Solved, Stop
+
+
+def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
+    """Solve from `initial`, (*batch, N, D)."""
+    return iterate(problem.to(initial.dtype), initial, stop, fused=False, compact=False)

@@ -1,0 +1,36 @@
+"""When a query is done and what it tries next: what every implementation obeys, the solvers' `Anderson(history=1)`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..._stop import Stop
+
+# As in `solvers/safeguard.py`, where each is explained.
+DESCENT = 0.25
+ENERGY_SLACK = 4.0
+STRETCH = 4.0
+SLOPE = 0.5
+LONGEST = 30.0
+
+
+class Solved(NamedTuple):
+    """Where every query ended, with what was measured at that very state.
+
+    state z and mean = softmax(beta K z) K: (*batch, N, D). The others are (*batch, N): logsumexp of the scaled scores,
+    codes of `Status` (int8), residual |f(z) - z|, the tolerance it had to reach, updates and evaluations of f (int32).
+    """
+
+    state: Tensor
+    mean: Tensor
+    logsumexp: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    num_evals: Tensor
+
+
+__all__ = ["DESCENT", "ENERGY_SLACK", "LONGEST", "SLOPE", "STRETCH", "Solved", "Stop"]

@@ -1,0 +1,15 @@
+"""Torch's attention kernels, for the queries that are not done yet."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._door import without_kernel
+from .._hopfield import Hopfield
+from .iterate import iterate
+from .rule import Solved, Stop
+
+
+def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
+    """Solve from `initial`, (*batch, N, D); what the kernels cannot do is multiplied out."""
+    return iterate(problem.to(initial.dtype), initial, stop, fused=without_kernel(problem) is None, compact=True)

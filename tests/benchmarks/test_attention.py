@@ -1,0 +1,395 @@
+"""The suite `attention` compares at equal residual, measures memory as a process has it, and draws its numbers."""
+
+import dataclasses
+import io
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import __main__ as command
+from benchmarks import attention, baselines, figures, guard, headline, kernels, memory, problems, report
+from benchmarks.environment import environment
+from benchmarks.measure import Timing
+from benchmarks.problems import Setting, Shape
+from benchmarks.targets import ATTENTION
+
+TINY = Shape(batch=1, heads=2, length=40, dim=9)
+CASES = [
+    attention.Case("LENGTH", Setting("gaussian", 2.0, 0.0, TINY)),
+    attention.Case("LENGTH", Setting("gaussian", 2.0, 0.0, dataclasses.replace(TINY, length=80))),
+    attention.Case("LENGTH", Setting("clustered", 2.0, 0.5, TINY)),
+    attention.Case("STEPS", Setting("gaussian", 2.0, 0.0, TINY), (1, 4)),
+    attention.Case("C4", Setting("gaussian", 2.0, 0.0, TINY), (5, 20)),
+]
+PEAKS = {"sdpa": 100, "ours": 120, "ours 5": 110, "ours 20": 132, "unrolled 5": 300, "unrolled 20": 900}
+
+
+def peak_of(setting, name):
+    return {"peak_bytes": 2**20 * PEAKS[name], "evaluations_mean": 7.0, "converged": 1.0}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "peak_of", peak_of)
+        return attention.run(CASES, repeats=1, max_seconds=0.2)
+
+
+@pytest.fixture
+def run(rows):
+    options = {"metrics": list(attention.METRICS), "repeats": 1}
+    where = environment()
+    return report.document("attention", rows, ATTENTION, complete=True, quick=False, options=options, where=where)
+
+
+# ------------------------------------------------------------------ rows
+
+
+def test_every_solver_is_timed_at_the_same_residual(rows):
+    for row in rows[:3]:
+        assert {"sdpa_math", "sdpa_flash"} <= set(row["seconds"])
+        assert set(attention.SOLVERS.values()) <= set(row["seconds"])
+        for name in ("ours_forward", "picard", "torchdeq_fixed_point_iter"):
+            assert row["evidence"][name]["converged"] == 1, name
+            assert row["evidence"][name]["residual_max"] <= 1.02e-4, name
+        assert row["evidence"]["picard"]["evaluations_max"] == row["picard"]["most"]
+        assert row["device"] == "cpu"
+
+
+def test_a_kernel_that_does_not_run_here_is_named_with_its_reason(rows):
+    for row in rows[:3]:
+        assert "cudnn" in row["evidence"]["sdpa_cudnn"]["label"]
+        assert "RuntimeError" in row["evidence"]["sdpa_cudnn"]["error"]
+        assert "sdpa_cudnn" not in row["seconds"]
+
+
+def test_ratios_are_to_the_fastest_kernel(rows):
+    seconds = {name: timing["median"] for name, timing in rows[0]["seconds"].items()}
+    best = min(value for name, value in seconds.items() if name.startswith("sdpa_"))
+    assert seconds[rows[0]["best_sdpa"]] == best
+    assert rows[0]["ratios"]["ours"] == pytest.approx(seconds["ours_forward"] / best)
+    assert rows[0]["ratios"]["torchdeq anderson"] == pytest.approx(seconds["torchdeq_anderson"] / best)
+
+
+def test_fixed_budgets_are_kept_and_priced(monkeypatch):
+    times = {"sdpa": 2.0, "ours 1": 3.0, "ours 4": 12.0, "picard 1": 2.0, "picard 4": 8.0}
+    made = {name: Timing(seconds, seconds, seconds, 1) for name, seconds in times.items()}
+    monkeypatch.setattr(attention, "interleaved", lambda functions, first, **options: {n: made[n] for n in functions})
+    (row,) = attention.run(CASES[3:4], repeats=1)
+    evaluations = {name: found["evaluations_mean"] for name, found in row["evidence"].items()}
+    assert evaluations == {"sdpa": 1, "picard 1": 1, "picard 4": 4, "ours 1": 1, "ours 4": 4}
+    assert row["ratios"]["per evaluation"] == pytest.approx((12 - 3) / (4 - 1) / 2)
+    assert row["ratios"]["ours / Picard"] == pytest.approx(12 / 8)
+
+
+def test_a_limited_training_step_has_a_gradient_and_its_evaluations():
+    data = problems.draw(Setting("gaussian", 2.0, 0.5, TINY))
+    found = baselines.limited(data, 3, training=True)()
+    assert int(found.evaluations.max()) == 3
+    assert all(float(gradient.norm()) > 0 for gradient in found.gradients)
+
+
+def test_c4_is_the_quotient_of_the_peaks(rows):
+    assert rows[4]["ratios"] == {
+        "C4": pytest.approx(1.2),
+        "C4 growth": pytest.approx(1.2),
+        "unrolled": pytest.approx(9.0),
+        "unrolled growth": pytest.approx(3.0),
+    }
+
+
+def test_the_median_of_several_processes_counts(monkeypatch):
+    peaks = {name: iter([30.0, 10.0, 20.0]) for name in PEAKS}
+    measured = []
+
+    def peak_of(setting, name):
+        measured.append(name)
+        return {"peak_bytes": next(peaks[name]), "evaluations_mean": 7.0, "converged": 1.0}
+
+    monkeypatch.setattr(memory, "peak_of", peak_of)
+    (row,) = attention.run([CASES[4]], repeats=3)
+    assert row["evidence"]["ours"]["peak_bytes"] == 20
+    assert row["evidence"]["ours"]["runs"] == [30, 10, 20]
+    assert row["evidence"]["unrolled 5"]["peak_bytes"] == 30
+    assert len(measured) == 4 * 3 + 2
+
+
+def test_memory_of_a_wrong_answer_has_no_ratio_and_misses(monkeypatch):
+    monkeypatch.setattr(memory, "peak_of", lambda setting, name: {**peak_of(setting, name), "converged": 0.5})
+    long = dataclasses.replace(CASES[4], problem=dataclasses.replace(CASES[4].problem, shape=Shape(length=4096)))
+    (row,) = attention.run([long], repeats=1)
+    assert row["ratios"]["C4"] is None
+    verdicts = {target.ratio: target.judge([row]) for target in ATTENTION if target.id == "C4"}
+    assert verdicts["C4"]["verdict"] == "missed"
+    assert verdicts["C4"]["wrong"] == 1
+    assert verdicts["C4 growth"]["verdict"] == "met"
+    assert verdicts["C4 growth"]["reached"] is False
+
+
+def test_c4_is_judged_at_its_own_length_only(rows):
+    assert {t.judge(rows)["verdict"] for t in ATTENTION if t.id == "C4"} == {"not measured"}
+
+
+def test_what_is_red_is_not_measured(monkeypatch):
+    monkeypatch.setattr(guard, "red", lambda tests: "not timed, its tests are red: FAILED x" if tests else None)
+    monkeypatch.setattr(memory, "peak_of", peak_of)
+    lengths, steps, peaks = attention.run([CASES[0], CASES[3], CASES[4]], repeats=1, max_seconds=0.1)
+    assert "ours_forward" not in lengths["seconds"]
+    assert lengths["ratios"]["ours"] is None
+    assert lengths["ratios"]["Picard"] > 0
+    assert not [name for name in steps["seconds"] if name.startswith("ours")]
+    assert steps["ratios"]["per evaluation"] is None
+    assert peaks["ratios"]["C4"] is None
+    assert peaks["ratios"]["unrolled"] == pytest.approx(9.0)
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_the_high_water_mark_is_that_of_the_step():
+    before = memory.begin("cpu")
+    kept = torch.ones(2**25)
+    del kept
+    # The system counts pages in batches.
+    assert memory.peak("cpu") - before > 0.9 * 2**27
+    before = memory.begin("cpu")
+    assert memory.peak("cpu") - before < 2**25
+
+
+def test_unrolled_memory_grows_by_what_a_step_keeps():
+    setting = Setting("gaussian", 2.0, 0.0, Shape(1, 4, 512, 64))
+    few, many = (memory.peak_of(setting, f"unrolled {steps}") for steps in (2, 42))
+    state = 4 * 4 * 512 * 64
+    assert few["evaluations_mean"] == 2
+    assert 30 * state < many["peak_bytes"] - few["peak_bytes"] < 160 * state
+
+
+def test_a_process_that_breaks_off_says_why():
+    assert "nonsense" in memory.peak_of(Setting("gaussian", 2.0, 0.0, TINY), "nonsense")["error"]
+
+
+# ------------------------------------------------------------------ kernels
+
+
+def test_there_are_no_kernels_to_time_without_a_gpu(rows):
+    assert kernels.settings(quick=False, device="cpu") == ()
+    verdicts = {target.id: target.judge(rows)["verdict"] for target in ATTENTION if target.device == "cuda"}
+    assert verdicts == dict.fromkeys(("G1", "G2", "G3", "G5", "G6"), "unmeasured")
+
+
+def test_a_gpu_gets_the_settings_of_the_targets():
+    cases = attention.settings_of(False, device="cuda")
+    assert {case.metric for case in cases} == set(attention.METRICS)
+    assert {case.problem.device for case in cases} == {"cuda"}
+    timed = [case.problem for case in cases if case.metric in ("G1", "G2", "G3")]
+    assert {problem.shape for problem in timed} == {Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)}
+    assert {problem.dtype for problem in timed} == {"bfloat16"}
+    assert {problem.rtol for problem in timed} == {1e-3}
+    lengths = [case.problem.shape.length for case in cases if case.metric == "LENGTH"]
+    assert (min(lengths), max(lengths)) == (1024, 32768)
+
+
+def test_a_kernel_whose_tests_are_red_misses(monkeypatch):
+    monkeypatch.setattr(guard, "red", lambda tests: f"not timed, its tests are red: {tests[0]}")
+    case = attention.Case("G1", Setting("gaussian", 2.0, 0.0, Shape(length=4096), dtype="bfloat16", device="cuda"))
+    (row,) = attention.run([case], repeats=1)
+    assert "tests/ops" in row["evidence"]["fused"]["error"]
+    assert ATTENTION[2].judge([row])["verdict"] == "missed"
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The kernels' rows with an operation that exists on a CPU and clocks that are known."""
+
+    def solve(data, *, rtol, max_steps):
+        steps = max_steps if rtol == 0 else 60
+        evaluations = torch.full(data.queries.shape[:-1], steps)
+        evaluations[..., 0] = steps + 4
+        return SimpleNamespace(state=baselines.picard(data, steps)().state, num_evals=evaluations)
+
+    def clock(functions, first, **options):
+        seconds = {"fused": 36.0, "sdpa_math": 5.0, "sdpa_flash": 3.0}
+        return {name: Timing(seconds[name], 1.0, 1.0, 1) for name in functions}
+
+    monkeypatch.setattr(kernels, "fused_solve", solve)
+    monkeypatch.setattr(kernels, "rotation", lambda problem: [problems.draw(problem)])
+    monkeypatch.setattr(kernels, "interleaved", clock)
+    monkeypatch.setattr(kernels, "TILE", 20)
+    return Setting("gaussian", 2.0, 0.0, TINY)
+
+
+def test_g1_is_the_time_of_one_evaluation(fused):
+    found = kernels.measured(attention.Case("G1", fused), repeats=1, max_seconds=1.0)
+    # 8 evaluations, one of 40 queries needs 4 more.
+    assert found["ratios"]["G1"] == pytest.approx(36 / 8.1 / 3)
+    assert found["evidence"]["best"]["label"] == "sdpa_flash"
+
+
+def test_g2_allows_what_a_tile_must_wait_for(fused):
+    found = kernels.measured(attention.Case("G2", fused), repeats=1, max_seconds=1.0)
+    assert found["evidence"]["fused"]["evaluations_mean_of_tile_maxima"] == 62
+    assert found["ratios"]["G2"] == pytest.approx(36 / 3 - 62)
+    wrong = dataclasses.replace(fused, rtol=1e-9)
+    found = kernels.measured(attention.Case("G2", wrong), repeats=1, max_seconds=1.0)
+    assert found["ratios"]["G2"] is None
+    assert "wrong" in found["evidence"]["fused"]["error"]
+
+
+def test_an_operation_that_breaks_off_has_no_ratio(fused, monkeypatch):
+    def broken(data, solved):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(kernels, "fused_product", broken)
+    found = kernels.measured(attention.Case("G3", fused), repeats=1, max_seconds=1.0)
+    assert found["ratios"] == {"G3": None}
+    assert "no such kernel" in found["evidence"]["fused"]["error"]
+
+
+def test_inputs_are_rotated():
+    seen = []
+    function = kernels.rotated(["a", "b"], seen.append)
+    for _ in range(3):
+        function()
+    assert seen == ["a", "b", "a"]
+
+
+def test_only_waits_of_the_function_are_counted(monkeypatch):
+    def mode(name):
+        if name == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    def function():
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert kernels.synchronisations(function) == 2
+        assert kernels.synchronisations(lambda: None) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_quick_run_of_a_gpu_has_its_rows(monkeypatch):
+    cases = [case for case in attention.settings_of(True, device="cuda") if case.metric in ("LENGTH", "G6")]
+    made = attention.run(cases, repeats=1, max_seconds=0.5)
+    assert [row["metric"] for row in made] == [case.metric for case in cases]
+    half = [row for row in made if row["metric"] == "LENGTH" and row["dtype"] == "bfloat16"]
+    assert half
+    assert all(row["seconds"]["sdpa_flash"]["median"] > 0 for row in half)
+    assert environment("cuda")["gpu"]["name"]
+
+
+# ------------------------------------------------------------------ report
+
+
+def test_the_tables_hold_what_was_measured(run):
+    console = Console(width=250, record=True, file=io.StringIO())
+    report.show(run, attention.NOTES, console, attention.tables)
+    shown = console.export_text()
+    for text in ("gaussian, 2, 0", "clustered, 2, 0.5", "unrolled 20", "132.0", "unmeasured", "host synchronisations"):
+        assert text in shown, text
+    assert json.loads(json.dumps(run)) == run
+
+
+def test_the_figures_show_the_numbers_of_the_run(run, tmp_path):
+    drawn = figures.attention_figures(run, tmp_path)
+    assert [name for name, _ in drawn] == ["attention.png", "attention_length.png"]
+    assert all((tmp_path / name).stat().st_size > 10_000 for name, _ in drawn)
+    figure = figures.overview(run)
+    assert isinstance(figure, Figure)
+    by_length, by_steps, by_memory = figure.axes
+    lines = {container.get_label(): container.lines[0] for container in by_length.containers}
+    ours = lines["equilibrium, ours"]
+    assert list(ours.get_xdata()) == [40, 80]
+    medians = [1000 * row["seconds"]["ours_forward"]["median"] for row in run["rows"][:2]]
+    assert list(ours.get_ydata()) == pytest.approx(medians)
+    assert [len(container.lines[0].get_xdata()) for container in by_steps.containers] == [2, 2]
+    assert [list(container.lines[0].get_ydata()) for container in by_memory.containers] == [[110, 132], [300, 900]]
+    assert {axes.get_xlabel() for axes in figure.axes} == {"sequence length N = M", "evaluations"}
+    assert all("ms" in axes.get_ylabel() or "MiB" in axes.get_ylabel() for axes in figure.axes)
+
+
+def test_an_unsolved_problem_has_an_open_marker(run):
+    run = json.loads(json.dumps(run))
+    for row in run["rows"][:2]:
+        for found in row["evidence"].values():
+            found["converged"] = 1.0
+    row["evidence"]["torchdeq_anderson"]["converged"] = 0.9
+    (left,) = [line for line in figures.overview(run).axes[0].get_lines() if line.get_markerfacecolor() == "white"]
+    assert list(left.get_xdata()) == [80]
+
+
+def test_runs_on_a_gpu_and_on_a_cpu_have_their_own_newest(run, tmp_path):
+    cuda = {**run, "environment": {**run["environment"], "device": "cuda"}}
+    paths = {device: report.write(each, tmp_path) for device, each in (("cpu", run), ("cuda", cuda))}
+    assert all(report.newest("attention", tmp_path, device)[0] == path for device, path in paths.items())
+    assert figures.attention_figures(cuda, tmp_path)[0][0] == "attention_cuda.png"
+
+
+def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(attention, "settings_of", lambda quick: tuple(CASES))
+    done = CliRunner().invoke(command.app, ["attention", "--quick", "--only", "steps", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("attention-partial-*.json")
+    assert {row["metric"] for row in json.loads(path.read_text())["rows"]} == {"STEPS"}
+
+
+def test_the_full_run_has_the_settings_of_the_targets():
+    full = attention.settings_of(False, device="cpu")
+    lengths = {case.problem.shape.length for case in full if case.metric == "LENGTH"}
+    assert lengths == {128, 256, 512, 1024, 2048, 4096}
+    (c4,) = [case for case in full if case.metric == "C4"]
+    assert c4.problem.shape == Shape(2, 8, 4096, 64)
+    assert (c4.problem.sharpness, min(c4.steps), max(c4.steps)) == (2.0, 5, 20)
+    (steps,) = [case for case in full if case.metric == "STEPS"]
+    assert steps.steps == (1, 2, 4, 8, 16)
+    assert {target.id for target in ATTENTION} <= set(attention.METRICS)
+
+
+# ------------------------------------------------------------------ headline
+
+
+def test_the_headline_has_every_target_and_says_what_is_missing(run, tmp_path):
+    nothing = headline.content(tmp_path)
+    lines = [line.split(" | ") for line in nothing.splitlines() if line.startswith(("| C", "| G"))]
+    assert {line[0][2:] for line in lines} == {f"C{i}" for i in range(1, 8)} | {f"G{i}" for i in range(1, 7)}
+    assert {line[-1][:-2] for line in lines if line[0].startswith("| G")} == {"unmeasured"}
+    assert {line[-1][:-2] for line in lines if line[0].startswith("| C")} == {"not measured"}
+    assert "attention.png" not in nothing
+    for row in run["rows"]:
+        row["shape"] = {**row["shape"], "length": 4096} if row["metric"] == "C4" else row["shape"]
+    judged = {**run, "targets": [target.judge(run["rows"]) for target in ATTENTION]}
+    path = report.write(judged, tmp_path)
+    something = headline.content(tmp_path)
+    assert "| 1.20 | met |" in something
+    assert "benchmarks/figures/attention.png" in something
+    assert path.name in something
+
+
+def test_the_headline_stands_between_its_markers(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{headline.BEGIN}\nold\n{headline.END}\nafter\n")
+    headline.rewrite(readme, tmp_path)
+    text = readme.read_text()
+    assert "old" not in text
+    assert text.startswith("before")
+    assert text.endswith("after\n")
+    headline.rewrite(readme, tmp_path)
+    assert readme.read_text() == text
+
+
+def test_the_readme_tells_the_newest_committed_results(tmp_path):
+    text = headline.README.read_text()
+    copy = tmp_path / "README.md"
+    copy.write_text(text)
+    headline.rewrite(copy)
+    assert copy.read_text() == text

@@ -1,0 +1,164 @@
+"""The suite `train` runs, with gradients that are checked, and a block that learns by both."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import __main__ as command
+from benchmarks import baselines, block, figures, guard, problems, report, train
+from benchmarks.block import BlockSetting
+from benchmarks.environment import environment
+from benchmarks.problems import Setting, Shape
+from benchmarks.targets import TRAIN
+
+TINY = Shape(batch=1, heads=2, length=40, dim=9)
+BLOCK = BlockSetting(batch=1, length=12, dim=16, heads=2)
+CASES = [
+    train.Case("STEP", Setting("clustered", 2.0, 0.0, TINY)),
+    train.Case("LENGTH", Setting("gaussian", 2.0, 0.5, TINY)),
+    train.Case("LENGTH", Setting("gaussian", 2.0, 0.5, Shape(1, 2, 80, 9))),
+    train.Case("BLOCK", BLOCK),
+]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return train.run(CASES, repeats=1, max_seconds=0.2)
+
+
+@pytest.fixture
+def run(rows):
+    options = {"metrics": list(train.METRICS), "repeats": 1}
+    return report.document("train", rows, TRAIN, complete=True, quick=False, options=options, where=environment())
+
+
+def test_all_train_at_the_same_residual_with_their_gradients_checked(rows):
+    for row in rows[:3]:
+        assert set(row["ratios"]) == set(train.RATIOS)
+        assert all(value > 0 for value in row["ratios"].values())
+        assert row["evidence"]["ours_training"]["converged"] == row["evidence"]["unrolled"]["converged"] == 1
+        # It gives up after 100 evaluations.
+        assert row["evidence"]["torchdeq_training_fixed_point_iter"]["converged"] > 0.95
+        assert row["evidence"]["ours_training"]["gradient_error"] < 1e-3
+        seconds = {name: timing["median"] for name, timing in row["seconds"].items()}
+        assert row["ratios"]["ours / SDPA"] == pytest.approx(seconds["ours_training"] / seconds["sdpa_training"])
+        assert row["ratios"]["unrolled / ours"] == pytest.approx(seconds["unrolled"] / seconds["ours_training"])
+
+
+def test_the_gradient_of_torchdeq_is_the_implicit_one():
+    data = problems.draw(Setting("gaussian", 1.0, 0.5, TINY, rtol=1e-6))
+    counts = baselines.picard_counts(data)
+    found = baselines.CONTENDERS["torchdeq_training_fixed_point_iter"].make(data, counts)()
+    assert problems.gradient_error(data, found.state, *found.gradients) < 1e-4
+
+
+def test_torchdeq_starts_where_all_start(monkeypatch):
+    monkeypatch.setattr(baselines, "TORCHDEQ_CAP", 1)
+    data = problems.draw(CASES[1].problem)
+    counts = baselines.picard_counts(data)
+    found = baselines.CONTENDERS["torchdeq_training_fixed_point_iter"].make(data, counts)()
+    # Its one step, and one more that carries the gradient.
+    torch.testing.assert_close(found.state, baselines.picard(data, 2)().state)
+
+
+def test_equilibria_that_were_not_found_are_not_timed(monkeypatch):
+    monkeypatch.setattr(block, "CONVERGED", 2.0)
+    row = block.block_row(BLOCK, repeats=1, max_seconds=0.1)
+    assert row["seconds"] == {}
+    assert row["ratios"] == {"block": None}
+    assert report.refusals({"rows": [{"name": "block", **row}]})
+
+
+def test_a_wrong_gradient_of_ours_is_not_timed(monkeypatch):
+    def wrong(data, queries, keys):
+        with torch.no_grad():
+            state = baselines.picard(data, 400)().state
+        return state + 0 * queries + 1e-3 * (keys - keys.detach()), torch.ones(queries.shape[:-1])
+
+    monkeypatch.setattr(baselines, "_solve", wrong)
+    (row,) = train.run(CASES[:1], repeats=1, max_seconds=0.1)
+    assert row["evidence"]["ours_training"]["converged"] == 1
+    assert "wrong" in row["evidence"]["ours_training"]["error"]
+    assert row["ratios"]["ours / SDPA"] is None
+    assert row["ratios"]["unrolled / ours"] is None
+
+
+def test_the_block_solves_and_learns(rows):
+    (row,) = [row for row in rows if row["metric"] == "BLOCK"]
+    assert row["evidence"]["equilibrium"]["converged"] == 1
+    assert row["evidence"]["equilibrium"]["evaluations_mean"] > 1
+    assert row["evidence"]["explicit"]["evaluations_max"] == 0
+    seconds = {name: timing["median"] for name, timing in row["seconds"].items()}
+    assert row["ratios"]["block"] == pytest.approx(seconds["equilibrium"] / seconds["explicit"])
+    made = block.Block(16, 2)
+    x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
+    assert not torch.allclose(made(x, None), made(x, 0))
+    made(x, None).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in made.parameters())
+
+
+def test_what_is_red_is_not_timed(monkeypatch):
+    monkeypatch.setattr(guard, "red", lambda tests: f"not timed, its tests are red: {tests[0]}" if tests else None)
+    step, layer = train.run([CASES[0], CASES[3]], repeats=1, max_seconds=0.1)
+    assert "ours_training" not in step["seconds"]
+    assert step["ratios"]["ours / SDPA"] is None
+    assert layer["ratios"] == {"block": None}
+    assert "test_attention" in layer["evidence"]["equilibrium"]["error"]
+    made = {"rows": [step, layer]}
+    assert sum("its tests are red" in reason for reason in report.refusals(made)) == 2
+
+
+def test_g4_takes_a_gpu(rows):
+    assert [target.judge(rows)["verdict"] for target in TRAIN] == ["unmeasured"]
+    cases = train.settings_of(False, device="cuda")
+    g4 = [case.problem for case in cases if case.metric == "G4"]
+    assert {problem.shape for problem in g4} == {Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)}
+    assert {(problem.dtype, problem.device) for problem in g4} == {("bfloat16", "cuda")}
+    row = train.step_row("G4", CASES[1].problem, repeats=1, max_seconds=0.1)
+    assert set(row["seconds"]) == {"sdpa_training", "ours_training"}
+    judged = TRAIN[0].judge([{**row, "device": "cuda", "ratios": {"G4": 3.9}}])
+    assert judged["verdict"] == "met"
+
+
+def test_the_report_holds_what_was_measured(run, tmp_path):
+    console = Console(width=300, record=True, file=io.StringIO())
+    report.show(run, train.NOTES, console, train.tables)
+    shown = console.export_text()
+    for text in ("clustered, 2, 0", "gradient error, fpi", "equilibrium / one step", "unmeasured"):
+        assert text in shown, text
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results of train -->\nold\n<!-- end of train -->\n")
+    path = report.write(run, tmp_path / "results")
+    options = {"tables": train.tables, "figures": train.figures, "readme": readme, "folder": tmp_path / "results"}
+    assert report.rewrite("train", train.NOTES, **options) == path
+    assert "old" not in readme.read_text()
+    assert "](figures/train.png)" in readme.read_text()
+    assert (tmp_path / "figures" / "train.png").stat().st_size > 10_000
+    assert json.loads(path.read_text())["rows"] == json.loads(json.dumps(run["rows"]))
+
+
+def test_the_figure_has_no_line_for_what_was_not_timed(run, tmp_path):
+    run = json.loads(json.dumps(run))
+    for row in run["rows"]:
+        row["seconds"].pop("unrolled", None)
+    assert figures.train_figures(run, tmp_path)
+    assert figures.train_figures({**run, "rows": run["rows"][3:]}, tmp_path) == []
+
+
+def test_the_command_runs_the_metrics_that_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "settings_of", lambda quick: tuple(CASES))
+    done = CliRunner().invoke(command.app, ["train", "--quick", "--only", "block", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("train-partial-*.json")
+    assert {row["metric"] for row in json.loads(path.read_text())["rows"]} == {"BLOCK"}
+
+
+def test_the_quick_run_is_a_part_of_the_full_one():
+    for device in ("cpu", "cuda"):
+        quick, full = train.settings_of(True, device), train.settings_of(False, device)
+        assert {case.metric for case in quick} == {case.metric for case in full}
+        assert len(quick) < len(full)

@@ -1,0 +1,124 @@
+"""Small problems of every form that the operations take, and the map of each written out by itself."""
+
+import torch
+
+from implicit_attention.testing.numerics import random
+
+
+def attended(*shape, seed=5):
+    """A boolean mask in which about a third is hidden."""
+    return random(*shape, seed=seed) > -0.4
+
+
+def padding(batch, keys):
+    """(batch, 1, 1, M): every sample has a length of its own."""
+    lengths = torch.arange(keys - batch, keys) - 6
+    return (torch.arange(keys) < lengths[:, None])[:, None, None]
+
+
+def added(*shape):
+    """Numbers added to the scores, some of them -inf."""
+    return random(*shape, seed=6).masked_fill(~attended(*shape), -torch.inf)
+
+
+def hidden(row, *shape):
+    """A mask of pairs where one query attends to nothing."""
+    mask = attended(*shape)
+    mask[..., row, :] = False
+    return mask
+
+
+PER_HEAD = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+ANCHORS = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
+
+# What differs from 9 queries, of 3 heads in 2 samples, over 70 keys of 6 dimensions, beta = 0.8, anchor = 0.2.
+CASES = {
+    "plain": {},
+    "fewer keys than the kernels take": {"m": 20},
+    "one key": {"m": 1},
+    "one query": {"n": 1},
+    "no query": {"n": 0},
+    "sizes that are no multiples": {"n": 11, "m": 67, "dim": 5},
+    "sizes that are multiples": {"n": 16, "m": 64, "dim": 8},
+    "no batch": {"lead": ()},
+    "key padding": {"mask": padding(2, 70)},
+    "key padding of few keys": {"m": 20, "mask": padding(2, 20)},
+    "mask of the keys": {"mask": attended(70)},
+    "mask of pairs": {"mask": attended(9, 70)},
+    "mask of pairs without a batch": {"lead": (), "mask": attended(9, 70)},
+    "mask of pairs of each sample": {"mask": attended(2, 1, 9, 70)},
+    "mask of pairs of each head": {"mask": attended(3, 9, 70)},
+    "mask of the keys of each head": {"mask": attended(3, 1, 70)},
+    "mask of everything": {"mask": attended(2, 3, 9, 70)},
+    "mask of whole queries": {"mask": attended(9, 1)},
+    "a query that attends to nothing": {"mask": hidden(4, 9, 70)},
+    "a query of one head that attends to nothing": {"m": 20, "mask": hidden(4, 3, 9, 20)},
+    "added to the keys": {"mask": added(2, 1, 1, 70)},
+    "added to pairs": {"mask": added(9, 70)},
+    "added to pairs of each head": {"mask": added(3, 9, 70)},
+    "added to everything": {"m": 20, "mask": added(2, 3, 9, 20)},
+    "causal": {"n": 16, "is_causal": True},
+    "causal over few keys": {"m": 20, "is_causal": True},
+    "causal, more queries than keys": {"n": 70, "m": 65, "is_causal": True},
+    "causal and padded": {"mask": padding(2, 70), "is_causal": True},
+    "causal and padded from the left": {"mask": padding(2, 70).flip(-1), "is_causal": True},
+    "causal and masked": {"mask": attended(3, 9, 70), "is_causal": True},
+    "causal and added to": {"mask": added(9, 70), "is_causal": True},
+    "beta of each head": {"beta": PER_HEAD},
+    "beta of each sample": {"beta": torch.tensor([[0.5], [1.5]], dtype=torch.float64)},
+    "beta as a tensor": {"beta": torch.tensor(0.8, dtype=torch.float64)},
+    "anchor of each head": {"anchor": ANCHORS},
+    "anchor and beta of everything": {"beta": random(2, 3).exp(), "anchor": random(2, 3, seed=1).sigmoid()},
+    "no anchor": {"anchor": 0.0},
+    "nothing but the anchor": {"anchor": 1.0},
+    "grouped": {"lead": (2, 3, 4), "keys": (2, 3, 1)},
+    "grouped over few keys": {"lead": (2, 3, 4), "keys": (2, 3, 1), "m": 20},
+    "grouped and padded": {"lead": (2, 3, 4), "keys": (2, 3, 1), "mask": padding(2, 70)[:, None]},
+    "grouped and masked": {"lead": (2, 3, 4), "keys": (2, 3, 1), "mask": attended(4, 9, 70)},
+    "grouped and causal": {"lead": (2, 3, 4), "keys": (2, 3, 1), "is_causal": True},
+    "grouped with a beta of each head": {"lead": (2, 3, 4), "keys": (2, 3, 1), "beta": random(3, 4).exp()},
+    "grouped the other way": {"lead": (2, 3, 4), "keys": (2, 1, 4), "mask": attended(2, 1, 4, 9, 70)},
+    "one memory of all samples": {"keys": (1, 3)},
+    "one memory of all samples, padded": {"keys": (1, 3), "mask": padding(2, 70), "anchor": ANCHORS},
+    "one memory": {"keys": ()},
+    "one memory and masked": {"keys": (), "mask": attended(3, 9, 70), "is_causal": True},
+}
+
+
+def make(name, dtype=torch.float64):
+    """(query, keys, the other arguments)."""
+    options = {"lead": (2, 3), "n": 9, "m": 70, "dim": 6, "beta": 0.8, "anchor": 0.2, **CASES[name]}
+    lead = options.pop("lead")
+    n, m, dim = (options.pop(size) for size in ("n", "m", "dim"))
+    keys = random(*options.pop("keys", lead), m, dim, seed=1, dtype=dtype)
+    for argument in ("beta", "anchor", "mask"):
+        tensor = options.get(argument)
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            options[argument] = tensor.to(dtype)
+    return random(*lead, n, dim, dtype=dtype), keys, options
+
+
+def pairs(query, keys, mask=None, is_causal=False):
+    """What is added to the scores, (*#batch, N, M)."""
+    n, m = query.shape[-2], keys.shape[-2]
+    bias = torch.zeros(n, m, dtype=query.dtype)
+    if is_causal:
+        bias = bias.masked_fill(torch.arange(m) > torch.arange(n)[:, None], -torch.inf)
+    if mask is not None:
+        bias = bias + (mask if mask.is_floating_point() else torch.zeros(()).where(mask, -torch.inf).to(query.dtype))
+    return bias
+
+
+def written_out(z, query, keys, *, beta, anchor, mask=None, is_causal=False):
+    """f(z), mean and logsumexp at z; every product by itself, differentiable."""
+    beta, anchor = (torch.as_tensor(t, dtype=z.dtype)[..., None, None] for t in (beta, anchor))
+    bias = pairs(query, keys, mask, is_causal)
+    scores = beta * torch.einsum("...nd,...md->...nm", z, keys.expand(*z.shape[:-2], *keys.shape[-2:])) + bias
+    empty = torch.isneginf(scores).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    top = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    mean = ((weights / total)[..., None] * keys[..., None, :, :]).sum(-2).masked_fill(empty, 0.0)
+    logsumexp = (top + total.log()).masked_fill(empty, 0.0).squeeze(-1)
+    return anchor * query + (1 - anchor) * mean, mean, logsumexp

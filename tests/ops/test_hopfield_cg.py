@@ -1,0 +1,259 @@
+"""`hopfield_cg` against dense solves, and its gradients against autograd through the map written out."""
+
+import pytest
+import torch
+from hopfield_cases import CASES, make, written_out
+
+from implicit_attention import Status
+from implicit_attention.ops import hopfield_cg, hopfield_solve
+from implicit_attention.ops._door import laid_out
+from implicit_attention.ops.hopfield_cg import reference, sdpa
+from implicit_attention.ops.hopfield_cg.rule import CGStop
+from implicit_attention.testing.numerics import random, relative_error
+from implicit_attention.testing.potential import Allocations
+
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["reference", "auto"])
+# Operations that have a solution: without a query there is none.
+SOLVABLE = [name for name in CASES if name != "no query"]
+
+
+def solved(case, dtype=torch.float64):
+    """(query, keys, state, cotangent, options) at a solution, which is a minimum."""
+    query, keys, options = make(case, dtype)
+    state = hopfield_solve(query, keys, **options, rtol=0.0, atol=1e-11, max_steps=2000, impl="reference").state
+    return query, keys, state, random(*query.shape, seed=7, dtype=dtype), options
+
+
+def hessians(query, keys, state, options):
+    """I - df/dz of every query, (*batch, N, D, D), one derivative at a time."""
+    z = state.detach().requires_grad_()
+    mapped = written_out(z, query, keys, **options)[0]
+    rows = [torch.autograd.grad(mapped[..., i].sum(), z, retain_graph=True)[0] for i in range(z.shape[-1])]
+    return torch.eye(z.shape[-1], dtype=z.dtype) - torch.stack(rows, -2)
+
+
+def gradients(query, keys, state, u, options):
+    """(df/dK)^T u, and <df/dbeta, u> per query."""
+    keys = keys.detach().requires_grad_()
+    beta = torch.as_tensor(options["beta"], dtype=state.dtype)
+    by_keys = torch.autograd.grad((written_out(state, query, keys, **options)[0] * u).sum(), keys)[0]
+    step = 1e-5
+    above, below = (written_out(state, query, keys.detach(), **{**options, "beta": beta + s})[0] for s in (step, -step))
+    return by_keys, ((above - below) / (2 * step) * u).sum(-1)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("case", SOLVABLE)
+def test_it_is_the_dense_solve_of_the_derivative(case, impl):
+    query, keys, state, cotangent, options = solved(case)
+    found = hopfield_cg(query, keys, state, cotangent, **options, rtol=1e-12, impl=impl)
+    hessian = hessians(query, keys, state, options)
+    u = torch.linalg.solve(hessian, cotangent)
+    assert (found.status == Status.CONVERGED).all()
+    assert not found.negative_curvature.any()
+    assert relative_error(found.value, u) < 1e-8
+    by_keys, by_beta = gradients(query, keys, state, found.value, options)
+    assert found.by_keys.shape == (1,) * (query.ndim - keys.ndim) + keys.shape
+    assert relative_error(found.by_keys.reshape(keys.shape), by_keys) < 1e-10
+    torch.testing.assert_close(found.by_beta, by_beta, rtol=1e-6, atol=1e-7)
+    size = cotangent.norm(dim=-1)
+    torch.testing.assert_close(found.tolerance, 1e-12 * size)
+    residual = (cotangent - (hessian @ found.value[..., None]).squeeze(-1)).norm(dim=-1)
+    torch.testing.assert_close(found.residual, residual, rtol=0.5, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", SOLVABLE)
+def test_implementations_agree(case):
+    query, keys, state, cotangent, options = solved(case)
+    slow, fast = (
+        hopfield_cg(query, keys, state, cotangent, **options, rtol=1e-12, impl=i) for i in ("reference", "auto")
+    )
+    assert torch.equal(slow.status, fast.status)
+    for name in ("value", "by_keys", "by_beta"):
+        assert relative_error(getattr(fast, name), getattr(slow, name)) < 1e-8
+
+
+def test_no_query_carries_no_gradient():
+    query, keys, options = make("no query")
+    for impl in ("reference", "auto"):
+        found = hopfield_cg(query, keys, query, query, **options, impl=impl)
+        assert found.value.shape == query.shape
+        assert torch.equal(found.by_keys, torch.zeros_like(keys))
+
+
+@pytest.mark.parametrize("rtol", [1e-2, 1e-5, 1e-9])
+def test_the_tolerance_is_met_and_not_much_more(rtol):
+    query, keys, state, cotangent, options = solved("key padding")
+    found = hopfield_cg(query, keys, state, cotangent, **options, rtol=rtol, impl="sdpa")
+    loose = hopfield_cg(query, keys, state, cotangent, **options, rtol=100 * rtol, impl="sdpa")
+    assert (found.status == Status.CONVERGED).all()
+    assert (found.residual <= 10 * found.tolerance).all()
+    assert (loose.num_steps <= found.num_steps).all()
+    assert (loose.num_steps < found.num_steps).any()
+    # In exact arithmetic conjugate gradients end after as many steps as there are dimensions.
+    assert found.num_steps.max() <= query.shape[-1] + 2
+
+
+@pytest.mark.parametrize("size", [1, 70 * 8, 70 * 9, 2000, 10**6])
+@pytest.mark.parametrize(
+    "case", ["plain", "no batch", "causal and padded", "grouped and masked", "one memory", "beta of each head", "anchor of each head"]
+)
+def test_tiles_change_nothing(case, size):
+    query, keys, state, cotangent, options = solved(case)
+    # Three blocks of rows, so that there is something to cut.
+    query, state, cotangent = (torch.cat([t] * 2, -2) for t in (query, state, cotangent))
+    if options.get("mask") is not None and options["mask"].shape[-2] > 1:
+        options["mask"] = torch.cat([options["mask"]] * 2, -2)
+    problem = laid_out(query, keys, **{"mask": None, "is_causal": False, **options})
+    whole = sdpa.solve_adjoint(problem, state, cotangent, CGStop(1e-10, 100), size=10**9)
+    parts = sdpa.solve_adjoint(problem, state, cotangent, CGStop(1e-10, 100), size=size)
+    assert torch.equal(parts.status, whole.status)
+    for name in ("value", "by_keys", "by_beta"):
+        assert relative_error(getattr(parts, name), getattr(whole, name)) < 1e-9
+
+
+def test_a_tile_bounds_the_memory():
+    query, keys = random(512, 8), random(512, 8, seed=1)
+    problem = laid_out(query, keys, beta=0.3, anchor=0.5, mask=None, is_causal=False)
+    largest = []
+    for size in (2**13, 2**20):
+        with Allocations() as seen:
+            sdpa.solve_adjoint(problem, query, keys, CGStop(1e-5, 100), size=size)
+        largest.append(seen.largest)
+    assert largest[0] <= 2**13
+    assert largest[1] >= 512 * 512
+
+
+def test_keys_that_broadcast_are_not_copied():
+    query, keys = random(4, 3, 8, 64), random(128, 64, seed=1)
+    problem = laid_out(query, keys, beta=0.1, anchor=0.5, mask=None, is_causal=False)
+    with Allocations() as seen:
+        found = sdpa.solve_adjoint(problem, query, query, CGStop(1e-5, 100))
+    assert seen.largest <= 4 * 3 * 8 * 128
+    assert found.by_keys.shape == (1, 1, 128, 64)
+
+
+# Systems without a solution.
+
+
+def saddle():
+    """Two keys and a query between them: at 0 the energy curves down along their difference if beta |k|^2 > 1."""
+    keys = torch.zeros(70, 6, dtype=torch.float64)
+    keys[:35, 0], keys[35:, 0] = 2.0, -2.0
+    query = random(4, 6)
+    state = query.clone()
+    state[2] = 0.0
+    return query, keys, state, {"beta": 1.0, "anchor": 0.0}
+
+
+@IMPLEMENTATIONS
+def test_at_a_saddle_nothing_is_carried(impl):
+    query, keys, state, options = saddle()
+    state[:2, 0], state[3, 0] = 2.0, -2.0
+    cotangent = random(4, 6, seed=3)
+    found = hopfield_cg(query, keys, state, cotangent, **options, rtol=1e-10, impl=impl)
+    assert found.negative_curvature.tolist() == [False, False, True, False]
+    assert found.status.tolist() == [Status.CONVERGED, Status.CONVERGED, Status.STALLED, Status.CONVERGED]
+    assert (found.value[2] == 0).all()
+    assert found.by_beta[2] == 0
+    rows = [0, 1, 3]
+    rest = hopfield_cg(query[rows], keys, state[rows], cotangent[rows], **options, rtol=1e-10, impl=impl)
+    assert relative_error(found.by_keys, rest.by_keys) < 1e-12
+    assert relative_error(found.value[rows], rest.value) < 1e-12
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_a_row_that_is_not_finite_spoils_no_other_row(leave_out, impl):
+    query, keys, state, cotangent, options = solved("plain")
+    problem = laid_out(query, keys, **options, mask=None, is_causal=False)
+    module = reference if impl == "reference" else sdpa
+    for spoil in (state, cotangent):
+        given = spoil.clone()
+        spoil[0, 1, 4, 2] = torch.nan
+        found = module.solve_adjoint(problem, state, cotangent, CGStop(1e-10, 100), leave_out=leave_out)
+        spoil.copy_(given)
+        clean = module.solve_adjoint(problem, state, cotangent, CGStop(1e-10, 100), leave_out=leave_out)
+        others = torch.ones(query.shape[:-1], dtype=torch.bool)
+        others[0, 1, 4] = False
+        assert found.status[0, 1, 4] == Status.NONFINITE
+        assert (found.status[others] == Status.CONVERGED).all()
+        assert relative_error(found.value[others], clean.value[others]) < 1e-8
+        assert found.by_keys[0, 0].isfinite().all()
+        assert found.by_keys.isfinite().all() == leave_out
+        if leave_out:
+            assert (found.value[0, 1, 4] == 0).all()
+            assert found.by_beta[0, 1, 4] == 0
+
+
+def test_what_is_left_out_is_what_failed():
+    """With one step nothing is solved, and left out all of it; a query that needs no step stays."""
+    query, keys, state, cotangent, options = solved("plain")
+    cotangent[1, 2, 3] = 0.0
+    problem = laid_out(query, keys, **options, mask=None, is_causal=False)
+    kept, out = (sdpa.solve_adjoint(problem, state, cotangent, CGStop(1e-10, 1), leave_out=x) for x in (False, True))
+    for found in (kept, out):
+        exhausted = found.status == Status.MAX_STEPS
+        assert exhausted.sum() == exhausted.numel() - 1
+        assert found.status[1, 2, 3] == Status.CONVERGED
+        assert (found.num_steps[exhausted] == 1).all()
+        assert found.num_steps[1, 2, 3] == 0
+        assert (found.residual > found.tolerance)[exhausted].all()
+    assert (kept.value[exhausted].norm(dim=-1) > 0).all()
+    assert (kept.by_keys != 0).any()
+    assert (out.value == 0).all()
+    assert (out.by_keys == 0).all()
+    assert (out.by_beta == 0).all()
+
+
+def test_no_step_solves_nothing():
+    query, keys, state, cotangent, options = solved("plain")
+    found = hopfield_cg(query, keys, state, cotangent, **options, max_steps=0, impl="sdpa")
+    assert (found.status == Status.MAX_STEPS).all()
+    assert (found.value == 0).all()
+    torch.testing.assert_close(found.residual, cotangent.norm(dim=-1))
+
+
+# Rows, order and precision.
+
+
+@pytest.mark.parametrize("case", ["plain", "key padding", "grouped"])
+def test_a_row_that_is_alone_has_the_bits_it_has_among_others(case):
+    query, keys, state, cotangent, options = solved(case, torch.float32)
+    # Hard systems beside easy ones.
+    state = state + torch.linspace(0, 1, query.shape[-2])[:, None] * random(*query.shape, seed=8, dtype=torch.float32)
+    whole = hopfield_cg(query, keys, state, cotangent, **options, impl="sdpa")
+    for rows in (slice(0, 1), slice(3, 9)):
+        given = (t[..., rows, :] for t in (state, cotangent))
+        alone = hopfield_cg(query[..., rows, :], keys, *given, **options, impl="sdpa")
+        assert torch.equal(alone.value, whole.value[..., rows, :])
+        assert torch.equal(alone.num_steps, whole.num_steps[..., rows])
+
+
+@IMPLEMENTATIONS
+def test_memory_order_changes_nothing(impl):
+    query, keys, state, cotangent, options = solved("grouped and masked")
+    given = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (query, keys, state, cotangent)]
+    found = hopfield_cg(*given, **options, impl=impl)
+    expected = hopfield_cg(query, keys, state, cotangent, **options, impl=impl)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["plain", "causal", "grouped", "beta of each head"])
+def test_low_precision(case, dtype):
+    query, keys, options = make(case, dtype)
+    wide = {k: t.double() if isinstance(t, torch.Tensor) else t for k, t in options.items()}
+    state = hopfield_solve(query.double(), keys.double(), **wide, rtol=1e-8).state.float()
+    cotangent = random(*query.shape, seed=7, dtype=torch.float32)
+    truth = hopfield_cg(
+        query.double(), keys.double(), state.double(), cotangent.double(), **wide, rtol=1e-13, impl="reference"
+    )
+    slow, fast = (hopfield_cg(query, keys, state, cotangent, **options, rtol=1e-6, impl=i) for i in ("reference", "auto"))
+    assert (fast.status == Status.CONVERGED).all()
+    for name in ("value", "by_keys", "by_beta"):
+        error, allowed = (relative_error(getattr(t, name), getattr(truth, name)) for t in (fast, slow))
+        assert getattr(fast, name).dtype == torch.float32
+        # The tolerance comes on top of rounding, magnified by the condition.
+        assert error <= 2 * allowed + 1e-5

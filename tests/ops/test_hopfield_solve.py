@@ -1,0 +1,442 @@
+"""`hopfield_solve` against the loop of the solvers, against the map written out, and against itself."""
+
+import dataclasses
+
+import pytest
+import torch
+from hopfield_cases import CASES, make, pairs, written_out
+
+from implicit_attention import AnchoredEnergy, Anderson, Picard, Status, solve
+from implicit_attention.ops import hopfield_solve
+from implicit_attention.ops._door import laid_out
+from implicit_attention.ops.hopfield_solve.api import run
+from implicit_attention.ops.hopfield_solve.rule import Stop
+from implicit_attention.potentials.log_sum_exp import ReferenceLogSumExp
+from implicit_attention.testing.numerics import random, relative_error
+from implicit_attention.testing.potential import Allocations
+from implicit_attention.testing.problems import hopfield_energy
+
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["reference", "auto"])
+SOLVERS = {
+    "Anderson": Anderson(rtol=1e-6),
+    "Picard": Picard(rtol=1e-6),
+    "early acceleration": Anderson(plain_steps=1, rtol=1e-6),
+    "fixed budget": Anderson(rtol=0.0, atol=0.0, max_steps=9),
+    "fixed budget of plain steps": Picard(rtol=0.0, atol=0.0, max_steps=4),
+    "few steps": Anderson(rtol=1e-6, max_steps=3),
+    "no step": Anderson(max_steps=0),
+}
+
+
+def stop_of(solver):
+    plain = solver.max_steps + 1 if isinstance(solver, Picard) else solver.plain_steps or 3
+    return {"rtol": solver.rtol, "atol": solver.atol, "max_steps": solver.max_steps, "plain_steps": plain}
+
+
+def by_the_loop(query, keys, options, solver):
+    potential = ReferenceLogSumExp(
+        keys, options["beta"], bias=pairs(query, keys, options.get("mask"), "is_causal" in options)
+    )
+    energy = AnchoredEnergy(potential, query, options["anchor"])
+    return solve(energy, query, solver=solver, on_failure="ignore")
+
+
+def check_same(found, expected):
+    """The same course, and the same numbers up to rounding."""
+    assert torch.equal(found.status, expected.status)
+    assert torch.equal(found.num_evals, expected.num_evals)
+    # A query that used up its steps ends where they led it; the loop goes back to where |f(z) - z| was smallest.
+    ended = found.status != Status.MAX_STEPS
+    assert torch.equal(found.num_steps[ended], expected.num_steps[ended])
+    state = expected.state if hasattr(expected, "state") else expected.value
+    torch.testing.assert_close(found.state[ended], state[ended], rtol=1e-8, atol=1e-9)
+    for name in ("residual", "tolerance"):
+        torch.testing.assert_close(getattr(found, name)[ended], getattr(expected, name)[ended], rtol=1e-4, atol=1e-13)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_course_is_that_of_the_solvers_loop(case, solver):
+    query, keys, options = make(case)
+    found = hopfield_solve(query, keys, **options, **stop_of(SOLVERS[solver]))
+    expected = by_the_loop(query, keys, options, SOLVERS[solver])
+    if solver == "no step":
+        assert (found.status == Status.EXPLICIT).all()
+        expected = dataclasses.replace(expected, status=found.status)
+    check_same(found, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_implementations_agree_on_all_they_return(case):
+    query, keys, options = make(case)
+    slow, fast = (hopfield_solve(query, keys, **options, rtol=1e-6, impl=impl) for impl in ("reference", "auto"))
+    check_same(fast, slow)
+    torch.testing.assert_close(fast.mean, slow.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(fast.logsumexp, slow.logsumexp, rtol=1e-10, atol=1e-12)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_returned_is_true_of_the_state(case, impl):
+    query, keys, options = make(case)
+    found = hopfield_solve(query, keys, **options, rtol=1e-6, atol=1e-9, impl=impl)
+    mapped, mean, logsumexp = written_out(found.state, query, keys, **options)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.logsumexp, logsumexp, rtol=1e-10, atol=1e-12)
+    residual, size = (mapped - found.state).norm(dim=-1), mapped.norm(dim=-1)
+    torch.testing.assert_close(found.residual, residual, rtol=1e-6, atol=1e-13)
+    torch.testing.assert_close(found.tolerance, 1e-9 + 1e-6 * size, rtol=1e-9, atol=0.0)
+    assert (residual <= 1e-9 + (1 + 1e-6) * 1e-6 * size).all()
+    assert (found.status == Status.CONVERGED).all()
+    assert torch.equal(found.num_evals, found.num_steps + 1)
+
+
+def clustered(sharpness=2.0, anchor=0.0, dtype=torch.float64, **sizes):
+    """(query, keys, options) over clustered keys, where some accelerated steps are rejected and some lead downhill."""
+    energy = hopfield_energy(sharpness=sharpness, clustered=True, anchor=anchor, dtype=dtype, **sizes)
+    return energy.field, energy.potential.keys, {"beta": energy.potential.beta, "anchor": anchor}
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("sharpness", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("anchor", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "budget", [{"rtol": 1e-6}, {"rtol": 0.0, "atol": 0.0, "max_steps": 7}], ids=["to the end", "fixed"]
+)
+def test_clustered_keys_where_steps_are_rejected(budget, anchor, sharpness, impl):
+    query, keys, options = clustered(sharpness, anchor)
+    solver = Anderson(**budget)
+    expected = by_the_loop(query, keys, options, solver)
+    check_same(hopfield_solve(query, keys, **options, **stop_of(solver), impl=impl), expected)
+
+
+def test_clustered_keys_do_reject_steps_and_do_accelerate():
+    """If this fails, the test above holds less than it says."""
+    query, keys, options = clustered()
+    courses = [
+        by_the_loop(query, keys, options, solver).num_evals
+        for solver in (Anderson(rtol=1e-6), Anderson(rtol=1e-6, guard="none"), Picard(rtol=1e-6))
+    ]
+    assert (courses[0] != courses[1]).sum() > 5
+    assert (courses[0] < courses[2]).sum() > 5
+
+
+# How a solve ends.
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("plain_steps", [1, 3, 100])
+def test_a_fixed_budget_is_used_to_the_last_step(steps, plain_steps, impl):
+    query, keys, options = make("key padding")
+    found = hopfield_solve(
+        query, keys, **options, rtol=0.0, atol=0.0, max_steps=steps, plain_steps=plain_steps, impl=impl
+    )
+    assert (found.status == (Status.BUDGET if steps else Status.EXPLICIT)).all()
+    assert (found.num_steps == steps).all()
+    assert (found.num_evals == steps + 1).all()
+    if plain_steps == 100:
+        z = query
+        for _ in range(steps):
+            z = written_out(z, query, keys, **options)[0]
+        torch.testing.assert_close(found.state, z, rtol=1e-12, atol=1e-13)
+
+
+@IMPLEMENTATIONS
+def test_no_step_returns_the_initial_state(impl):
+    query, keys, options = make("plain")
+    initial = random(*query.shape, seed=9)
+    found = hopfield_solve(query, keys, **options, initial=initial, max_steps=0, impl=impl)
+    assert torch.equal(found.state, initial)
+    assert (found.status == Status.EXPLICIT).all()
+    mapped = written_out(initial, query, keys, **options)[0]
+    torch.testing.assert_close(found.residual, (mapped - initial).norm(dim=-1))
+
+
+@IMPLEMENTATIONS
+def test_too_few_steps_are_told_of_the_queries_that_needed_more(impl):
+    query, keys, options = make("beta of each head")
+    enough = hopfield_solve(query, keys, **options, impl=impl)
+    few = int(enough.num_steps.double().median())
+    found = hopfield_solve(query, keys, **options, max_steps=few, impl=impl)
+    exhausted = found.status == Status.MAX_STEPS
+    assert 0 < exhausted.sum() < exhausted.numel()
+    assert (found.residual > found.tolerance)[exhausted].all()
+    assert (found.num_steps == few)[exhausted].all()
+    early = enough.num_steps < few
+    assert torch.equal(found.state[early], enough.state[early])
+
+
+@IMPLEMENTATIONS
+def test_a_start_of_its_own(impl):
+    query, keys, options = make("plain")
+    solved = hopfield_solve(query, keys, **options, rtol=1e-8, impl=impl)
+    again = hopfield_solve(query, keys, **options, rtol=1e-6, initial=solved.state, impl=impl)
+    assert (again.num_evals == 1).all()
+    assert torch.equal(again.state, solved.state)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("case", ["plain", "causal", "grouped", "one memory", "fewer keys than the kernels take"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_query_that_is_not_finite_changes_no_other(bad, case, impl):
+    query, keys, options = make(case)
+    spoiled = query.clone()
+    spoiled[..., 4, 0] = bad
+    clean, found = (hopfield_solve(x, keys, **options, rtol=1e-6, impl=impl) for x in (query, spoiled))
+    others = torch.arange(query.shape[-2]) != 4
+    assert (found.status[..., 4] == Status.NONFINITE).all()
+    assert found.state[..., 4, :].isnan().all()
+    assert (found.num_evals[..., 4] == 1).all()
+    for before, after in zip(clean, found, strict=True):
+        rows = (..., others, slice(None)) if before.ndim == query.ndim else (..., others)
+        assert torch.equal(before[rows], after[rows])
+
+
+@IMPLEMENTATIONS
+def test_a_fixed_budget_tells_of_a_query_that_is_not_finite(impl):
+    query, keys, options = make("plain")
+    query[0, 1, 3, 2] = torch.nan
+    found = hopfield_solve(query, keys, **options, rtol=0.0, atol=0.0, max_steps=5, impl=impl)
+    expected = torch.full(query.shape[:-1], int(Status.BUDGET), dtype=torch.int8)
+    expected[0, 1, 3] = int(Status.NONFINITE)
+    assert torch.equal(found.status, expected)
+    assert found.state[expected == Status.BUDGET].isfinite().all()
+
+
+@IMPLEMENTATIONS
+def test_what_leaves_the_finite_numbers_is_told_as_the_loop_does(impl):
+    """From zero the map is finite, and so large that the scores at its value are not."""
+    query, keys = torch.zeros(1, 6, dtype=torch.float64), torch.full((70, 6), 1e150, dtype=torch.float64)
+    options = {"beta": 1e10, "anchor": 0.0}
+    found = hopfield_solve(query, keys, **options, impl=impl)
+    expected = by_the_loop(query, keys, options, Anderson())
+    assert (expected.status == Status.DIVERGED).all()
+    assert torch.equal(found.status, expected.status)
+    assert found.state.isfinite().all()
+
+
+@IMPLEMENTATIONS
+def test_without_an_anchor_the_query_is_not_read(impl):
+    query, keys, options = make("no anchor")
+    clean = hopfield_solve(query, keys, **options, impl=impl)
+    spoiled = hopfield_solve(torch.full_like(query, torch.nan), keys, **options, initial=query, impl=impl)
+    assert torch.equal(clean.state, spoiled.state)
+    assert (spoiled.status == Status.CONVERGED).all()
+    # Nor the queries of a head without one.
+    anchor = torch.tensor([0.0, 0.3, 0.0], dtype=query.dtype)
+    half = hopfield_solve(query * torch.nan, keys, beta=0.8, anchor=anchor, initial=query, impl=impl)
+    assert torch.equal(half.status[:, 1] == Status.NONFINITE, torch.ones_like(half.status[:, 1], dtype=torch.bool))
+    assert (half.status[:, ::2] == Status.CONVERGED).all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("count", [20, 70])
+@pytest.mark.parametrize("boolean", [True, False])
+def test_a_query_that_attends_to_nothing_goes_to_its_share_of_the_field(boolean, count, impl):
+    query, keys, _ = make("plain")
+    keys = keys[..., :count, :]
+    mask = torch.ones(9, count, dtype=torch.bool)
+    mask[4] = False
+    mask = mask if boolean else torch.zeros(9, count, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    found = hopfield_solve(query, keys, beta=0.8, anchor=0.25, mask=mask, impl=impl)
+    assert (found.status == Status.CONVERGED).all()
+    assert torch.equal(found.state[..., 4, :], 0.25 * query[..., 4, :])
+    assert (found.mean[..., 4, :] == 0).all()
+    assert (found.logsumexp[..., 4] == 0).all()
+
+
+# Every query on its own.
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [50, 300])
+@pytest.mark.parametrize("anchor", [0.0, 0.5])
+def test_a_query_alone_has_the_bits_it_has_among_others(anchor, queries, dtype, impl):
+    """Clustered keys: some are done at once, and some take dozens of steps."""
+    query, keys, options = clustered(anchor=anchor, dtype=dtype, queries=queries, keys=96, dim=12)
+    whole = hopfield_solve(query, keys, **options, rtol=1e-5, impl=impl)
+    slow = whole.num_evals > whole.num_evals.double().median()
+    choices = [torch.arange(queries) < 1, torch.arange(queries) % 7 == 3, slow, ~slow]
+    for rows in choices:
+        alone = hopfield_solve(query[rows], keys, **options, rtol=1e-5, impl=impl)
+        for one, other in zip(alone, whole, strict=True):
+            assert torch.equal(one, other[rows])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("case", ["plain", "causal and padded", "grouped and masked", "one memory of all samples"])
+def test_a_head_has_the_bits_it_has_beside_harder_ones(case, impl):
+    query, keys, options = make(case)
+    query = torch.cat([query] * 8, -2)
+    if options.get("mask") is not None and options["mask"].shape[-2] > 1:
+        options["mask"] = torch.cat([options["mask"]] * 8, -2)
+    keys = keys.expand(*query.shape[:1], *keys.shape[1:])
+    # The first sample is done long before the second.
+    keys = torch.stack([keys[0] / 10, keys[1] * 2])
+    whole = hopfield_solve(query, keys, **options, impl=impl)
+    assert whole.num_evals[0].max() < whole.num_evals[1].max()
+    for sample in range(2):
+        mask = options.get("mask")
+        if mask is not None and mask.ndim == query.ndim and len(mask) > 1:
+            mask = mask[sample : sample + 1]
+        alone = hopfield_solve(
+            query[sample : sample + 1], keys[sample : sample + 1], **{**options, "mask": mask}, impl=impl
+        )
+        for one, other in zip(alone, whole, strict=True):
+            assert torch.equal(one[0], other[sample])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("case", ["plain", "grouped", "mask of everything", "one query"])
+def test_memory_order_changes_nothing(case, impl):
+    query, keys, options = make(case)
+    expected = hopfield_solve(query, keys, **options, impl=impl)
+    across = query.transpose(-1, -2).contiguous().transpose(-1, -2)
+    spaced = torch.stack([keys, keys], -1).flatten(-2)[..., ::2]
+    if options.get("mask") is not None:
+        options["mask"] = options["mask"].transpose(0, -1).contiguous().transpose(0, -1)
+    found = hopfield_solve(across, spaced, **options, impl=impl)
+    assert not across.is_contiguous() or query.shape[-2] == 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+        assert one.is_contiguous()
+
+
+@IMPLEMENTATIONS
+def test_expanded_tensors_are_read_as_what_they_show(impl):
+    query, keys, options = make("plain")
+    shown = [t[:1, :1].expand(2, 3, *t.shape[2:]) for t in (query, keys)]
+    found = hopfield_solve(*shown, **options, impl=impl)
+    expected = hopfield_solve(*(t.contiguous() for t in shown), **options, impl=impl)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_arguments_are_left_as_they_were():
+    query, keys, options = make("key padding")
+    given = [query.clone(), keys.clone(), options["mask"].clone()]
+    hopfield_solve(query, keys, **options)
+    hopfield_solve(query, keys, **options, initial=query, max_steps=0)
+    for now, before in zip((query, keys, options["mask"]), given, strict=True):
+        assert torch.equal(now, before)
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["plain", "fewer keys than the kernels take", "causal", "grouped", "added to pairs"])
+def test_low_precision_is_as_exact_as_the_products_written_out(case, dtype):
+    query, keys, options = make(case, dtype)
+    exact = {k: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for k, t in options.items()}
+    # Queries that are not settled after so many steps would tell of chaos, not of rounding.
+    options["anchor"] = exact["anchor"] = 0.5
+    budget = {"rtol": 0.0, "atol": 0.0, "max_steps": 60}
+    truth = hopfield_solve(query.double(), keys.double(), **exact, **budget, impl="reference")
+    slow, fast = (hopfield_solve(query, keys, **options, **budget, impl=impl) for impl in ("reference", "auto"))
+    for name in ("state", "mean", "logsumexp"):
+        error, allowed = (relative_error(getattr(t, name), getattr(truth, name)) for t in (fast, slow))
+        assert getattr(fast, name).dtype == torch.float32
+        assert error <= 2 * allowed + 1e-7
+        assert error < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_widened_at_the_door(dtype):
+    query, keys, options = make("beta of each head", dtype)
+    wide = {**options, "beta": options["beta"].float()}
+    found, expected = hopfield_solve(query, keys, **options), hopfield_solve(query.float(), keys.float(), **wide)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_autocast_changes_nothing():
+    query, keys, options = make("plain", torch.float32)
+    expected = hopfield_solve(query, keys, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = hopfield_solve(query, keys, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+# What it costs.
+
+
+def run_it(query, keys, *, mask=None, is_causal=False, impl="sdpa", **stop):
+    """Plain computation, of which a dispatch mode sees every part."""
+    problem = laid_out(query, keys, beta=0.2, anchor=0.2, mask=mask, is_causal=is_causal)
+    return run(
+        problem, query, Stop(**{"rtol": 1e-4, "atol": 1e-8, "max_steps": 30, "plain_steps": 3, **stop}), impl=impl
+    )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_scores_are_never_stored(is_causal):
+    query, keys = random(512, 16), random(512, 16, seed=1)
+    stop = {"rtol": 0.0, "atol": 0.0, "max_steps": 6} if is_causal else {}
+    with Allocations() as seen:
+        run_it(query, keys, is_causal=is_causal, **stop)
+    assert seen.largest < 512 * 64
+    with Allocations() as seen:
+        run_it(query, keys, is_causal=is_causal, impl="reference")
+    assert seen.largest >= 512 * 512
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrices"), [((64, 128), 1), ((2, 1, 64, 128), 2), ((2, 1, 1, 128), 1), ((4, 64, 128), 8)]
+)
+def test_masks_are_not_copied_per_head(shape, matrices):
+    """2 samples of 4 heads: what is made of a mask, in matrices (64, 128). (Queries that are done take their mask along.)"""
+    query, keys = random(2, 4, 64, 8), random(2, 4, 128, 8, seed=1)
+    with Allocations() as seen:
+        run_it(query, keys, mask=random(*shape, seed=2) > -1, rtol=0.0, atol=0.0)
+    assert seen.largest <= matrices * 64 * 128
+
+
+def test_keys_that_broadcast_are_not_copied():
+    query, keys = random(4, 3, 8, 64), random(128, 64, seed=1)
+    for impl in ("sdpa", "reference"):
+        with Allocations() as seen:
+            run_it(query, keys, impl=impl)
+        # The weights that "reference" stores are as many numbers as a copy of the keys for every two of the twelve.
+        assert seen.largest <= (128 * 64 if impl == "sdpa" else 4 * 3 * 8 * 128)
+
+
+def test_finished_queries_cost_nothing():
+    """One query of many is hard: evaluations of the others are not paid for until it is done."""
+    query, keys = random(512, 16), random(128, 16, seed=1)
+    sizes = []
+
+    class Sizes(Allocations):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "flash" in str(function):
+                sizes.append(args[0].shape[-2])
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    initial = hopfield_solve(query, keys, beta=0.2, anchor=0.2, rtol=1e-7).state
+    initial[100] = 3.0
+    problem = laid_out(query, keys, beta=0.2, anchor=0.2, mask=None, is_causal=False)
+    with Sizes():
+        run(problem, initial, Stop(1e-5, 0.0, 50, 3), impl="sdpa")
+    assert sizes[0] == 512
+    assert len(sizes) > 3
+    assert set(sizes[1:]) == {8}
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "case", ["plain", "causal", "key padding", "grouped and masked", "one memory", "anchor of each head"]
+)
+def test_a_fixed_budget_never_waits_for_an_accelerator(case, impl):
+    """Tensors without data: every look of the host at a number is an error."""
+    query, keys, options = make(case, torch.float32)
+    query, keys = query.to("meta"), keys.to("meta")
+    options = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+    problem = laid_out(query, keys, **{"mask": None, "is_causal": False, **options})
+    for plain_steps in (1, 9):
+        found = run(problem, query, Stop(0.0, 0.0, 6, plain_steps), impl=impl)
+        assert found.state.shape == query.shape
+    with pytest.raises(NotImplementedError, match="meta"):
+        run(problem, query, Stop(1e-4, 0.0, 6, 3), impl=impl)

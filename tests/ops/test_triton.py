@@ -1,0 +1,103 @@
+"""The Triton kernels, case by case: in Triton's interpreter on the CPU, or compiled and larger on a CUDA device.
+
+The cases run in processes of their own, because Triton decides at its import whether it interprets.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import triton_cases
+
+from implicit_attention.ops._hopfield import Hopfield
+from implicit_attention.ops._triton_support import unsupported
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+SCRIPT = Path(triton_cases.__file__)
+LONGEST = 600
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory, worker_id):
+    """(device, case) -> what is wrong with it; every part is run once, whichever worker asks first."""
+    shared = tmp_path_factory.getbasetemp() if worker_id == "master" else tmp_path_factory.getbasetemp().parent
+
+    def run(device, case):
+        part = triton_cases.part_of(case)
+        results = shared / f"triton_{device}_{part}.json"
+        try:
+            (shared / f"triton_{device}_{part}").mkdir()
+        except FileExistsError:
+            deadline = time.monotonic() + LONGEST
+            while not results.exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        else:
+            unfinished = results.with_suffix(".part")
+            environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, str(SCRIPT), str(unfinished), part, device]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST)
+            if done.returncode:
+                unfinished.write_text(json.dumps(dict.fromkeys(triton_cases.CASES, done.stderr[-2000:])))
+            unfinished.rename(results)
+        return json.loads(results.read_text())[case]
+
+    return run
+
+
+@pytest.mark.parametrize("case", triton_cases.CASES)
+def test_kernel_in_the_interpreter(case, outcome):
+    wrong = outcome("cpu", case)
+    assert not wrong, wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", triton_cases.CASES)
+def test_kernel_compiled(case, outcome):
+    wrong = outcome("cuda", case)
+    assert not wrong, wrong
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    script = SCRIPT.with_name("triton_compile.py")
+    done = subprocess.run([sys.executable, script, tmp_path / "found"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found").read_text())
+    assert set(found) == {"_solve_kernel", "_product_kernel", "_adjoint_kernel", "_keys_kernel"}
+    for kernel, (tensor_core_instructions, size) in found.items():
+        assert tensor_core_instructions > 0, f"{kernel} does not use the tensor cores"
+        assert size > 0
+
+
+def problem(dim=16, lead=(2,), dtype=torch.float32, **options):
+    x = torch.zeros(*lead, 3, dim, dtype=dtype)
+    one = torch.ones((1,) * (len(lead) + 2))
+    return Hopfield(**{"field": x, "keys": x, "beta": one, "anchor": one, **options})
+
+
+def test_what_is_unsupported_is_said(monkeypatch):
+    assert "device 'cpu'; use a CUDA device or impl='sdpa'" in unsupported(problem())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert unsupported(problem()) is None
+    assert "head dimension of 129; use at most 128" in unsupported(problem(dim=129))
+    assert "float64 (field)" in unsupported(problem(dtype=torch.float64))
+    assert "float64 (keys)" in unsupported(problem(keys=torch.zeros(2, 3, 16).double()))
+    assert "float64 masks" in unsupported(problem(mask=torch.zeros(2, 3, 3).double()))
+    irregular = problem(lead=(2, 2, 2, 2))
+    assert unsupported(irregular) is None
+    irregular = irregular._replace(keys=irregular.keys[:, :1, :, :1], beta=irregular.beta.expand(2, 1, 1, 2, 1, 1))
+    assert "at most 3 leading axes" in unsupported(irregular)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in unsupported(problem())
+
+
+def test_asking_does_not_import_triton():
+    code = "import sys; import implicit_attention.ops._triton_support; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,256 @@
+"""Cases for the Hessian-vector product and the adjoint solve, against dense matrices and autograd."""
+
+import torch
+import triton_harness as harness
+from triton_harness import (
+    BF16,
+    FP16,
+    FP32,
+    MAGIC,
+    MASKS,
+    SHAPES,
+    Poison,
+    case,
+    cases,
+    check_error,
+    error,
+    large,
+    masked_problem,
+    problem_of,
+)
+from triton_oracle import Dense, adjoint
+
+from implicit_attention.ops._hopfield import Hopfield
+from implicit_attention.ops.hopfield_cg.rule import CGStop
+from implicit_attention.status import Status
+
+
+def at_solution(problem, steps=60):
+    """A state near the solution with its exact mean and log-sum-exp, rounded to float32."""
+    dense = Dense.of(problem)
+    z = problem.field.double()
+    for _ in range(steps):
+        z = dense.mapped(dense.attend(z)[0])
+    z = z.float()
+    mean, logsumexp = dense.attend(z.double())
+    return dense, z, mean.float(), logsumexp.float()
+
+
+def hessian_in(dtype, dense, z, v):
+    """The product as plain torch computes it: operands of `dtype`, sums in float32."""
+    attend = dense.attend_in(dtype)
+    mean, logsumexp = attend(z)
+    keys = dense.keys.float()
+    p = (dense.beta.float() * (z.to(dtype).float() @ keys.mT) + dense.bias.float() - logsumexp[..., None]).exp()
+    t = v.to(dtype).float() @ keys.mT
+    covered = (p * t).to(dtype).float() @ keys - mean * (mean * v).sum(-1, keepdim=True)
+    return v - ((1 - dense.anchor) * dense.beta).float() * covered
+
+
+def check_product(problem):
+    from implicit_attention.ops.hopfield_hvp.triton import hessian_product
+
+    dense, z, mean, logsumexp = at_solution(problem)
+    v = torch.randn(z.shape).to(harness.DEVICE)
+    with Poison():
+        product = hessian_product(problem, z, v, mean, logsumexp)
+    exact = (dense.hessian(z.double()) @ v.double()[..., None])[..., 0]
+    check_error("product", product, hessian_in(problem.keys.dtype, dense, z, v), exact)
+
+
+def solve_adjoint(problem, state, cotangent, mean, logsumexp, stop, **options):
+    from implicit_attention.ops.hopfield_cg.triton import solve_adjoint as kernel
+
+    with Poison():
+        answer = kernel(problem, state, cotangent, mean, logsumexp, stop, **options)
+    assert bool((answer.status != MAGIC).all())
+    assert bool((answer.num_steps != MAGIC).all())
+    return answer
+
+
+def rtol_of(dtype):
+    return {FP32: 1e-5, FP16: 5e-3, BF16: 3e-2}[dtype]
+
+
+def check_adjoint(problem, factor=1.0):
+    dtype = problem.keys.dtype
+    dense, z, mean, logsumexp = at_solution(problem)
+    cotangent = (torch.randn(z.shape) * factor).to(harness.DEVICE)
+    answer = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(rtol_of(dtype), 60))
+    assert not bool(answer.negative_curvature.any())
+    assert bool((answer.status == Status.CONVERGED).all()), answer.status.unique()
+    exact, gradients = adjoint(dense, problem, z.double(), cotangent.double())
+    hessian = dense.hessian(z.double())
+    # An error of the product by `noise` leaves that in the residual, and |A^-1| times that in u.
+    rough = hessian_in(dtype, dense, z, (exact / factor).float()).double() - cotangent.double() / factor
+    noise = factor * rough.norm(dim=-1) / cotangent.double().norm(dim=-1)
+    allowed = (rtol_of(dtype) + 2 * noise) * cotangent.double().norm(dim=-1)
+    residual = (cotangent.double() - (hessian @ answer.value.double()[..., None])[..., 0]).norm(dim=-1)
+    smallest = torch.linalg.eigvalsh(hessian)[..., 0]
+    worst = ((answer.value - exact).norm(dim=-1) * smallest / allowed).max().item()
+    assert worst <= 2, f"u is wrong by {worst:.1f} times what is allowed"
+    assert (residual / allowed).max().item() <= 2
+    assert bool((answer.tolerance / cotangent.double().norm(dim=-1) / rtol_of(dtype) - 1).abs().max() < 1e-5)
+    by_keys, by_beta = gradients(answer.value.double())
+    # Operands of this dtype are known to half a unit each; the products of three of them are summed.
+    unit = {FP32: 2e-6, FP16: 2e-3, BF16: 1.6e-2}[dtype]
+    for what, value, right in (("by_keys", answer.by_keys, by_keys), ("by_beta", answer.by_beta, by_beta)):
+        wrong, size = error(value, right) / factor, right.square().mean().sqrt().item() / factor
+        assert wrong <= unit * size + 1e-5, f"{what} of size {size:.1e} is wrong by {wrong:.1e}"
+    return answer
+
+
+@cases(**SHAPES)
+def hvp_shape(**shape):
+    check_product(problem_of(**shape))
+
+
+@cases(**{name: dict(name=name) for name in MASKS})
+def hvp_mask(name):
+    check_product(masked_problem(name))
+
+
+@cases(fp16=dict(dtype=FP16, share=5e-3), bf16=dict(dtype=BF16, share=4e-2))
+def hvp_of_rounded_states(dtype, share):
+    # Keys with much in common: probabilities that do not sum to 1, and weights rounded before they are centred, show.
+    from implicit_attention.ops.hopfield_hvp.triton import hessian_product
+
+    problem = problem_of(lead=(1,), n=20, dim=64, dtype=dtype, beta=24.0, anchor=0.0)
+    problem = problem._replace(keys=problem.keys / 4 + 4.0)
+    dense, v = Dense.of(problem), torch.randn(problem.field.shape).to(harness.DEVICE)
+    z = problem.field.float() + 0.1 * torch.rand_like(problem.field.float())
+    mean, logsumexp = (t.float() for t in dense.attend(z.double()))
+    spread = v - hessian_product(problem, z, v, mean, logsumexp)
+    exact = v - (dense.hessian(z.double()) @ v.double()[..., None])[..., 0]
+    assert error(spread, exact) < share * exact.square().mean().sqrt()
+
+
+@cases(**SHAPES)
+def adjoint_shape(**shape):
+    check_adjoint(problem_of(**shape))
+
+
+@cases(**{name: dict(name=name) for name in MASKS})
+def adjoint_mask(name):
+    check_adjoint(masked_problem(name))
+
+
+@case
+def adjoint_agrees_with_the_reference():
+    from implicit_attention.ops.hopfield_cg.api import dispatch
+    from implicit_attention.ops.hopfield_hvp.api import dispatch as dispatch_product
+
+    problem = masked_problem("padding", is_causal=True)
+    _, z, mean, logsumexp = at_solution(problem)
+    cotangent = torch.randn(z.shape).to(harness.DEVICE)
+    stop = CGStop(1e-5, 60)
+    ours, theirs = (dispatch(problem, z, cotangent, stop, which) for which in ("triton", "reference"))
+    for name in ("value", "status", "negative_curvature", "by_beta", "by_keys"):
+        assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, atol=1e-4), name
+    ours, theirs = (dispatch_product(problem, z, cotangent, mean, logsumexp, w) for w in ("triton", "reference"))
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@cases(
+    fp16_large=dict(dtype=FP16, factor=1e7),
+    fp16_small=dict(dtype=FP16, factor=1e-12),
+    bf16_small=dict(dtype=BF16, factor=1e-12),
+    fp32_tiny=dict(dtype=FP32, factor=1e-30),
+)
+def adjoint_scale(dtype, factor):
+    check_adjoint(problem_of(lead=(2, 2), keys_lead=(1, 2), n=20, m=33, dim=16, dtype=dtype), factor)
+
+
+@case
+def adjoint_by_hand_of_many_readers():
+    from implicit_attention.ops.hopfield_cg import _triton_keys
+
+    problem = problem_of(lead=(2, 3), keys_lead=(1, 1), n=20, m=33, dim=16)
+    split = check_adjoint(problem)
+    most, _triton_keys.MOST_SPLITS = _triton_keys.MOST_SPLITS, 1
+    try:
+        whole = check_adjoint(problem)
+    finally:
+        _triton_keys.MOST_SPLITS = most
+    # Sums in another order: had the queries not been split, they would be the same bits.
+    assert not torch.equal(split.by_keys, whole.by_keys)
+
+
+@case
+def adjoint_ends():
+    problem = problem_of(lead=(2,), n=20, m=33, dim=16)
+    dense, z, mean, logsumexp = at_solution(problem)
+    cotangent = torch.randn(z.shape).to(harness.DEVICE)
+    cotangent[0, 3] = 0.0
+    clean = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    assert clean.num_steps[0, 3] == 0
+    assert clean.status[0, 3] == Status.CONVERGED
+    assert bool((clean.value[0, 3] == 0).all())
+    cotangent[1, 4, 2] = torch.nan
+    broken = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    others = torch.ones_like(clean.status, dtype=torch.bool)
+    others[1, 4] = False
+    for field, before in zip(broken[:-1], clean[:-1], strict=True):
+        assert torch.equal(field[others], before[others])
+    assert broken.status[1, 4] == Status.NONFINITE
+    assert bool(broken.value[1, 4].isnan().all())
+    assert torch.equal(broken.by_keys[0], clean.by_keys[0])
+    there = z.clone(), mean.clone(), logsumexp.clone()
+    for measured in there:
+        measured[1, 4] = torch.nan
+    left_out = solve_adjoint(problem, there[0], cotangent, *there[1:], CGStop(1e-5, 60), leave_out=True)
+    cotangent[1, 4] = 0.0
+    without = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    assert left_out.status[1, 4] == Status.NONFINITE
+    for field, before in zip(left_out, without, strict=True):
+        assert field.shape != others.shape or torch.equal(field[others], before[others])
+    assert torch.equal(left_out.value, without.value)
+    assert torch.equal(left_out.by_keys, without.by_keys)
+    short = solve_adjoint(problem, z, cotangent.nan_to_num(), mean, logsumexp, CGStop(1e-5, 2))
+    assert int(short.num_steps.max()) == 2
+    assert bool((short.status == Status.MAX_STEPS).any())
+    exact = cotangent.nan_to_num().double() - (dense.hessian(z.double()) @ short.value.double()[..., None])[..., 0]
+    assert error(short.residual, exact.norm(dim=-1)) < 1e-5
+
+
+@case
+def adjoint_negative_curvature():
+    # Half-way between the only two keys, beta |k - k'|^2/4 > 1: a saddle.
+    torch.manual_seed(0)
+    n, dim = large(20), 16
+    keys = torch.randn(1, 2, dim)
+    field = torch.randn(1, n, dim)
+    problem = Hopfield(field, keys, torch.full((1, 1, 1), 0.5), torch.zeros(1, 1, 1))
+    problem = Hopfield(*(t.to(harness.DEVICE) for t in problem[:4]))
+    z = keys.mean(-2, keepdim=True).expand(1, n, dim).clone()
+    z[:, ::2] = keys[:, :1]
+    dense, z = Dense.of(problem), z.to(harness.DEVICE)
+    mean, logsumexp = (t.float() for t in dense.attend(z.double()))
+    cotangent = torch.randn(z.shape).to(harness.DEVICE)
+    answer = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    saddle = torch.linalg.eigvalsh(dense.hessian(z.double()))[..., 0] < 0
+    assert torch.equal(answer.negative_curvature, saddle)
+    assert bool(saddle[:, 1::2].all())
+    assert not bool(saddle[:, ::2].any())
+    assert bool((answer.value[saddle] == 0).all())
+    assert bool((answer.by_beta[saddle] == 0).all())
+    assert bool((answer.status[saddle] == Status.STALLED).all())
+    assert error(answer.residual[saddle], cotangent.norm(dim=-1)[saddle]) < 1e-5
+    exact, gradients = adjoint(dense, problem, z.double(), cotangent.double())
+    exact = exact.masked_fill(saddle[..., None], 0.0)
+    assert error(answer.value, exact) < 1e-5
+    assert error(answer.by_keys, gradients(exact)[0]) < 1e-5
+
+
+@case
+def adjoint_nothing():
+    problem = problem_of(lead=(2,), n=0, m=5, dim=16)
+    z = torch.zeros(2, 0, 16, device=harness.DEVICE)
+    answer = solve_adjoint(problem, z, z, z, z[..., 0], CGStop(1e-5, 9))
+    assert bool((answer.by_keys == 0).all())
+    assert answer.by_keys.shape == problem.keys.shape
+    problem = problem_of(lead=(2,), n=3, m=0, dim=16)
+    z = torch.randn(2, problem.field.shape[-2], 16).to(harness.DEVICE)
+    answer = solve_adjoint(problem, z, z, torch.zeros_like(z), torch.zeros_like(z[..., 0]), CGStop(1e-5, 9))
+    assert error(answer.value, z) < 1e-6
+    assert answer.by_keys.shape == problem.keys.shape

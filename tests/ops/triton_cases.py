@@ -1,0 +1,47 @@
+"""Runs cases for the Triton kernels, for `test_triton.py`, in a process of their own.
+
+`python triton_cases.py FILE PART [cuda]` runs one of the PARTS and writes {name of the case: what is wrong, or ""} to
+FILE: in Triton's interpreter, or compiled and larger on a CUDA device.
+"""
+
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import triton_adjoint_cases  # noqa: F401 - its cases register themselves
+import triton_harness as harness
+import triton_solve_cases  # noqa: F401
+
+CASES = harness.CASES
+# Each takes a process; the name of a case begins with that of its part.
+PARTS = ("solve_shape", "solve", "hvp", "adjoint_shape", "adjoint")
+
+
+def part_of(name):
+    return next(part for part in PARTS if name.startswith(part + "_"))
+
+
+def main(path, part, device="cpu"):
+    harness.DEVICE = device
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # NaN and infinite test data make the interpreter's numpy warn.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    harness.shrink_tiles()
+    found = {}
+    for name in (name for name in CASES if part_of(name) == part):
+        try:
+            CASES[name]()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc(limit=-4)
+    Path(path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,259 @@
+"""Cases for the solve: what it returns and the path of every query, against the oracle."""
+
+import torch
+import triton_harness as harness
+from triton_harness import (
+    BF16,
+    FP16,
+    FP32,
+    MAGIC,
+    MASKS,
+    SHAPES,
+    Poison,
+    case,
+    cases,
+    check_error,
+    error,
+    large,
+    masked_problem,
+    problem_of,
+    shrink_tiles,
+)
+from triton_oracle import Dense, follow
+
+from implicit_attention.ops._hopfield import Hopfield
+from implicit_attention.ops.hopfield_solve.rule import Stop
+from implicit_attention.status import Status
+
+STOP = Stop(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
+
+
+def solve(problem, initial, stop=STOP):
+    from implicit_attention.ops.hopfield_solve.triton import solve as kernel
+
+    with Poison():
+        solved = kernel(problem, initial, stop)
+    written = [solved.status != MAGIC, solved.num_steps != MAGIC, solved.num_evals != MAGIC]
+    assert all(bool(t.all()) for t in written), "not written"
+    return solved
+
+
+def check_solved(problem, solved, stop=STOP, initial=None):
+    """Everything that a solve returns, against float64 at the very state, and the path against the oracle."""
+    dense, dtype = Dense.of(problem), problem.keys.dtype
+    initial = problem.field if initial is None else initial
+    path = follow(dense, initial.double(), stop)
+    rough = follow(dense, initial.float(), stop, dense.attend_in(dtype))
+    fine = solved.status != Status.NONFINITE
+    assert bool(solved.state[fine].isfinite().all())
+    z = solved.state.double().nan_to_num()
+    mean, logsumexp = dense.attend(z)
+    rough_mean, rough_logsumexp = dense.attend_in(dtype)(z.float())
+    check_error("mean", solved.mean[fine], rough_mean[fine], mean[fine])
+    check_error("logsumexp", solved.logsumexp[fine], rough_logsumexp[fine], logsumexp[fine])
+    f = dense.mapped(mean)
+    rough_f = dense.mapped(rough_mean)
+    residual, tolerance = (f - z).norm(dim=-1), stop.atol + stop.rtol * f.norm(dim=-1)
+    rough_residual = (rough_f - z.float()).norm(dim=-1)
+    check_error("residual", solved.residual[fine], rough_residual[fine], residual[fine])
+    check_error(
+        "tolerance", solved.tolerance[fine], stop.atol + stop.rtol * rough_f.norm(dim=-1)[fine], tolerance[fine]
+    )
+    converged = solved.status == Status.CONVERGED
+    assert bool((solved.residual <= solved.tolerance)[converged].all())
+    check_error("state", solved.state[fine], rough.state[fine], path.state[fine], slack=1e-5)
+    if dtype == FP32:
+        same = (
+            (solved.num_steps == path.num_steps) & (solved.num_evals == path.num_evals) & (solved.status == path.status)
+        )
+        share = same.float().mean().item()
+        assert share >= (1.0 if harness.DEVICE == "cpu" else 0.95), f"another path for {1 - share:.1%} of the queries"
+    return path
+
+
+@cases(**SHAPES)
+def solve_shape(**shape):
+    problem = problem_of(**shape)
+    check_solved(problem, solve(problem, problem.field))
+
+
+@cases(**{name: dict(name=name) for name in MASKS})
+def solve_mask(name):
+    problem = masked_problem(name, is_causal=name == "per_sample")
+    solved = solve(problem, problem.field)
+    check_solved(problem, solved)
+    dense = Dense.of(problem)
+    empty = (dense.bias == -torch.inf).all(-1)
+    assert bool(empty.any()) == (name in ("padding", "per_query", "per_sample"))
+    assert bool((solved.mean[empty] == 0).all())
+    assert bool((solved.logsumexp[empty] == 0).all())
+
+
+@case
+def solve_default_tiles():
+    from implicit_attention.ops import _triton_layout
+
+    problem = problem_of(lead=(1,), n=150, m=140, dim=16)
+    assert _triton_layout.tiles("solve", problem).rows == 32 or harness.DEVICE == "cuda"
+    _triton_layout.TILES.update(harness.SHIPPED)
+    try:
+        assert _triton_layout.tiles("solve", problem).rows > 32
+        check_solved(problem, solve(problem, problem.field))
+    finally:
+        shrink_tiles()
+
+
+@case
+def solve_with_every_kind_of_step():
+    # At the edge of retrieval every kind of step occurs.
+    problem = problem_of(lead=(2,), n=32, m=32, dim=16, beta=3.0, anchor=0.2, seed=2)
+    stop = STOP._replace(max_steps=40)
+    path = check_solved(problem, solve(problem, problem.field, stop), stop)
+    assert path.accelerated > 100
+    assert path.rejected > 2
+    assert path.downhill > 2
+
+
+@case
+def solve_cuts_long_steps():
+    problem = problem_of(lead=(2,), n=32, m=32, dim=16, beta=3.0, anchor=0.2, seed=2)
+    stop = STOP._replace(rtol=0.0, max_steps=6)
+    path = check_solved(problem, solve(problem, problem.field, stop), stop)
+    assert path.cut > 0 or harness.DEVICE == "cuda"
+
+
+@case
+def solve_plain_steps_only():
+    problem = problem_of(lead=(1,), n=16, dim=16)
+    stop = STOP._replace(atol=0.05, plain_steps=100, max_steps=30)
+    path = check_solved(problem, solve(problem, problem.field, stop), stop)
+    assert path.accelerated == 0
+
+
+@cases(
+    budget=dict(rtol=0.0, max_steps=4), explicit=dict(rtol=1e-9, max_steps=0), exhausted=dict(rtol=1e-5, max_steps=6)
+)
+def solve_ends(rtol, max_steps):
+    problem = problem_of(lead=(2,), n=20, dim=16, beta=1.5, anchor=0.1)
+    stop = Stop(rtol, 0.0, max_steps, 2)
+    solved = solve(problem, problem.field, stop)
+    check_solved(problem, solved, stop)
+    assert bool((solved.status == stop.exhausted).any())
+    if rtol == 0:
+        assert bool((solved.num_steps == max_steps).all())
+        assert bool((solved.status == Status.BUDGET).all())
+    assert int(solved.num_evals.max()) == max_steps + 1
+
+
+@case
+def solve_without_an_anchor_reads_no_field():
+    problem = problem_of(lead=(2, 2), n=20, dim=16, anchor=[0.0, 0.4])
+    initial = problem.field.clone()
+    problem.field[:, 0] = torch.nan
+    solved = solve(problem, initial)
+    assert bool((solved.status == Status.CONVERGED).all())
+    check_solved(problem, solved, initial=initial)
+
+
+@case
+def solve_nan_query_beside_others():
+    problem = problem_of(lead=(2,), n=20, dim=16)
+    clean = solve(problem, problem.field)
+    problem.field[1, 7, 3] = torch.nan
+    solved = solve(problem, problem.field)
+    others = torch.ones_like(solved.status, dtype=torch.bool)
+    others[1, 7] = False
+    for field, before in zip(solved, clean, strict=True):
+        assert torch.equal(field[others], before[others])
+    assert solved.status[1, 7] == Status.NONFINITE
+    assert bool(solved.state[1, 7].isnan().all())
+    assert solved.num_evals[1, 7] == 1
+
+
+@case
+def solve_diverges_where_numbers_end():
+    # At 0 all scores are 0; at the mean of the keys, the second point, they overflow.
+    problem = problem_of(lead=(1,), n=8, m=12, dim=16, anchor=0.0)
+    problem = problem._replace(keys=problem.keys * 2e16 + 1e18, beta=problem.beta * 1e4)
+    initial = torch.zeros_like(problem.field)
+    solved = solve(problem, initial)
+    assert bool((solved.status == Status.DIVERGED).all())
+    assert torch.equal(solved.state, initial)
+    assert bool((solved.num_steps == 0).all())
+    assert bool((solved.num_evals == 2).all())
+    assert bool(solved.residual.isfinite().all())
+
+
+@case
+def solve_float16_keys_and_large_states():
+    problem = problem_of(lead=(2,), n=20, dim=16, dtype=FP16)
+    problem = problem._replace(field=problem.field.float() * 1e6, beta=problem.beta * 1e-6)
+    solved = solve(problem, problem.field)
+    assert bool((solved.status == Status.CONVERGED).all())
+    mean, _ = Dense.of(problem).attend(solved.state.double())
+    assert error(solved.mean, mean) < 1e-3
+
+
+@cases(iterating=dict(), budget=dict(rtol=0.0, max_steps=5), explicit=dict(max_steps=0), at_once=dict(plain_steps=1))
+def solve_agrees_with_the_reference(**stop):
+    from implicit_attention.ops.hopfield_solve.api import dispatch
+
+    problem = masked_problem("padding", is_causal=True, beta=1.5, anchor=0.2)
+    problem.field[0, 0, 3] = torch.nan
+    stop = STOP._replace(**stop)
+    ours, theirs = (dispatch(problem, problem.field, stop, which) for which in ("triton", "reference"))
+    for name, field, other in zip(ours._fields, ours, theirs, strict=True):
+        if field.is_floating_point():
+            assert torch.allclose(field, other, rtol=1e-4, atol=1e-4, equal_nan=True), name
+        else:
+            share = (field == other).float().mean().item()
+            assert share >= (1.0 if harness.DEVICE == "cpu" else 0.95), name
+
+
+@cases(fp16=dict(dtype=FP16), bf16=dict(dtype=BF16))
+def solve_logsumexp_of_rounded_states(dtype):
+    # The energy test needs more digits than scores of rounded states have.
+    problem = problem_of(lead=(1,), n=20, dim=32, dtype=dtype, beta=2.0)
+    problem = problem._replace(field=problem.field.float() + 0.1 * torch.rand_like(problem.field.float()))
+    solved = solve(problem, problem.field, STOP._replace(max_steps=0))
+    dense = Dense.of(problem)
+    exact = dense.attend(solved.state.double())[1]
+    rough = dense.attend_in(dtype)(solved.state)[1]
+    assert error(solved.logsumexp, exact) < 0.2 * error(rough, exact)
+
+
+@case
+def solve_bias_as_low_as_it_gets():
+    problem = problem_of(lead=(1,), n=20, dim=16)
+    mask = torch.zeros(1, problem.field.shape[-2], problem.keys.shape[-2]).to(harness.DEVICE)
+    mask[:, 3] = torch.finfo(FP32).min
+    problem = problem._replace(mask=mask)
+    solved = solve(problem, problem.field)
+    assert bool((solved.status == Status.CONVERGED).all())
+    assert error(solved.mean[:, 3], problem.keys.mean(-2)) < 1e-6
+
+
+@case
+def solve_strides():
+    torch.manual_seed(0)
+    n, m = large(20), large(33)
+    field = torch.randn(2, n, 2, 16).transpose(1, 2).to(harness.DEVICE)
+    keys = torch.randn(2, 16, 2, m).to(harness.DEVICE).permute(0, 2, 3, 1)
+    numbers = torch.full((2, 2, 1, 1), 0.2).to(harness.DEVICE)
+    problem = Hopfield(field, keys, numbers, numbers[:1, :1])
+    mask = torch.rand(2, 2, m, n).mT.to(harness.DEVICE) < 0.7
+    initial = torch.randn(1, 1, 1, 16).to(harness.DEVICE).expand(2, 2, n, 16)
+    for tried in (problem, problem._replace(mask=mask)):
+        check_solved(tried, solve(tried, initial), initial=initial)
+
+
+@case
+def solve_nothing():
+    problem = problem_of(lead=(2,), n=0, dim=16)
+    assert solve(problem, problem.field).state.shape == (2, 0, 16)
+    problem = problem_of(lead=(0,), n=3, dim=16)
+    assert solve(problem, problem.field).status.shape == (0, problem.field.shape[-2])
+    problem = problem_of(lead=(2,), n=3, m=0, dim=16)
+    solved = solve(problem, problem.field)
+    assert error(solved.state, problem.field / 2) < 1e-3
+    assert bool((solved.mean == 0).all())
