@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
+from .._autograd import exact_precision, is_batched, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
 from ..problem import Problem, VmappedProblem, pullback
 from ..solvers.iterate import Outcome
@@ -142,8 +142,10 @@ class _FixedPoint(torch.autograd.Function):
         problem = call.problem.replace(*tensors)
         # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
         left_out = ~_any(torch.isfinite(z) | (cotangents[0] != 0), problem.event_ndim)
-        z = z.masked_fill(left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim)), 0.0)
-        problem = problem.without(left_out)
+        # Nothing is copied where the host can see that there is none.
+        if z.device.type != "cpu" or is_batched(left_out) or bool(left_out.any()):
+            z = z.masked_fill(left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim)), 0.0)
+            problem = problem.without(left_out)
         with exact_precision(z):
             if not torch.is_grad_enabled() and not transforms_active():
                 gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])

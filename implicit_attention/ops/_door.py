@@ -70,6 +70,9 @@ def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
     _validate.check_float_tensor(argument, state)
     shape = problem.field.shape
     _validate.require(state.shape == shape, argument, f"have the query's shape {tuple(shape)}", tuple(state.shape))
+    _validate.require(
+        state.device == problem.field.device, argument, f"be on the query's device {problem.field.device}", state.device
+    )
     return state.to(state_dtype(problem.field.dtype))
 
 

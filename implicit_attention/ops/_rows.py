@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -46,12 +47,14 @@ class Rows:
         self.device = keys.device
         self.ids = torch.arange(self.sets * self.count, device=self.device)
         self.beta, self.anchor = self._laid(problem.beta), self._laid(problem.anchor)
-        # Without an anchor the field is not read, whatever it holds.
-        self.field = self.laid(problem.field).masked_fill(self.anchor == 0, 0.0).flatten(0, 1)
         #: Anchor and beta as numbers, where they are such that the host knows.
         known = self.device.type == "cpu"
         self.one_anchor = float(self.anchor) if known and self.anchor.numel() == 1 else None
         self.one_beta = float(self.beta) if known and self.beta.numel() == 1 else None
+        self.field = self.laid(problem.field).flatten(0, 1)
+        if self.one_anchor is None:
+            # Without an anchor the field is not read, whatever it holds.
+            self.field = self.field.masked_fill(self.per_row(self.anchor) == 0, 0.0)
         self.is_causal = problem.is_causal
         self.mask: Tensor | None = None
         self.mask_rows: Tensor | None = None
@@ -76,7 +79,7 @@ class Rows:
 
     def laid(self, states: Tensor) -> Tensor:
         """(*batch, N, D) as (E, R, D), widened."""
-        return widened(self.fold.moved(states).reshape(self.sets, self.count, -1), self.keys.shape[-1])
+        return widened(self.fold.moved(states).reshape(self.sets, self.count, self.dim), self.keys.shape[-1])
 
     def restored(self, numbers: Tensor) -> Tensor:
         """(E * R, ...) of all queries as (*batch, N, ...)."""
@@ -140,10 +143,23 @@ class Rows:
             setattr(new, name, tensor)
         return new
 
-    def padded(self) -> tuple[Self, Tensor | None]:
+    def parts(self, pairs: int) -> Iterator[tuple[Self, Tensor | None]]:
+        """Groups of sets, each with about so many pairs of a query and a key, and the rows that they hold."""
+        together = max(pairs // max(self.count * self.keys.shape[1], 1), 1)
+        if together >= self.sets:
+            yield self, None
+            return
+        for start in range(0, self.sets, together):
+            entries = torch.arange(start, min(start + together, self.sets), device=self.device)
+            flat = torch.arange(start * self.count, (int(entries[-1]) + 1) * self.count, device=self.device)
+            part = self.select(flat, entries)
+            part._whole = True
+            yield part, flat
+
+    def padded(self, filler: int) -> tuple[Self, Tensor | None]:
         """This working set up to a multiple of `BLOCK`, and the rows of this one that it holds (None: the same).
 
-        The copies of the last row that fill it up have the number E * R.
+        The copies of the last row that fill it up have the number `filler`.
         """
         count = -(-self.count // BLOCK) * BLOCK
         if count == self.count:
@@ -152,7 +168,7 @@ class Rows:
         start = torch.arange(0, len(self.ids), self.count, device=self.device)
         flat = (start[:, None] + local.clamp(max=self.count - 1)).flatten()
         new = self.select(flat, None)
-        new.ids = new.ids.view(self.sets, count).masked_fill(local >= self.count, len(self.ids)).flatten()
+        new.ids = new.ids.view(self.sets, count).masked_fill(local >= self.count, filler).flatten()
         return new, flat
 
     def counts(self, active: Tensor) -> list[int]:

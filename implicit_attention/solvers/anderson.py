@@ -64,9 +64,10 @@ class Anderson(Safeguarded):
 
     def stop(self, problem: Problem) -> Stop | None:
         guarded = problem.monotone and self._guard(problem) == "energy"
-        if not guarded or self._history(problem) != 1 or self.ridge > NO_RIDGE:
+        plain_steps = self._plain_steps(problem)
+        if not guarded or self._history(problem) != 1 or self.ridge > NO_RIDGE or plain_steps < 2:
             return None
-        return Stop(self.rtol, self.atol, self.max_steps, self._plain_steps(problem))
+        return Stop(self.rtol, self.atol, self.max_steps, plain_steps)
 
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)

@@ -70,7 +70,7 @@ def test_implementations_agree(case):
     )
     assert torch.equal(slow.status, fast.status)
     for name in ("value", "by_keys", "by_beta"):
-        assert relative_error(getattr(fast, name), getattr(slow, name)) < 1e-8
+        torch.testing.assert_close(getattr(fast, name), getattr(slow, name), rtol=1e-8, atol=1e-9)
 
 
 def test_no_query_carries_no_gradient():
@@ -96,7 +96,16 @@ def test_the_tolerance_is_met_and_not_much_more(rtol):
 
 @pytest.mark.parametrize("size", [1, 70 * 8, 70 * 9, 2000, 10**6])
 @pytest.mark.parametrize(
-    "case", ["plain", "no batch", "causal and padded", "grouped and masked", "one memory", "beta of each head", "anchor of each head"]
+    "case",
+    [
+        "plain",
+        "no batch",
+        "causal and padded",
+        "grouped and masked",
+        "one memory",
+        "beta of each head",
+        "anchor of each head",
+    ],
 )
 def test_tiles_change_nothing(case, size):
     query, keys, state, cotangent, options = solved(case)
@@ -164,26 +173,25 @@ def test_at_a_saddle_nothing_is_carried(impl):
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("leave_out", [False, True])
-def test_a_row_that_is_not_finite_spoils_no_other_row(leave_out, impl):
+@pytest.mark.parametrize("where", ["state", "cotangent"])
+def test_a_row_that_is_not_finite_spoils_no_other_row(where, leave_out, impl):
     query, keys, state, cotangent, options = solved("plain")
     problem = laid_out(query, keys, **options, mask=None, is_causal=False)
-    module = reference if impl == "reference" else sdpa
-    for spoil in (state, cotangent):
-        given = spoil.clone()
-        spoil[0, 1, 4, 2] = torch.nan
-        found = module.solve_adjoint(problem, state, cotangent, CGStop(1e-10, 100), leave_out=leave_out)
-        spoil.copy_(given)
-        clean = module.solve_adjoint(problem, state, cotangent, CGStop(1e-10, 100), leave_out=leave_out)
-        others = torch.ones(query.shape[:-1], dtype=torch.bool)
-        others[0, 1, 4] = False
-        assert found.status[0, 1, 4] == Status.NONFINITE
-        assert (found.status[others] == Status.CONVERGED).all()
-        assert relative_error(found.value[others], clean.value[others]) < 1e-8
-        assert found.by_keys[0, 0].isfinite().all()
-        assert found.by_keys.isfinite().all() == leave_out
-        if leave_out:
-            assert (found.value[0, 1, 4] == 0).all()
-            assert found.by_beta[0, 1, 4] == 0
+    solve = (reference if impl == "reference" else sdpa).solve_adjoint
+    clean = solve(problem, state, cotangent, CGStop(1e-10, 100))
+    {"state": state, "cotangent": cotangent}[where][0, 1, 4, 2] = torch.nan
+    found = solve(problem, state, cotangent, CGStop(1e-10, 100), leave_out=leave_out)
+    others = torch.ones(query.shape[:-1], dtype=torch.bool)
+    others[0, 1, 4] = False
+    assert found.status[0, 1, 4] == Status.NONFINITE
+    assert (found.status[others] == Status.CONVERGED).all()
+    torch.testing.assert_close(found.value[others], clean.value[others], rtol=1e-8, atol=1e-9)
+    heads = torch.tensor([[True, False, True], [True, True, True]])
+    torch.testing.assert_close(found.by_keys[heads], clean.by_keys[heads], rtol=1e-8, atol=1e-9)
+    if leave_out:
+        assert (found.value[0, 1, 4] == 0).all()
+        assert found.by_beta[0, 1, 4] == 0
+        assert found.by_keys.isfinite().all()
 
 
 def test_what_is_left_out_is_what_failed():
@@ -217,16 +225,18 @@ def test_no_step_solves_nothing():
 # Rows, order and precision.
 
 
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("case", ["plain", "key padding", "grouped"])
-def test_a_row_that_is_alone_has_the_bits_it_has_among_others(case):
-    query, keys, state, cotangent, options = solved(case, torch.float32)
-    # Hard systems beside easy ones.
-    state = state + torch.linspace(0, 1, query.shape[-2])[:, None] * random(*query.shape, seed=8, dtype=torch.float32)
-    whole = hopfield_cg(query, keys, state, cotangent, **options, impl="sdpa")
+def test_hard_systems_change_no_easy_ones(case, impl):
+    query, keys, state, cotangent, options = solved(case)
+    state = state + torch.linspace(0, 0.5, query.shape[-2])[:, None] * random(*query.shape, seed=8)
+    whole = hopfield_cg(query, keys, state, cotangent, **options, impl=impl)
+    assert (whole.num_steps.min() < whole.num_steps.max()) or impl == "reference"
     for rows in (slice(0, 1), slice(3, 9)):
-        given = (t[..., rows, :] for t in (state, cotangent))
-        alone = hopfield_cg(query[..., rows, :], keys, *given, **options, impl="sdpa")
-        assert torch.equal(alone.value, whole.value[..., rows, :])
+        alone = hopfield_cg(
+            *(t[..., rows, :] if t is not keys else t for t in (query, keys, state, cotangent)), **options, impl=impl
+        )
+        torch.testing.assert_close(alone.value, whole.value[..., rows, :], rtol=1e-10, atol=1e-11)
         assert torch.equal(alone.num_steps, whole.num_steps[..., rows])
 
 
@@ -250,7 +260,9 @@ def test_low_precision(case, dtype):
     truth = hopfield_cg(
         query.double(), keys.double(), state.double(), cotangent.double(), **wide, rtol=1e-13, impl="reference"
     )
-    slow, fast = (hopfield_cg(query, keys, state, cotangent, **options, rtol=1e-6, impl=i) for i in ("reference", "auto"))
+    slow, fast = (
+        hopfield_cg(query, keys, state, cotangent, **options, rtol=1e-6, impl=i) for i in ("reference", "auto")
+    )
     assert (fast.status == Status.CONVERGED).all()
     for name in ("value", "by_keys", "by_beta"):
         error, allowed = (relative_error(getattr(t, name), getattr(truth, name)) for t in (fast, slow))

@@ -54,7 +54,9 @@ def test_it_is_symmetric(case, impl):
 
 
 @pytest.mark.parametrize("size", [1, 70 * 8, 2000])
-@pytest.mark.parametrize("case", ["plain", "causal and padded", "grouped and masked", "one memory", "anchor of each head"])
+@pytest.mark.parametrize(
+    "case", ["plain", "causal and padded", "grouped and masked", "one memory", "anchor of each head"]
+)
 def test_tiles_change_nothing(case, size):
     query, keys, options = make(case)
     query = torch.cat([query] * 2, -2)

@@ -26,15 +26,19 @@ def solve_adjoint(
     hessian = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device) - (share * beta)[..., None] * covariance
     finite = torch.isfinite(hessian).all(-1).all(-1)
     hessian = hessian.where(finite[:, None, None], torch.eye(z.shape[-1], dtype=z.dtype, device=z.device))
-    negative = torch.linalg.eigvalsh(hessian)[:, 0] <= 0
+    negative = (torch.linalg.eigvalsh(hessian)[:, 0] <= 0) & finite
     u = torch.linalg.solve(hessian, g)
     residual = torch.linalg.vector_norm(g - (hessian @ u[..., None]).squeeze(-1), dim=-1)
     residual = residual.where(finite, torch.nan)
+    u = u.where(finite[:, None], torch.nan)
     tolerance = stop.rtol * torch.linalg.vector_norm(g, dim=-1)
     solved = (residual <= tolerance) & ~negative
     status = torch.full_like(residual, int(Status.STALLED), dtype=torch.int8)
-    status.masked_fill_(solved, int(Status.CONVERGED)).masked_fill_(~finite, int(Status.NONFINITE))
-    u = u.masked_fill((~solved if leave_out else negative)[:, None], 0.0)
+    status.masked_fill_(solved, int(Status.CONVERGED)).masked_fill_(~torch.isfinite(residual), int(Status.NONFINITE))
+    dropped = ~solved if leave_out else negative
+    u, z = u.masked_fill(dropped[:, None], 0.0), z.masked_fill(dropped[:, None], 0.0)
+    mean = mean.masked_fill(dropped[:, None], 0.0)
+    weights = weights.masked_fill(dropped.view(*weights.shape[:2], 1), 0.0)
     shape = (*weights.shape[:2], -1)
     centred = weights * (u.view(shape) @ rows.keys.mT - dot(mean, u).view(*weights.shape[:2], 1))
     by_keys = weights.mT @ (share * u).view(shape) + centred.mT @ (share * beta * z).view(shape)

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from .._hopfield import Hopfield
+
+#: Relative tolerance of the adjoint solve: tighter than any forward tolerance in use, and within reach of the precision
+#: in which products are formed.
+RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+MAX_STEPS = 500
+
+
+def default_rtol(keys: torch.dtype, which: str) -> float:
+    """The tolerance for keys of a precision; all but the Triton kernels form products in float32 at least."""
+    return RTOL[keys if which == "triton" or keys not in (torch.float16, torch.bfloat16) else torch.float32]
 
 
 class CGStop(NamedTuple):
@@ -31,3 +44,11 @@ class Adjoint(NamedTuple):
     negative_curvature: Tensor
     by_beta: Tensor
     by_keys: Tensor
+
+
+def nothing(problem: Hopfield, state: Tensor) -> Adjoint:
+    """The answer where there is nothing to solve."""
+    row = state.new_zeros(state.shape[:-1])
+    codes, counts = row.to(torch.int8), row.to(torch.int32)
+    by_keys = state.new_zeros(problem.keys.shape)
+    return Adjoint(torch.zeros_like(state), codes, row, row.clone(), counts, row.bool(), row.clone(), by_keys)

@@ -122,8 +122,10 @@ def _solve_tile(
     status.masked_fill_(solved, int(Status.CONVERGED))
     dropped = ~solved if leave_out else blocked
     if dropped.device.type != "cpu" or bool(dropped.any()):
-        u, spread = (t.masked_fill(dropped[:, None], 0.0) for t in (u, spread))
-        centred.masked_fill_(dropped.view(*centred.shape[:2], 1), 0.0)
+        # Whatever they hold: 0 * NaN is NaN.
+        u, spread, z = (t.masked_fill(dropped[:, None], 0.0) for t in (u, spread, z))
+        for matrix in (weights, centred):
+            matrix.masked_fill_(dropped.view(*matrix.shape[:2], 1), 0.0)
     shape = (*weights.shape[:2], -1)
     by_keys = torch.bmm(weights.mT, (share * u).view(shape))
     by_keys.baddbmm_(centred.mT, (by_cov * z).view(shape))
@@ -161,9 +163,10 @@ def _conjugate_gradients(
         product = tile.product(p)
         curvature = dot(p, product)
         steps += active
-        good = curvature > noise * dot(p, p)
-        blocked |= active > good
-        active &= good
+        # A NaN is not blocked: it goes on into the residual and is seen there.
+        negative = active & (curvature <= noise * dot(p, p))
+        blocked |= negative
+        active ^= negative
         rate = torch.where(active, square / curvature, 0.0)[:, None]
         u.addcmul_(rate, p)
         r.addcmul_(rate, product, value=-1.0)

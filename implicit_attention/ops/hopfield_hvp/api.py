@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ... import _validate
 from ..._types import Impl
 from .._door import Chosen, chosen, laid_out, state_of
 from .._hopfield import Hopfield
@@ -49,6 +51,11 @@ def hopfield_hvp(
     state, vector = state_of(problem, "state", state), state_of(problem, "vector", vector)
     if (mean is None) != (logsumexp is None):
         raise ValueError("`mean` and `logsumexp` must be given together, got one of them; both come from one solve")
+    if mean is not None and logsumexp is not None:
+        mean = state_of(problem, "mean", mean)
+        shape = tuple(query.shape[:-1])
+        received = tuple(logsumexp.shape)
+        _validate.require(received == shape, "logsumexp", f"have one number per query, shape {shape}", received)
     from .ops import hopfield_hvp_op
 
     product: Tensor = hopfield_hvp_op(*problem, state, vector, mean, logsumexp, chosen(impl, problem))
@@ -66,11 +73,13 @@ def dispatch(
     problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor | None, logsumexp: Tensor | None, which: Chosen
 ) -> Tensor:
     """Run the implementation."""
+    if state.numel() == 0:
+        return torch.zeros_like(vector)
     if which == "triton":
         from .triton import hessian_product as fused_product
 
         if mean is None or logsumexp is None:
-            there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=1), which)
+            there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2), which)
             mean, logsumexp = there.mean, there.logsumexp
         return fused_product(problem, state, vector, mean, logsumexp)
     if which == "sdpa":

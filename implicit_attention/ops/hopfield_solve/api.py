@@ -9,7 +9,7 @@ from ... import _validate
 from ..._types import Impl
 from .._door import Chosen, chosen, laid_out, state_of
 from .._hopfield import Hopfield
-from .rule import Solved, Stop
+from .rule import Solved, Stop, nothing
 
 
 def hopfield_solve(
@@ -44,7 +44,7 @@ def hopfield_solve(
         rtol, atol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2; with 0 and 0 exactly `max_steps` steps
             are made, without any look of the host.
         max_steps: largest number of updates of a query.
-        plain_steps: steps before acceleration, at least 1; more than `max_steps` is Picard's iteration.
+        plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
         impl: "reference" (every product written out), "sdpa" (torch's attention kernels), "triton" (one kernel), or
             "auto", the fastest of them that can do it.
 
@@ -66,7 +66,7 @@ def hopfield_solve(
     _validate.check_number("rtol", rtol, low=0.0)
     _validate.check_number("atol", atol, low=0.0)
     _validate.check_integer("max_steps", max_steps, low=0)
-    _validate.check_integer("plain_steps", plain_steps, low=1)
+    _validate.check_integer("plain_steps", plain_steps, low=2)
     if mask is not None and mask.requires_grad:
         raise ValueError(
             _validate.message("mask", "not require grad", "one that does", "use solve() with LogSumExp(bias=mask)")
@@ -84,6 +84,8 @@ def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl) -> Solved
 
 def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, which: Chosen) -> Solved:
     """Run the implementation."""
+    if initial.numel() == 0:
+        return nothing(initial)
     if which == "triton":
         from .triton import solve
     elif which == "sdpa":

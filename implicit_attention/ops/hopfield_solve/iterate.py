@@ -18,6 +18,9 @@ from .rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved, Stop
 
 # Steps between two looks at whether all are finished, each of which makes the host wait for an accelerator.
 LOOK_EVERY = 4
+# Sets of keys are worked off in groups of about so many pairs of a query and a key: enough work for a call of torch,
+# and no more states than that in memory.
+PAIRS = 2**23
 
 
 class Point(NamedTuple):
@@ -42,9 +45,16 @@ def iterate(problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, comp
     """Solve from `initial`; `fused` evaluates by torch's attention kernels, else every product is written out."""
     rows = Rows(problem, fused=fused)
     answers = _Answers(rows, stop)
-    z = rows.laid(initial).flatten(0, 1)
-    rows, flat = rows.padded()
-    z = z if flat is None else z[flat]
+    start = rows.laid(initial).flatten(0, 1)
+    for part, flat in rows.parts(PAIRS):
+        _iterate(part, start if flat is None else start.index_select(0, flat), answers, stop, compact=compact)
+    return answers.solved()
+
+
+def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: Stop, *, compact: bool) -> None:
+    """Solve some of the queries from z."""
+    rows, flat = rows.padded(answers.count)
+    z = z if flat is None else z.index_select(0, flat)
     active = rows.ids < answers.count
     looks_every = 0 if stop.fixed_budget else 1 if z.device.type == "cpu" else LOOK_EVERY
     learns = stop.plain_steps < stop.max_steps
@@ -65,6 +75,10 @@ def iterate(problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, comp
                 end_slope = dot(r, tried.direction)
                 accepted = (_descends(point, base, tried, end_slope) & finite).logical_or_(tried.plain)
                 candidates = active & accepted
+        if base is not None and tried is not None and (looks_every != 1 or not bool(finite.all())):
+            # What diverged is answered by the point before.
+            z = torch.where(finite[:, None], z, z - tried.direction)
+            residual = torch.where(finite, residual, base.square.sqrt())
         last = index == stop.max_steps
         # The last step is plain, and thus accepted.
         done = active if last else candidates > unsolved
@@ -74,11 +88,13 @@ def iterate(problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, comp
         counts = rows.counts(active) if looks_every and index % looks_every == 0 else None
         if counts is not None and not any(counts):
             break
+        del mean, logsumexp
         if point is None:
             z = f
         elif base is None or tried is None or accepted is None:
             base, tried, z = point, Step(r, point.square, point.square, torch.ones_like(active)), f
         else:
+            del f
             z = _back(z, accepted, point, base, tried)
             tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps)
             base, z = point, z + tried.direction
@@ -88,7 +104,6 @@ def iterate(problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, comp
             if base is not None and tried is not None:
                 base = Point(*(t.index_select(0, flat) for t in base))
                 tried = Step(*(t.index_select(0, flat) for t in tried))
-    return answers.solved()
 
 
 def _descends(point: Point, base: Point, tried: Step, end_slope: Tensor) -> Tensor:
@@ -171,7 +186,7 @@ class _Answers:
         if index == 0:
             z = torch.where(finite[:, None], z, torch.nan)
         status = torch.full_like(done, int(self.stop.exhausted), dtype=torch.int8)
-        if not self.stop.fixed_budget and self.stop.max_steps:
+        if not self.stop.fixed_budget:
             status.masked_fill_(numbers[:, 1] <= numbers[:, 2], int(Status.CONVERGED))
         status.masked_fill_(~finite, int(Status.DIVERGED if index else Status.NONFINITE))
         found = (z, mean, numbers, status, torch.full_like(status, index, dtype=torch.int32))

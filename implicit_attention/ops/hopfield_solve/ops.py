@@ -10,12 +10,9 @@ from torch import Tensor
 from .._hopfield import Hopfield
 from .._registration import PROBLEM, batched, sum_to
 from ..hopfield_cg.ops import hopfield_cg_op
+from ..hopfield_cg.rule import MAX_STEPS, default_rtol
 from .api import dispatch
 from .rule import Stop
-
-#: Relative tolerance of the adjoint solve, by the precision of the state.
-ADJOINT_RTOL = {torch.float32: 1e-5, torch.float64: 1e-10}
-ADJOINT_STEPS = 500
 
 hopfield_solve_op = torch.library.custom_op(
     "implicit_attention::hopfield_solve",
@@ -59,8 +56,8 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     read = lost & (cotangent != 0).any(-1, keepdim=True)
     state, mean, field = (t.masked_fill(lost, 0.0) for t in (state, mean, field))
     cotangent = cotangent.masked_fill(read, torch.nan)
-    rtol = ADJOINT_RTOL[state.dtype]
-    u, *_, by_beta, by_keys = hopfield_cg_op(*problem, state, cotangent, rtol, ADJOINT_STEPS, ctx.which)
+    rtol = default_rtol(keys.dtype, ctx.which)
+    u, *_, by_beta, by_keys = hopfield_cg_op(*problem, state, cotangent, rtol, MAX_STEPS, ctx.which)
     by_anchor = (u * (field - mean)).sum(-1)
     gradients = (
         (anchor * u).to(field.dtype),

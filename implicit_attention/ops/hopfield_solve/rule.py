@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..._stop import Stop
@@ -33,4 +34,12 @@ class Solved(NamedTuple):
     num_evals: Tensor
 
 
-__all__ = ["DESCENT", "ENERGY_SLACK", "LONGEST", "SLOPE", "STRETCH", "Solved", "Stop"]
+def nothing(initial: Tensor) -> Solved:
+    """The answer where there is nothing to solve."""
+    row = initial.new_zeros(initial.shape[:-1])
+    codes, counts = row.to(torch.int8), row.to(torch.int32)
+    vectors = (torch.zeros_like(initial), torch.zeros_like(initial))
+    return Solved(*vectors, row, codes, row.clone(), row.clone(), counts, counts.clone())
+
+
+__all__ = ["DESCENT", "ENERGY_SLACK", "LONGEST", "SLOPE", "STRETCH", "Solved", "Stop", "nothing"]

@@ -1,0 +1,243 @@
+"""The operations as torch knows them: autograd, torch.vmap, torch.compile."""
+
+import pytest
+import torch
+from hopfield_cases import make, written_out
+
+from implicit_attention.ops import hopfield_cg, hopfield_hvp, hopfield_solve
+from implicit_attention.ops._door import laid_out
+from implicit_attention.ops.hopfield_cg.ops import hopfield_cg_op
+from implicit_attention.ops.hopfield_hvp.ops import hopfield_hvp_op
+from implicit_attention.ops.hopfield_solve.ops import hopfield_solve_op
+from implicit_attention.testing.numerics import random, relative_error
+
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["reference", "sdpa"])
+TIGHT = {"rtol": 0.0, "atol": 1e-12, "max_steps": 500}
+
+
+def small(keys_lead=(1, 1), *, grad=False):
+    """(query, keys, beta, anchor): 2 heads, 3 queries, 64 keys of 4 dimensions."""
+    tensors = (
+        random(1, 2, 3, 4),
+        random(*keys_lead, 64, 4, seed=1),
+        torch.tensor([0.4, 0.6], dtype=torch.float64),
+        torch.tensor([0.3, 0.5], dtype=torch.float64),
+    )
+    return tuple(t.requires_grad_(grad) for t in tensors)
+
+
+def masks():
+    return [None, random(1, 1, 3, 64, seed=2) > -1, random(2, 1, 64, seed=2)]
+
+
+# What torch checks of a registration.
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", masks(), ids=["no mask", "boolean", "added"])
+@pytest.mark.parametrize("operation", ["solve", "cg", "hvp"])
+def test_opcheck(operation, mask, is_causal, impl):
+    query, keys, beta, anchor = small(grad=operation == "solve")
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
+    state, vector = random(*query.shape, seed=3), random(*query.shape, seed=4)
+    if operation == "solve":
+        call = hopfield_solve_op, (*problem, state, 1e-6, 1e-8, 50, 3, impl)
+    elif operation == "cg":
+        call = hopfield_cg_op, (*problem, state, vector, 1e-6, 50, impl)
+    else:
+        call = hopfield_hvp_op, (*problem, state, vector.requires_grad_(), None, None, impl)
+    # The last test compiles; one compiled call is tested below.
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(*call, test_utils=tests)
+
+
+# Derivatives.
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("lead", [(1, 1), (1, 2)], ids=["shared keys", "keys of each head"])
+@pytest.mark.parametrize("mask", masks(), ids=["no mask", "boolean", "added"])
+def test_gradcheck_of_the_solve(mask, lead, impl):
+    def function(query, keys, beta, anchor):
+        return hopfield_solve(query, keys, beta=beta, anchor=anchor, mask=mask, **TIGHT, impl=impl).state
+
+    assert torch.autograd.gradcheck(function, small(lead, grad=True), rtol=1e-4, atol=1e-6, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "grouped and padded", "one memory", "causal and padded", "beta as a tensor", "no batch"]
+)
+def test_gradients_are_those_of_the_repeated_map(case):
+    """Autograd through so many plain steps that no more change anything."""
+    query, keys, options = make(case)
+    beta, anchor = (torch.as_tensor(options.pop(n), dtype=torch.float64).clone() for n in ("beta", "anchor"))
+    leaves = [t.requires_grad_() for t in (query, keys, beta * 0.3, anchor * 0 + 0.4)]
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    query, keys, beta, anchor = leaves
+    z = query
+    for _ in range(120):
+        z = written_out(z, query, keys, beta=beta, anchor=anchor, **options)[0]
+    cotangent = random(*z.shape, seed=3)
+    expected = torch.autograd.grad(z, leaves, cotangent)
+    for impl in ("reference", "sdpa"):
+        found = hopfield_solve(query, keys, beta=beta, anchor=anchor, **options, **TIGHT, impl=impl)
+        assert found.state.requires_grad
+        assert not any(t.requires_grad for t in found[1:])
+        gradients = torch.autograd.grad(found.state, leaves, cotangent)
+        for one, other in zip(gradients, expected, strict=True):
+            assert one.shape == other.shape
+            assert relative_error(one, other) < 1e-8
+
+
+def test_gradients_have_the_precision_of_their_tensors():
+    query, keys = (t.half().requires_grad_() for t in small()[:2])
+    beta = torch.tensor(0.5, requires_grad=True)
+    state = hopfield_solve(query, keys, beta=beta, anchor=0.5).state
+    assert state.dtype == torch.float32
+    gradients = torch.autograd.grad(state.sum(), (query, keys, beta))
+    assert [g.dtype for g in gradients] == [torch.float16, torch.float16, torch.float32]
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_only_what_is_asked_for_is_derived():
+    query, keys, beta, anchor = small()
+    assert not hopfield_solve(query, keys, beta=beta, anchor=anchor).state.requires_grad
+    query.requires_grad_()
+    (gradient,) = torch.autograd.grad(hopfield_solve(query, keys, beta=beta, anchor=anchor).state.sum(), query)
+    assert gradient.shape == query.shape
+    with torch.no_grad():
+        assert not hopfield_solve(query, keys, beta=beta, anchor=anchor).state.requires_grad
+
+
+def test_there_is_no_gradient_to_the_start():
+    query, keys, beta, anchor = small()
+    initial = query.clone().requires_grad_()
+    state = hopfield_solve(query.requires_grad_(), keys, beta=beta, anchor=anchor, initial=initial).state
+    by_query, by_initial = torch.autograd.grad(state.sum(), (query, initial), allow_unused=True)
+    assert by_query is not None
+    assert by_initial is None or (by_initial == 0).all()
+
+
+@IMPLEMENTATIONS
+def test_a_second_derivative_is_refused(impl):
+    query, keys, beta, anchor = small(grad=True)
+    state = hopfield_solve(query, keys, beta=beta, anchor=anchor, impl=impl).state
+    gradients = torch.autograd.grad(state.square().sum(), (query, keys, beta, anchor), create_graph=True)
+    for first in gradients:
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(first.square().sum(), (query, keys, beta, anchor))
+
+
+@IMPLEMENTATIONS
+def test_gradcheck_of_the_hessian_product(impl):
+    query, keys, beta, anchor = small((1, 2))
+    state, vector = random(*query.shape, seed=3), random(*query.shape, seed=4).requires_grad_()
+
+    def function(v):
+        return hopfield_hvp(query, keys, state, v, beta=beta, anchor=anchor, impl=impl)
+
+    assert torch.autograd.gradcheck(function, (vector,))
+    assert torch.autograd.gradgradcheck(function, (vector,))
+
+
+@pytest.mark.parametrize("argument", ["query", "keys", "state", "beta", "anchor", "mask", "mean"])
+def test_the_hessian_product_refuses_other_derivatives(argument):
+    query, keys, beta, anchor = small()
+    arguments = {
+        "query": query,
+        "keys": keys,
+        "state": query.clone(),
+        "vector": query.clone().requires_grad_(),
+        "beta": beta,
+        "anchor": anchor,
+        "mask": random(3, 64),
+        "mean": query.clone(),
+        "logsumexp": query[..., 0].clone(),
+    }
+    assert hopfield_hvp(**arguments).requires_grad
+    arguments[argument].requires_grad_()
+    with pytest.raises(ValueError, match=r"with respect to `vector` only.*AnchoredEnergy\.hessian_product"):
+        hopfield_hvp(**arguments)
+
+
+def test_the_solve_refuses_a_mask_that_requires_grad():
+    query, keys, beta, anchor = small()
+    mask = random(3, 64).requires_grad_()
+    with pytest.raises(ValueError, match=r"`mask` must not require grad.*use solve\(\) with LogSumExp\(bias=mask\)"):
+        hopfield_solve(query, keys, beta=beta, anchor=anchor, mask=mask)
+
+
+def test_the_adjoint_solve_has_no_derivative():
+    query, keys, beta, anchor = small(grad=True)
+    found = hopfield_cg(query, keys, query.detach(), query.detach(), beta=beta, anchor=anchor)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(found.value.sum(), query)
+
+
+# torch.vmap.
+
+DIMS = pytest.mark.parametrize("dims", [(0, None), (None, 0), (0, 0), (1, None), (2, 1), (-1, None)], ids=str)
+
+
+def stacked(tensor, count, seed, dim):
+    """`tensor` and others like it, along a new axis."""
+    if dim is None:
+        return tensor, [tensor] * count
+    others = [tensor + 0.3 * random(*tensor.shape, seed=seed + i) for i in range(count)]
+    return torch.stack(others, dim), others
+
+
+def apply(operation, impl):
+    if operation == "solve":
+        return lambda q, k: hopfield_solve(q, k, beta=0.5, anchor=0.3, rtol=1e-8, impl=impl)
+    if operation == "cg":
+        return lambda q, k: hopfield_cg(q, k, 0.5 * q, q + 1, beta=0.3, anchor=0.5, rtol=1e-12, impl=impl)
+    return lambda q, k: (hopfield_hvp(q, k, 0.5 * q, q + 1, beta=0.3, anchor=0.5, impl=impl),)
+
+
+@IMPLEMENTATIONS
+@DIMS
+@pytest.mark.parametrize("operation", ["solve", "cg", "hvp"])
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["no batch", "heads"])
+def test_vmap_is_a_loop(lead, operation, dims, impl):
+    query, queries = stacked(random(*lead, 3, 4), 3, 10, dims[0])
+    keys, each = stacked(random(*lead, 64, 4, seed=1), 3, 20, dims[1])
+    function = apply(operation, impl)
+    found = torch.vmap(function, in_dims=dims)(query, keys)
+    expected = [function(q, k) for q, k in zip(queries, each, strict=True)]
+    for name, one, *others in zip(getattr(expected[0], "_fields", ["product"]), found, *expected, strict=True):
+        torch.testing.assert_close(one, torch.stack(others), rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@IMPLEMENTATIONS
+def test_vmap_over_beta_anchor_and_mask(impl):
+    query, keys, _, _ = small()
+    betas, anchors = torch.tensor([0.3, 0.5, 0.9]).double(), torch.tensor([0.2, 0.5, 0.9]).double()
+    masks = random(3, 3, 64, seed=2) > -1
+
+    def function(beta, anchor, mask):
+        return hopfield_solve(query, keys, beta=beta, anchor=anchor, mask=mask, rtol=1e-8, impl=impl)
+
+    found = torch.vmap(function)(betas, anchors, masks)
+    for i in range(3):
+        for one, other in zip(found, function(betas[i], anchors[i], masks[i]), strict=True):
+            torch.testing.assert_close(one[i], other, rtol=1e-8, atol=1e-9)
+
+
+# torch.compile.
+
+
+def test_compiled_without_a_break_it_is_the_same():
+    query, keys, beta, anchor = (t.detach().float().requires_grad_() for t in small())
+
+    def function(query, keys, beta, anchor):
+        return 2 * hopfield_solve(query, keys, beta=beta, anchor=anchor, rtol=1e-6).state
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (function, compiled):
+        state = run(query, keys, beta, anchor)
+        results.append((state, *torch.autograd.grad(state.square().sum(), (query, keys, beta, anchor))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
