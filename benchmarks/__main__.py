@@ -1,4 +1,4 @@
-"""`python -m benchmarks solve` and `spins` measure, `python -m benchmarks report` rewrites the tables in README.md."""
+"""`python -m benchmarks solve`, `attention`, `train` and `spins` measure; `report` rewrites the tables in README.md."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from . import attention as attention_suite
+from . import headline
 from . import report as reports
 from . import solve as solve_suite
 from . import spins as spins_suite
+from . import train as train_suite
+from . import usefulness as usefulness_suite
 from .environment import environment
 from .targets import Row
 
 #: A suite is a module with METRICS, TARGETS, NOTES, settings_of(quick) and run(settings, metrics=..., repeats=...);
-#: and with tables(run) unless its rows look like those of `solve`.
-SUITES: dict[str, ModuleType] = {"solve": solve_suite, "spins": spins_suite}
+#: with tables(run) unless its rows look like those of `solve`; and figures(run, folder) if it has any.
+SUITES: dict[str, ModuleType] = {
+    "solve": solve_suite,
+    "attention": attention_suite,
+    "train": train_suite,
+    "spins": spins_suite,
+    "usefulness": usefulness_suite,
+}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -37,17 +47,37 @@ def solve(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 
 
 @app.command()
+def attention(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """LENGTH, STEPS, C4 and, on a GPU, G1, G2, G3, G5, G6: what a solve costs by length, evaluations and memory."""
+    measure("attention", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
+def train(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """STEP, LENGTH, BLOCK and, on a GPU, G4: training steps beside explicit attention, unrolling and torchdeq."""
+    measure("train", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
 def spins(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
     """C6, SCALING and RANDOM: the saddle point against explicit inverses; all methods by size; failures."""
     measure("spins", quick=quick, only=only, repeats=repeats, out=out)
 
 
 @app.command()
+def usefulness(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """DIGITS, RETRIEVAL and TEXT: explicit attention repeated against one equilibrium of the same cost, trained."""
+    measure("usefulness", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
 def report() -> None:
-    """Rewrite the tables of README.md from the newest complete run of every suite."""
+    """Rewrite tables and figures of the README beside this, and the headline of the top one, from the newest runs."""
     for name, suite in SUITES.items():
-        path = reports.rewrite(name, suite.NOTES, tables=_tables(suite))
+        path = reports.rewrite(name, suite.NOTES, tables=_tables(suite), figures=getattr(suite, "figures", None))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
+    headline.rewrite()
+    typer.echo(f"headline written to {headline.README.name}")
 
 
 def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, out: Path | None) -> dict[str, Any]:
@@ -61,7 +91,8 @@ def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, ou
         )
     rounds = repeats or (2 if quick else 5)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    settings, where, begin = suite.settings_of(quick), environment(), time.perf_counter()
+    settings, begin = suite.settings_of(quick), time.perf_counter()
+    where = environment(_device(settings))
     # Settings that belong to one metric are left out with it.
     total, done = sum(getattr(setting, "metric", metrics[0]) in metrics for setting in settings), 0
 
@@ -85,6 +116,12 @@ def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, ou
         output.print(f"written: {path}", markup=False, soft_wrap=True)
     output.print(f"{time.perf_counter() - begin:.0f} s", markup=False)
     return run
+
+
+def _device(settings: tuple[Any, ...]) -> str:
+    """Where these settings are measured."""
+    problems = [getattr(setting, "problem", setting) for setting in settings]
+    return next((device for problem in problems if (device := getattr(problem, "device", "cpu")) != "cpu"), "cpu")
 
 
 def _tables(suite: ModuleType) -> reports.Tables:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention as ia
 
-from .problems import ATOL, RTOL, Data
+from .problems import ATOL, Data
 
 #: Iterations after which torchdeq, the unrolled iteration and the count of Picard's evaluations give up.
 TORCHDEQ_CAP = 100
 UNROLLED_CAP = 200
 PICARD_CAP = 1000
+#: torch's own attention kernels, by short names.
+BACKENDS = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
 
 
 class Run(NamedTuple):
@@ -39,11 +48,15 @@ class PicardCounts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Label for the table, and how to make the timed function; `solves` unless it is one explicit attention."""
+    """Label for the table, how to make the timed function, and the tests that must pass before it is timed.
+
+    It `solves` unless it is one explicit attention.
+    """
 
     label: str
     make: Callable[[Data, PicardCounts], Callable[[], Run]]
     solves: bool = True
+    tests: tuple[str, ...] = ()
 
 
 def sdpa(data: Data, z: Tensor, keys: Tensor) -> Tensor:
@@ -59,12 +72,12 @@ def step(data: Data, z: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 @torch.no_grad()
 def picard_counts(data: Data) -> PicardCounts:
     """Repeat f on all queries and note when each reaches the tolerance."""
-    z = data.queries
-    counts = torch.full(z.shape[:-1], PICARD_CAP)
+    z, rtol = data.queries, data.setting.rtol
+    counts = torch.full(z.shape[:-1], PICARD_CAP, device=z.device)
     active = torch.ones_like(counts, dtype=torch.bool)
     for index in range(1, PICARD_CAP + 1):
         f = step(data, z, data.queries, data.keys)
-        small = torch.linalg.vector_norm(f - z, dim=-1) <= ATOL + RTOL * torch.linalg.vector_norm(f, dim=-1)
+        small = torch.linalg.vector_norm(f - z, dim=-1) <= ATOL + rtol * torch.linalg.vector_norm(f, dim=-1)
         counts[active & small] = index
         active &= ~small
         if not active.any():
@@ -102,14 +115,47 @@ def _sdpa_forward(data: Data, counts: PicardCounts) -> Callable[[], Run]:
     return run
 
 
+def _sdpa_by(backend: str) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
+    """One of torch's kernels; where it does not run, it raises."""
+
+    def make(data: Data, counts: PicardCounts) -> Callable[[], Run]:
+        def run() -> Run:
+            # On a GPU a kernel that cannot do it says why in warnings, and then raises.
+            with torch.no_grad(), warnings.catch_warnings(), sdpa_kernel(SDPBackend.__members__[backend]):
+                warnings.simplefilter("ignore")
+                return Run(sdpa(data, data.queries, data.keys), ONE)
+
+        return run
+
+    return make
+
+
 def _sdpa_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
     return _training(data, lambda queries, keys: (sdpa(data, queries, keys), ONE))
 
 
 def _solve(data: Data, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     energy = ia.AnchoredEnergy(ia.LogSumExp(keys, data.setting.beta), queries, data.setting.anchor)
-    solution = ia.solve(energy, queries, solver=ia.Anderson(rtol=RTOL, atol=ATOL), on_failure="ignore")
+    solver = ia.Anderson(rtol=data.setting.rtol, atol=ATOL)
+    solution = ia.solve(energy, queries, solver=solver, on_failure="ignore")
     return solution.value, solution.num_evals
+
+
+def limited(data: Data, evaluations: int, *, training: bool) -> Callable[[], Run]:
+    """Ours with so many evaluations for every query, converged or not, to see what they cost."""
+    # The first evaluation belongs to no step. An exact gradient wants a tolerance; this one is never reached.
+    solver = ia.Anderson(rtol=0, atol=1e-30, max_steps=evaluations - 1)
+
+    def forward(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        energy = ia.AnchoredEnergy(ia.LogSumExp(keys, data.setting.beta), queries, data.setting.anchor)
+        solution = ia.solve(energy, queries, solver=solver, on_failure="ignore")
+        return solution.value, solution.num_evals
+
+    def run() -> Run:
+        with torch.no_grad():
+            return Run(*forward(data.queries, data.keys))
+
+    return _training(data, forward) if training else run
 
 
 def _ours_forward(data: Data, counts: PicardCounts) -> Callable[[], Run]:
@@ -147,12 +193,51 @@ def _torchdeq(name: str, *, per_query: bool) -> Callable[[Data, PicardCounts], C
                 return step(data, z.view_as(queries), queries, data.keys).view_as(z)
 
             with torch.no_grad():
-                state, _, _ = solver(f, start, max_iter=TORCHDEQ_CAP, tol=RTOL, stop_mode="rel")
+                state, _, _ = solver(f, start, max_iter=TORCHDEQ_CAP, tol=data.setting.rtol, stop_mode="rel")
             return Run(state.view_as(queries), torch.tensor(evaluations))
 
         return run
 
     return make
+
+
+def _torchdeq_training(name: str) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
+    """torchdeq's implicit gradient, a row per query, forward and backward by the same solver to the same tolerance."""
+
+    def make(data: Data, counts: PicardCounts) -> Callable[[], Run]:
+        from torchdeq import get_deq
+
+        limits = {"max_iter": TORCHDEQ_CAP, "tol": data.setting.rtol, "stop_mode": "rel", "solver": name}
+        deq: Any = get_deq(ift=True, **{f"{way}_{key}": value for way in "fb" for key, value in limits.items()})
+        deq.train()
+
+        def forward(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+            evaluations = 0
+
+            def f(z: Tensor) -> Tensor:
+                nonlocal evaluations
+                evaluations += 1
+                return step(data, z.view_as(queries), queries, keys).view_as(z)
+
+            states, _ = deq(f, queries.detach().flatten(0, -2))
+            return states[-1].view_as(queries), torch.tensor(evaluations)
+
+        return _training(data, forward)
+
+    return make
+
+
+def picard(data: Data, steps: int) -> Callable[[], Run]:
+    """z = f(z) repeated `steps` times for all queries, without a gradient."""
+
+    def run() -> Run:
+        with torch.no_grad():
+            z = data.queries
+            for _ in range(steps):
+                z = step(data, z, data.queries, data.keys)
+            return Run(z, torch.tensor(steps))
+
+    return run
 
 
 def unrolled(data: Data, steps: int) -> Callable[[], Run]:
@@ -167,9 +252,20 @@ def unrolled(data: Data, steps: int) -> Callable[[], Run]:
     return _training(data, forward)
 
 
+#: What holds the default solver and its gradient to the mathematics.
+OURS = ("tests/test_solve.py", "tests/energies/test_anchored.py", "tests/adjoints/test_rounding.py")
+
 CONTENDERS = {
     "sdpa_forward": Contender("one SDPA, forward", _sdpa_forward, solves=False),
-    "ours_forward": Contender("solve(), forward", _ours_forward),
+    **{
+        f"sdpa_{label}": Contender(f"one SDPA, forward, {label} kernel", _sdpa_by(backend), solves=False)
+        for label, backend in BACKENDS.items()
+    },
+    "ours_forward": Contender("solve(), forward", _ours_forward, tests=OURS),
+    "picard": Contender(
+        "Picard, forward, until the slowest query has converged",
+        lambda data, counts: picard(data, counts.most),
+    ),
     "torchdeq_anderson": Contender(
         "torchdeq anderson, forward, a row per query", _torchdeq("anderson", per_query=True)
     ),
@@ -183,9 +279,15 @@ CONTENDERS = {
         "torchdeq fixed_point_iter, forward, a row per batch entry", _torchdeq("fixed_point_iter", per_query=False)
     ),
     "sdpa_training": Contender("one SDPA, training step", _sdpa_training, solves=False),
-    "ours_training": Contender("solve() and Implicit(), training step", _ours_training),
+    "ours_training": Contender("solve() and Implicit(), training step", _ours_training, tests=OURS),
     "unrolled": Contender(
         "unrolled autograd, training step, all queries converged",
         lambda data, counts: unrolled(data, min(counts.most, UNROLLED_CAP)),
+    ),
+    "torchdeq_training_anderson": Contender(
+        "torchdeq anderson, implicit gradient, training step", _torchdeq_training("anderson")
+    ),
+    "torchdeq_training_fixed_point_iter": Contender(
+        "torchdeq fixed_point_iter, implicit gradient, training step", _torchdeq_training("fixed_point_iter")
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -13,12 +14,15 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("implicit_attention", "torch", "torchdeq", "scipy", "numpy", "einops")
+#: Recorded where they are installed.
+OPTIONAL = ("triton",)
 
 
-def environment() -> dict[str, Any]:
-    """Device, processor, cores, load, versions and the commit that was measured."""
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Device, driver, processor, cores, load, versions and the commit that was measured."""
     return {
-        "device": "cpu",
+        "device": device,
+        "gpu": gpu(device),
         "cpu": cpu_model(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -27,9 +31,49 @@ def environment() -> dict[str, Any]:
         "load_average_at_start": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
         "python": platform.python_version(),
-        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES} | optional(),
         **commit(),
     }
+
+
+def optional() -> dict[str, str]:
+    """Versions of what need not be there."""
+    found = {}
+    for name in OPTIONAL:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def default_device() -> str:
+    """Where the suites that have rows for a GPU run: on one, if there is one (CUDA_VISIBLE_DEVICES= hides it)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpu(device: str) -> dict[str, Any] | None:
+    """Name, capability, memory, driver and CUDA of the GPU that is measured; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_bytes": found.total_memory,
+        "multiprocessors": found.multi_processor_count,
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver, by its own tool."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
 
 
 def cpu_model() -> str:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +39,7 @@ def interleaved(
     *,
     repeats: int = 5,
     max_seconds: float = 4.0,
+    device: str = "cpu",
 ) -> dict[str, Timing]:
     """Time every function once per round, round after round, so that a change of the machine meets all of them alike.
 
@@ -43,7 +49,9 @@ def interleaved(
         repeats: rounds.
         max_seconds: a function that has used up this time takes no further turn. If its first call nearly did, that
             is its one measurement.
+        device: whose clock: `perf_counter` on a CPU, events of the current stream on a GPU.
     """
+    turn = TURNS[torch.device(device).type]
     turns: dict[str, list[float]] = {name: [] for name in functions}
     spent = {name: first[name] for name in functions}
     for name in functions:
@@ -53,13 +61,22 @@ def interleaved(
         for name, function in functions.items():
             if turns[name] and spent[name] + turns[name][-1] > max_seconds:
                 continue
-            seconds = _turn(function, TURN_SECONDS)
+            seconds = turn(function, TURN_SECONDS)
             turns[name].append(seconds)
             spent[name] += max(seconds, TURN_SECONDS)
     return {name: summary(seconds) for name, seconds in turns.items()}
 
 
-def _turn(function: Callable[[], Any], at_least: float) -> float:
+def once(function: Callable[[], Any], device: str = "cpu") -> tuple[Any, float]:
+    """The result of one call and its seconds, to the end of what it started."""
+    begin = time.perf_counter()
+    result = function()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, time.perf_counter() - begin
+
+
+def _turn_cpu(function: Callable[[], Any], at_least: float) -> float:
     begin = now = time.perf_counter()
     calls = 0
     while calls == 0 or now - begin < at_least:
@@ -69,20 +86,46 @@ def _turn(function: Callable[[], Any], at_least: float) -> float:
     return (now - begin) / calls
 
 
+def _turn_cuda(function: Callable[[], Any], at_least: float) -> float:
+    seconds = _between_events(function, 1)
+    calls = math.ceil(at_least / max(seconds, 1e-6))
+    return seconds if calls == 1 else _between_events(function, calls)
+
+
+def _between_events(function: Callable[[], Any], calls: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / calls
+
+
+#: Seconds per call over a turn, by the clock of the device.
+TURNS: dict[str, Callable[[Callable[[], Any], float], float]] = {"cpu": _turn_cpu, "cuda": _turn_cuda}
+
+
 def summary(seconds: list[float]) -> Timing:
     return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
 def import_times(modules: tuple[str, ...], *, repeats: int) -> dict[str, Timing]:
-    """Time to import each module in a fresh process, in turns, after one round that fills the file cache."""
+    """Time to import each module in a fresh process, in turns, after one round that fills the caches.
+
+    Bytecode is cached, as it is once a package is installed, in a folder that is thrown away.
+    """
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"`modules` must be importable, got {module!r}")
     seconds: dict[str, list[float]] = {module: [] for module in modules}
-    for index in range(repeats + 1):
-        for module in modules:
-            code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-            out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-            if index:
-                seconds[module].append(float(out.stdout))
+    with tempfile.TemporaryDirectory() as folder:
+        where = {**os.environ, "PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+        for index in range(repeats + 1):
+            for module in modules:
+                code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+                command = [sys.executable, "-c", code]
+                out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=where)
+                if index:
+                    seconds[module].append(float(out.stdout))
     return {module: summary(values) for module, values in seconds.items()}

@@ -69,10 +69,18 @@ def write(run: Document, folder: Path) -> Path:
     return path
 
 
-def newest(suite: str, folder: Path = RESULTS) -> tuple[Path, Document] | None:
-    """The latest complete run of a suite."""
+#: Where a suite may have been run; each has its own newest results.
+DEVICES = ("cpu", "cuda")
+
+
+def newest(suite: str, folder: Path = RESULTS, device: str = "cpu") -> tuple[Path, Document] | None:
+    """The latest complete run of a suite on a device."""
     runs = [(path, json.loads(path.read_text())) for path in sorted(folder.glob(f"{suite}-*.json"))]
-    runs = [(path, run) for path, run in runs if run["suite"] == suite and run["complete"]]
+    runs = [
+        (path, run)
+        for path, run in runs
+        if run["suite"] == suite and run["complete"] and run["environment"]["device"] == device
+    ]
     return max(runs, key=lambda pair: pair[1]["finished"], default=None)
 
 
@@ -87,7 +95,8 @@ Tables = Callable[[Document], list[Table]]
 
 def show(run: Document, notes: Iterable[str], console: Console, tables: Tables = tables_of_settings) -> None:
     """All tables, the machine, and what the reader must know."""
-    for title, _, header, lines in (*tables(run), Table("targets", "", *targets_table(run))):
+    verdicts = [Table("targets", "", *targets_table(run))] if run["targets"] else []
+    for title, _, header, lines in (*tables(run), *verdicts):
         table = RichTable(
             title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
@@ -101,8 +110,20 @@ def show(run: Document, notes: Iterable[str], console: Console, tables: Tables =
         console.print("NOT the full run: " + scope(run), style="bold", markup=False)
     if (busy := warning(run["environment"])) is not None:
         console.print(busy, style="bold", markup=False)
+    for reason in refusals(run):
+        console.print(reason, style="bold", markup=False)
     for note in notes:
         console.print(f"- {note}", style="dim", markup=False)
+
+
+def refusals(run: Document) -> list[str]:
+    """What of the library was not measured, and why: tests that are red, answers that are wrong."""
+    reasons: dict[str, list[str]] = {}
+    for row in run["rows"]:
+        found = [row, *(part for part in row.get("evidence", {}).values() if isinstance(part, dict))]
+        for reason in dict.fromkeys(part["error"] for part in found if part.get("error", "").startswith("not ")):
+            reasons.setdefault(reason, []).append(row["name"])
+    return [f"{len(names)} rows, {names[0]} first: {reason}" for reason, names in reasons.items()]
 
 
 def scope(run: Document) -> str:
@@ -112,17 +133,35 @@ def scope(run: Document) -> str:
 
 
 def targets_table(run: Document) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the verdicts of what was measured."""
+    """Header and lines of the verdicts of what was measured, and of what takes a GPU that was not there.
+
+    `ambition`, where any target has one, is a sharper bound and whether it was reached.
+    """
+    targets = [target for target in run["targets"] if target["verdict"] != "not measured"]
+    ambitious = any(target.get("ambition") is not None for target in targets)
     lines = []
-    for target in run["targets"]:
-        if target["verdict"] == "not measured":
-            continue
-        measured = "-" if target["measured"] is None else f"{target['measured']:.2f}"
-        wrong = f" ({target['wrong']} wrong)" if target["wrong"] else ""
-        bound = f"{target['sense']} {target['bound']:g}"
+    for target in targets:
         of = f"{target['statistic']} of {target['rows']}" if target["rows"] > 1 else "-"
-        lines.append([target["id"], target["claim"], of, bound, measured + wrong, target["verdict"]])
-    return ["id", "ratio", "statistic", "target", "measured", "verdict"], lines
+        line = [target["id"], target["claim"], of, bound(target), measured(target), target["verdict"]]
+        lines.append([*line, ambition(target)] if ambitious else line)
+    header = ["id", "ratio", "statistic", "target", "measured", "verdict"]
+    return [*header, "ambition"] if ambitious else header, lines
+
+
+def bound(target: Document) -> str:
+    return f"{target['sense']} {target['bound']:g}"
+
+
+def measured(target: Document) -> str:
+    value = "-" if target["measured"] is None else f"{target['measured']:.2f}"
+    return value + (f" ({target['wrong']} wrong)" if target["wrong"] else "")
+
+
+def ambition(target: Document) -> str:
+    if target.get("ambition") is None:
+        return "-"
+    reached = {True: ": reached", False: ": not reached", None: ""}[target["reached"]]
+    return f"{target['sense']} {target['ambition']:g}{reached}"
 
 
 def settings_table(run: Document) -> tuple[list[str], list[list[str]]]:
@@ -140,7 +179,7 @@ def settings_table(run: Document) -> tuple[list[str], list[list[str]]]:
                 f"{found['evaluations_mean']:.1f}/{found['evaluations_max']}" if "evaluations_mean" in found else "-",
                 f"{found['residual_max']:.0e}" if "residual_max" in found else "-",
                 f"{100 * found['converged']:.4g}" if "converged" in found else "-",
-                *(_number(row["ratios"].get(name)) for name in columns),
+                *(number(row["ratios"].get(name)) for name in columns),
                 spread(row["seconds"]),
             ]
         )
@@ -154,7 +193,7 @@ def settings_table(run: Document) -> tuple[list[str], list[list[str]]]:
     return [*header, *columns, "spread"], lines
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -168,25 +207,32 @@ def machine(run: Document) -> str:
     """One line: what it was measured on."""
     where = run["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
-    return f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['capability']}; {versions}"
+    card = ""
+    if (gpu := where.get("gpu")) is not None:
+        card = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; "
+    host = f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['capability']}"
+    return f"{card}{host}; {versions}"
 
 
 def markdown(run: Document, source: str, notes: Iterable[str], tables: Tables = tables_of_settings) -> str:
     """The part of the README between its markers."""
     parts = [
         f"From `{source}`, finished {run['finished']}: {machine(run)}.",
-        _markdown_table(*targets_table(run)),
-        *(part for _, intro, header, lines in tables(run) for part in (intro, _markdown_table(header, lines))),
-        "\n".join(f"- {note}" for note in notes),
+        *([markdown_table(*targets_table(run))] if run["targets"] else []),
+        *(part for _, intro, header, lines in tables(run) for part in (intro, markdown_table(header, lines))),
+        "\n".join(f"- {note}" for note in [*refusals(run), *notes]),
     ]
     if (busy := warning(run["environment"])) is not None:
         parts.insert(1, busy)
     return "\n\n".join(parts)
 
 
-def _markdown_table(header: list[str], lines: list[list[str]]) -> str:
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+Figures = Callable[[Document, Path], list[tuple[str, str]]]
 
 
 def rewrite(
@@ -194,23 +240,33 @@ def rewrite(
     notes: Iterable[str],
     *,
     tables: Tables = tables_of_settings,
+    figures: Figures | None = None,
     readme: Path = README,
     folder: Path = RESULTS,
 ) -> Path | None:
-    """Put the newest complete run of a suite between its markers; None where there is no such run."""
-    latest = newest(suite, folder)
-    if latest is None:
-        return None
-    path, run = latest
-    begin, end = f"<!-- results of {suite} -->", f"<!-- end of {suite} -->"
+    """Put the newest complete run of a suite on each device between its markers; None where there is no such run.
+
+    `figures` draws into the folder figures/ beside the file, and says names and captions.
+    """
+    found = [latest for device in DEVICES if (latest := newest(suite, folder, device)) is not None]
+    parts = []
+    for path, run in found:
+        parts.append(markdown(run, f"{folder.name}/{path.name}", notes, tables))
+        if figures is not None:
+            parts += [f"![{caption}](figures/{name})" for name, caption in figures(run, readme.parent / "figures")]
+    if found:
+        between(readme, f"<!-- results of {suite} -->", f"<!-- end of {suite} -->", "\n\n".join(parts))
+    return found[0][0] if found else None
+
+
+def between(readme: Path, begin: str, end: str, content: str) -> None:
+    """Replace what stands between two lines of a file."""
     text = readme.read_text()
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"`{readme.name}` must hold the lines {begin} and {end}, once each and in this order")
     before, rest = text.split(begin)
     _, after = rest.split(end)
-    source = f"{folder.name}/{path.name}"
-    readme.write_text(f"{before}{begin}\n\n{markdown(run, source, notes, tables)}\n\n{end}{after}")
-    return path
+    readme.write_text(f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
 __all__ = ["document", "environment", "markdown", "newest", "rewrite", "show", "write"]

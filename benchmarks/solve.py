@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
 from implicit_attention.cli.measure import peak_memory
 
-from .baselines import CONTENDERS, Contender, PicardCounts, Run, picard_counts, unrolled
-from .measure import Timing, import_times, interleaved
-from .problems import ATOL, FULL, QUICK, RTOL, Data, Setting, draw, evidence, gradient_error
+from . import guard
+from .baselines import CONTENDERS, PicardCounts, picard_counts, unrolled
+from .compare import compared, ratios
+from .measure import import_times
+from .problems import ATOL, FULL, QUICK, RTOL, Data, Setting, draw
 from .targets import SOLVE as TARGETS
 from .targets import Row
 
@@ -34,8 +35,7 @@ RATIOS = {
 METRICS = (*RATIOS, "C7")
 #: The peak memory of C5 is measured where beta * sqrt(D) is this, with this many unrolled steps.
 MEMORY_SHARPNESS, MEMORY_STEPS = 2.0, 32
-#: The library is timed only where so large a part of the queries is solved, and with so small a gradient error.
-CONVERGED, GRADIENT_ERROR = 0.999, 1e-2
+IMPORT_TESTS = ("tests/test_imports.py",)
 
 NOTES = (
     "`solve()` runs with its default solver and adjoint; every query must reach |f(z) - z| <= 1e-8 + 1e-4 |f(z)|.",
@@ -80,23 +80,11 @@ def measured(setting: Setting, metrics: list[str], repeats: int, max_seconds: fl
     data = draw(setting)
     counts = picard_counts(data)
     wanted = {name: pair for metric in metrics for name, pair in RATIOS.get(metric, {}).items()}
-    names = {n: CONTENDERS[n] for n in CONTENDERS if any(n in pair for pair in wanted.values())}
-    functions, found, first = {}, {}, {}
-    for name, contender in names.items():
-        functions[name] = contender.make(data, counts)
-        start = time.perf_counter()
-        result, found[name] = attempt(contender, functions[name])
-        first[name] = time.perf_counter() - start
-        if result is not None and contender.solves:
-            found[name] |= checked(name, data, result)
-    timed = {name: function for name, function in functions.items() if "error" not in found[name]}
-    times = interleaved(timed, first, repeats=repeats, max_seconds=max_seconds)
-    # A rival that breaks off has no ratio at all; ours without an answer has the ratio None and misses its targets.
-    ratios = {
-        name: _ratio(name, pair, times, counts)
-        for name, pair in wanted.items()
-        if all(contender in times or contender.startswith("ours") for contender in pair)
-    }
+    names = [n for n in CONTENDERS if any(n in pair for pair in wanted.values())]
+    found, times = compared(names, data, counts, repeats=repeats, max_seconds=max_seconds)
+    made = ratios(wanted, times)
+    if made.get("C1") is not None:
+        made["C1"] /= counts.mean
     row: Row = {
         "name": setting.name,
         **dataclasses.asdict(setting),
@@ -106,37 +94,12 @@ def measured(setting: Setting, metrics: list[str], repeats: int, max_seconds: fl
         "picard": counts._asdict(),
         "evidence": found,
         "seconds": {name: dataclasses.asdict(timing) for name, timing in times.items()},
-        "ratios": ratios,
+        "ratios": made,
     }
     if "C5" in metrics and setting.sharpness == MEMORY_SHARPNESS:
         row["peak_memory_bytes"] = memory = memories(data, counts)
-        ratios["C5 memory"] = memory["unrolled"] / memory["ours_training"] if "ours_training" in timed else None
+        made["C5 memory"] = memory["unrolled"] / memory["ours_training"] if "ours_training" in times else None
     return {**row, "wall_seconds": time.perf_counter() - begin}
-
-
-def attempt(contender: Contender, function: Callable[[], Run]) -> tuple[Run | None, dict[str, Any]]:
-    """One run, and the evaluations it took or the error it raised."""
-    try:
-        result = function()
-    except (RuntimeError, ValueError) as error:
-        return None, {"label": contender.label, "error": f"{type(error).__name__}: {error}"}
-    evaluations = result.evaluations.double()
-    return result, {
-        "label": contender.label,
-        "evaluations_mean": float(evaluations.mean()),
-        "evaluations_max": int(evaluations.max()),
-    }
-
-
-def checked(name: str, data: Data, result: Run) -> dict[str, Any]:
-    """The evidence for an answer; a wrong one of the library gets an `error` and is not timed."""
-    found = evidence(data, result.state)
-    if result.gradients is not None:
-        found["gradient_error"] = gradient_error(data, result.state, *result.gradients)
-    wrong = found["converged"] < CONVERGED or not found.get("gradient_error", 0.0) <= GRADIENT_ERROR
-    if wrong and name.startswith("ours"):
-        found["error"] = "the answer is wrong: see residuals and gradient error"
-    return found
 
 
 def memories(data: Data, counts: PicardCounts) -> dict[str, int]:
@@ -149,21 +112,15 @@ def memories(data: Data, counts: PicardCounts) -> dict[str, int]:
     return {name: peak_memory(function, torch.device("cpu")) for name, function in functions.items()}
 
 
-def _ratio(name: str, pair: tuple[str, str], times: dict[str, Timing], counts: PicardCounts) -> float | None:
-    if not all(contender in times for contender in pair):
-        return None
-    value = times[pair[0]].median / times[pair[1]].median
-    return value / counts.mean if name == "C1" else value
-
-
 def imports(repeats: int) -> Row:
     """The row of C7."""
     begin = time.perf_counter()
+    row: Row = {"name": "import", "keys": None, "anchor": None}
+    if (reason := guard.red(IMPORT_TESTS)) is not None:
+        return {**row, "error": reason, "seconds": {}, "ratios": {"C7": None}, "wall_seconds": 0.0}
     times = import_times(("torch", "implicit_attention"), repeats=repeats)
     return {
-        "name": "import",
-        "keys": None,
-        "anchor": None,
+        **row,
         "seconds": {name: dataclasses.asdict(timing) for name, timing in times.items()},
         "ratios": {"C7": times["implicit_attention"].median / times["torch"].median},
         "wall_seconds": time.perf_counter() - begin,

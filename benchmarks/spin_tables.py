@@ -16,7 +16,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
     """One table for every metric that was measured."""
     made = []
     for metric, make in TABLES.items():
-        rows = [row for row in run["rows"] if row["metric"] == metric]
+        rows = [row for row in run["rows"] if row["metric"] == metric and "error" not in row]
         if rows:
             made.append(make(rows))
     return made

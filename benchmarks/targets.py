@@ -16,7 +16,11 @@ def geometric_mean(values: list[float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A statistic of the ratio `ratio` over the rows that `where` admits, which must be at most or at least `bound`."""
+    """A statistic of the ratio `ratio` over the rows that `where` admits, which must be at most or at least `bound`.
+
+    `ambition` is a sharper bound that decides nothing: what a fused operation of our own is hoped to reach on a CPU.
+    Rows count that were measured on `device`.
+    """
 
     id: str
     claim: str
@@ -25,13 +29,17 @@ class Target:
     sense: Literal["<=", ">="]
     bound: float
     where: Callable[[Row], bool] = lambda row: True
+    ambition: float | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def judge(self, rows: list[Row]) -> dict[str, Any]:
-        """The measured statistic with its verdict; "not measured" where no row has the ratio.
+        """The measured statistic with its verdict.
 
-        A row whose answer was wrong has the ratio None: it is counted in `wrong`, and the target is missed.
+        Where no row has the ratio it is "not measured", or "unmeasured" if that takes a GPU. A row whose answer was
+        wrong has the ratio None: it is counted in `wrong`, and the target is missed.
         """
-        concerned = [row["ratios"][self.ratio] for row in rows if self.where(row) and self.ratio in row["ratios"]]
+        here = [row for row in rows if row.get("device", "cpu") == self.device and self.where(row)]
+        concerned = [row["ratios"][self.ratio] for row in here if self.ratio in row["ratios"]]
         values = [value for value in concerned if value is not None]
         wrong = len(concerned) - len(values)
         measured = None
@@ -39,11 +47,8 @@ class Target:
             measured = geometric_mean(values)
         elif values:
             measured = max(values) if self.sense == "<=" else min(values)
-        met = (
-            measured is not None
-            and not wrong
-            and (measured <= self.bound if self.sense == "<=" else measured >= self.bound)
-        )
+        missing = "unmeasured" if self.device == "cuda" else "not measured"
+        met = measured is not None and not wrong and self._within(measured, self.bound)
         return {
             "id": self.id,
             "claim": self.claim,
@@ -53,8 +58,15 @@ class Target:
             "measured": measured,
             "rows": len(concerned),
             "wrong": wrong,
-            "verdict": "met" if met else "missed" if concerned else "not measured",
+            "verdict": "met" if met else "missed" if concerned else missing,
+            "ambition": self.ambition,
+            "reached": None
+            if self.ambition is None or measured is None
+            else not wrong and self._within(measured, self.ambition),
         }
+
+    def _within(self, measured: float, bound: float) -> bool:
+        return measured <= bound if self.sense == "<=" else measured >= bound
 
 
 def _gaussian(row: Row) -> bool:
@@ -75,19 +87,27 @@ _C3 = "training step with the exact gradient / explicit SDPA training step"
 _C5 = "unrolled autograd / ours, training step"
 
 SOLVE = (
-    Target("C1", f"{_C1}, Gaussian, anchor 0", "C1", "worst", "<=", 1.4, _gaussian_without_anchor),
-    Target("C1", f"{_C1}, Gaussian, anchor 0", "C1", "geometric mean", "<=", 1.25, _gaussian_without_anchor),
-    Target("C1", f"{_C1}, all", "C1", "worst", "<=", 1.8),
-    Target("C2", _C2.format("Anderson", "query"), "C2 anderson", "geometric mean", ">=", 4.0),
-    Target("C2", _C2.format("fixed-point iteration", "query"), "C2 fpi", "geometric mean", ">=", 2.3),
-    Target("C2", _C2.format("Anderson", "batch entry"), "C2 anderson entry", "geometric mean", ">=", 4.0),
-    Target("C2", _C2.format("fixed-point iteration", "batch entry"), "C2 fpi entry", "geometric mean", ">=", 2.3),
-    Target("C3", f"{_C3}, Gaussian", "C3", "geometric mean", "<=", 4.0, _gaussian),
-    Target("C3", f"{_C3}, Gaussian", "C3", "worst", "<=", 8.0, _gaussian),
-    Target("C3", f"{_C3}, clustered", "C3", "geometric mean", "<=", 8.0, _clustered),
-    Target("C3", f"{_C3}, clustered", "C3", "worst", "<=", 16.0, _clustered),
+    Target("C1", f"{_C1}, Gaussian, anchor 0", "C1", "worst", "<=", 1.4, _gaussian_without_anchor, 0.95),
+    Target("C1", f"{_C1}, Gaussian, anchor 0", "C1", "geometric mean", "<=", 1.25, _gaussian_without_anchor, 0.95),
+    Target("C1", f"{_C1}, all", "C1", "worst", "<=", 1.8, ambition=0.95),
+    Target("C2", _C2.format("Anderson", "query"), "C2 anderson", "geometric mean", ">=", 4.0, ambition=8.0),
+    Target("C2", _C2.format("fixed-point iteration", "query"), "C2 fpi", "geometric mean", ">=", 2.3, ambition=4.5),
+    Target("C2", _C2.format("Anderson", "batch entry"), "C2 anderson entry", "geometric mean", ">=", 4.0, ambition=8.0),
+    Target(
+        "C2",
+        _C2.format("fixed-point iteration", "batch entry"),
+        "C2 fpi entry",
+        "geometric mean",
+        ">=",
+        2.3,
+        ambition=4.5,
+    ),
+    Target("C3", f"{_C3}, Gaussian", "C3", "geometric mean", "<=", 4.0, _gaussian, 2.7),
+    Target("C3", f"{_C3}, Gaussian", "C3", "worst", "<=", 8.0, _gaussian, 4.8),
+    Target("C3", f"{_C3}, clustered", "C3", "geometric mean", "<=", 8.0, _clustered, 4.6),
+    Target("C3", f"{_C3}, clustered", "C3", "worst", "<=", 16.0, _clustered, 7.5),
     Target("C5", f"{_C5}, time, all queries converged", "C5", "geometric mean", ">=", 5.0),
-    Target("C5", f"{_C5}, time, all queries converged", "C5", "worst", ">=", 1.6),
+    Target("C5", f"{_C5}, time, all queries converged", "C5", "worst", ">=", 1.6, ambition=2.5),
     Target("C5", f"{_C5}, peak memory, 32 steps", "C5 memory", "worst", ">=", 4.0),
     Target("C7", "import of the package / import of torch", "C7", "worst", "<=", 1.05),
 )
@@ -104,4 +124,72 @@ SPINS = (
     Target("C6", _C6, "C6", "geometric mean", ">=", 3.0, _double),
     Target("C6", "failures of the saddle point in these settings", "C6 failures", "worst", "<=", 0.0),
     Target("RANDOM", "failures of the saddle point on the random systems", "failures", "worst", "<=", 0.0),
+)
+
+
+def _sized(**sizes: int) -> Callable[[Row], bool]:
+    """Rows whose shape has these sizes."""
+    return lambda row: all(row.get("shape", {}).get(name) == size for name, size in sizes.items())
+
+
+_C4 = "peak memory of a training step at N = M = 4096 above its inputs"
+
+ATTENTION = (
+    Target("C4", f"{_C4} / SDPA's", "C4", "worst", "<=", 1.25, _sized(length=4096), 0.8),
+    Target("C4", f"{_C4}, 20 evaluations / 5", "C4 growth", "worst", "<=", 1.3, _sized(length=4096), 1.0),
+    Target(
+        "G1",
+        "fused kernel, one evaluation / best SDPA forward, D 64",
+        "G1",
+        "worst",
+        "<=",
+        1.0,
+        _sized(length=4096, dim=64),
+        device="cuda",
+    ),
+    Target(
+        "G1",
+        "fused kernel, one evaluation / best SDPA forward, D 128",
+        "G1",
+        "worst",
+        "<=",
+        1.0,
+        _sized(length=4096, dim=128),
+        device="cuda",
+    ),
+    Target(
+        "G2",
+        "forward solve to 1e-3 / one SDPA forward, less the mean over tiles of the tile's most evaluations",
+        "G2",
+        "worst",
+        "<=",
+        1.0,
+        _sized(length=4096),
+        device="cuda",
+    ),
+    Target(
+        "G3",
+        "fused Hessian-vector product / SDPA forward",
+        "G3",
+        "worst",
+        "<=",
+        1.6,
+        _sized(length=4096),
+        device="cuda",
+    ),
+    Target("G5", "largest N = M of a training step, D 64, one head", "G5", "worst", ">=", 131072, device="cuda"),
+    Target("G5", "exponent of its memory in N", "G5 exponent", "worst", "<=", 1.1, device="cuda"),
+    Target("G6", "host synchronisations in a fused forward", "G6", "worst", "<=", 0.0, device="cuda"),
+)
+
+TRAIN = (
+    Target(
+        "G4",
+        "training step, exact implicit gradient / explicit SDPA training step",
+        "G4",
+        "worst",
+        "<=",
+        4.0,
+        device="cuda",
+    ),
 )

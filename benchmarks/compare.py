@@ -1,0 +1,86 @@
+"""Contenders side by side: their tests, then their answers, then their times in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from . import guard
+from .baselines import CONTENDERS, Contender, PicardCounts, Run
+from .measure import Timing, interleaved, once
+from .problems import Data, evidence, gradient_error
+
+#: The library is timed only where so large a part of the queries is solved, and with so small a gradient error.
+CONVERGED = 0.999
+GRADIENT_ERROR = {"float32": 1e-2, "float16": 2e-2, "bfloat16": 5e-2}
+
+
+class Compared(NamedTuple):
+    """Evidence of all contenders, by name, and times of those that may be timed."""
+
+    evidence: dict[str, dict[str, Any]]
+    times: dict[str, Timing]
+
+
+def compared(names: Iterable[str], data: Data, counts: PicardCounts, *, repeats: int, max_seconds: float) -> Compared:
+    """Run these `CONTENDERS` on one problem; one that is red or breaks off has an `error` and no time.
+
+    Rivals answer as well as they can; a wrong answer of the library is an error as well.
+    """
+    device = data.setting.device
+    functions: dict[str, Callable[[], Run]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    first: dict[str, float] = {}
+    for name in names:
+        contender = CONTENDERS[name]
+        if (reason := guard.red(contender.tests)) is not None:
+            found[name] = {"label": contender.label, "error": reason}
+            continue
+        function = contender.make(data, counts)
+        result, found[name], first[name] = attempt(contender, function, device)
+        if result is not None and contender.solves:
+            found[name] |= checked(name, data, result)
+        if "error" not in found[name]:
+            functions[name] = function
+    times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds, device=device)
+    return Compared(found, times)
+
+
+def attempt(
+    contender: Contender, function: Callable[[], Run], device: str = "cpu"
+) -> tuple[Run | None, dict[str, Any], float]:
+    """One run, the evaluations it took or the error it raised, and its seconds."""
+    try:
+        result, seconds = once(function, device)
+    except (RuntimeError, ValueError) as error:
+        return None, {"label": contender.label, "error": f"{type(error).__name__}: {error}"}, 0.0
+    evaluations = result.evaluations.double()
+    found = {
+        "label": contender.label,
+        "evaluations_mean": float(evaluations.mean()),
+        "evaluations_max": int(evaluations.max()),
+    }
+    return result, found, seconds
+
+
+def checked(name: str, data: Data, result: Run) -> dict[str, Any]:
+    """The evidence for an answer; a wrong one of the library gets an `error`."""
+    found = evidence(data, result.state)
+    if result.gradients is not None:
+        found["gradient_error"] = gradient_error(data, result.state, *result.gradients)
+    most = GRADIENT_ERROR[data.setting.dtype]
+    wrong = found["converged"] < CONVERGED or not found.get("gradient_error", 0.0) <= most
+    if wrong and name.startswith("ours"):
+        found["error"] = "not timed, the answer is wrong: see residuals and gradient error"
+    return found
+
+
+def ratios(wanted: dict[str, tuple[str, str]], times: dict[str, Timing]) -> dict[str, float | None]:
+    """Quotients of medians. A rival that breaks off has no ratio; ours without an answer has the ratio None."""
+    made: dict[str, float | None] = {}
+    for name, pair in wanted.items():
+        if all(contender in times for contender in pair):
+            made[name] = times[pair[0]].median / times[pair[1]].median
+        elif all(contender in times or contender.startswith("ours") for contender in pair):
+            made[name] = None
+    return made

@@ -1,0 +1,74 @@
+"""What a run of the suite `train` looks like in print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .attention_tables import evaluations, problem
+from .report import Table, number, spread
+from .targets import Row
+
+TITLES = {"STEP": "training steps", "LENGTH": "training steps against sequence length", "G4": "training steps on a GPU"}
+
+
+def tables(run: dict[str, Any]) -> list[Table]:
+    """One table for every metric that was measured."""
+    made = []
+    for metric, title in TITLES.items():
+        rows = [row for row in run["rows"] if row["metric"] == metric]
+        if rows:
+            made.append(_steps(metric, title, rows))
+    blocks = [row for row in run["rows"] if row["metric"] == "BLOCK"]
+    return [*made, _blocks(blocks)] if blocks else made
+
+
+def _steps(metric: str, title: str, rows: list[Row]) -> Table:
+    columns = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    solvers = [name for name in rows[0]["evidence"] if name != "sdpa_training"]
+    header = [
+        "keys, beta*sqrt(D), anchor",
+        "N = M",
+        "our evals mean/max",
+        "max residual",
+        "converged %",
+        *columns,
+        *(f"gradient error, {_short(name)}" for name in solvers),
+        "spread",
+    ]
+    lines = [
+        [
+            problem(row),
+            str(row["shape"]["length"]),
+            *evaluations(row["evidence"]["ours_training"]),
+            *(number(row["ratios"].get(name)) for name in columns),
+            *(_error(row["evidence"].get(name, {})) for name in solvers),
+            spread(row["seconds"]),
+        ]
+        for row in rows
+    ]
+    shape = rows[0]["shape"]
+    sizes = f"B {shape['batch']}, H {shape['heads']}, D {shape['dim']}"
+    return Table(title, f"{metric}: {title}, all to the same residual, {sizes}:", header, lines)
+
+
+def _blocks(rows: list[Row]) -> Table:
+    header = ["block", "evaluations mean/max", "equilibrium / one step", "spread"]
+    lines = []
+    for row in rows:
+        found = row["evidence"]["equilibrium"]
+        sizes = f"B {row['batch']}, N {row['length']}, width {row['dim']}, {row['heads']} heads"
+        lines.append([sizes, evaluations(found)[0], number(row["ratios"]["block"]), spread(row["seconds"])])
+    return Table("transformer block", "BLOCK: training step of a transformer block:", header, lines)
+
+
+def _short(name: str) -> str:
+    short = {
+        "ours_training": "ours",
+        "torchdeq_training_fixed_point_iter": "fpi",
+        "torchdeq_training_anderson": "anderson",
+    }
+    return short.get(name, name)
+
+
+def _error(found: dict[str, Any]) -> str:
+    return f"{found['gradient_error']:.0e}" if "gradient_error" in found else "-"
