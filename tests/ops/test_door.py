@@ -135,7 +135,7 @@ def test_what_every_operation_refuses(operation, error, words, arguments, monkey
         (TypeError, "`max_steps` must be an integer, got 2.5", hopfield_solve, {"max_steps": 2.5}),
         (ValueError, "`max_steps` must be >= 0, got -1", hopfield_solve, {"max_steps": -1}),
         (TypeError, "`plain_steps` must be an integer, got None", hopfield_solve, {"plain_steps": None}),
-        (ValueError, "`plain_steps` must be >= 2, got 0", hopfield_solve, {"plain_steps": 0}),
+        (ValueError, "`plain_steps` must be >= 2, got 1", hopfield_solve, {"plain_steps": 1}),
         (
             ValueError,
             "`state` must have the query's shape (2, 3, 4), got (2, 3, 5)",

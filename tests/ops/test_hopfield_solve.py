@@ -15,7 +15,6 @@ SOLVERS = {
     "Anderson": Anderson(rtol=1e-6),
     "Picard": Picard(rtol=1e-6),
     "early acceleration": Anderson(plain_steps=2, rtol=1e-6),
-    "acceleration at once": Anderson(plain_steps=2, rtol=1e-6),
     "fixed budget": Anderson(rtol=0.0, atol=0.0, max_steps=9),
     "fixed budget of plain steps": Picard(rtol=0.0, atol=0.0, max_steps=4),
     "few steps": Anderson(rtol=1e-6, max_steps=3),
