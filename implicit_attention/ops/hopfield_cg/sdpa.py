@@ -14,7 +14,7 @@ from .._rows import BLOCK, Rows, dot
 from .rule import Adjoint, CGStop
 
 # Attention weights held at once: about what stays in a processor's cache.
-TILE = 2**20
+TILE = 2**19
 # A curvature below this times eps |p|^2 is rounding or negative.
 NOISE = 10.0
 # How far above the tolerance rounding may keep the recomputed residual of what the recurrence has below it.
@@ -57,7 +57,8 @@ class Tile(NamedTuple):
 
     def product(self, v: Tensor) -> Tensor:
         spread = torch.bmm(self._scores(v).mul_(self.weights), self.keys).view_as(v)
-        return v - spread.addcmul_(dot(self.mean, v)[:, None], self.mean, value=-1.0).mul_(self.by_cov)
+        spread.addcmul_(dot(self.mean, v)[:, None], self.mean, value=-1.0)
+        return torch.addcmul(v, spread, self.by_cov, value=-1.0)
 
     def select(self, flat: Tensor, entries: Tensor | None, count: int) -> Tile:
         weights = self.weights.flatten(0, 1).index_select(0, flat).view(-1, count, self.weights.shape[-1])
@@ -103,6 +104,7 @@ def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
             yield rows.select(flat, entries), entries
 
 
+@torch.inference_mode()
 def _solve_tile(
     rows: Rows, entries: Tensor, z: Tensor, g: Tensor, stop: CGStop, found: Adjoint, leave_out: bool
 ) -> None:
@@ -140,7 +142,7 @@ def _conjugate_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(u, products, blocked) of a tile; `blocked` met a curvature that is not positive."""
     u, r, p = torch.zeros_like(g), g.clone(), g.clone()
-    square = size.square()
+    square = length = size.square()
     limit = tolerance.square()
     active = square > limit
     steps, blocked = torch.zeros_like(size, dtype=torch.int32), torch.zeros_like(active)
@@ -157,21 +159,24 @@ def _conjugate_gradients(
                 before, (rows, flat) = rows, smaller
                 entries = flat.view(rows.sets, -1)[:, 0] // before.count if rows.sets < before.sets else None
                 tile = tile.select(flat, entries, rows.count)
-                u, r, p, square, limit, active, steps, blocked = (
-                    t.index_select(0, flat) for t in (u, r, p, square, limit, active, steps, blocked)
+                u, r, p, square, length, limit, active, steps, blocked = (
+                    t.index_select(0, flat) for t in (u, r, p, square, length, limit, active, steps, blocked)
                 )
         product = tile.product(p)
         curvature = dot(p, product)
         steps += active
         # A NaN is not blocked: it goes on into the residual and is seen there.
-        negative = active & (curvature <= noise * dot(p, p))
+        negative = active & (curvature <= noise * length)
         blocked |= negative
         active ^= negative
         rate = torch.where(active, square / curvature, 0.0)[:, None]
         u.addcmul_(rate, p)
         r.addcmul_(rate, product, value=-1.0)
         reached = dot(r, r)
-        p = torch.addcmul(r, torch.where(active, reached / square, 0.0)[:, None], p)
+        ratio = torch.where(active, reached / square, 0.0)
+        p = torch.addcmul(r, ratio[:, None], p)
+        # |p|^2, as r is orthogonal to the directions before.
+        length = reached + ratio.square() * length
         square = reached
         active &= square > limit
     result = _merged(whole, ids, (u, steps, blocked))

@@ -51,6 +51,7 @@ def iterate(problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, comp
     return answers.solved()
 
 
+@torch.inference_mode()
 def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: Stop, *, compact: bool) -> None:
     """Solve some of the queries from z."""
     rows, flat = rows.padded(answers.count)
