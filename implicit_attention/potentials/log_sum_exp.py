@@ -214,7 +214,7 @@ class LogSumExp(KeyPotential):
         energy, poison = problem
         if poison is not None:
             initial = initial + poison[..., None]
-        found = run_hopfield_solve(energy, initial, stop, impl=self.impl)
+        found = run_hopfield_solve(energy, initial, stop, impl=self.impl, keep_mean=False)
         return (found.state, *found[3:])
 
     def solve_in_graph(

@@ -77,19 +77,21 @@ def hopfield_solve(
     return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, which))
 
 
-def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl) -> Solved:
-    """The same for a problem that is laid out, as plain computation."""
-    return dispatch(problem, initial, stop, chosen(impl, problem))
+def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl, keep_mean: bool = True) -> Solved:
+    """The same for a problem that is laid out, as plain computation; the mean may be left out where it costs extra."""
+    return dispatch(problem, initial, stop, chosen(impl, problem), keep_mean=keep_mean)
 
 
-def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, which: Chosen) -> Solved:
+def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, which: Chosen, *, keep_mean: bool = True) -> Solved:
     """Run the implementation."""
     if initial.numel() == 0:
         return nothing(initial)
+    if which == "sdpa":
+        from .sdpa import solve as solve_sdpa
+
+        return solve_sdpa(problem, initial, stop, keep_mean=keep_mean)
     if which == "triton":
         from .triton import solve
-    elif which == "sdpa":
-        from .sdpa import solve
     else:
         from .reference import solve
     return solve(problem, initial, stop)

@@ -41,10 +41,15 @@ class Step(NamedTuple):
 
 
 @torch.no_grad()
-def iterate(problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, compact: bool) -> Solved:
-    """Solve from `initial`; `fused` evaluates by torch's attention kernels, else every product is written out."""
+def iterate(
+    problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, compact: bool, keep_mean: bool = True
+) -> Solved:
+    """Solve from `initial`; `fused` evaluates by torch's attention kernels, else every product is written out.
+
+    Without `keep_mean` the mean that is returned has no rows.
+    """
     rows = Rows(problem, fused=fused)
-    answers = _Answers(rows, stop)
+    answers = _Answers(rows, stop, keep_mean)
     start = rows.laid(initial).flatten(0, 1)
     for part, flat in rows.parts(PAIRS):
         _iterate(part, start if flat is None else start.index_select(0, flat), answers, stop, compact=compact)
@@ -61,10 +66,12 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: Stop, *, compact: b
     learns = stop.plain_steps < stop.max_steps
     base: Point | None = None
     tried: Step | None = None
+    # Memory of a state that is no longer needed: what is made anew costs as much as several passes over it.
+    spare: Tensor | None = None
     for index in range(stop.max_steps + 1):
         mean, logsumexp = rows.evaluate(z)
         f = rows.mapped(mean)
-        r = f - z
+        r = torch.sub(f, z, out=None if spare is None else spare[: len(z)])
         residual = torch.linalg.vector_norm(r, dim=-1)
         tolerance = torch.linalg.vector_norm(f, dim=-1).mul_(stop.rtol).add_(stop.atol)
         finite = residual + tolerance < torch.inf
@@ -91,14 +98,16 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: Stop, *, compact: b
             break
         del mean, logsumexp
         if point is None:
-            z = f
+            z, spare = f, r
         elif base is None or tried is None or accepted is None:
+            spare = None
             base, tried, z = point, Step(r, point.square, point.square, torch.ones_like(active)), f
         else:
             del f
             z = _back(z, accepted, point, base, tried)
-            tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps)
-            base, z = point, z + tried.direction
+            spare = None if tried.direction is base.r else base.r
+            tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps, spare=spare)
+            base, z = point, z.add_(tried.direction)
         if compact and counts is not None and (smaller := rows.compacted(active, counts)) is not None:
             rows, flat = smaller
             z, active = z.index_select(0, flat), active[flat]
@@ -127,18 +136,28 @@ def _back(z: Tensor, accepted: Tensor, point: Point, base: Point, tried: Step) -
         return z
     for new, old in zip(point, base, strict=True):
         new.index_copy_(0, rejected, old.index_select(0, rejected))
-    return z.index_copy(0, rejected, z.index_select(0, rejected) - tried.direction.index_select(0, rejected))
+    return z.index_copy_(0, rejected, z.index_select(0, rejected) - tried.direction.index_select(0, rejected))
 
 
-def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepted: Tensor, *, plain: bool) -> Step:
+def _proposed(
+    point: Point,
+    base: Point,
+    tried: Step,
+    end_slope: Tensor,
+    accepted: Tensor,
+    *,
+    plain: bool,
+    spare: Tensor | None,
+) -> Step:
     """r - gamma (dz + dr), gamma = <dr, r>/|dr|^2, where that promises descent, 4 r where E curves down, else r.
 
-    dz is the step tried and end_slope = <r, dz>; neither is read where it was not accepted.
+    dz is the step tried, whose memory takes the new one, and end_slope = <r, dz>; neither is read where it was not
+    accepted.
     """
     r, square = point.r, point.square
     if plain:
         return Step(r, square, square, torch.ones_like(accepted))
-    dr = r - base.r
+    dr = torch.sub(r, base.r, out=spare)
     dr_dr = torch.linalg.vector_norm(dr, dim=-1).square_()
     dr_r = (square + dr_dr).sub_(base.square).div_(2)
     dz_dr = end_slope - tried.slope
@@ -154,7 +173,7 @@ def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepte
     stretched = downward & accepted
     by_r = torch.where(mixed, cut, stretched * (STRETCH - 1) + 1)
     by_df = torch.where(mixed, -cut * gamma, 0.0).unsqueeze(-1)
-    direction = (by_r.unsqueeze(-1) * r).addcmul_(by_df, tried.direction).addcmul_(by_df, dr)
+    direction = tried.direction.mul_(by_df).addcmul_(by_df, dr).addcmul_(by_r.unsqueeze(-1), r)
     reached = torch.linalg.vector_norm(direction, dim=-1).square_()
     return Step(direction, reached, torch.where(mixed, slope, by_r * square), ~(mixed | stretched))
 
@@ -162,10 +181,12 @@ def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepte
 class _Answers:
     """The outcome of every query, written when it is done; one place more takes the rows that only fill up."""
 
-    def __init__(self, rows: Rows, stop: Stop) -> None:
+    def __init__(self, rows: Rows, stop: Stop, keep_mean: bool) -> None:
+        self.keep_mean = keep_mean
         self.rows, self.stop, self.count = rows, stop, rows.sets * rows.count
         keys = rows.keys
-        self.state, self.mean = (keys.new_empty((self.count + 1, keys.shape[-1])) for _ in range(2))
+        self.state = keys.new_empty((self.count + 1, keys.shape[-1]))
+        self.mean = torch.empty_like(self.state) if keep_mean else self.state[:0]
         self.measured = keys.new_empty((self.count + 1, 3))
         self.steps = torch.zeros(self.count + 1, dtype=torch.int32, device=keys.device)
         self.status = torch.full_like(self.steps, int(stop.exhausted), dtype=torch.int8)
@@ -181,17 +202,19 @@ class _Answers:
             chosen = done.nonzero().squeeze(-1)
             if len(chosen) == 0:
                 return everything
-            ids, done, finite, z, mean, numbers = (
-                t.index_select(0, chosen) for t in (ids, done, finite, z, mean, numbers)
-            )
+            ids, done, finite, z, numbers = (t.index_select(0, chosen) for t in (ids, done, finite, z, numbers))
+            mean = mean.index_select(0, chosen) if self.keep_mean else mean
         if index == 0:
             z = torch.where(finite[:, None], z, torch.nan)
         status = torch.full_like(done, int(self.stop.exhausted), dtype=torch.int8)
         if not self.stop.fixed_budget:
             status.masked_fill_(numbers[:, 1] <= numbers[:, 2], int(Status.CONVERGED))
         status.masked_fill_(~finite, int(Status.DIVERGED if index else Status.NONFINITE))
-        found = (z, mean, numbers, status, torch.full_like(status, index, dtype=torch.int32))
-        for whole, part in zip((self.state, self.mean, self.measured, self.status, self.steps), found, strict=True):
+        found = [(self.state, z), (self.measured, numbers), (self.status, status)]
+        found.append((self.steps, torch.full_like(status, index, dtype=torch.int32)))
+        if self.keep_mean:
+            found.append((self.mean, mean))
+        for whole, part in found:
             if z.device.type != "cpu":
                 part = torch.where(done[:, None] if part.ndim > 1 else done, part, whole[ids])
             whole.index_copy_(0, ids, part)
@@ -201,6 +224,7 @@ class _Answers:
         rows, count = self.rows, self.count
         logsumexp, residual, tolerance = self.measured[:count].unbind(-1)
         steps = self.steps[:count]
-        vectors = (self.state[:count, : rows.dim], self.mean[:count, : rows.dim])
+        state = rows.restored(self.state[:count, : rows.dim])
+        mean = rows.restored(self.mean[:count, : rows.dim]) if self.keep_mean else self.mean
         numbers = (logsumexp, self.status[:count], residual, tolerance, steps, steps + 1)
-        return Solved(*(rows.restored(t) for t in (*vectors, *numbers)))
+        return Solved(state, mean, *(rows.restored(t) for t in numbers))

@@ -10,6 +10,7 @@ from .iterate import iterate
 from .rule import Solved, Stop
 
 
-def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
+def solve(problem: Hopfield, initial: Tensor, stop: Stop, *, keep_mean: bool = True) -> Solved:
     """Solve from `initial`, (*batch, N, D); what the kernels cannot do is multiplied out."""
-    return iterate(problem.to(initial.dtype), initial, stop, fused=without_kernel(problem) is None, compact=True)
+    fused = without_kernel(problem) is None
+    return iterate(problem.to(initial.dtype), initial, stop, fused=fused, compact=True, keep_mean=keep_mean)
