@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, is_batched, is_differentiated, jvp_by_vjp, transforms_active, vjp
+from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
 from ..problem import Problem, VmappedProblem, pullback
 from ..solvers.iterate import Outcome
@@ -142,12 +142,13 @@ class _FixedPoint(torch.autograd.Function):
         problem = call.problem.replace(*tensors)
         # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
         left_out = ~_any(torch.isfinite(z) | (cotangents[0] != 0), problem.event_ndim)
+        plain = not torch.is_grad_enabled() and not transforms_active()
         # Nothing is copied where the host can see that there is none.
-        if z.device.type != "cpu" or is_batched(left_out) or bool(left_out.any()):
+        if not plain or z.device.type != "cpu" or bool(left_out.any()):
             z = z.masked_fill(left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim)), 0.0)
             problem = problem.without(left_out)
         with exact_precision(z):
-            if not torch.is_grad_enabled() and not transforms_active():
+            if plain:
                 gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])
             else:
                 u = _apply(_AdjointSolve, call, True, z, cotangents[0], *problem.tensors())
