@@ -11,14 +11,14 @@ from torch import Tensor
 from . import _validate
 from ._autograd import exact_precision, is_batched, is_differentiated, transforms_active, uncompiled
 from ._reporting import report_failures
-from ._types import Impl, OnFailure
+from ._types import OnFailure
 from .adjoints import Implicit, Unrolled
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
 from .ops._flash import FLASH_KEYS
 from .options import SolveOptions
 from .potentials import LogSumExp
-from .potentials.log_sum_exp import ReferenceLogSumExp
+from .potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
 from .problem import HALF, Problem
 from .read_out import PotentialFactory, at_least_single, explicit_read_out, made_by, read_out, weights_of, with_anchor
 from .solution import Evidence, Solution, Trace
@@ -163,7 +163,7 @@ def _attend(
     weigh: bool,
     empty: bool,
 ) -> Attended:
-    make = _implementation(potential, options.impl, keys, bias)
+    make = _implementation(potential, options, keys, bias, trace)
     dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
         query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
@@ -197,26 +197,35 @@ def _attend(
         return _attended(output.to(dtype), solution, weights)
 
 
-def _implementation(potential: PotentialFactory, impl: Impl, keys: Tensor, bias: Tensor | None) -> PotentialFactory:
-    """The factory that does it as `impl` says, or an error that says who can."""
+def _implementation(
+    potential: PotentialFactory, options: SolveOptions, keys: Tensor, bias: Tensor | None, trace: bool
+) -> PotentialFactory:
+    """The factory that does it as `options.impl` says, or an error that says who can."""
+    impl = options.impl
     if impl == "auto":
         return potential
     if potential is not LogSumExp:
         name = getattr(potential, "__name__", type(potential).__name__)
         raise UnsupportedImplementation(f"`impl={impl!r}` exists for LogSumExp only, not for {name}; use impl='auto'")
-    if impl == "triton":
-        raise UnsupportedImplementation("`impl='triton'`: there is no Triton kernel yet; use impl='auto' or 'sdpa'")
+    if impl == "reference":
+        return ReferenceLogSumExp
+    if impl == "sdpa" and keys.shape[-2] < FLASH_KEYS:
+        raise UnsupportedImplementation(
+            f"`impl='sdpa'` needs at least {FLASH_KEYS} keys (torch's kernel loses NaN below), got "
+            f"{keys.shape[-2]}; use impl='auto' or 'reference'"
+        )
+    if transforms_active() or (bias is not None and is_differentiated(bias)):
+        what = "inside torch.func" if transforms_active() else "with an additive mask that requires grad"
+        raise UnsupportedImplementation(f"`impl={impl!r}` has no derivative {what}; use impl='auto' or 'reference'")
     if impl == "sdpa":
-        if keys.shape[-2] < FLASH_KEYS:
-            raise UnsupportedImplementation(
-                f"`impl='sdpa'` needs at least {FLASH_KEYS} keys (torch's kernel loses NaN below), got "
-                f"{keys.shape[-2]}; use impl='auto' or 'reference'"
-            )
-        if transforms_active() or (bias is not None and is_differentiated(bias)):
-            what = "inside torch.func" if transforms_active() else "with an additive mask that requires grad"
-            raise UnsupportedImplementation(f"`impl='sdpa'` has no derivative {what}; use impl='auto' or 'reference'")
-        return potential
-    return ReferenceLogSumExp
+        return SDPALogSumExp
+    if options.explicit:
+        raise UnsupportedImplementation("`impl='triton'` solves, and max_steps=0 solves nothing; use impl='sdpa'")
+    if trace or options.effective_solver.stop(_MONOTONE) is None:
+        what = "a trajectory" if trace else f"{type(options.effective_solver).__name__} with these options"
+        remedy = "use solver=Anderson() or Picard(), or impl='auto'"
+        raise UnsupportedImplementation(f"`impl='triton'` has no kernel for {what}; {remedy}")
+    return TritonLogSumExp
 
 
 # Under torch.compile.

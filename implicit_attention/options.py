@@ -21,7 +21,8 @@ class SolveOptions:
     Args:
         solver: default `Anderson()`.
         adjoint: default `Implicit()`.
-        impl: "auto"; "reference" writes every product out; "sdpa" insists on torch's fused attention.
+        impl: "auto"; "reference" writes every product out; "sdpa" insists on torch's fused attention, "triton" on the
+            Triton kernels.
         max_steps: the solver's `max_steps` in short; 0 is one explicit step of attention, without any solve.
         on_failure: "raise", "warn" or "ignore".
     """

@@ -407,7 +407,7 @@ def bad(match, error=ValueError, *, change=None, **options):
         bad("`adjoint` must be None or a Adjoint", TypeError, adjoint=Implicit),
         bad("`impl` must be one of 'auto', 'reference', 'sdpa', 'triton'", impl="flash"),
         bad("needs at least 64 keys", UnsupportedImplementation, impl="sdpa"),
-        bad("no Triton kernel", UnsupportedImplementation, impl="triton"),
+        bad("Triton kernels do not run on the device", UnsupportedImplementation, impl="triton"),
         bad("`max_steps` must be >= 0", max_steps=-1),
         bad("`on_failure` must be one of", on_failure="explode"),
         bad("`key` must have the query's dimension 8", change={"key": torch.zeros(B, H, M, D + 1).double()}),

@@ -298,7 +298,7 @@ class LogSumExp(KeyPotential):
 
     def _is_own(self) -> bool:
         """Whether what is written out for this class is what the object computes: a subclass may compute otherwise."""
-        return type(self) in (LogSumExp, ReferenceLogSumExp) and self._has_only("keys", "beta", "mask", "bias")
+        return type(self) in _OWN and self._has_only("keys", "beta", "mask", "bias")
 
     def _check_readout(self, z: Tensor, values: Tensor, dropout_p: float) -> None:
         self.check_state("z", z)
@@ -357,6 +357,23 @@ class ReferenceLogSumExp(LogSumExp):
 
     declares_all = True
     fused = False
+
+
+class SDPALogSumExp(LogSumExp):
+    """`LogSumExp` that solves by torch's attention kernels, or raises."""
+
+    declares_all = True
+    impl = "sdpa"
+
+
+class TritonLogSumExp(LogSumExp):
+    """`LogSumExp` that solves by the Triton kernels, or raises."""
+
+    declares_all = True
+    impl = "triton"
+
+
+_OWN = (LogSumExp, ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp)
 
 
 def _select_rows(pairs: Tensor, index: Tensor) -> Tensor:
