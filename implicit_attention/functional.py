@@ -56,8 +56,8 @@ def equilibrium_attention(
             gets no gradient from the solve.
         solver: default `Anderson()`.
         adjoint: default `Implicit()`, the exact gradient of the equilibrium.
-        impl: "auto", "reference" (every product written out), "sdpa" (torch's fused attention, or an error), "triton" (one
-            kernel for the whole solve, or an error).
+        impl: "auto", "reference" (every product written out), "sdpa" (torch's fused attention, or an error), "triton"
+            (one kernel for the whole solve, or an error).
         max_steps: replaces the solver's; 0 is one explicit step, whatever the anchor.
         on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.
         return_solution: return (output, solution): states, statuses, residuals, evaluations.
