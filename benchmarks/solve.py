@@ -45,11 +45,13 @@ NOTES = (
     "Picard's evaluations are counted by hand over all queries (cap 1000).",
     "Unrolled autograd (C5) makes as many steps as Picard's slowest query needs evaluations, at most 200: the same "
     "residual for every query. Its memory is compared at 32 steps, where beta*sqrt(D) = 2.",
-    "What bounds C1 where it is missed (timers around the parts of the loop at beta*sqrt(D) 4, anchor 0): of 46 ms 32 are "
-    "the attention kernel, 28 of them for queries that are not done, the others fill up blocks of 8; the rest are calls of "
-    "torch on numbers per query, in 18 steps of which the last 12 hold less than 2 % of the queries.",
-    "What bounds C3 (torch's profiler at beta*sqrt(D) 1, anchor 0): seven tenths of the backward pass are matrix products, "
-    "two for each step of the conjugate gradients and six for weights and gradients, and the softmax is 7 %.",
+    "What bounds C1 where it is missed (timers around the parts of the loop at beta*sqrt(D) 4, anchor 0): of 46 "
+    "ms 32 are the attention kernel, 28 of them for queries that are not done, the others fill up blocks of 8; "
+    "the rest are calls of torch on numbers per query, in 18 steps of which the last 12 hold less than 2 % of the "
+    "queries.",
+    "What bounds C3 (torch's profiler at beta*sqrt(D) 1, anchor 0): seven tenths of the backward pass are matrix "
+    "products, two for each step of the conjugate gradients and six for weights and gradients, and the softmax is "
+    "7 %.",
     "An answer of ours that is wrong (float64 residuals, dense float64 gradient) has no ratio and misses its targets.",
 )
 

@@ -278,7 +278,7 @@ class Rows:
         return _product(scores.softmax(-1), keys), scores.logsumexp(-1)
 
     def _scores(self, z: Tensor, keys: Tensor, beta: Tensor, pairs: Tensor | None) -> Tensor:
-        scores = _product(z * beta, keys.mT) if self.one_beta is None else _product(z, keys.mT).mul_(self.one_beta)
+        scores = _product(z * (beta if self.one_beta is None else self.one_beta), keys.mT)
         if pairs is None:
             return scores
         return (scores.view(len(pairs), -1, *scores.shape[1:]) + pairs[:, None]).view_as(scores)

@@ -110,6 +110,7 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: Stop, *, compact: b
             base, z = point, z.add_(tried.direction)
         if compact and counts is not None and (smaller := rows.compacted(active, counts)) is not None:
             rows, flat = smaller
+            spare = None
             z, active = z.index_select(0, flat), active[flat]
             if base is not None and tried is not None:
                 base = Point(*(t.index_select(0, flat) for t in base))
