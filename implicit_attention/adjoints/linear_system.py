@@ -89,7 +89,9 @@ def _again(
         index = None
     chosen = failed if index is None else failed.gather(-1, index)
     mask = failed.reshape((*failed.shape, *(1,) * problem.event_ndim))
-    second, more = _by_rows(method, problem, z, torch.where(mask, cotangent, 0.0), [index])
+    size = max(TILE // max(math.prod(failed.shape[:-1]), 1), TILE_ROWS)
+    tiles: list[Tensor | None] = [None] if index is None else [*torch.split(index, size, dim=-1)]
+    second, more = _by_rows(method, problem, z, torch.where(mask, cotangent, 0.0), tiles)
     merged = _Answer(*(_put(index, chosen, old, new) for old, new in zip(answer, second, strict=True)))
     return merged, tuple(a if b is None else b if a is None else a + b for a, b in zip(gradients, more, strict=True))
 

@@ -34,13 +34,19 @@ def hopfield_cg(
     dL/dK = `by_keys`, dL/dbeta = `by_beta` summed.
 
     Args:
-        query, keys, beta, anchor, mask, is_causal, impl: as in `hopfield_solve`; "reference" solves by dense Hessians.
+        query: x, (*batch, N, D).
+        keys: K, (*#batch, M, D), as in `hopfield_solve`.
         state: z, (*batch, N, D), a solution.
         cotangent: dL/dz, (*batch, N, D).
+        beta: inverse temperature, as in `hopfield_solve`.
+        anchor: in [0, 1], as in `hopfield_solve`.
+        mask: boolean or additive, as in `hopfield_solve`.
+        is_causal: a query attends to keys up to its own index.
         rtol: a system is solved when |cotangent - A u| <= rtol |cotangent|, by its recurrence; recomputed at u it may
             be ten times that, as rounding adds up. Default 1e-10 in float64 and 1e-5 in float32; impl="triton", which
             forms products in the keys' precision, 5e-3 in float16 and 3e-2 in bfloat16.
         max_steps: largest number of products with A.
+        impl: as in `hopfield_solve`; "reference" solves by dense Hessians.
 
     Returns:
         `Adjoint`: u, its evidence and its gradients. A query with negative curvature, a saddle, has u = 0.

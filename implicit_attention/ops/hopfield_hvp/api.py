@@ -33,10 +33,17 @@ def hopfield_hvp(
     Cov(z) v = sum_j p_j k_j <k_j, v> - mean <mean, v> with p = softmax(beta K z).
 
     Args:
-        query, keys, beta, anchor, mask, is_causal, impl: as in `hopfield_solve`.
+        query: x, (*batch, N, D).
+        keys: K, (*#batch, M, D), as in `hopfield_solve`.
         state: z, (*batch, N, D).
         vector: v, (*batch, N, D).
-        mean, logsumexp: what `hopfield_solve` measured at that very state, which impl="triton" otherwise evaluates.
+        beta: inverse temperature, as in `hopfield_solve`.
+        anchor: in [0, 1], as in `hopfield_solve`.
+        mask: boolean or additive, as in `hopfield_solve`.
+        is_causal: a query attends to keys up to its own index.
+        mean: what `hopfield_solve` measured at that very state; impl="triton" otherwise evaluates it.
+        logsumexp: the same, (*batch, N); both or none.
+        impl: as in `hopfield_solve`.
 
     Returns:
         (*batch, N, D), float32 for half-precision inputs.

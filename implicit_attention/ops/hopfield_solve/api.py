@@ -41,8 +41,8 @@ def hopfield_solve(
             (*batch, N, M). What a masked key holds must be finite.
         is_causal: a query attends to keys up to its own index, both counted from the start.
         initial: where to start, default the query.
-        rtol, atol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2; with 0 and 0 exactly `max_steps` steps
-            are made, without any look of the host.
+        rtol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2.
+        atol: with 0 for both exactly `max_steps` steps are made, without any look of the host.
         max_steps: largest number of updates of a query.
         plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
         impl: "reference" (every product written out), "sdpa" (torch's attention kernels), "triton" (one kernel), or
@@ -53,8 +53,7 @@ def hopfield_solve(
         impl="triton" are those of the keys' precision.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: an `impl` that cannot do it, with
-        the reason.
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, and why.
 
     Gradients: of `state`, exact where it converged, first order, with respect to query, keys, beta and anchor; not to
     an additive mask. `implicit_attention.solve` has all orders.
