@@ -288,7 +288,7 @@ def test_the_document_holds_what_a_reader_needs_and_is_never_overwritten(run, tm
 
 def test_the_readme_table_is_made_from_the_newest_complete_run(run, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results of solve -->\nold\n<!-- end of solve -->\nafter\n")
+    readme.write_text("before\n<!-- results of solve -->\na stale table\n<!-- end of solve -->\nafter\n")
     results = tmp_path / "results"
     assert report.rewrite("solve", solve.NOTES, readme=readme, folder=results) is None
     report.write({**run, "finished": "2020-01-01T00:00:00+00:00"}, results)
@@ -296,7 +296,7 @@ def test_the_readme_table_is_made_from_the_newest_complete_run(run, tmp_path):
     report.write({**run, "finished": "2031-01-01T00:00:00+00:00", "complete": False}, results)
     assert report.rewrite("solve", solve.NOTES, readme=readme, folder=results) == latest
     text = readme.read_text()
-    assert "old" not in text
+    assert "a stale table" not in text
     assert text.startswith("before")
     assert text.endswith("after\n")
     assert latest.name in text
