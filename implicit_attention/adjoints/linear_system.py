@@ -93,7 +93,10 @@ def _again(
     tiles: list[Tensor | None] = [None] if index is None else [*torch.split(index, size, dim=-1)]
     second, more = _by_rows(method, problem, z, torch.where(mask, cotangent, 0.0), tiles)
     merged = _Answer(*(_put(index, chosen, old, new) for old, new in zip(answer, second, strict=True)))
-    return merged, tuple(a if b is None else b if a is None else a + b for a, b in zip(gradients, more, strict=True))
+    # In place: nothing else holds the gradients of the operation.
+    return merged, tuple(
+        a if b is None else b if a is None else a.add_(b) for a, b in zip(gradients, more, strict=True)
+    )
 
 
 def _by_rows(
