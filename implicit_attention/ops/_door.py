@@ -48,6 +48,8 @@ def laid_out(
             _validate.check_float_tensor(name, number)
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
             _validate.check_range(name, number, low=0.0, high=high, open_low=name == "beta", remedy="parametrise it")
+            # Where the host does not look, what lies outside becomes NaN, and the queries that read it say so.
+            number = _validate.inside(number, low=0.0, high=high, open_low=name == "beta")
             numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
         else:
             _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")

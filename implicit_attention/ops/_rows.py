@@ -150,8 +150,9 @@ class Rows:
             yield self, None
             return
         for start in range(0, self.sets, together):
-            entries = torch.arange(start, min(start + together, self.sets), device=self.device)
-            flat = torch.arange(start * self.count, (int(entries[-1]) + 1) * self.count, device=self.device)
+            end = min(start + together, self.sets)
+            entries = torch.arange(start, end, device=self.device)
+            flat = torch.arange(start * self.count, end * self.count, device=self.device)
             part = self.select(flat, entries)
             part._whole = True
             yield part, flat

@@ -266,7 +266,9 @@ class LogSumExp(KeyPotential):
         keys = keys[(None,) * (axes - keys.ndim)]
         pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
         numbers = []
-        for number in (self._scale, anchor[..., None, None] if isinstance(anchor, Tensor) else anchor):
+        if isinstance(anchor, Tensor):
+            anchor = _validate.inside(anchor, low=0.0, high=1.0)[..., None, None]
+        for number in (self._scale, anchor):
             tensor = number if isinstance(number, Tensor) else field.new_full((), number)
             numbers.append(tensor[(None,) * (axes - tensor.ndim)])
         beta, anchor = numbers

@@ -441,7 +441,7 @@ def test_compiles_without_a_graph_break(rows, options):
         found.append((output.detach(), [p.grad.clone() for p in made.parameters()], made.last_solve))
     (expected, gradients, evidence), (output, others, told) = found
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(others, gradients, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(others, gradients, rtol=1e-12, atol=1e-12)
     assert torch.equal(told.status, evidence.status)
     assert torch.equal(told.num_evals, evidence.num_evals)
     assert torch.equal(told.residual.isnan(), evidence.residual.isnan())
