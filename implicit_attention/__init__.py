@@ -18,6 +18,7 @@ from .status import Status
 if TYPE_CHECKING:
     from .potentials.gaussian_mixture import GaussianMixture
     from .potentials.hidden_units import HiddenUnits
+    from .potentials.softcap import SoftcapLogSumExp
     from .solvers import SciPy, TorchDEQ
     from .spins import (
         TAP,
@@ -48,6 +49,7 @@ __all__ = [
     "KeyValueCache",
     "Rotary",
     "LogSumExp",
+    "SoftcapLogSumExp",
     "Quadratic",
     "HiddenUnits",
     "GaussianMixture",
@@ -101,6 +103,7 @@ _LAZY = {
     "TorchDEQ": ".solvers",
     "HiddenUnits": ".potentials.hidden_units",
     "GaussianMixture": ".potentials.gaussian_mixture",
+    "SoftcapLogSumExp": ".potentials.softcap",
 }
 
 

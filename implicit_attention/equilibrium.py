@@ -179,7 +179,7 @@ def _attend(
                 energy,
                 query if initial is None else initial,
                 solver=options.effective_solver,
-                adjoint=options.adjoint,
+                adjoint=options.effective_adjoint,
                 on_failure=options.on_failure,
                 trace=trace,
             )

@@ -55,7 +55,8 @@ def equilibrium_attention(
         anchor: in [0, 1], how much of the query stays, a float or a tensor that broadcasts to *batch. With 0 the query
             gets no gradient from the solve.
         solver: default `Anderson()`.
-        adjoint: default `Implicit()`, the exact gradient of the equilibrium.
+        adjoint: default `Implicit()`, the exact gradient of the equilibrium, and `Unrolled()` for a fixed budget of
+            steps (rtol = atol = 0).
         impl: "auto", "reference" (every product written out), "sdpa" (torch's fused attention, or an error), "triton"
             (one kernel for the whole solve, or an error).
         max_steps: replaces the solver's; 0 is one explicit step, whatever the anchor.

@@ -8,7 +8,7 @@ from typing import Any
 from . import _validate
 from ._reporting import check_on_failure
 from ._types import Impl, OnFailure
-from .adjoints import Adjoint
+from .adjoints import Adjoint, Unrolled
 from .solvers import Anderson, Solver
 
 _IMPLEMENTATIONS = ("auto", "reference", "sdpa", "triton")
@@ -20,7 +20,7 @@ class SolveOptions:
 
     Args:
         solver: default `Anderson()`.
-        adjoint: default `Implicit()`.
+        adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps (rtol = atol = 0).
         impl: "auto"; "reference" writes every product out; "sdpa" insists on torch's fused attention, "triton" on the
             Triton kernels.
         max_steps: the solver's `max_steps` in short; 0 is one explicit step of attention, without any solve.
@@ -63,3 +63,10 @@ class SolveOptions:
     def effective_solver(self) -> Solver:
         solver = Anderson() if self.solver is None else self.solver
         return solver if self.max_steps is None else dataclasses.replace(solver, max_steps=self.max_steps)
+
+    @property
+    def effective_adjoint(self) -> Adjoint | None:
+        """None for `Implicit()`, whose gradient is no gradient of what a fixed budget of steps returns."""
+        solver = self.effective_solver
+        unrolls = self.adjoint is None and solver.fixed_budget and solver.differentiable
+        return Unrolled() if unrolls else self.adjoint

@@ -331,6 +331,20 @@ def test_budgets_and_failures():
     assert not torch.equal(output, few)
 
 
+def test_a_fixed_budget_is_unrolled_unless_it_is_told_otherwise():
+    query, key, value = (t.requires_grad_() for t in inputs())
+    budget = Picard(rtol=0, atol=0, max_steps=3)
+    by_default, unrolled, phantom = (
+        torch.autograd.grad(
+            equilibrium_attention(query, key, value, solver=budget, adjoint=adjoint).square().sum(), (query, key, value)
+        )
+        for adjoint in (None, Unrolled(), Phantom(steps=1))
+    )
+    for ours, theirs, other in zip(by_default[:2], unrolled[:2], phantom[:2], strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.allclose(ours, other)
+
+
 def test_reference_implementation_uses_no_fused_kernel(monkeypatch):
     given = inputs(keys=80, dtype=torch.float32)
     fused = equilibrium_attention(*given, impl="sdpa")
@@ -425,6 +439,7 @@ def bad(match, error=ValueError, *, change=None, **options):
             "not be Implicit\\(\\) for a fixed number",
             change={"query": torch.zeros(B, H, N, D, dtype=torch.float64, requires_grad=True)},
             solver=Picard(rtol=0, atol=0, max_steps=3),
+            adjoint=Implicit(),
         ),
     ],
 )

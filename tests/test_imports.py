@@ -61,6 +61,17 @@ ALLOWED = {
         "solution",
         "_reporting",
     },
+    "integrations": {
+        "layers",
+        "options",
+        "read_out",
+        "equilibrium",
+        "diagnostics",
+        "potentials",
+        "solvers",
+        "adjoints",
+        "solution",
+    },
     "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "solution"},
     "plotting": {"energies", "potentials", "solve", "solution", "diagnostics"},
     "cli": {
@@ -132,7 +143,8 @@ def run(code: str) -> str:
 
 
 def test_a_fresh_import_loads_nothing_heavy():
-    forbidden = ["triton", "matplotlib", "transformers", "torchdeq", "scipy", "sklearn", "rich", "typer", "pytest"]
+    forbidden = ["triton", "matplotlib", "torchdeq", "scipy", "sklearn", "rich", "typer", "pytest"]
+    forbidden += ["transformers", "x_transformers", "timm"]
     code = f"""
 import sys, torch
 before = set(sys.modules)
@@ -157,7 +169,7 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
     libraries, of_torch, parts = (ast.literal_eval(line) for line in run(code).splitlines())
     assert of_torch == []
     assert set(libraries) - {"numpy"} == {"implicit_attention", "einops", "jaxtyping"}  # jaxtyping loads numpy.typing
-    on_request = {"spins", "diagnostics", "plotting", "cli", "__main__", "testing"}
+    on_request = {"spins", "integrations", "diagnostics", "plotting", "cli", "__main__", "testing"}
     assert set(parts) == (set(ALLOWED) | LEAVES) - on_request
 
 

@@ -161,7 +161,7 @@ class LogSumExp(KeyPotential):
         fused = self.fused and (dropout_p > 0 or (self._fits_kernels(z) and not tracked))
         if not fused and torch.finfo(z.dtype).bits < 32:
             wide = self.replace(*(t.float() if t.is_floating_point() else t for t in self.tensors()))
-            return wide.readout(z.float(), values.float()).to(z.dtype)
+            return wide.readout(z.float(), values.float(), dropout_p=dropout_p).to(z.dtype)
         with exact_precision(z):
             read, zeros = self._read(z, values).settled()
             z = z if zeros is None else z.masked_fill(zeros, 0.0)
@@ -334,8 +334,15 @@ class LogSumExp(KeyPotential):
         held = [fold.rows(t) for t in held]
         return Read(fold, held[0], held[-1], mask if bias is None else bias, empty, poison)
 
+    def _products(self, z: Tensor, read: Read) -> Tensor:
+        return read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
+
     def _scores(self, z: Tensor, read: Read) -> Tensor:
-        scores = read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
+        return self._paired(self._products(z, read), read)
+
+    @staticmethod
+    def _paired(scores: Tensor, read: Read) -> Tensor:
+        """Scores with the bias, and -inf where the mask says so."""
         if read.pairs is not None:
             boolean = read.pairs.dtype == torch.bool
             scores = scores.masked_fill(~read.pairs, -torch.inf) if boolean else scores + read.pairs

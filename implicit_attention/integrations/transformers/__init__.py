@@ -1,0 +1,15 @@
+"""Equilibrium attention for Hugging Face models: `register`, then `set_attn_implementation("equilibrium")`."""
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "`implicit_attention.integrations.transformers` needs transformers 5.0 or newer: "
+        'pip install "implicit_attention[transformers]"'
+    ) from error
+
+from .convert import Conversion, Stage, convert
+from .registration import register
+from .report import LayerReport, report
+
+__all__ = ["Conversion", "LayerReport", "Stage", "convert", "register", "report"]

@@ -1,0 +1,245 @@
+"""The attention function that models of transformers call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import _validate
+from ...equilibrium import Attended, Measured, attend, split_mask
+from ...potentials import LogSumExp
+from ...potentials.softcap import SoftcapLogSumExp
+from ...read_out import PotentialFactory
+from ...solution import Evidence
+from .settings import OPTIONS, OVERRIDE, Given, Settings
+
+#: Where an attention module keeps its `Last`.
+LAST = "_equilibrium_last"
+
+# Queries of the first sample whose states are kept for the report.
+SAMPLE = 64
+
+# Arguments of models that say nothing about attention that the mask does not say.
+_HARMLESS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "deterministic",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+
+_PACKED = "a packed batch would attend across its sequences; pass position_ids that restart, without a mask"
+# Arguments that change what is computed, with the reason why they are refused.
+_REFUSED = {
+    "cache": "paged caches (continuous batching) hold keys that this function does not see; use generate()",
+    "block_table": "paged caches hold keys that this function does not see; use a dynamic or a static cache",
+    "cu_seq_lens_q": _PACKED,
+    "cu_seq_lens_k": _PACKED,
+    "max_length_q": _PACKED,
+    "max_length_k": _PACKED,
+    "seq_idx": _PACKED,
+    "head_mask": "heads cannot be masked; prune them",
+    "indices": "sparse attention over chosen keys has no equilibrium here; use another attention for this model",
+    "block_indices": "sparse attention over chosen blocks has no equilibrium here; use another attention",
+}
+
+
+class Sample(NamedTuple):
+    """Some states of the first sample with what they attend to, for diagnostics."""
+
+    make: PotentialFactory
+    state: Tensor
+    keys: Tensor
+    beta: float | Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+
+
+class Last:
+    """What an attention module remembers of its last call; copies and pickles of it are empty."""
+
+    def __init__(
+        self,
+        evidence: Evidence | Measured | None = None,
+        sample: Sample | None = None,
+        settings: Settings | None = None,
+        change: Tensor | None = None,
+    ) -> None:
+        self.evidence, self.sample, self.settings, self.change = evidence, sample, settings, change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Last, ())
+
+
+class EquilibriumForward:
+    """The attention function of a registered name."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        output_attentions: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Equilibrium attention in the convention of transformers.
+
+        Args:
+            module: the attention module that asks.
+            query: (B, H, N, D), turned by rotary positions if the model has them.
+            key: (B, Hkv, M, D), Hkv dividing H; all that the cache holds.
+            value: (B, Hkv, M, E).
+            attention_mask: boolean (True = attend) or additive, (B, 1 or H, N, M).
+            scaling: the inverse temperature, default 1/sqrt(D).
+            dropout: part of the weights dropped in the read-out; 0 in evaluation.
+            is_causal: without a mask: whether the last query attends to all keys, the one before to all but the last.
+            position_bias: added to the scores, (1 or B, H, N, M).
+            softcap: scores are squashed to (-softcap, softcap).
+            s_aux: logits of a key that nobody sees and that takes part of the weight, (H,).
+            output_attentions: return the weights of the read-out, (B, H, N, M).
+            **others: options for this call, and what models hand on.
+
+        Returns:
+            (B, N, H, E) and the weights or None.
+        """
+        settings = self.settings.of(module, self._call_options(module, others))
+        if output_attentions is None:
+            output_attentions = getattr(getattr(module, "config", None), "output_attentions", False)
+        mask, bias = self._pairs(module, query, key, attention_mask, is_causal)
+        if position_bias is not None:
+            bias = position_bias if bias is None else bias + position_bias
+        if s_aux is not None:
+            key, value, mask, bias = _with_sink(key, value, mask, bias, s_aux)
+        make: PotentialFactory = LogSumExp if softcap is None else partial(SoftcapLogSumExp, cap=softcap)
+        beta = query.shape[-1] ** -0.5 if scaling is None else scaling
+        ask = partial(
+            attend,
+            query,
+            key,
+            value,
+            beta=beta,
+            anchor=_on(settings.anchor, query),
+            mask=mask,
+            bias=bias,
+            potential=make,
+            grouped=True,
+            measure=False,
+        )
+        found: Attended = ask(options=settings.options, dropout_p=dropout, weigh=bool(output_attentions))
+        change = None
+        if getattr(module, COMPARE, False):
+            with torch.no_grad():
+                explicit = ask(options=settings.options.override(max_steps=0)).output
+                change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
+        sample = _sample(make, found.solution, key, beta, mask, bias)
+        setattr(module, LAST, Last(found.evidence, sample, settings, change))
+        weights = found.weights
+        if weights is not None:
+            weights = (weights if s_aux is None else weights[..., :-1]).to(query.dtype)
+        return found.output.transpose(1, 2).contiguous(), weights
+
+    def _call_options(self, module: nn.Module, others: dict[str, Any]) -> Given:
+        """Options for this call among the arguments; whatever else might change attention is refused."""
+        call = {}
+        for name, given in others.items():
+            if name in OPTIONS:
+                call[name] = given
+            elif given is None or name in _HARMLESS or name in self.settings.ignore:
+                continue
+            else:
+                who = type(module).__name__
+                reason = _REFUSED.get(name)
+                if reason is not None:
+                    raise ValueError(f"`{name}` must be None for equilibrium attention in {who}: {reason}")
+                raise ValueError(
+                    f"`{name}` is neither an option of equilibrium attention ({', '.join(OPTIONS)}) nor known not to "
+                    f"change the attention of {who}; if it does not, register with ignore=({name!r},)"
+                )
+        return call
+
+    @staticmethod
+    def _pairs(
+        module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(mask, bias), each None or broadcasting to (B, H, N, M)."""
+        rows, count = query.shape[-2], key.shape[-2]
+        if attention_mask is not None:
+            mask, bias = split_mask("attention_mask", attention_mask, query)
+            pairs = (*query.shape[:-1], count)
+            _validate.require(
+                attention_mask.ndim == 4,
+                "attention_mask",
+                "have four axes (B, 1 or H, N, M) when it reaches attention",
+                f"shape {tuple(attention_mask.shape)}",
+            )
+            _validate.check_broadcast("attention_mask", attention_mask.shape, pairs, "(B, H, N, M)")
+            return mask, bias
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal or rows == 1:
+            return None, None
+        return torch.ones(rows, count, dtype=torch.bool, device=query.device).tril(count - rows), None
+
+
+def _with_sink(
+    key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """One more key, a zero, whose score is the sink's logit and whose value is zero."""
+    count = key.shape[-2]
+    logits = F.pad(sinks.reshape(-1, 1, 1).to(key.dtype), (count, 0))
+    bias = logits if bias is None else F.pad(bias, (0, 1)) + logits
+    mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask, bias
+
+
+def _on(anchor: float | Tensor, like: Tensor) -> float | Tensor:
+    return anchor.to(like.device) if isinstance(anchor, Tensor) else anchor
+
+
+def _sample(
+    make: PotentialFactory, solution: Any, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
+) -> Sample:
+    """Evenly spaced states of the first sample; its keys are not copied."""
+    state: Tensor = solution if isinstance(solution, Tensor) else solution.value
+    count = state.shape[-2]
+    step = -(-count // SAMPLE) if count else 1
+
+    def rows(pairs: Tensor | None) -> Tensor | None:
+        if pairs is None:
+            return None
+        pairs = pairs.detach()[:1] if pairs.ndim == 4 else pairs.detach()
+        return pairs if pairs.shape[-2] == 1 else pairs[..., ::step, :].clone()
+
+    return Sample(make, state.detach()[:1, :, ::step].clone(), keys.detach()[:1], beta, rows(mask), rows(bias))
+
+
+#: An attention module with this set says how far its answer is from softmax attention with the same inputs.
+COMPARE = "_equilibrium_compare"
+
+__all__ = ["COMPARE", "LAST", "OVERRIDE", "EquilibriumForward", "Last", "Sample"]

@@ -1,0 +1,209 @@
+"""`convert`: a trained model moved from softmax attention to equilibria, by steps of the anchor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ... import _validate
+from ..._types import Impl, OnFailure
+from ...adjoints import Adjoint
+from ...solution import Evidence
+from ...solvers import Solver
+from .attention import COMPARE, LAST, Last
+from .registration import is_ours, register
+from .report import aligned, last_calls
+from .settings import OVERRIDE, Settings
+
+SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What one anchor of the schedule changes, before anything is trained with it.
+
+    Attributes:
+        anchor: the anchor.
+        layers: by name, how far the attention's answer is from softmax attention on the same queries, keys and values:
+            |difference| / |softmax attention|.
+        output: the same for the model's first output (logits or last hidden state), against itself with softmax
+            attention in all layers and the same parameters.
+        converged: share of the queries that reached their tolerance; NaN with a fixed budget.
+    """
+
+    anchor: float
+    layers: dict[str, float]
+    output: float
+    converged: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """The stages of a conversion; printed, it is a table."""
+
+    stages: list[Stage]
+
+    def __str__(self) -> str:
+        names = list(self.stages[0].layers)
+        head = ("anchor", *(f"{stage.anchor:.3g}" for stage in self.stages))
+        rows = [(name, *(f"{stage.layers[name]:.3f}" for stage in self.stages)) for name in names]
+        outputs = ("output", *(f"{stage.output:.3f}" for stage in self.stages))
+        shares = ("converged", *(_percent(stage.converged) for stage in self.stages))
+        return aligned([head, *rows, outputs, shares])
+
+
+def convert(
+    model: PreTrainedModel,
+    *,
+    schedule: Sequence[float] = SCHEDULE,
+    inputs: Mapping[str, Any] | None = None,
+    fine_tune: Callable[[PreTrainedModel, Stage], object] | None = None,
+    name: str = "equilibrium",
+    max_steps: int | None = None,
+    solver: Solver | None = None,
+    adjoint: Adjoint | None = None,
+    impl: Impl | None = None,
+    on_failure: OnFailure | None = None,
+) -> Conversion:
+    """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
+
+    At every anchor the model is measured on `inputs`, then given to `fine_tune`, so that it can follow. It keeps the
+    last anchor and these options, apart from other models with the same attention.
+
+    A fixed budget of steps (`Picard(max_steps=2, rtol=0, atol=0)`) is differentiated through its steps, everything else
+    by the implicit function theorem, unless `adjoint` says otherwise.
+
+    Args:
+        model: a model of transformers that takes its attention from their interface.
+        schedule: anchors in [0, 1], in order; 1 is softmax attention.
+        inputs: the arguments of the model's forward to measure on; default `model.dummy_inputs`, which tell little.
+        fine_tune: called with the model and the `Stage` at every anchor.
+        name: of `register`; it is registered if it is not.
+        max_steps: options from here on are those of `register`, for this model.
+        solver: see there.
+        adjoint: see there.
+        impl: see there.
+        on_failure: see there.
+
+    Returns:
+        The `Conversion`; `print` it.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit; a model whose attention cannot be replaced, by its name.
+    """
+    anchors = list(schedule)
+    _validate.require(bool(anchors), "schedule", "hold at least one anchor", schedule)
+    given = {
+        "max_steps": max_steps,
+        "solver": solver,
+        "adjoint": adjoint,
+        "impl": impl,
+        "on_failure": on_failure,
+    }
+    given = {option: value for option, value in given.items() if value is not None}
+    for anchor in anchors:
+        Settings().override({**given, "anchor": anchor}, "options")
+    _set_attention(model, name)
+    inputs = _inputs(model) if inputs is None else inputs
+    softmax, _ = _measured(model, {**inputs, "max_steps": 0})
+    layers = _attention_modules(model)
+    stages = []
+    for anchor in anchors:
+        for module in layers.values():
+            setattr(module, OVERRIDE, {**given, "anchor": anchor})
+        with _comparing(layers):
+            output, last = _measured(model, inputs)
+        stage = Stage(anchor, _changes(last), _distance(output, softmax), _converged(last))
+        stages.append(stage)
+        if fine_tune is not None:
+            fine_tune(model, stage)
+            softmax, _ = _measured(model, {**inputs, "max_steps": 0})
+    return Conversion(stages)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            _validate.message(
+                "model",
+                "be a PreTrainedModel of transformers",
+                type(model).__name__,
+                "for models of torch.nn use integrations.multihead.replace_attention",
+            )
+        )
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from transformers' attention interface, "
+            "so that it cannot be replaced; choose another architecture"
+        )
+    if not is_ours(name):
+        register(name)
+    model.set_attn_implementation(name)
+
+
+def _inputs(model: PreTrainedModel) -> Mapping[str, Any]:
+    given: Mapping[str, Any] = model.dummy_inputs
+    return {argument: value.to(model.device) for argument, value in given.items()}
+
+
+@torch.no_grad()
+def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor, list[tuple[str, Last]]]:
+    """The model's first output in evaluation, and what its attention modules remember of it."""
+    for module in model.modules():
+        if hasattr(module, LAST):
+            delattr(module, LAST)
+    training = {module: module.training for module in model.modules()}
+    model.train(False)
+    try:
+        found = model(**inputs)
+    finally:
+        for module, was in training.items():
+            module.training = was
+    output = found.logits if getattr(found, "logits", None) is not None else found[0]
+    return output, last_calls(model)
+
+
+def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, LAST)}
+
+
+@contextmanager
+def _comparing(layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    for module in layers.values():
+        setattr(module, COMPARE, True)
+    try:
+        yield
+    finally:
+        for module in layers.values():
+            delattr(module, COMPARE)
+
+
+def _changes(last: list[tuple[str, Last]]) -> dict[str, float]:
+    return {name: math.nan if call.change is None else float(call.change) for name, call in last}
+
+
+def _converged(last: list[tuple[str, Last]]) -> float:
+    """Of the queries that were to converge."""
+    shares, counts = [], []
+    for _, call in last:
+        assert isinstance(call.evidence, Evidence)
+        asked = ~((call.evidence.tolerance == 0) | call.evidence.tolerance.isnan())
+        shares.append(float(call.evidence.converged[asked].sum()))
+        counts.append(int(asked.sum()))
+    return sum(shares) / sum(counts) if sum(counts) else math.nan
+
+
+def _distance(output: Tensor, reference: Tensor) -> float:
+    output, reference = output.double(), reference.double()
+    return float(torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference))
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.4g} %"

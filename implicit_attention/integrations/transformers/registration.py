@@ -1,0 +1,89 @@
+"""`register`: a name under which models of transformers find equilibrium attention, and its masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ... import _validate
+from ..._types import Impl, OnFailure
+from ...adjoints import Adjoint
+from ...options import SolveOptions
+from ...solvers import Solver
+from .attention import EquilibriumForward
+from .settings import Layers, Settings
+
+
+def register(
+    name: str = "equilibrium",
+    *,
+    anchor: float | Tensor = 0.5,
+    max_steps: int | None = None,
+    solver: Solver | None = None,
+    adjoint: Adjoint | None = None,
+    impl: Impl = "auto",
+    on_failure: OnFailure = "warn",
+    layers: Layers | None = None,
+    ignore: Iterable[str] = (),
+) -> None:
+    """Make equilibrium attention known to transformers under `name`, with the masks it needs.
+
+    Then `model.set_attn_implementation(name)`, or `from_pretrained(..., attn_implementation=name)`, gives every
+    attention of the model z = anchor q + (1 - anchor) softmax(scaling z K^T + mask) K, read out as
+    softmax(scaling z K^T + mask) V: with `max_steps=0` (or anchor 1) what the model computed before, with the same
+    parameters. Registering a name again changes the models that use it. A call may override each option but `layers`:
+    `model(**inputs, max_steps=0, anchor=0.8)`.
+
+    Transformers do not save the name: pass it again when a model is loaded.
+
+    Args:
+        name: how models ask for it; not one of transformers' own.
+        anchor: in [0, 1], how much of the query stays: 1 is softmax attention. A tensor has one for each head, and
+            gets a gradient if it requires one.
+        max_steps: the solver's `max_steps` in short; 0 solves nothing.
+        solver: default `Anderson()`.
+        adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps (rtol = atol = 0).
+        impl: "auto", "reference", "sdpa" or "triton", as in `equilibrium_attention`.
+        on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.
+        layers: other options for some layers, `{3: {"anchor": 0.9}}`, or a function from the index of a layer to its
+            options. Indices are those of the stack: encoder and decoder count from 0 each.
+        ignore: names of arguments of a model's own that are known not to change its attention. What is neither known
+            nor named here is refused.
+
+    Raises:
+        TypeError, ValueError: options that do not fit, a name that is taken; unknown options name the valid ones.
+
+    Gradients: with respect to the model's parameters and inputs as `equilibrium_attention` says; anchor 0 gives none to
+    query projections from the solve.
+    """
+    _validate.require(isinstance(name, str) and bool(name), "name", "be a string", repr(name))
+    if isinstance(ignore, str):
+        raise TypeError(_validate.message("ignore", "be a collection of names", repr(ignore), f"({ignore!r},)"))
+    options = SolveOptions(solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure)
+    settings = Settings(anchor=anchor, options=options, layers=layers, ignore=frozenset(ignore))
+    taken = name == "eager" or (name in ALL_ATTENTION_FUNCTIONS.valid_keys() and not is_ours(name))
+    _validate.require(not taken, "name", "not be one that transformers know already", repr(name), "say 'equilibrium'")
+    AttentionInterface.register(name, EquilibriumForward(settings))
+    AttentionMaskInterface.register(name, explicit_mask)
+
+
+def is_ours(name: str | None) -> bool:
+    """Whether `register` made this name."""
+    known = ALL_ATTENTION_FUNCTIONS
+    return name in known.valid_keys() and isinstance(known[name], EquilibriumForward)
+
+
+def explicit_mask(**given: Any) -> Tensor | None:
+    """Which query attends to which key, (B, 1, N, M), True = attend.
+
+    Without a mask of their own, attention functions get None: padding, sliding windows and the unwritten part of a
+    static cache would be forgotten. It is written out where transformers would leave causality to a flag, too: the flag
+    does not say where in a cache the queries begin.
+    """
+    mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return mask

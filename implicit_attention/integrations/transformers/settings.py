@@ -1,0 +1,100 @@
+"""What a registered attention is told: anchor and solve, for all layers, for some of them, for one call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ... import _validate
+from ...options import SolveOptions
+
+#: Options of one layer, by name.
+Given: TypeAlias = Mapping[str, Any]
+#: Options of some layers: by index, or computed from it.
+Layers: TypeAlias = Mapping[int, Given] | Callable[[int], Given]
+
+OPTIONS = ("anchor", "solver", "adjoint", "impl", "max_steps", "on_failure")
+
+#: What a model's call may have left on each of its attention modules: options of this model alone.
+OVERRIDE = "_equilibrium_options"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How attention is answered.
+
+    Args:
+        anchor: in [0, 1]; 1 is softmax attention. A tensor has one for each head.
+        options: how the equilibrium is found and differentiated.
+        layers: what is different in some layers.
+        ignore: names of arguments of the host that are known not to change attention.
+    """
+
+    anchor: float | Tensor = 0.5
+    options: SolveOptions = dataclasses.field(default_factory=SolveOptions)
+    layers: Layers | None = None
+    ignore: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.anchor, Tensor):
+            _validate.check_float_tensor("anchor", self.anchor)
+            _validate.require(
+                self.anchor.ndim <= 1, "anchor", "be a number or one for each head", f"shape {tuple(self.anchor.shape)}"
+            )
+            _validate.check_range("anchor", self.anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
+        else:
+            _validate.check_number("anchor", self.anchor, low=0.0, high=1.0)
+        if self.layers is None or callable(self.layers):
+            return
+        required = "be a dict from layer index to options, or a function of the index"
+        _check_mapping("layers", self.layers, required, "{3: {'anchor': 0.8}}")
+        for index, given in self.layers.items():
+            _validate.check_integer("layers", index, low=0, remedy="its keys are indices of layers")
+            self.override(given, f"layers[{index}]")
+
+    def override(self, given: Given, argument: str) -> Self:
+        """These settings with some replaced; another solver comes with its own `max_steps`."""
+        _check_mapping(argument, given, "be a dict of options", "{'anchor': 0.8}")
+        for name in given:
+            _validate.require(name in OPTIONS, argument, f"hold options among {', '.join(OPTIONS)}", repr(name))
+        if not given:
+            return self
+        rest = dict(given)
+        anchor = rest.pop("anchor", None)
+        options = self.options.override(**rest)
+        return dataclasses.replace(self, anchor=self.anchor if anchor is None else anchor, options=options, layers=None)
+
+    def of(self, module: nn.Module, call: Given) -> Self:
+        """The settings of one attention module in one call: general, of its layer, of its model, of the call."""
+        found = self
+        if self.layers is not None:
+            found = found.override(self._of_layer(module, self.layers), "layers")
+        override = getattr(module, OVERRIDE, None)
+        if override:
+            found = found.override(override, "options")
+        return found.override(call, "options") if call else found
+
+    @staticmethod
+    def _of_layer(module: nn.Module, layers: Layers) -> Given:
+        index = getattr(module, "layer_idx", None)
+        name = type(module).__name__
+        _validate.require(
+            index is not None, "layers", "be None for a model whose attention has no `layer_idx`", name, "leave it out"
+        )
+        assert index is not None
+        if callable(layers):
+            return layers(index)
+        count = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+        if count is not None:
+            unknown = [i for i in layers if i >= count]
+            _validate.require(not unknown, "layers", f"hold indices of {name} among 0 to {count - 1}", str(unknown))
+        return layers.get(index, {})
+
+
+def _check_mapping(argument: str, given: Any, required: str, example: str) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(_validate.message(argument, required, repr(given), f"for example {example}"))
