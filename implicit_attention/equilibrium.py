@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,31 @@ def _attended(output: Tensor, solution: Solution, weights: Tensor | None) -> Att
     return Attended(output, solution, None if is_batched(solution.status) else solution.evidence(), weights)
 
 
+class _Inputs(NamedTuple):
+    """What attends, to what, and how strongly."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor | None
+    beta: float | Tensor
+    anchor: float | Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    initial: Tensor | None
+
+
+class _Request(NamedTuple):
+    """How it is answered, and what is asked for beside the answer."""
+
+    potential: PotentialFactory
+    options: SolveOptions
+    dropout_p: float
+    grouped: bool
+    trace: bool
+    measure: bool
+    weigh: bool
+
+
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -77,7 +103,7 @@ def attend(
     measure: bool = True,
     weigh: bool = False,
 ) -> Attended:
-    """Equilibria of `query` over `keys` and what is read out there: softmax over `values`, or the state itself.
+    """Equilibria of `query` over `keys` and what is read out there: softmax attention over `values`, or the state.
 
     With an explicit budget nothing is solved: the read-out is taken at the query, and without values it is one step of
     the map. Its residual is evaluated only if `measure`; `weigh` returns the weights of the read-out.
@@ -85,84 +111,48 @@ def attend(
     Under torch.compile the solve is one operation of the graph where there is one for it; its failures are then told by
     the evidence alone. Otherwise the graph breaks once.
     """
-    if grouped and (groups := _group_size(query, keys)) > 1:
-        heads = query.shape[-3]
-        parts = (query, mask, bias, initial)
-        query, mask, bias, initial = (t if t is None else _split_heads(t, heads, groups, -3) for t in parts)  # type: ignore[assignment]
-        beta, anchor = (
-            _split_heads(t, heads, groups, -1) if isinstance(t, Tensor) and t.ndim else t for t in (beta, anchor)
-        )
-        keys, values = keys.unsqueeze(-3), None if values is None else values.unsqueeze(-3)
-        attended = attend(
-            query,
-            keys,
-            values,
-            beta=beta,
-            anchor=anchor,
-            mask=mask,
-            bias=bias,
-            potential=potential,
-            options=options,
-            dropout_p=dropout_p,
-            initial=initial,
-            trace=trace,
-            measure=measure,
-            weigh=weigh,
-        )
-        output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
-        assert output is not None
-        if isinstance(attended.evidence, Measured):
-            measured = Measured(*(t.flatten(-3, -2) for t in attended.evidence))
-            return Attended(output, attended.solution.flatten(-4, -3), measured, weights)
-        return _attended(output, _merge_heads(attended.solution), weights)
+    inputs = _Inputs(query, keys, values, beta, anchor, mask, bias, initial)
+    request = _Request(potential, options, dropout_p, grouped, trace, measure, weigh)
+    if torch.compiler.is_compiling() and _fits_graph(inputs, request):
+        return _by_heads(inputs, request, _in_graph)
+    return _outside_graph(inputs, request)
 
+
+@uncompiled
+def _outside_graph(inputs: _Inputs, request: _Request) -> Attended:
+    return _by_heads(inputs, request, _attend)
+
+
+def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Request], Attended]) -> Attended:
+    """The answer, with an axis for the heads that share keys while it is found."""
+    if not request.grouped or (groups := _group_size(inputs.query, inputs.keys)) == 1:
+        return answer(inputs, request)
+    heads = inputs.query.shape[-3]
+    query, keys, values, beta, anchor, mask, bias, initial = inputs
+    query, mask, bias, initial = (  # type: ignore[assignment]
+        t if t is None else _split_heads(t, heads, groups, -3) for t in (query, mask, bias, initial)
+    )
+    beta, anchor = (
+        _split_heads(t, heads, groups, -1) if isinstance(t, Tensor) and t.ndim else t for t in (beta, anchor)
+    )
+    keys, values = keys.unsqueeze(-3), None if values is None else values.unsqueeze(-3)
+    attended = answer(_Inputs(query, keys, values, beta, anchor, mask, bias, initial), request)
+    output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
+    assert output is not None
+    if isinstance(attended.evidence, Measured):
+        measured = Measured(*(t.flatten(-3, -2) for t in attended.evidence))
+        return Attended(output, attended.solution.flatten(-4, -3), measured, weights)
+    return _attended(output, _merge_heads(attended.solution), weights)
+
+
+def _attend(inputs: _Inputs, request: _Request) -> Attended:
+    query, keys, values, beta, anchor, mask, bias, initial = inputs
+    potential, options, trace = request.potential, request.options, request.trace
     if empty := keys.shape[-2] == 0:
         # Nothing to attend to is one key that nobody attends to.
         keys = keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1])
         values = None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1])
         mask, bias = torch.zeros(1, dtype=torch.bool, device=keys.device), None
-    if torch.compiler.is_compiling() and not (trace or measure or weigh or empty):
-        compiled = _compiled(query, keys, values, beta, anchor, mask, bias, potential, options, dropout_p, initial)
-        if compiled is not None:
-            return compiled
-    return _attend(
-        query,
-        keys,
-        values,
-        beta=beta,
-        anchor=anchor,
-        mask=mask,
-        bias=bias,
-        potential=potential,
-        options=options,
-        dropout_p=dropout_p,
-        initial=initial,
-        trace=trace,
-        measure=measure,
-        weigh=weigh,
-        empty=empty,
-    )
-
-
-@uncompiled
-def _attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    *,
-    beta: float | Tensor,
-    anchor: float | Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    potential: PotentialFactory,
-    options: SolveOptions,
-    dropout_p: float,
-    initial: Tensor | None,
-    trace: bool,
-    measure: bool,
-    weigh: bool,
-    empty: bool,
-) -> Attended:
     make = _implementation(potential, options, keys, bias, trace)
     dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
@@ -185,15 +175,16 @@ def _attend(
             )
             z = output = solution.value
             if values is not None:
-                output = read_out(energy.potential, z, values, dropout_p)
+                output = read_out(energy.potential, z, values, request.dropout_p)
         else:
             z = query
-            solution = _explicit_solution(energy, query, trace) if measure else _unmeasured(query)
+            solution = _explicit_solution(energy, query, trace) if request.measure else _unmeasured(query)
             if values is None:
                 output = with_anchor(energy.fixed_point_map(query), anchor)
             else:
-                output = explicit_read_out(make, energy.potential, query, values, narrow, beta, anchor, mask, dropout_p)
-        weights = weights_of(energy.potential, z)[..., : 0 if empty else None] if weigh else None
+                parts = (query, values, narrow, beta, anchor, mask, request.dropout_p)
+                output = explicit_read_out(make, energy.potential, *parts)
+        weights = weights_of(energy.potential, z)[..., : 0 if empty else None] if request.weigh else None
         return _attended(output.to(dtype), solution, weights)
 
 
@@ -241,36 +232,32 @@ class _Monotone(Problem):
 _MONOTONE = _Monotone()
 
 
-def _compiled(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    beta: float | Tensor,
-    anchor: float | Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    potential: PotentialFactory,
-    options: SolveOptions,
-    dropout_p: float,
-    initial: Tensor | None,
-) -> Attended | None:
-    """The solve as an operation in the graph of the compiler, or None where it cannot be one."""
+def _fits_graph(inputs: _Inputs, request: _Request) -> bool:
+    """Whether the solve can be an operation in the graph of the compiler."""
+    options = request.options
+    if request.potential is not LogSumExp or request.trace or request.measure or request.weigh:
+        return False
+    if inputs.keys.shape[-2] == 0 or options.on_failure == "raise" or (options.explicit and inputs.values is None):
+        return False
     stop = options.effective_solver.stop(_MONOTONE)
     exact = options.adjoint is None or (isinstance(options.adjoint, Implicit) and options.adjoint.linear_solver is None)
-    if potential is not LogSumExp or not (options.explicit or (exact and stop is not None and not stop.fixed_budget)):
-        return None
-    if options.on_failure == "raise" or (bias is not None and bias.requires_grad):
-        return None
+    solvable = exact and stop is not None and not stop.fixed_budget
+    return (options.explicit or solvable) and not (inputs.bias is not None and inputs.bias.requires_grad)
+
+
+def _in_graph(inputs: _Inputs, request: _Request) -> Attended:
+    query, keys, values, beta, anchor, mask, bias, initial = inputs
+    options, dropout_p = request.options, request.dropout_p
     dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
         query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
         beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
         energy = LogSumExp(keys, beta, mask=mask, bias=bias)
         if options.explicit:
-            if values is None:
-                return None
+            assert values is not None
             output = explicit_read_out(LogSumExp, energy, query, values, narrow, beta, anchor, mask, dropout_p)
             return Attended(output.to(dtype), query, _unmeasured_numbers(query), None)
+        stop = options.effective_solver.stop(_MONOTONE)
         assert stop is not None
         initial = query if initial is None else initial
         found = energy.solve_in_graph(query, anchor, initial, stop, impl=options.impl)

@@ -6,15 +6,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
 from ... import _validate
 from ...equilibrium import Attended, Measured, attend, split_mask
 from ...potentials import LogSumExp
 from ...potentials.softcap import SoftcapLogSumExp
-from ...read_out import PotentialFactory
+from ...read_out import PotentialFactory, at_least_single
 from ...solution import Evidence
+from .._zero_key import with_zero_key
 from .settings import OPTIONS, OVERRIDE, Given, Settings
 
 #: Where an attention module keeps its `Last`.
@@ -130,13 +131,12 @@ class EquilibriumForward:
             (B, N, H, E) and the weights or None.
         """
         settings = self.settings.of(module, self._call_options(module, others))
-        if output_attentions is None:
-            output_attentions = getattr(getattr(module, "config", None), "output_attentions", False)
         mask, bias = self._pairs(module, query, key, attention_mask, is_causal)
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
-            key, value, mask, bias = _with_sink(key, value, mask, bias, s_aux)
+            sink = s_aux.reshape(-1, 1, 1).to(at_least_single(query).dtype)
+            key, value, mask, bias = with_zero_key(key, value, mask, bias, sink)
         make: PotentialFactory = LogSumExp if softcap is None else partial(SoftcapLogSumExp, cap=softcap)
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
         ask = partial(
@@ -152,7 +152,9 @@ class EquilibriumForward:
             grouped=True,
             measure=False,
         )
-        found: Attended = ask(options=settings.options, dropout_p=dropout, weigh=bool(output_attentions))
+        found: Attended = ask(
+            options=settings.options, dropout_p=dropout, weigh=_weights_wanted(module, output_attentions)
+        )
         change = None
         if getattr(module, COMPARE, False):
             with torch.no_grad():
@@ -162,7 +164,7 @@ class EquilibriumForward:
         setattr(module, LAST, Last(found.evidence, sample, settings, change))
         weights = found.weights
         if weights is not None:
-            weights = (weights if s_aux is None else weights[..., :-1]).to(query.dtype)
+            weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
         return found.output.transpose(1, 2).contiguous(), weights
 
     def _call_options(self, module: nn.Module, others: dict[str, Any]) -> Given:
@@ -207,15 +209,17 @@ class EquilibriumForward:
         return torch.ones(rows, count, dtype=torch.bool, device=query.device).tril(count - rows), None
 
 
-def _with_sink(
-    key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """One more key, a zero, whose score is the sink's logit and whose value is zero."""
-    count = key.shape[-2]
-    logits = F.pad(sinks.reshape(-1, 1, 1).to(key.dtype), (count, 0))
-    bias = logits if bias is None else F.pad(bias, (0, 1)) + logits
-    mask = None if mask is None else F.pad(mask, (0, 1), value=True)
-    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask, bias
+def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
+    if output_attentions is None:
+        output_attentions = getattr(getattr(module, "config", None), "output_attentions", False)
+    if output_attentions:
+        return True
+    # Some models keep the flag to themselves and collect what their attention modules return.
+    collector: Any = output_capturing._active_collector
+    if torch.compiler.is_compiling() and not collector.compiling:
+        return False
+    collected = collector.get()
+    return collected is not None and ("attentions" in collected or "cross_attentions" in collected)
 
 
 def _on(anchor: float | Tensor, like: Tensor) -> float | Tensor:
