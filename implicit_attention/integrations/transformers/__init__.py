@@ -4,7 +4,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "`implicit_attention.integrations.transformers` needs transformers 5.0 or newer: "
+        "`implicit_attention.integrations.transformers` needs transformers 5.23 or newer: "
         'pip install "implicit_attention[transformers]"'
     ) from error
 

@@ -1,0 +1,108 @@
+"""The attention that vision transformers of timm take, without timm."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from implicit_attention import Anderson
+from implicit_attention.integrations.timm import EquilibriumAttention
+from implicit_attention.testing.numerics import equilibrium_reference, random
+
+B, N, DIM, HEADS = 2, 6, 12, 3
+TIGHT = Anderson(rtol=1e-12, atol=1e-14)
+OPTIONS = {
+    "plain": {},
+    "biases": {"qkv_bias": True, "proj_bias": False},
+    "norms": {"qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm},
+    "sizes": {"attn_head_dim": 5, "dim_out": 7, "gated": True, "qkv_bias": True},
+}
+SOME = random(B, HEADS, N, N, seed=5) > -0.5
+SOME[..., 0] = True
+EXISTS = (torch.arange(N) < torch.tensor([[N], [4]]))[:, None, None]
+LOWER = torch.ones(N, N).tril().bool()
+# What is passed, and the mask that it means.
+MASKS = {
+    "none": ({}, None),
+    "boolean": ({"attn_mask": SOME}, SOME),
+    "additive": ({"attn_mask": random(N, N, seed=6)}, random(N, N, seed=6)),
+    "causal": ({"is_causal": True}, LOWER),
+    "causal and padding": ({"is_causal": True, "attn_mask": EXISTS}, LOWER & EXISTS),
+}
+
+
+def layer(case="plain", **options):
+    torch.manual_seed(0)
+    made = EquilibriumAttention(DIM, HEADS, **OPTIONS[case], dtype=torch.float64, **options)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.6)
+    return made.eval()
+
+
+def written_out(made, x, mask, *, explicit):
+    """timm's operations in their order, one by one."""
+    q, k, v = made.qkv(x).reshape(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind()
+    q, k = made.q_norm(q), made.k_norm(k)
+    scale = q.shape[-1] ** -0.5
+    if explicit:
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+    else:
+        out = equilibrium_reference(q, k, v, mask, beta=scale, anchor=made.anchor().detach())
+    out = made.norm(out.transpose(1, 2).flatten(2))
+    return made.proj(out if made.gate is None else out * made.gate(x).sigmoid())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_no_steps_are_timms_attention_and_steps_the_reference_solve(case, mask):
+    call, means = MASKS[mask]
+    x, made = random(B, N, DIM), layer(case, solver=TIGHT)
+    found = made(x, **call)
+    torch.testing.assert_close(found, written_out(made, x, means, explicit=False), rtol=1e-9, atol=1e-9)
+    assert made.last_solve.status.shape == (B, HEADS, N)
+    assert bool(made.last_solve.converged.all())
+    explicit = layer(case, max_steps=0)(x, **call)
+    torch.testing.assert_close(explicit, written_out(made, x, means, explicit=True), rtol=1e-12, atol=1e-12)
+    assert float((found - explicit).abs().max()) > 1e-3
+
+
+def test_state_dict_and_signature_are_timms():
+    made = layer("sizes", anchor=0.5)
+    assert [*made.state_dict()] == ["qkv.weight", "qkv.bias", "gate.weight", "gate.bias", "proj.weight", "proj.bias"]
+    assert [*layer("norms").state_dict()] == ["qkv.weight", "q_norm.weight", "q_norm.bias", "k_norm.weight",
+        "k_norm.bias", "norm.weight", "norm.bias", "proj.weight", "proj.bias", "anchor.logit"]  # fmt: skip
+    ours = inspect.signature(EquilibriumAttention).parameters.values()
+    theirs = ["dim", "num_heads", "attn_head_dim", "dim_out", "qkv_bias", "qk_norm", "scale_norm", "proj_bias", "gated",
+              "attn_drop", "proj_drop", "norm_layer", "device", "dtype"]  # fmt: skip
+    assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == theirs
+
+
+def test_gradients_reach_everything_and_dropout_is_for_training():
+    made, x = layer("biases", attn_drop=0.4, solver=TIGHT), random(B, N, DIM)
+    assert torch.equal(made(x), made(x))
+    made(x).square().sum().backward()
+    for name, parameter in made.named_parameters():
+        assert float(parameter.grad.abs().max()) > 1e-6, name
+    q, k, v = made.qkv.weight.grad.view(3, -1)
+    assert min(float(g.abs().max()) for g in (q, k, v)) > 1e-6
+    made.train()
+    assert not torch.equal(made(x), made(x))
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="`num_heads` must divide dim = 12, got 5"):
+        EquilibriumAttention(12, 5)
+    with pytest.raises(ValueError, match="`norm_layer` must be given with qk_norm or scale_norm"):
+        EquilibriumAttention(DIM, HEADS, qk_norm=True)
+    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'sdpa', 'triton'"):
+        EquilibriumAttention(DIM, HEADS, impl="fast")
+    made, x = layer(), random(B, N, DIM)
+    with pytest.raises(ValueError, match=r"`x` must be \(B, N, dim\)"):
+        made(x[..., 1:])
+    with pytest.raises(ValueError, match="`attn_mask` must have two or four axes"):
+        made(x, attn_mask=SOME[:, 0])
+    with pytest.raises(ValueError, match="beside causal=True"):
+        made(x, attn_mask=SOME, is_causal=True)
