@@ -135,6 +135,18 @@ def test_anchors_by_head_can_be_learned():
     assert not torch.allclose(logits(model, given), same)
 
 
+def test_the_call_comes_before_the_model_before_the_layer_before_the_name():
+    model, given = model_and_inputs()
+    register(anchor=0.2, layers={1: {"anchor": 0.3}})
+    logits(model, given)
+    assert [row.anchor for row in report(model)] == [0.2, 0.3]
+    convert(model, schedule=[0.4], inputs=given)
+    logits(model, given)
+    assert [row.anchor for row in report(model)] == [0.4, 0.4]
+    logits(model, given, anchor=0.5)
+    assert [row.anchor for row in report(model)] == [0.5, 0.5]
+
+
 def test_two_names_do_not_know_of_each_other():
     model, given = model_and_inputs()
     other = copy.deepcopy(model)
@@ -313,6 +325,22 @@ def test_attentions_are_given_out_where_the_config_says_so():
     model.set_attn_implementation("equilibrium")
     with torch.no_grad():
         assert len(model(**given).attentions) == 2
+
+
+def test_dropout_is_for_training():
+    model, given = model_and_inputs()
+    model.config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    evaluated = logits(model, given)
+    assert torch.equal(logits(model, given), evaluated)
+    model.train()
+    torch.manual_seed(0)
+    trained = [logits(model, given) for _ in range(2)]
+    assert not torch.equal(*trained)
+    torch.manual_seed(0)
+    assert torch.equal(logits(model, given), trained[0])
 
 
 def test_gradient_checkpointing_changes_no_gradient():

@@ -134,9 +134,10 @@ def test_decoding_with_a_cache_is_the_full_forward(name):
     torch.testing.assert_close(torch.cat(parts, dim=1)[rows], full[rows], rtol=ROUNDING, atol=ROUNDING)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("name", CACHED)
-def test_generating_with_a_static_cache_is_generating_with_a_dynamic_one(name):
-    model, given = make(name), batch(name, padding=3)
+def test_generating_with_a_static_cache_is_generating_with_a_dynamic_one(name, padding):
+    model, given = make(name), batch(name, padding=padding)
     model.set_attn_implementation("equilibrium")
     given = {key: given[key] for key in ("input_ids", "attention_mask")}
     texts = []
