@@ -1,21 +1,18 @@
-"""ImplicitMultiheadAttention inside the transformer layers of torch.nn, and replace_attention."""
+"""ImplicitMultiheadAttention inside the transformer layers of torch.nn."""
 
 import contextlib
 import copy
-import inspect
-import math
 import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
+from multihead_hosts import DIM, HEADS, B, N, additive, agree, decoder_layer, encoder_layer, options
 from torch import nn
 
-from implicit_attention import Anderson, ConvergenceError, OneStep, Picard, Status, UnsupportedImplementation
+from implicit_attention import Anderson
 from implicit_attention.integrations.multihead import ImplicitMultiheadAttention, replace_attention
-from implicit_attention.testing.numerics import equilibrium_reference, random
+from implicit_attention.testing.numerics import random
 
-B, N, M, DIM, HEADS = 2, 6, 5, 8, 2
 TIGHT = Anderson(rtol=1e-12, atol=1e-14)
 PADDING = torch.arange(N) >= torch.tensor([[4], [6]])
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)
@@ -34,10 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
 ]
-
-
-def options(**given):
-    return {"d_model": DIM, "nhead": HEADS, "dim_feedforward": 12, "dropout": 0.0, "dtype": torch.float64, **given}
 
 
 def swapped(model, seed=0, **given):
@@ -61,57 +54,6 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(ImplicitMultiheadAttention, "forward", counted)
     return called
-
-
-# The hosts, written out: batch first, float64.
-
-
-def attended(module, x, context, mask=None):
-    """What the module answers; `mask` additive, (B, N, M)."""
-    query, key, value = (
-        F.linear(t, w, b).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for t, w, b in zip(
-            (x, context, context), module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3), strict=True
-        )
-    )
-    mask = None if mask is None else mask[:, None]
-    z = equilibrium_reference(query, key, value, mask, beta=module.beta(), anchor=module.anchor())
-    return F.linear(z.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
-
-
-def feed_forward(layer, x):
-    return layer.linear2(torch.relu(layer.linear1(x)))
-
-
-def encoder_layer(layer, x, mask=None):
-    if layer.norm_first:
-        normed = layer.norm1(x)
-        x = x + attended(layer.self_attn, normed, normed, mask)
-        return x + feed_forward(layer, layer.norm2(x))
-    x = layer.norm1(x + attended(layer.self_attn, x, x, mask))
-    return layer.norm2(x + feed_forward(layer, x))
-
-
-def decoder_layer(layer, x, memory, mask=None, memory_mask=None):
-    if layer.norm_first:
-        normed = layer.norm1(x)
-        x = x + attended(layer.self_attn, normed, normed, mask)
-        x = x + attended(layer.multihead_attn, layer.norm2(x), memory, memory_mask)
-        return x + feed_forward(layer, layer.norm3(x))
-    x = layer.norm1(x + attended(layer.self_attn, x, x, mask))
-    x = layer.norm2(x + attended(layer.multihead_attn, x, memory, memory_mask))
-    return layer.norm3(x + feed_forward(layer, x))
-
-
-def additive(mask=None, padding=None, rows=N):
-    total = torch.zeros(B, rows, N, dtype=torch.float64)
-    total = total if mask is None else total + mask
-    return total if padding is None else total.masked_fill(padding[:, None], -math.inf)
-
-
-def agree(output, expected, kept=None):
-    kept = torch.ones(output.shape[:2], dtype=torch.bool) if kept is None else kept
-    torch.testing.assert_close(output[kept], expected[kept], rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -343,112 +285,3 @@ def test_a_model_copies_pickles_and_loads():
     fresh.load_state_dict(encoder.state_dict())
     for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder)), fresh):
         assert torch.equal(other(x), expected)
-
-
-# replace_attention.
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.MultiheadAttention(4, 2)
-        self.parts = nn.ModuleDict({"again": nn.Sequential(nn.Linear(4, 4), self.shared)})
-        self.deep = nn.ModuleList([nn.ModuleList([nn.MultiheadAttention(4, 1, kdim=3)])])
-        self.deep.append(self.deep[0])
-
-
-def test_every_attention_is_replaced_wherever_it_is():
-    model = Model()
-    before, linear = dict(model.named_parameters()), model.parts["again"][0]
-    found = replace_attention(model, anchor=0.25)
-    assert list(found) == ["shared", "parts.again.1", "deep.0.0", "deep.1.0"]
-    assert all(type(module) is ImplicitMultiheadAttention for module in found.values())
-    assert all(model.get_submodule(name) is module for name, module in found.items())
-    assert model.shared is model.parts["again"][1]
-    assert model.deep[0] is model.deep[1]
-    assert model.parts["again"][0] is linear
-    after = dict(model.named_parameters())
-    assert all(after[name] is parameter for name, parameter in before.items())
-    assert set(after) - set(before) == {"shared.beta.log_scale", "deep.0.0.beta.log_scale"}
-    assert not any(isinstance(part, nn.MultiheadAttention) for part in model.modules())
-    with pytest.raises(ValueError, match=r"`module` must have an nn.MultiheadAttention, got Model without any"):
-        replace_attention(model)
-
-
-def test_an_optimizer_made_before_goes_on():
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(**options(batch_first=True)), 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = replace_attention(model)
-    new = [p for module in found.values() for part in (module.anchor, module.beta) for p in part.parameters()]
-    optimizer.add_param_group({"params": new})
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()}
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model(random(B, N, DIM)).sin().sum().backward()
-    optimizer.step()
-    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_what_cannot_be_replaced_is_said_and_nothing_is_done():
-    class Own(nn.MultiheadAttention):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    with pytest.raises(TypeError, match=r"`module` must be an nn.Module, got list"):
-        replace_attention([nn.MultiheadAttention(4, 2)])
-    with pytest.raises(ValueError, match=r"`module` must have an nn.MultiheadAttention, got Linear without any"):
-        replace_attention(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"use ImplicitMultiheadAttention.from_torch\(module\)"):
-        replace_attention(nn.MultiheadAttention(4, 2))
-    model = nn.Sequential(nn.MultiheadAttention(4, 2), Own(4, 2), nn.MultiheadAttention(4, 2))
-    model[2].register_forward_pre_hook(lambda *_: None)
-    before = list(model)
-    with pytest.raises(ValueError, match=r"`1` with a forward of its own \(Own\); `2` with hooks, which would be lost"):
-        replace_attention(model)
-    assert list(model) == before
-    for wrong, match in (({"anchor": 2.0}, "`anchor` must be in"), ({"max_steps": -1}, "`max_steps` must be >= 0")):
-        with pytest.raises(ValueError, match=match):
-            replace_attention(nn.Sequential(*before[:1]), **wrong)
-    assert list(model) == before
-
-
-def test_modes_precisions_and_what_is_trained_stay():
-    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, dtype=torch.bfloat16))
-    model[0].eval().requires_grad_(False)
-    found = replace_attention(model)
-    assert [module.training for module in found.values()] == [False, True]
-    assert [module.anchor.logit.dtype for module in found.values()] == [torch.float32, torch.bfloat16]
-    assert [module.in_proj_weight.requires_grad for module in found.values()] == [False, True]
-    assert found["0"].anchor.training is False
-
-
-def test_every_option_reaches_the_modules():
-    names = {"anchor", "beta", "solver", "adjoint", "impl", "max_steps", "on_failure"}
-    parameters = inspect.signature(replace_attention).parameters
-    assert set(parameters) == {"module", *names}
-    constructor = inspect.signature(ImplicitMultiheadAttention).parameters
-    assert all(parameters[name].default == constructor[name].default for name in names)
-
-    def made(**given):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.MultiheadAttention(DIM, HEADS, dtype=torch.float64))
-        replace_attention(model, **given)
-        return model[0]
-
-    x = random(N, B, DIM)
-    usual = made()(x, x, x)[0]
-    for given in ({"anchor": 0.9}, {"beta": 3.0}, {"max_steps": 0}, {"solver": Picard(rtol=0, atol=0, max_steps=1)}):
-        assert float((made(**given)(x, x, x)[0] - usual).detach().abs().max()) > 1e-4, given
-    with pytest.raises(ConvergenceError):
-        made(max_steps=1, on_failure="raise")(x, x, x)
-    with pytest.raises(UnsupportedImplementation):
-        made(impl="sdpa")(x, x, x)
-    gradients = []
-    for adjoint in (None, OneStep()):
-        module = made(adjoint=adjoint)
-        module(x, x, x)[0].sin().sum().backward()
-        gradients.append(module.in_proj_weight.grad)
-    assert not torch.allclose(*gradients, rtol=1e-3)
-    module = made(max_steps=1, on_failure="ignore")
-    module(x, x, x)
-    assert bool((module.last_solve.status == Status.MAX_STEPS).any())

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers_models import CACHED, DECODERS, MODELS, WINDOW, batch, make, projections, real, with_equilibria
+from transformers_models import CACHED, DECODERS, MODELS, TIGHT, WINDOW, batch, make, projections, real, with_equilibria
 
-from implicit_attention import CG, Anderson, Implicit
 from implicit_attention.integrations.transformers import register
 
-TIGHT = {"solver": Anderson(rtol=1e-12, atol=1e-13), "adjoint": Implicit(CG(rtol=1e-12))}
 # Solves are exact to 1e-12, but these models round norms and rotary angles to float32, whatever their precision.
 ROUNDING = 1e-6
 every = pytest.mark.parametrize("name", MODELS)

@@ -24,6 +24,9 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
+from implicit_attention import CG, Anderson, Implicit
+
+TIGHT = {"solver": Anderson(rtol=1e-12, atol=1e-13), "adjoint": Implicit(CG(rtol=1e-12))}
 VOCAB, WINDOW = 50, 4
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SIZES |= {"intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
@@ -99,6 +102,26 @@ def batch(name, rows=2, length=9, padding=0, seed=1):
 def real(name, given):
     """Which logits belong to tokens that exist."""
     return ... if name == "t5" else given["attention_mask"].bool()
+
+
+def model_and_inputs(name="llama", dtype=torch.float64, **given):
+    model = make(name, dtype)
+    model.set_attn_implementation("equilibrium")
+    return model, batch(name, **given)
+
+
+def logits(model, given, **call):
+    with torch.no_grad():
+        return model(**given, **call).logits
+
+
+def evaluations(model):
+    """Of the first query of every layer."""
+    return [int(module._equilibrium_last.evidence.num_evals.max()) for module in attentions(model)]
+
+
+def attentions(model):
+    return [module for module in model.modules() if hasattr(module, "_equilibrium_last")]
 
 
 # What no entry of a state may still move by.

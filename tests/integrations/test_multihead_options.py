@@ -1,0 +1,207 @@
+"""What the options of ImplicitMultiheadAttention change, and the arguments that it refuses."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from multihead_cases import DIM, HEADS, PADDING, B, M, N, module, some, tokens
+from torch import nn
+
+from implicit_attention import (
+    Anderson,
+    ConvergenceError,
+    ConvergenceWarning,
+    OneStep,
+    Picard,
+    Status,
+    UnsupportedImplementation,
+)
+from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
+
+# Options.
+
+
+def outcome(made):
+    made.eval()
+    output, weights = made(*tokens(made))
+    return output.detach(), weights.detach()
+
+
+CHANGES = {
+    "anchor": {"anchor": 0.9},
+    "beta": {"beta": 2.0},
+    "solver": {"solver": Picard(max_steps=1)},
+    "max_steps": {"max_steps": 0},
+    "bias": {"bias": False},
+    "add_bias_kv": {"add_bias_kv": True},
+    "add_zero_attn": {"add_zero_attn": True},
+    "kdim": {"kdim": 6},
+    "vdim": {"vdim": 6},
+    "num_heads": {"heads": 4},
+    "embed_dim": {"width": 6},
+    "batch_first": {"batch_first": True},
+}
+ELSEWHERE = {"adjoint", "impl", "on_failure", "device", "dtype", "dropout"}
+
+
+def test_every_option_is_listed_and_torchs_come_first():
+    names = list(inspect.signature(ImplicitMultiheadAttention).parameters)
+    assert set(names) == set(CHANGES) | ELSEWHERE
+    of_torch = inspect.signature(nn.MultiheadAttention).parameters
+    assert names[: len(of_torch)] == list(of_torch)
+    for name, parameter in of_torch.items():
+        assert inspect.signature(ImplicitMultiheadAttention).parameters[name].default == parameter.default
+    forwards = [inspect.signature(it.forward).parameters for it in (ImplicitMultiheadAttention, nn.MultiheadAttention)]
+    assert [(n, p.default) for n, p in forwards[0].items()] == [(n, p.default) for n, p in forwards[1].items()]
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_every_option_changes_the_outcome(option):
+    usual = outcome(module(on_failure="ignore"))
+    other = outcome(module(on_failure="ignore", **CHANGES[option]))
+    same = usual[0].shape == other[0].shape and torch.allclose(usual[0], other[0], atol=1e-4)
+    assert not same
+
+
+def test_options_that_show_elsewhere():
+    given = tokens(module())
+    gradients = []
+    for adjoint in (None, OneStep()):
+        made = module(adjoint=adjoint)
+        made(*given)[0].square().sum().backward()
+        gradients.append(made.in_proj_weight.grad)
+    assert not torch.allclose(*gradients, rtol=1e-3)
+    with pytest.raises(UnsupportedImplementation, match="at least"):
+        module(impl="sdpa")(*given)
+    with pytest.raises(ConvergenceError):
+        module(max_steps=1, on_failure="raise")(*given)
+    with pytest.warns(ConvergenceWarning):
+        module(max_steps=1)(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = module(max_steps=1, on_failure="ignore")
+        made(*given)
+    assert bool((made.last_solve.status == Status.MAX_STEPS).any())
+    assert module(dtype=torch.float32).anchor.logit.dtype == torch.float32
+    assert all(p.device.type == "meta" for p in module(device="meta").parameters())
+
+
+def test_beta_may_be_learned_given_or_torchs():
+    usual = (DIM // HEADS) ** -0.5
+    assert module(beta=None).beta() == usual
+    assert module(beta=0.7).beta() == 0.7
+    assert torch.equal(ImplicitMultiheadAttention(DIM, HEADS).beta(), torch.full((HEADS,), usual))
+    assert torch.allclose(ImplicitMultiheadAttention(DIM, HEADS).anchor(), torch.full((HEADS,), 0.5))
+
+
+def test_replaced_options_count_from_the_next_call_on():
+    made = module()
+    first = outcome(made)[0]
+    made.options = made.options.override(max_steps=0)
+    second = outcome(made)[0]
+    made.options = made.options.override(solver=Anderson())
+    assert not torch.allclose(first, second, atol=1e-3)
+    assert torch.equal(outcome(made)[0], first)
+
+
+def test_dropout_drops_while_training_and_not_from_the_weights():
+    made = module(dropout=0.5)
+    given = tokens(made)
+    made.eval()
+    output, weights = made(*given)
+    assert torch.equal(made(*given)[0], output)
+    made.train()
+    torch.manual_seed(0)
+    dropped, same = made(*given)
+    assert not torch.allclose(dropped, output)
+    assert torch.equal(same, weights)
+    with torch.no_grad():
+        draws = torch.stack([made(*given, need_weights=False)[0] for _ in range(100)])
+    # Within five standard errors.
+    assert bool(((draws.mean(0) - output).abs() < 5 * draws.std(0) / 10).all())
+
+
+# Bad input.
+
+
+WRONG_OPTIONS = [
+    ({"embed_dim": 10, "num_heads": 3}, ValueError, "`num_heads` must divide embed_dim = 10, got 3; use a divisor"),
+    ({"embed_dim": 0}, ValueError, "`embed_dim` must be >= 1"),
+    ({"num_heads": 2.0}, TypeError, "`num_heads` must be an integer"),
+    ({"kdim": 0}, ValueError, "`kdim` must be >= 1"),
+    ({"vdim": -1}, ValueError, "`vdim` must be >= 1"),
+    ({"dropout": 1.5}, ValueError, r"`dropout` must be in \[0, 1\]"),
+    ({"anchor": -0.1}, ValueError, r"`anchor` must be in \[0, 1\]"),
+    ({"anchor": "fixed"}, ValueError, "`anchor` must be 'learned' or a number"),
+    ({"beta": 0.0}, ValueError, "`beta` must be > 0"),
+    ({"beta": "fixed"}, ValueError, "`beta` must be 'learned' or a number"),
+    ({"solver": "anderson"}, TypeError, "`solver` must be None or a Solver"),
+    ({"max_steps": -1}, ValueError, "`max_steps` must be >= 0"),
+    ({"impl": "cuda"}, ValueError, "`impl` must be one of"),
+    ({"on_failure": "shout"}, ValueError, "`on_failure` must be one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "match"), WRONG_OPTIONS)
+def test_wrong_options_are_named(options, kind, match):
+    with pytest.raises(kind, match=match):
+        ImplicitMultiheadAttention(**{"embed_dim": 8, "num_heads": 2, **options})
+
+
+def zeros(*shape, dtype=torch.float64):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+WRONG_CALLS = [
+    ({"query": zeros(N, B, 5)}, ValueError, "`query` must have width 12 on its last axis, got shape"),
+    ({"key": zeros(M, B, 5)}, ValueError, "`key` must have width 12"),
+    ({"value": zeros(M, B, 5)}, ValueError, "`value` must have width 12"),
+    ({"query": zeros(B, 1, N, DIM)}, ValueError, "`query` must have 3 axes, or 2 without a batch"),
+    ({"query": zeros(N, DIM)}, ValueError, "`key` must have 2 axes like `query`"),
+    ({"key": zeros(M, 3, DIM)}, ValueError, "`key` must have the 2 samples of `query` on axis 1.*batch_first is False"),
+    ({"value": zeros(M - 1, B, DIM)}, ValueError, r"`value` must have a row for each key, leading axes \(7, 2\)"),
+    ({"query": [1.0]}, TypeError, "`query` must be a torch.Tensor"),
+    ({"query": zeros(N, B, DIM, dtype=torch.int64)}, TypeError, "`query` must have a floating-point dtype"),
+    ({"attn_mask": zeros(M, N)}, ValueError, r"`attn_mask` must have shape \(N, M\) = \(5, 7\) or "
+     r"\(B \* num_heads, N, M\) = \(6, 5, 7\), got shape \(7, 5\)"),
+    ({"attn_mask": zeros(B, N, M)}, ValueError, "`attn_mask` must have shape"),
+    ({"attn_mask": zeros(N, M, dtype=torch.uint8)}, TypeError, r"`attn_mask` must be boolean \(True = ignore\) or "
+     r"additive floating-point, got torch.uint8; use attn_mask.bool\(\)"),
+    ({"attn_mask": [[0.0]]}, TypeError, "`attn_mask` must be boolean"),
+    ({"attn_mask": zeros(N, M).to("meta")}, ValueError, "`attn_mask` must be on cpu"),
+    ({"key_padding_mask": zeros(M, B)}, ValueError, r"`key_padding_mask` must have shape \(B, M\) = \(2, 7\), got"),
+    ({"key_padding_mask": zeros(M)}, ValueError, r"`key_padding_mask` must have shape \(B, M\)"),
+    ({"key_padding_mask": zeros(B, M, dtype=torch.int64)}, TypeError, "`key_padding_mask` must be boolean"),
+    ({"is_causal": True}, ValueError, "`attn_mask` must be given with is_causal=True, which is a hint, got None; pass"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "match"), WRONG_CALLS)
+def test_wrong_calls_are_named(call, kind, match):
+    made = module()
+    given = dict(zip(("query", "key", "value"), tokens(made), strict=True))
+    with pytest.raises(kind, match=match):
+        made(**{**given, **call})
+
+
+def test_masks_of_a_batch_do_not_fit_a_call_without():
+    made = module()
+    given = tokens(made, batch=False)
+    with pytest.raises(ValueError, match=r"`key_padding_mask` must have shape \(M,\) = \(7,\), got shape \(1, 7\)"):
+        made(*given, PADDING[:1])
+    with pytest.raises(ValueError, match=r"or \(B \* num_heads, N, M\) = \(3, 5, 7\)"):
+        made(*given, attn_mask=some(B * HEADS, N, M))
+
+
+def test_empty_inputs_give_empty_results():
+    made = module(batch_first=True)
+    query, key, value = tokens(made)
+    output, weights = made(query[:, :0], key, value)
+    assert output.shape == (B, 0, DIM)
+    assert weights.shape == (B, 0, M)
+    output, weights = made(query[:0], key[:0], value[:0])
+    assert output.shape == (0, N, DIM)
+    output, weights = made(query, key[:, :0], value[:, :0])
+    assert torch.equal(output, made.out_proj.bias.expand(B, N, DIM))
+    assert weights.shape == (B, N, 0)

@@ -1,0 +1,138 @@
+"""What is reported of the solves of registered attention, and of the conversion of a model."""
+
+import copy
+
+import pytest
+import torch
+from transformers_models import MODELS, TIGHT, logits, make, model_and_inputs
+
+from implicit_attention import Picard
+from implicit_attention.integrations.transformers import convert, register, report
+
+every = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def equilibrium():
+    register(on_failure="raise")
+
+
+@every
+def test_the_report_has_a_line_for_every_attention(name, capsys):
+    model, given = model_and_inputs(name, padding=3)
+    model(**given).logits.square().sum().backward()
+    rows = report(model)
+    assert len(rows) == (6 if name == "t5" else 2)
+    printed = capsys.readouterr().out
+    for row in rows:
+        module = model.get_submodule(row.name)
+        evidence = module._equilibrium_last.evidence
+        assert row.name in printed
+        assert row.residual == evidence.residual.max()
+        assert 1 < row.num_evals <= row.max_evals == evidence.num_evals.max()
+        assert row.converged == 1
+        assert row.gradient == 1
+        count = 5 if row.name.startswith("decoder") else 9
+        assert row.queries == count
+        assert 1 <= row.distinct <= count
+        assert 0 < row.effective_keys <= 10
+
+
+def test_the_diagnostics_are_those_of_the_attention():
+    model, given = model_and_inputs(rows=1)
+    with torch.no_grad():
+        weights = model(**given, output_attentions=True, **TIGHT).attentions
+    for row, p in zip(report(model), weights, strict=True):
+        entropy = torch.special.entr(p).sum(-1)
+        assert abs(row.effective_keys - float(entropy.exp().mean())) < 1e-6
+    # Without an anchor all queries that see everything collapse to few points.
+    model.config.is_causal = False
+    flat = logits(model, given, anchor=0.0, is_causal=False)
+    assert flat.isfinite().all()
+    assert max(row.distinct for row in report(model)) < 9
+
+
+def test_a_conversion_reports_what_each_anchor_changes():
+    model, given = model_and_inputs(padding=3)
+    softmax = logits(model, given, max_steps=0)
+    model.set_attn_implementation("eager")
+    seen = []
+    conversion = convert(
+        model,
+        schedule=(1.0, 0.9, 0.5),
+        inputs=given,
+        fine_tune=lambda model, stage: seen.append((stage.anchor, model.training)),
+        **TIGHT,
+    )
+    assert seen == [(1.0, False), (0.9, False), (0.5, False)]
+    first, second, third = conversion.stages
+    assert list(first.layers) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    for name in first.layers:
+        assert first.layers[name] < 1e-6 < 1e-3 < second.layers[name] < third.layers[name]
+    assert first.output < 1e-6 < second.output < third.output
+    assert third.converged == 1
+    final = logits(model, given)
+    assert abs(float((final - softmax).norm() / softmax.norm()) - third.output) < 1e-6
+    text = str(conversion)
+    assert "model.layers.1.self_attn" in text
+    assert f"{third.output:.3f}" in text
+    assert "100 %" in text
+
+
+def test_a_conversion_says_how_far_one_layer_is_from_softmax_on_its_own_inputs():
+    model, given = model_and_inputs()
+    stage = convert(model, schedule=[0.5], inputs=given, **TIGHT).stages[0]
+    outputs = {}
+    layer = model.model.layers[0].self_attn
+    layer.o_proj.register_forward_pre_hook(lambda module, args: outputs.setdefault(len(outputs), args[0]))
+    logits(model, given)
+    logits(model, given, max_steps=0)
+    ours, softmax = outputs.values()
+    assert abs(float((ours - softmax).norm() / softmax.norm()) - stage.layers["model.layers.0.self_attn"]) < 1e-6
+
+
+def test_a_conversion_follows_the_training_and_stays_with_its_model():
+    model, given = model_and_inputs()
+    other = copy.deepcopy(model)
+    before = logits(other, given)
+
+    def double(model, stage):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+
+    model.train()
+    conversion = convert(model, schedule=(0.8, 0.3), inputs=given, fine_tune=double)
+    assert model.training
+    assert torch.equal(logits(other, given), before)
+    # Doubled logits differ as much, relatively: both models that are compared have been trained.
+    again = convert(model, schedule=(0.8, 0.3), inputs=given)
+    assert again.stages[1].output == pytest.approx(conversion.stages[1].output, rel=1e-6)
+    assert {row.anchor for row in report(model)} == {0.3}
+
+
+def test_a_conversion_to_a_fixed_budget():
+    model, given = model_and_inputs()
+    stage = convert(model, schedule=[0.5], inputs=given, solver=Picard(rtol=0, atol=0, max_steps=2)).stages[0]
+    assert stage.converged != stage.converged  # nothing was to converge
+    model(**given).logits.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_conversion_measures_on_something_of_its_own():
+    conversion = convert(make("llama"), schedule=[0.9])
+    assert 0 < conversion.stages[0].output < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"schedule": []}, "`schedule` must hold at least one anchor"),
+        ({"schedule": [1.2]}, r"`anchor` must be in \[0, 1\]"),
+        ({"max_steps": -3}, "`max_steps` must be >= 0"),
+    ],
+)
+def test_wrong_conversions_are_named_before_anything_happens(options, match):
+    model = make("llama")
+    with pytest.raises(ValueError, match=match):
+        convert(model, **options)
+    assert model.config._attn_implementation != "equilibrium"

@@ -1,0 +1,222 @@
+"""Options of registered attention, by layer, model and call, and what is refused."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import GPTJConfig, GPTJForCausalLM
+from transformers_models import MODELS, TIGHT, batch, evaluations, logits, make, model_and_inputs
+
+from implicit_attention import ConvergenceError, ConvergenceWarning, Picard, Unrolled
+from implicit_attention.integrations.transformers import convert, register, report
+
+every = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def equilibrium():
+    register(on_failure="raise")
+
+
+# Options.
+
+
+def test_options_hold_for_all_layers_for_one_and_for_one_call():
+    model, given = model_and_inputs()
+    solved = logits(model, given)
+    assert min(evaluations(model)) > 1
+    register(on_failure="raise", layers={1: {"max_steps": 0}})
+    first_only = logits(model, given)
+    first, second = evaluations(model)
+    assert first > 1
+    assert second == 0
+    register(on_failure="raise", layers=lambda index: {"max_steps": 0} if index == 1 else {})
+    assert torch.equal(logits(model, given), first_only)
+    explicit = logits(model, given, max_steps=0)
+    assert evaluations(model) == [0, 0]
+    register(max_steps=0)
+    assert torch.equal(logits(model, given), explicit)
+    distances = [(other - solved).abs().max() for other in (first_only, explicit)]
+    assert min(distances) > 1e-2
+
+
+def test_a_schedule_over_layers_sets_their_anchors():
+    model, given = model_and_inputs()
+    register(layers=lambda index: {"anchor": 1 - 0.4 * index})
+    logits(model, given)
+    assert [row.anchor for row in report(model)] == [1.0, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("anchor", 0.8),
+        ("max_steps", 0),
+        ("solver", Picard(rtol=0, atol=0, max_steps=1)),
+        ("impl", "reference"),
+    ],
+)
+def test_a_call_changes_what_is_answered(name, value):
+    model, given = model_and_inputs(dtype=torch.float32, length=80)
+    assert not torch.equal(logits(model, given), logits(model, given, **{name: value}))
+
+
+def test_a_call_chooses_the_gradient():
+    model, given = model_and_inputs()
+    found = []
+    for adjoint in (None, TIGHT["adjoint"], Unrolled()):
+        model.zero_grad()
+        model(**given, solver=TIGHT["solver"], adjoint=adjoint).logits.square().sum().backward()
+        found.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    torch.testing.assert_close(found[1], found[2], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found[0], found[1])
+
+
+def test_failures_are_told_as_asked():
+    model, given = model_and_inputs()
+    with pytest.raises(ConvergenceError):
+        logits(model, given, max_steps=1)
+    with pytest.warns(ConvergenceWarning):
+        logits(model, given, max_steps=1, on_failure="warn")
+    logits(model, given, max_steps=1, on_failure="ignore")
+
+
+def test_a_fixed_budget_is_differentiated_through_its_steps():
+    model, given = model_and_inputs()
+    budget = Picard(rtol=0, atol=0, max_steps=2)
+    found = []
+    for adjoint in (None, Unrolled()):
+        model.zero_grad()
+        model(**given, solver=budget, adjoint=adjoint).logits.square().sum().backward()
+        found.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    assert torch.equal(*found)
+
+
+def test_anchor_one_is_softmax_attention():
+    model, given = model_and_inputs()
+    torch.testing.assert_close(
+        logits(model, given, anchor=1.0), logits(model, given, max_steps=0), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_anchors_by_head_can_be_learned():
+    model, given = model_and_inputs()
+    anchor = torch.tensor([0.3, 0.5, 0.7, 0.9], requires_grad=True)
+    register(anchor=anchor)
+    model(**given).logits.square().sum().backward()
+    assert (anchor.grad != 0).all()
+    assert (report(model)[0].anchor - 0.6) < 1e-6
+    same = logits(model, given)
+    register(anchor=0.6)
+    assert not torch.allclose(logits(model, given), same)
+
+
+def test_the_call_comes_before_the_model_before_the_layer_before_the_name():
+    model, given = model_and_inputs()
+    register(anchor=0.2, layers={1: {"anchor": 0.3}})
+    logits(model, given)
+    assert [row.anchor for row in report(model)] == [0.2, 0.3]
+    convert(model, schedule=[0.4], inputs=given)
+    logits(model, given)
+    assert [row.anchor for row in report(model)] == [0.4, 0.4]
+    logits(model, given, anchor=0.5)
+    assert [row.anchor for row in report(model)] == [0.5, 0.5]
+
+
+def test_two_names_do_not_know_of_each_other():
+    model, given = model_and_inputs()
+    other = copy.deepcopy(model)
+    register("softmax", max_steps=0)
+    other.set_attn_implementation("softmax")
+    assert not torch.allclose(logits(model, given), logits(other, given))
+    assert evaluations(other) == [0, 0]
+    assert min(evaluations(model)) > 1
+
+
+# What is refused.
+
+
+@every
+def test_an_unknown_argument_is_refused_with_the_options(name):
+    model, given = model_and_inputs(name)
+    with pytest.raises(ValueError, match=r"`ancor` is neither an option .*\(anchor, solver, .*ignore=\('ancor',\)"):
+        logits(model, given, ancor=0.5)
+    register(ignore=("ancor",))
+    logits(model, given, ancor=0.5)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"])
+def test_packed_sequences_without_positions_are_refused(name):
+    model, given = model_and_inputs()
+    with pytest.raises(ValueError, match=f"`{name}` must be None .*LlamaAttention: a packed batch.*position_ids"):
+        logits(model, given, **{name: torch.tensor([0, 5, 9])})
+
+
+def test_paged_caches_are_refused():
+    model, given = model_and_inputs()
+    with pytest.raises(ValueError, match=r"`cache` must be None .* paged caches"):
+        logits(model, given, cache=object())
+
+
+def test_packed_sequences_with_positions_are_kept_apart():
+    model, _ = model_and_inputs()
+    ids = batch("llama", rows=1, length=9)["input_ids"]
+    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        apart = [model(input_ids=part).logits for part in ids.split([5, 4], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"anchor": 1.5}, ValueError, r"`anchor` must be in \[0, 1\], got 1.5"),
+        ({"anchor": torch.full((2, 2), 0.5)}, ValueError, "`anchor` must be a number or one for each head"),
+        ({"anchor": torch.tensor([0.5, 2.0])}, ValueError, r"`anchor` must be in \[0, 1\] everywhere"),
+        ({"max_steps": -1}, ValueError, "`max_steps` must be >= 0"),
+        ({"solver": "anderson"}, TypeError, "`solver` must be None or a Solver"),
+        ({"impl": "fast"}, ValueError, "`impl` must be one of"),
+        (
+            {"layers": {0: {"steps": 3}}},
+            ValueError,
+            r"`layers\[0\]` must hold options among anchor, solver.*got 'steps'",
+        ),
+        ({"layers": {0: {"anchor": 2}}}, ValueError, "`anchor` must be in"),
+        ({"layers": {-1: {"anchor": 0.2}}}, ValueError, "`layers` must be >= 0"),
+        ({"layers": [0.5, 0.6]}, TypeError, "`layers` must be a dict from layer index"),
+        ({"layers": {0: 0.5}}, TypeError, r"`layers\[0\]` must be a dict of options"),
+        ({"ignore": "foo"}, TypeError, "`ignore` must be a collection of names"),
+        ({"name": "sdpa"}, ValueError, "`name` must not be one that transformers know already, got 'sdpa'"),
+        ({"name": "eager"}, ValueError, "`name` must not be one"),
+        ({"name": ""}, ValueError, "`name` must be a string"),
+    ],
+)
+def test_wrong_options_are_named_at_the_door(options, error, match):
+    with pytest.raises(error, match=match):
+        register(**options)
+
+
+def test_an_unknown_layer_is_named():
+    model, given = model_and_inputs()
+    register(layers={0: {"anchor": 0.9}, 2: {"anchor": 0.9}})
+    with pytest.raises(ValueError, match=r"`layers` must hold indices of LlamaAttention among 0 to 1, got \[2\]"):
+        logits(model, given)
+
+
+def test_a_missing_package_gives_the_line_that_installs_it():
+    code = "import sys; sys.modules['transformers'] = None; import implicit_attention.integrations.transformers"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'pip install "implicit_attention[transformers]"' in found.stderr
+
+
+def test_a_model_that_does_not_ask_is_named():
+    config = GPTJConfig(vocab_size=50, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32)
+    with pytest.raises(ValueError, match="GPTJForCausalLM does not take its attention from transformers"):
+        convert(GPTJForCausalLM(config))
+    with pytest.raises(ValueError, match="no layer of LlamaForCausalLM has called equilibrium attention"):
+        report(make("llama"))
+    with pytest.raises(TypeError, match=r"`model` must be a PreTrainedModel.*replace_attention"):
+        convert(torch.nn.Linear(2, 2))
