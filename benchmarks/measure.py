@@ -111,21 +111,24 @@ def summary(seconds: list[float]) -> Timing:
 
 
 def import_times(modules: tuple[str, ...], *, repeats: int) -> dict[str, Timing]:
-    """Time to import each module in a fresh process, in turns, after one round that fills the caches.
+    """Time until each of the modules is imported, one after the other, in a fresh process, after one that fills caches.
 
-    Bytecode is cached, as it is once a package is installed, in a folder that is thrown away.
+    In one process, as two of them differ by more than what the package adds. Bytecode is cached, as it is once a package
+    is installed, in a folder that is thrown away.
     """
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"`modules` must be importable, got {module!r}")
     seconds: dict[str, list[float]] = {module: [] for module in modules}
+    lines = ["import time", "start = time.perf_counter()"]
+    for module in modules:
+        lines += [f"import {module}", "print(time.perf_counter() - start)"]
+    command = [sys.executable, "-c", "\n".join(lines)]
     with tempfile.TemporaryDirectory() as folder:
         where = {**os.environ, "PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
         for index in range(repeats + 1):
-            for module in modules:
-                code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-                command = [sys.executable, "-c", code]
-                out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=where)
-                if index:
-                    seconds[module].append(float(out.stdout))
+            out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=where)
+            if index:
+                for module, line in zip(modules, out.stdout.splitlines(), strict=True):
+                    seconds[module].append(float(line))
     return {module: summary(values) for module, values in seconds.items()}

@@ -193,6 +193,7 @@ def test_a_turn_on_a_gpu_is_one_stretch_between_two_events(monkeypatch):
 def test_import_times_come_from_fresh_processes():
     times = measure.import_times(("json", "string"), repeats=2)
     assert all(timing.turns == 2 and 0 < timing.low <= timing.high < 5 for timing in times.values())
+    assert times["string"].low > times["json"].low  # one after the other
     with pytest.raises(ValueError, match="no_such_module"):
         measure.import_times(("no_such_module",), repeats=1)
 
