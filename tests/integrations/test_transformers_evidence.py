@@ -7,7 +7,7 @@ import torch
 from transformers_models import MODELS, TIGHT, logits, make, model_and_inputs
 
 from implicit_attention import Picard
-from implicit_attention.integrations.transformers import convert, register, report
+from implicit_attention.integrations.transformers import convert, evidence, register, report
 
 every = pytest.mark.parametrize("name", MODELS)
 
@@ -110,6 +110,31 @@ def test_a_conversion_follows_the_training_and_stays_with_its_model():
     assert {row.anchor for row in report(model)} == {0.3}
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_anchor_of_a_conversion_is_saved(name, tmp_path):
+    model, given = model_and_inputs(name, torch.float32)
+    convert(model, schedule=[0.2], inputs=given)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="equilibrium").eval()
+    if name == "gpt_oss":
+        loaded.set_experts_implementation("eager")
+    assert torch.equal(logits(loaded, given), logits(model, given))
+    assert {row.anchor for row in report(loaded)} == {0.2}
+
+
+def test_evidence_is_that_of_the_attention_in_use():
+    model, given = model_and_inputs()
+    assert evidence(model) == {}
+    logits(model, given)
+    found = evidence(model)
+    assert list(found) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert all(layer.converged.all() for layer in found.values())
+    model.set_attn_implementation("sdpa")
+    assert evidence(model) == {}
+    with pytest.raises(ValueError, match="no layer of LlamaForCausalLM has called equilibrium attention"):
+        report(model)
+
+
 def test_a_conversion_to_a_fixed_budget():
     model, given = model_and_inputs()
     stage = convert(model, schedule=[0.5], inputs=given, solver=Picard(rtol=0, atol=0, max_steps=2)).stages[0]
@@ -129,10 +154,13 @@ def test_a_conversion_measures_on_something_of_its_own():
         ({"schedule": []}, "`schedule` must hold at least one anchor"),
         ({"schedule": [1.2]}, r"`anchor` must be in \[0, 1\]"),
         ({"max_steps": -3}, "`max_steps` must be >= 0"),
+        ({"schedule": 0.5}, "`schedule` must be a sequence of anchors, got 0.5"),
+        ({"schedule": "0.5"}, "`anchor` must be a number, got '0'"),
+        ({"inputs": torch.zeros(2, 3)}, "`inputs` must be arguments by name, got Tensor"),
     ],
 )
 def test_wrong_conversions_are_named_before_anything_happens(options, match):
     model = make("llama")
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         convert(model, **options)
     assert model.config._attn_implementation != "equilibrium"

@@ -10,6 +10,6 @@ except ImportError as error:
 
 from .convert import Conversion, Stage, convert
 from .registration import register
-from .report import LayerReport, report
+from .report import LayerReport, evidence, report
 
-__all__ = ["Conversion", "LayerReport", "Stage", "convert", "register", "report"]
+__all__ = ["Conversion", "LayerReport", "Stage", "convert", "evidence", "register", "report"]

@@ -20,7 +20,7 @@ from ...solvers import Solver
 from .attention import COMPARE, LAST, Last
 from .registration import is_ours, register
 from .report import aligned, last_calls
-from .settings import OVERRIDE, Settings
+from .settings import ANCHOR, OVERRIDE, Settings
 
 SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
@@ -75,7 +75,8 @@ def convert(
     """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
 
     At every anchor the model is measured on `inputs`, then given to `fine_tune`, so that it can follow. It keeps the
-    last anchor and these options, apart from other models with the same attention.
+    last anchor in its configuration, `config.equilibrium_anchor`, which is saved with it; the other options hold for
+    this model too, but are not saved.
 
     A fixed budget of steps (`Picard(max_steps=2, rtol=0, atol=0)`) is differentiated through its steps, everything else
     by the implicit function theorem, unless `adjoint` says otherwise.
@@ -84,6 +85,7 @@ def convert(
         model: a model of transformers that takes its attention from their interface.
         schedule: anchors in [0, 1], in order; 1 is softmax attention.
         inputs: the arguments of the model's forward to measure on; default `model.dummy_inputs`, which tell little.
+            Options hold for the attention modules that they reach.
         fine_tune: called with the model and the `Stage` at every anchor.
         name: of `register`; it is registered if it is not.
         max_steps: options from here on are those of `register`, for this model.
@@ -98,8 +100,7 @@ def convert(
     Raises:
         TypeError, ValueError: arguments that do not fit; a model whose attention cannot be replaced, by its name.
     """
-    anchors = list(schedule)
-    _validate.require(bool(anchors), "schedule", "hold at least one anchor", schedule)
+    anchors = _checked(schedule, inputs)
     given = {
         "max_steps": max_steps,
         "solver": solver,
@@ -114,10 +115,14 @@ def convert(
     inputs = _inputs(model) if inputs is None else inputs
     softmax, _ = _measured(model, {**inputs, "max_steps": 0})
     layers = _attention_modules(model)
+    # Parts of a model may have configurations of their own; the model's is the one that is saved.
+    configs = [model.config, *(getattr(module, "config", model.config) for module in layers.values())]
     stages = []
     for anchor in anchors:
         for module in layers.values():
-            setattr(module, OVERRIDE, {**given, "anchor": anchor})
+            setattr(module, OVERRIDE, given)
+        for config in configs:
+            setattr(config, ANCHOR, float(anchor))
         with _comparing(layers):
             output, last = _measured(model, inputs)
         stage = Stage(anchor, _changes(last), _distance(output, softmax), _converged(last))
@@ -126,6 +131,16 @@ def convert(
             fine_tune(model, stage)
             softmax, _ = _measured(model, {**inputs, "max_steps": 0})
     return Conversion(stages)
+
+
+def _checked(schedule: Any, inputs: Any) -> list[float]:
+    if not isinstance(schedule, Sequence):
+        raise TypeError(_validate.message("schedule", "be a sequence of anchors", repr(schedule), "(0.9, 0.7, 0.5)"))
+    _validate.require(len(schedule) > 0, "schedule", "hold at least one anchor", schedule)
+    if inputs is not None and not isinstance(inputs, Mapping):
+        received = type(inputs).__name__
+        raise TypeError(_validate.message("inputs", "be arguments by name", received, "{'input_ids': input_ids}"))
+    return list(schedule)
 
 
 def _set_attention(model: Any, name: str) -> None:
@@ -201,8 +216,10 @@ def _converged(last: list[tuple[str, Last]]) -> float:
 
 
 def _distance(output: Tensor, reference: Tensor) -> float:
-    output, reference = output.double(), reference.double()
-    return float(torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference))
+    # Not in half precision; never a copy of all logits in float64.
+    output, reference = output.float(), reference.float()
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (output - reference, reference)]
+    return float(norms[0] / norms[1])
 
 
 def _percent(share: float) -> str:

@@ -13,6 +13,7 @@ from ...read_out import made_by
 from ...solution import Evidence
 from ...status import Status
 from .attention import LAST, Last, Sample
+from .registration import is_ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,7 @@ class LayerReport:
     Attributes:
         name: of the module in the model.
         anchor: how much of the queries stays (the mean over heads).
-        num_evals: evaluations of the map per query, the median.
+        num_evals: evaluations of the map per query, the mean.
         max_evals: the most that a query took.
         residual: the largest |f(z) - z|; NaN where nothing was solved.
         converged: share of the queries that reached their tolerance; NaN where nothing was to be reached.
@@ -44,6 +45,22 @@ class LayerReport:
     queries: int
 
 
+def evidence(model: nn.Module) -> dict[str, Evidence]:
+    """The evidence of every attention layer's last call, by its name in the model: what a training loop watches.
+
+    Args:
+        model: a model, after a forward. Layers with another attention are not there.
+    """
+    found = {}
+    for name, last in _calls(model):
+        if isinstance(last.evidence, Measured):
+            assert last.settings is not None
+            last.evidence = last.evidence.evidence(last.settings.options.on_failure)
+        assert last.evidence is not None
+        found[name] = last.evidence
+    return found
+
+
 def report(model: nn.Module) -> list[LayerReport]:
     """Print and return what every attention layer did in the last forward of the model.
 
@@ -55,27 +72,35 @@ def report(model: nn.Module) -> list[LayerReport]:
         ValueError: if no layer of the model has called equilibrium attention; the message names the model.
     """
     rows = []
+    found = evidence(model)
     for name, last in last_calls(model):
-        assert last.evidence is not None
         assert last.sample is not None
         assert last.settings is not None
-        if isinstance(last.evidence, Measured):
-            last.evidence = last.evidence.evidence(last.settings.options.on_failure)
-        rows.append(_row(name, last.evidence, last.sample, _mean(last.settings.anchor)))
+        rows.append(_row(name, found[name], last.sample, _mean(last.settings.anchor)))
     print(_table(rows))
     return rows
 
 
 def last_calls(model: nn.Module) -> list[tuple[str, Last]]:
     """The attention modules that have called equilibrium attention, by name, with what they remember."""
-    named = [(name, getattr(module, LAST, None)) for name, module in model.named_modules()]
-    found = [(name, last) for name, last in named if last is not None and last.evidence is not None]
+    found = _calls(model)
     if not found:
         raise ValueError(
             f"no layer of {type(model).__name__} has called equilibrium attention; after `register()`, "
             'call `model.set_attn_implementation("equilibrium")`, then the model'
         )
     return found
+
+
+def _calls(model: nn.Module) -> list[tuple[str, Last]]:
+    named = [(name, module, getattr(module, LAST, None)) for name, module in model.named_modules()]
+    return [(name, last) for name, module, last in named if last is not None and last.evidence and _is_current(module)]
+
+
+def _is_current(module: nn.Module) -> bool:
+    """Whether its model has not been given another attention since."""
+    config = getattr(module, "config", None)
+    return config is None or is_ours(getattr(config, "_attn_implementation", None))
 
 
 def _row(name: str, evidence: Evidence, sample: Sample, anchor: float) -> LayerReport:
@@ -89,7 +114,7 @@ def _row(name: str, evidence: Evidence, sample: Sample, anchor: float) -> LayerR
     return LayerReport(
         name=name,
         anchor=anchor,
-        num_evals=float(evals.double().median()),
+        num_evals=float(evals.double().mean()),
         max_evals=int(evals.max()),
         residual=float(evidence.residual.max()),
         converged=_share(evidence.converged[solved & (evidence.status != Status.BUDGET)]),
@@ -124,7 +149,7 @@ def _table(rows: list[LayerReport]) -> str:
             (
                 row.name,
                 f"{row.anchor:.3g}",
-                f"{row.num_evals:g}",
+                f"{row.num_evals:.3g}",
                 f"{row.max_evals}",
                 _or_dash(row.residual, ".1e"),
                 _or_dash(row.converged, ".4g", percent=True),

@@ -19,7 +19,9 @@ Layers: TypeAlias = Mapping[int, Given] | Callable[[int], Given]
 
 OPTIONS = ("anchor", "solver", "adjoint", "impl", "max_steps", "on_failure")
 
-#: What a model's call may have left on each of its attention modules: options of this model alone.
+#: Where the configuration of a model holds the anchor that it was converted to; saved with it.
+ANCHOR = "equilibrium_anchor"
+#: Where an attention module holds options of its model alone.
 OVERRIDE = "_equilibrium_options"
 
 
@@ -69,10 +71,13 @@ class Settings:
         return dataclasses.replace(self, anchor=self.anchor if anchor is None else anchor, options=options, layers=None)
 
     def of(self, module: nn.Module, call: Given) -> Self:
-        """The settings of one attention module in one call: general, of its layer, of its model, of the call."""
+        """The settings of one attention module in one call: general, then of layer, model and call, the last wins."""
         found = self
         if self.layers is not None:
             found = found.override(self._of_layer(module, self.layers), "layers")
+        anchor = getattr(getattr(module, "config", None), ANCHOR, None)
+        if anchor is not None:
+            found = found.override({"anchor": anchor}, ANCHOR)
         override = getattr(module, OVERRIDE, None)
         if override:
             found = found.override(override, "options")
