@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from implicit_attention import CG, GMRES, ConvergenceError, FixedPointMap, Implicit, Status, solve
+from implicit_attention import (
+    CG,
+    GMRES,
+    AnchoredEnergy,
+    ConvergenceError,
+    FixedPointMap,
+    Implicit,
+    LogSumExp,
+    Status,
+    solve,
+)
 from implicit_attention.testing.numerics import random, relative_error
 
 
@@ -41,6 +51,37 @@ def test_what_rounding_leaves_is_no_failure(method):
     asked = 1e-5 * random(8, 24, seed=2).norm(dim=-1)
     assert bool((report.residual > asked).any())
     assert bool((report.residual <= report.tolerance).all())
+
+
+def near_folds(count, dtype, curvature=2.6e-3):
+    """Attention whose keys are far from the origin, with the state and the anchor at which a fold is near."""
+    keys, z = 3 * (random(count, 128, 24) + random(count, 1, 24, seed=1)), random(count, 1, 24, seed=2) / 3
+    beta = 24**-0.5
+    p = (beta * z @ keys.mT).softmax(-1)
+    mean = p @ keys
+    covariance = (keys * p.mT).mT @ keys - mean.mT @ mean
+    anchor = 1 - (1 - curvature) / (beta * torch.linalg.eigvalsh(covariance)[:, -1])
+    field = mean + (z - mean) / anchor[:, None, None]
+    keys, field, z, anchor = (t.to(dtype) for t in (keys, field, z, anchor))
+    field.requires_grad_()
+    return AnchoredEnergy(LogSumExp(keys, beta), field, anchor), z
+
+
+def test_what_rounding_leaves_of_attention_near_a_fold_is_no_failure():
+    count, found = 200, []
+    for dtype in (torch.float32, torch.float64):
+        energy, z = near_folds(count, dtype)
+        solution = solve(energy, z, on_failure="ignore")
+        (solution.value * random(count, 1, 24, seed=3).to(dtype)).sum().backward()
+        found.append((energy.field.grad, solution))
+    (single, solution), (double, _) = found
+    assert bool((solution.adjoint.status <= Status.SADDLE).all())
+    errors = (single.double() - double).norm(dim=-1) / double.norm(dim=-1)
+    assert errors.max() < 1e-3
+    # It is for this that they are counted.
+    answers = single.norm(dim=-1) / energy.anchor.float()[:, None]
+    left = solution.adjoint.residual / answers
+    assert left.max() > 4 * torch.finfo(torch.float32).eps
 
 
 def test_a_solve_that_ends_early_is_still_a_failure():
