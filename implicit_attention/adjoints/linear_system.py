@@ -24,8 +24,8 @@ TILE_ROWS = 64
 ROUNDING = 4.0
 # Where that is more of the right-hand side than this, the answer has no digits.
 MEANINGFUL = 0.02
-# Attention over keys that are far from the origin loses more, as its products cancel (20 was measured); that is rounding
-# while it stays below this part of the right-hand side.
+# Attention over keys far from the origin loses more, as its products cancel (20 was measured): that is rounding while
+# it stays below this part of the right-hand side.
 CANCELLING, SMALL = 32.0, 1e-3
 
 
