@@ -111,10 +111,10 @@ def summary(seconds: list[float]) -> Timing:
 
 
 def import_times(modules: tuple[str, ...], *, repeats: int) -> dict[str, Timing]:
-    """Time until each of the modules is imported, one after the other, in a fresh process, after one that fills caches.
+    """Time until each of the modules is imported, one after the other, in a fresh process, once caches are filled.
 
-    In one process, as two of them differ by more than what the package adds. Bytecode is cached, as it is once a package
-    is installed, in a folder that is thrown away.
+    In one process, as two of them differ by more than what the package adds. Bytecode is cached, as it is once a
+    package is installed, in a folder that is thrown away.
     """
     for module in modules:
         if importlib.util.find_spec(module) is None:
