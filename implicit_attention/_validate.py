@@ -28,7 +28,8 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
         raise TypeError(
             message(argument, "have a floating-point dtype", value.dtype, f"convert it with {argument}.float()")
         )
-    require(value.ndim >= min_ndim, argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}")
+    if value.ndim < min_ndim:
+        raise ValueError(message(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}"))
 
 
 def check_same_kind(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -56,7 +57,9 @@ def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: 
     fits = len(shape) <= len(target) and all(
         s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False)
     )
-    require(fits, argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}")
+    # Words only where something is wrong: written out, sizes that torch.compile keeps open would be fixed.
+    if not fits:
+        raise ValueError(message(argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}"))
 
 
 def check_number(
@@ -76,7 +79,8 @@ def check_number(
         if math.isinf(high)
         else f"in {'(' if open_low else '['}{low:g}, {high:g}]"
     )
-    inside = (value > low if open_low else value >= low) and value <= high and math.isfinite(value)
+    finite = torch.compiler.is_compiling() or math.isfinite(value)
+    inside = (value > low if open_low else value >= low) and value <= high and finite
     require(inside, argument, f"be {bounds}", value, remedy)
 
 
@@ -94,7 +98,8 @@ def check_choice(argument: str, value: Any, choices: Iterable[Any]) -> None:
 def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning: str) -> None:
     """`shape` and `other` broadcast with each other."""
     fits = all(s == t or 1 in (s, t) for s, t in zip(reversed(shape), reversed(other), strict=False))
-    require(fits, argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}")
+    if not fits:
+        raise ValueError(message(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}"))
 
 
 def inside(value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False) -> Tensor:

@@ -20,9 +20,9 @@ class KeyPotential(Potential):
 
     def __init__(self, keys: Tensor, beta: float | Tensor) -> None:
         _validate.check_float_tensor("keys", keys, min_ndim=2)
-        _validate.require(
-            keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}", "mask keys out instead"
-        )
+        if keys.shape[-2] == 0:
+            received = f"shape {tuple(keys.shape)}"
+            raise ValueError(_validate.message("keys", "hold at least one key", received, "mask keys out instead"))
         self.keys = keys
         if isinstance(beta, Tensor):
             _validate.check_float_tensor("beta", beta)
@@ -50,12 +50,9 @@ class KeyPotential(Potential):
 
     def check_state(self, argument: str, z: Tensor) -> None:
         _validate.check_float_tensor(argument, z, min_ndim=2)
-        _validate.require(
-            z.shape[-1] == self.keys.shape[-1],
-            argument,
-            f"have the keys' dimension {self.keys.shape[-1]} on its last axis",
-            f"shape {tuple(z.shape)}",
-        )
+        if z.shape[-1] != self.keys.shape[-1]:
+            required = f"have the keys' dimension {self.keys.shape[-1]} on its last axis"
+            raise ValueError(_validate.message(argument, required, f"shape {tuple(z.shape)}"))
         _validate.check_same_kind([("keys", self.keys), (argument, z)])
         _validate.check_broadcast("keys", self.keys.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
         if isinstance(self.beta, Tensor):
@@ -69,12 +66,10 @@ class KeyPotential(Potential):
 
 
 def check_pairs(argument: str, pairs: Tensor, keys: Tensor) -> None:
-    _validate.require(
-        pairs.ndim >= 1 and pairs.shape[-1] in (1, keys.shape[-2]),
-        argument,
-        f"broadcast to (*batch, N, M) with M = {keys.shape[-2]} keys",
-        f"shape {tuple(pairs.shape)}",
-    )
+    count = keys.shape[-2]
+    if pairs.ndim < 1 or (pairs.shape[-1] != 1 and pairs.shape[-1] != count):
+        required = f"broadcast to (*batch, N, M) with M = {count} keys"
+        raise ValueError(_validate.message(argument, required, f"shape {tuple(pairs.shape)}"))
 
 
 def check_mask(mask: Tensor, keys: Tensor) -> None:

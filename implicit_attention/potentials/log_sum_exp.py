@@ -306,12 +306,9 @@ class LogSumExp(KeyPotential):
         self.check_state("z", z)
         _validate.check_float_tensor("values", values, min_ndim=2)
         _validate.check_same_kind([("keys", self.keys), ("values", values)])
-        _validate.require(
-            values.shape[-2] == self.keys.shape[-2],
-            "values",
-            f"have one row for each of the {self.keys.shape[-2]} keys, shape (*batch, M, E)",
-            f"shape {tuple(values.shape)}",
-        )
+        if values.shape[-2] != self.keys.shape[-2]:
+            required = f"have one row for each of the {self.keys.shape[-2]} keys, shape (*batch, M, E)"
+            raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
         _validate.check_broadcast("values", values.shape[:-2], z.shape[:-2], "the leading axes of `z`")
         _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0, remedy="0 drops nothing")
 

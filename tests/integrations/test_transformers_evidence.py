@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers_models import MODELS, TIGHT, logits, make, model_and_inputs
 
 from implicit_attention import Picard
@@ -122,6 +123,23 @@ def test_the_anchor_of_a_conversion_is_saved(name, tmp_path):
     assert {row.anchor for row in report(loaded)} == {0.2}
 
 
+def test_attention_that_took_no_part_is_named(capsys):
+    model, given = model_and_inputs()
+    model.model.layers[1].self_attn = nn.MultiheadAttention(32, 4)
+    model.model.layers[1].forward = lambda hidden, **given: hidden
+    logits(model, given)
+    report(model)
+    assert "attention of their own: model.layers.1.self_attn\n" in capsys.readouterr().out
+
+
+def test_a_model_is_compared_with_itself_where_it_draws_at_random():
+    model, given = model_and_inputs()
+    model.lm_head.register_forward_hook(lambda module, args, output: output + torch.rand_like(output))
+    state = torch.random.get_rng_state()
+    assert convert(model, schedule=[1.0], inputs=given).stages[0].output < 1e-6
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
 def test_evidence_is_that_of_the_attention_in_use():
     model, given = model_and_inputs()
     assert evidence(model) == {}
@@ -152,10 +170,11 @@ def test_a_conversion_measures_on_something_of_its_own():
     ("options", "match"),
     [
         ({"schedule": []}, "`schedule` must hold at least one anchor"),
-        ({"schedule": [1.2]}, r"`anchor` must be in \[0, 1\]"),
+        ({"schedule": [1.2]}, r"`schedule` must be in \[0, 1\], got 1.2"),
         ({"max_steps": -3}, "`max_steps` must be >= 0"),
         ({"schedule": 0.5}, "`schedule` must be a sequence of anchors, got 0.5"),
-        ({"schedule": "0.5"}, "`anchor` must be a number, got '0'"),
+        ({"schedule": "0.5"}, "`schedule` must be a number, got '0'"),
+        ({"inputs": {"max_steps": 3}}, r"`inputs` must hold no options, .*got \['max_steps'\]; pass them to convert"),
         ({"inputs": torch.zeros(2, 3)}, "`inputs` must be arguments by name, got Tensor"),
     ],
 )

@@ -10,7 +10,7 @@ from transformers import GPTJConfig, GPTJForCausalLM
 from transformers_models import MODELS, TIGHT, batch, evaluations, logits, make, model_and_inputs
 
 from implicit_attention import ConvergenceError, ConvergenceWarning, Picard, Unrolled
-from implicit_attention.integrations.transformers import convert, register, report
+from implicit_attention.integrations.transformers import convert, override, register, report
 
 every = pytest.mark.parametrize("name", MODELS)
 
@@ -125,6 +125,29 @@ def test_the_call_comes_before_the_model_before_the_layer_before_the_name():
     assert [row.anchor for row in report(model)] == [0.5, 0.5]
 
 
+def test_an_override_holds_for_all_attention_until_it_ends():
+    model, given = model_and_inputs("t5")
+    solved, explicit = logits(model, given), logits(model, given, max_steps=0)
+    with override(model, max_steps=0):
+        assert torch.equal(logits(model, given), explicit)
+        with override(model, anchor=0.9):
+            assert torch.equal(logits(model, given), logits(model, given, anchor=0.9))
+        assert torch.equal(logits(model, given), explicit)
+    assert torch.equal(logits(model, given), solved)
+    with pytest.raises(ValueError, match="`options` must hold options among anchor, solver"), override(model, steps=3):
+        pass
+
+
+def test_an_override_reaches_where_arguments_do_not():
+    model, given = model_and_inputs()
+    ids = given["input_ids"]
+    with pytest.raises(ValueError, match="model_kwargs"):
+        model.generate(ids, max_steps=0)
+    with override(model, max_steps=0):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert evaluations(model) == [0, 0]
+
+
 def test_two_names_do_not_know_of_each_other():
     model, given = model_and_inputs()
     other = copy.deepcopy(model)
@@ -152,6 +175,15 @@ def test_packed_sequences_without_positions_are_refused(name):
     model, given = model_and_inputs()
     with pytest.raises(ValueError, match=f"`{name}` must be None .*LlamaAttention: a packed batch.*position_ids"):
         logits(model, given, **{name: torch.tensor([0, 5, 9])})
+
+
+def test_sinks_are_one_for_each_head():
+    model, given = model_and_inputs("gpt_oss")
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"`s_aux` must have one logit for each head, got \(3,\)"):
+        logits(model, given)
+    with pytest.raises(ValueError, match=r"`sinks` must be None .* one for each head"):
+        logits(*model_and_inputs(), sinks=torch.zeros(4))
 
 
 def test_paged_caches_are_refused():

@@ -9,7 +9,8 @@ except ImportError as error:
     ) from error
 
 from .convert import Conversion, Stage, convert
+from .override import override
 from .registration import register
 from .report import LayerReport, evidence, report
 
-__all__ = ["Conversion", "LayerReport", "Stage", "convert", "evidence", "register", "report"]
+__all__ = ["Conversion", "LayerReport", "Stage", "convert", "evidence", "override", "register", "report"]

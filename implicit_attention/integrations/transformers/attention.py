@@ -16,10 +16,13 @@ from ...potentials.softcap import SoftcapLogSumExp
 from ...read_out import PotentialFactory, at_least_single
 from ...solution import Evidence
 from .._zero_key import with_zero_key
-from .settings import OPTIONS, OVERRIDE, Given, Settings
+from .settings import OPTIONS, Given, Settings
 
 #: Where an attention module keeps its `Last`.
 LAST = "_equilibrium_last"
+
+#: An attention module with this set says how far its answer is from softmax attention with the same inputs.
+COMPARE = "_equilibrium_compare"
 
 # Queries of the first sample whose states are kept for the report.
 SAMPLE = 64
@@ -56,6 +59,7 @@ _REFUSED = {
     "seq_idx": _PACKED,
     "head_mask": "heads cannot be masked; prune them",
     "indices": "sparse attention over chosen keys has no equilibrium here; use another attention for this model",
+    "sinks": "sinks of every query are not known here, only one for each head (s_aux)",
     "block_indices": "sparse attention over chosen blocks has no equilibrium here; use another attention",
 }
 
@@ -90,8 +94,8 @@ class Last:
 class EquilibriumForward:
     """The attention function of a registered name."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name, self.settings = name, settings
 
     def __call__(
         self,
@@ -120,7 +124,8 @@ class EquilibriumForward:
             attention_mask: boolean (True = attend) or additive, (B, 1 or H, N, M).
             scaling: the inverse temperature, default 1/sqrt(D).
             dropout: part of the weights dropped in the read-out; 0 in evaluation.
-            is_causal: without a mask: whether the last query attends to all keys, the one before to all but the last.
+            is_causal: without a mask: whether the last query attends to all keys, the one before to all but the last;
+                default what the module says of itself.
             position_bias: added to the scores, (1 or B, H, N, M).
             softcap: scores are squashed to (-softcap, softcap).
             s_aux: logits of a key that nobody sees and that takes part of the weight, (H,).
@@ -130,12 +135,14 @@ class EquilibriumForward:
         Returns:
             (B, N, H, E) and the weights or None.
         """
-        settings = self.settings.of(module, self._call_options(module, others))
+        settings = self.settings.of(module, self.name, self._call_options(module, others))
         mask, bias = self._pairs(module, query, key, attention_mask, is_causal)
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
-            sink = s_aux.reshape(-1, 1, 1).to(at_least_single(query).dtype)
+            heads = query.shape[1]
+            _validate.require(s_aux.numel() == heads, "s_aux", "have one logit for each head", tuple(s_aux.shape))
+            sink = s_aux.reshape(heads, 1, 1).to(at_least_single(query).dtype)
             key, value, mask, bias = with_zero_key(key, value, mask, bias, sink)
         make: PotentialFactory = LogSumExp if softcap is None else partial(SoftcapLogSumExp, cap=softcap)
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -195,15 +202,12 @@ class EquilibriumForward:
         if attention_mask is not None:
             mask, bias = split_mask("attention_mask", attention_mask, query)
             pairs = (*query.shape[:-1], count)
-            _validate.require(
-                attention_mask.ndim == 4,
-                "attention_mask",
-                "have four axes (B, 1 or H, N, M) when it reaches attention",
-                f"shape {tuple(attention_mask.shape)}",
-            )
+            if attention_mask.ndim != 4:
+                required, received = "have four axes (B, 1 or H, N, M) here", f"shape {tuple(attention_mask.shape)}"
+                raise ValueError(_validate.message("attention_mask", required, received))
             _validate.check_broadcast("attention_mask", attention_mask.shape, pairs, "(B, H, N, M)")
             return mask, bias
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if not causal or rows == 1:
             return None, None
         return torch.ones(rows, count, dtype=torch.bool, device=query.device).tril(count - rows), None
@@ -229,7 +233,7 @@ def _on(anchor: float | Tensor, like: Tensor) -> float | Tensor:
 def _sample(
     make: PotentialFactory, solution: Any, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
 ) -> Sample:
-    """Evenly spaced states of the first sample; its keys are not copied."""
+    """Evenly spaced states of the first sequence and what they attend to, as copies: caches change and go."""
     state: Tensor = solution if isinstance(solution, Tensor) else solution.value
     count = state.shape[-2]
     step = -(-count // SAMPLE) if count else 1
@@ -238,12 +242,6 @@ def _sample(
         if pairs is None:
             return None
         pairs = pairs.detach()[:1] if pairs.ndim == 4 else pairs.detach()
-        return pairs if pairs.shape[-2] == 1 else pairs[..., ::step, :].clone()
+        return (pairs if pairs.shape[-2] == 1 else pairs[..., ::step, :]).clone()
 
-    return Sample(make, state.detach()[:1, :, ::step].clone(), keys.detach()[:1], beta, rows(mask), rows(bias))
-
-
-#: An attention module with this set says how far its answer is from softmax attention with the same inputs.
-COMPARE = "_equilibrium_compare"
-
-__all__ = ["COMPARE", "LAST", "OVERRIDE", "EquilibriumForward", "Last", "Sample"]
+    return Sample(make, state.detach()[:1, :, ::step].clone(), keys.detach()[:1].clone(), beta, rows(mask), rows(bias))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ... import _validate
 from ..._types import Impl, OnFailure
@@ -18,9 +19,10 @@ from ...adjoints import Adjoint
 from ...solution import Evidence
 from ...solvers import Solver
 from .attention import COMPARE, LAST, Last
+from .override import hold, override
 from .registration import is_ours, register
 from .report import aligned, last_calls
-from .settings import ANCHOR, OVERRIDE, Settings
+from .settings import ANCHORS, OPTIONS, Settings
 
 SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
@@ -31,8 +33,8 @@ class Stage:
 
     Attributes:
         anchor: the anchor.
-        layers: by name, how far the attention's answer is from softmax attention on the same queries, keys and values:
-            |difference| / |softmax attention|.
+        layers: by name of the attention module, how far its answer is from softmax attention on the same queries, keys
+            and values: |difference| / |softmax attention|.
         output: the same for the model's first output (logits or last hidden state), against itself with softmax
             attention in all layers and the same parameters.
         converged: share of the queries that reached their tolerance; NaN with a fixed budget.
@@ -75,8 +77,8 @@ def convert(
     """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
 
     At every anchor the model is measured on `inputs`, then given to `fine_tune`, so that it can follow. It keeps the
-    last anchor in its configuration, `config.equilibrium_anchor`, which is saved with it; the other options hold for
-    this model too, but are not saved.
+    last anchor under `name`, in its configuration too (`config.equilibrium_anchors`), which is saved with it; the other
+    options hold for this model, but are not saved. `schedule=[1.0]` takes it back to softmax attention.
 
     A fixed budget of steps (`Picard(max_steps=2, rtol=0, atol=0)`) is differentiated through its steps, everything else
     by the implicit function theorem, unless `adjoint` says otherwise.
@@ -85,7 +87,6 @@ def convert(
         model: a model of transformers that takes its attention from their interface.
         schedule: anchors in [0, 1], in order; 1 is softmax attention.
         inputs: the arguments of the model's forward to measure on; default `model.dummy_inputs`, which tell little.
-            Options hold for the attention modules that they reach.
         fine_tune: called with the model and the `Stage` at every anchor.
         name: of `register`; it is registered if it is not.
         max_steps: options from here on are those of `register`, for this model.
@@ -100,7 +101,6 @@ def convert(
     Raises:
         TypeError, ValueError: arguments that do not fit; a model whose attention cannot be replaced, by its name.
     """
-    anchors = _checked(schedule, inputs)
     given = {
         "max_steps": max_steps,
         "solver": solver,
@@ -109,27 +109,25 @@ def convert(
         "on_failure": on_failure,
     }
     given = {option: value for option, value in given.items() if value is not None}
+    anchors = _checked(schedule, inputs)
     for anchor in anchors:
         Settings().override({**given, "anchor": anchor}, "options")
     _set_attention(model, name)
     inputs = _inputs(model) if inputs is None else inputs
-    softmax, _ = _measured(model, {**inputs, "max_steps": 0})
-    layers = _attention_modules(model)
-    # Parts of a model may have configurations of their own; the model's is the one that is saved.
-    configs = [model.config, *(getattr(module, "config", model.config) for module in layers.values())]
-    stages = []
+    configs = own_configs(model)
+    stages: list[Stage] = []
     for anchor in anchors:
-        for module in layers.values():
-            setattr(module, OVERRIDE, given)
+        hold(model, name, {**given, "anchor": anchor})
         for config in configs:
-            setattr(config, ANCHOR, float(anchor))
-        with _comparing(layers):
+            setattr(config, ANCHORS, {**(getattr(config, ANCHORS, None) or {}), name: anchor})
+        # Again at every stage: what softmax attention would make of the parameters is to be compared with.
+        with override(model, max_steps=0):
+            softmax, _ = _measured(model, inputs)
+        with _comparing(model):
             output, last = _measured(model, inputs)
-        stage = Stage(anchor, _changes(last), _distance(output, softmax), _converged(last))
-        stages.append(stage)
+        stages.append(Stage(anchor, _changes(last), _distance(output, softmax), _converged(last)))
         if fine_tune is not None:
-            fine_tune(model, stage)
-            softmax, _ = _measured(model, {**inputs, "max_steps": 0})
+            fine_tune(model, stages[-1])
     return Conversion(stages)
 
 
@@ -137,10 +135,14 @@ def _checked(schedule: Any, inputs: Any) -> list[float]:
     if not isinstance(schedule, Sequence):
         raise TypeError(_validate.message("schedule", "be a sequence of anchors", repr(schedule), "(0.9, 0.7, 0.5)"))
     _validate.require(len(schedule) > 0, "schedule", "hold at least one anchor", schedule)
+    for anchor in schedule:
+        _validate.check_number("schedule", anchor, low=0.0, high=1.0)
     if inputs is not None and not isinstance(inputs, Mapping):
         received = type(inputs).__name__
         raise TypeError(_validate.message("inputs", "be arguments by name", received, "{'input_ids': input_ids}"))
-    return list(schedule)
+    options = [name for name in inputs or () if name in OPTIONS]
+    _validate.require(not options, "inputs", "hold no options, which would not stay", options, "pass them to convert")
+    return [float(anchor) for anchor in schedule]
 
 
 def _set_attention(model: Any, name: str) -> None:
@@ -168,6 +170,18 @@ def _inputs(model: PreTrainedModel) -> Mapping[str, Any]:
     return {argument: value.to(model.device) for argument, value in given.items()}
 
 
+def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of a model and its parts, made its own: other models may have been built from the same."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                # Parts of one configuration stay parts of its copy.
+                setattr(module, attribute, copy.deepcopy(value, copies))
+    configs = [value for value in copies.values() if isinstance(value, PreTrainedConfig)]
+    return list({id(config): config for config in configs}.values())
+
+
 @torch.no_grad()
 def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor, list[tuple[str, Last]]]:
     """The model's first output in evaluation, and what its attention modules remember of it."""
@@ -177,26 +191,34 @@ def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor
     training = {module: module.training for module in model.modules()}
     model.train(False)
     try:
-        found = model(**inputs)
+        # Models that draw at random (masked image models) draw the same.
+        with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else [model.device]):
+            torch.manual_seed(0)
+            found = model(**inputs)
     finally:
         for module, was in training.items():
             module.training = was
-    output = found.logits if getattr(found, "logits", None) is not None else found[0]
-    return output, last_calls(model)
+    return _output(found), last_calls(model)
 
 
-def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if hasattr(module, LAST)}
+def _output(found: Any) -> Tensor:
+    """Logits, or the first output that is no loss."""
+    if getattr(found, "logits", None) is not None:
+        logits: Tensor = found.logits
+        return logits
+    values = found.values() if isinstance(found, Mapping) else found
+    return next(value for value in values if isinstance(value, Tensor) and value.ndim > 1)
 
 
 @contextmanager
-def _comparing(layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    for module in layers.values():
+def _comparing(model: nn.Module) -> Iterator[None]:
+    modules = list(model.modules())
+    for module in modules:
         setattr(module, COMPARE, True)
     try:
         yield
     finally:
-        for module in layers.values():
+        for module in modules:
             delattr(module, COMPARE)
 
 

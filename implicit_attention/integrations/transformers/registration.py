@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -17,6 +22,11 @@ from ...options import SolveOptions
 from ...solvers import Solver
 from .attention import EquilibriumForward
 from .settings import Layers, Settings
+
+_MISREAD = ("flash", "sdpa", "flex", "paged", "/", "|", ":")
+
+# Models that ask for some of their attention only, and add the mask themselves to the scores of the rest.
+_PARTLY = frozenset({"git", "bigbird_pegasus"})
 
 
 def register(
@@ -36,10 +46,12 @@ def register(
     Then `model.set_attn_implementation(name)`, or `from_pretrained(..., attn_implementation=name)`, gives every
     attention of the model z = anchor q + (1 - anchor) softmax(scaling z K^T + mask) K, read out as
     softmax(scaling z K^T + mask) V: with `max_steps=0` (or anchor 1) what the model computed before, with the same
-    parameters. Registering a name again changes the models that use it. A call may override each option but `layers`:
-    `model(**inputs, max_steps=0, anchor=0.8)`.
+    parameters. Registering a name again changes the models that use it, but for what `convert` or `override` has set in
+    one of them. A call may override each option but `layers`: `model(**inputs, max_steps=0, anchor=0.8)`, where a model
+    hands its arguments down to attention. Some do not (StableLM, vision towers, `generate`): `override` always does.
 
-    Transformers do not save the name: pass it again when a model is loaded.
+    Transformers do not save the name: pass it again when a model is loaded. A model that multiplies its queries by the
+    scale before attention (OPT, Whisper) anchors those short queries.
 
     Args:
         name: how models ask for it; not one of transformers' own.
@@ -51,7 +63,8 @@ def register(
         impl: "auto", "reference", "sdpa" or "triton", as in `equilibrium_attention`.
         on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.
         layers: other options for some layers, `{3: {"anchor": 0.9}}`, or a function from the index of a layer to its
-            options. Indices are those of the stack: encoder and decoder count from 0 each.
+            options. Indices are those of the stack: encoder and decoder count from 0 each. Attention that has no index
+            (`layer_idx`) takes the general options.
         ignore: names of arguments of a model's own that are known not to change its attention. What is neither known
             nor named here is refused.
 
@@ -68,7 +81,10 @@ def register(
     settings = Settings(anchor=anchor, options=options, layers=layers, ignore=frozenset(ignore))
     taken = name == "eager" or (name in ALL_ATTENTION_FUNCTIONS.valid_keys() and not is_ours(name))
     _validate.require(not taken, "name", "not be one that transformers know already", repr(name), "say 'equilibrium'")
-    AttentionInterface.register(name, EquilibriumForward(settings))
+    misread = [word for word in _MISREAD if word in name]
+    required = f"hold none of {', '.join(map(repr, _MISREAD))}, which transformers read as attention of their own"
+    _validate.require(not misread, "name", required, repr(name), "say 'equilibrium'")
+    AttentionInterface.register(name, EquilibriumForward(name, settings))
     AttentionMaskInterface.register(name, explicit_mask)
 
 
@@ -78,12 +94,38 @@ def is_ours(name: str | None) -> bool:
     return name in known.valid_keys() and isinstance(known[name], EquilibriumForward)
 
 
-def explicit_mask(**given: Any) -> Tensor | None:
+def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
     """Which query attends to which key, (B, 1, N, M), True = attend.
 
     Without a mask of their own, attention functions get None: padding, sliding windows and the unwritten part of a
     static cache would be forgotten. It is written out where transformers would leave causality to a flag, too: the flag
     does not say where in a cache the queries begin.
+
+    Raises:
+        ValueError: for a model that computes its attention by itself: it would add the mask to its scores.
     """
+    if (
+        config is not None
+        and not torch.compiler.is_compiling()
+        and not _asks(type(config).__module__, config.model_type)
+    ):
+        raise ValueError(
+            f"models of type {config.model_type!r} compute attention by themselves, not by transformers' attention "
+            "interface, so that it cannot be replaced; choose another architecture"
+        )
     mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     return mask
+
+
+@functools.cache
+def _asks(configuration: str, model_type: str) -> bool:
+    """Whether the models beside this module of configurations ask the interface for all their attention."""
+    if model_type in _PARTLY:
+        return False
+    modeling = sys.modules.get(configuration.replace("configuration_", "modeling_"))
+    try:
+        source = "" if modeling is None else inspect.getsource(modeling)
+    except (OSError, TypeError):
+        return True
+    own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return own is None or "ALL_ATTENTION_FUNCTIONS" in source

@@ -64,6 +64,8 @@ def evidence(model: nn.Module) -> dict[str, Evidence]:
 def report(model: nn.Module) -> list[LayerReport]:
     """Print and return what every attention layer did in the last forward of the model.
 
+    Attention that took no part in it is named below.
+
     Args:
         model: a model with a name of `register` as its attention, after a forward. A module that is called several
             times reports its last call.
@@ -78,7 +80,16 @@ def report(model: nn.Module) -> list[LayerReport]:
         assert last.settings is not None
         rows.append(_row(name, found[name], last.sample, _mean(last.settings.anchor)))
     print(_table(rows))
+    if others := [name for name in _attention_names(model) if name not in found]:
+        listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        print(f"not in this forward, or with attention of their own: {listed}")
     return rows
+
+
+def _attention_names(model: nn.Module) -> list[str]:
+    """Innermost modules that call themselves attention."""
+    named = [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
+    return [name for name in named if not any(other.startswith(f"{name}.") for other in named)]
 
 
 def last_calls(model: nn.Module) -> list[tuple[str, Last]]:

@@ -19,10 +19,13 @@ Layers: TypeAlias = Mapping[int, Given] | Callable[[int], Given]
 
 OPTIONS = ("anchor", "solver", "adjoint", "impl", "max_steps", "on_failure")
 
-#: Where the configuration of a model holds the anchor that it was converted to; saved with it.
-ANCHOR = "equilibrium_anchor"
-#: Where an attention module holds options of its model alone.
-OVERRIDE = "_equilibrium_options"
+#: Where the configuration of a model holds the anchors that it was converted to, by registered name; saved with it.
+ANCHORS = "equilibrium_anchors"
+#: Where an attention module holds options of its model alone, by registered name (`ANY` for all names).
+OVERRIDES = "_equilibrium_options"
+ANY = "*"
+
+_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,33 +73,35 @@ class Settings:
         options = self.options.override(**rest)
         return dataclasses.replace(self, anchor=self.anchor if anchor is None else anchor, options=options, layers=None)
 
-    def of(self, module: nn.Module, call: Given) -> Self:
+    def of(self, module: nn.Module, name: str, call: Given) -> Self:
         """The settings of one attention module in one call: general, then of layer, model and call, the last wins."""
         found = self
         if self.layers is not None:
             found = found.override(self._of_layer(module, self.layers), "layers")
-        anchor = getattr(getattr(module, "config", None), ANCHOR, None)
-        if anchor is not None:
-            found = found.override({"anchor": anchor}, ANCHOR)
-        override = getattr(module, OVERRIDE, None)
-        if override:
-            found = found.override(override, "options")
+        saved = getattr(getattr(module, "config", None), ANCHORS, None)
+        if saved and name in saved:
+            found = found.override({"anchor": saved[name]}, ANCHORS)
+        held: Mapping[str, Given] = getattr(module, OVERRIDES, None) or {}
+        for key in (name, ANY):
+            if key in held:
+                found = found.override(held[key], "options")
         return found.override(call, "options") if call else found
 
     @staticmethod
     def _of_layer(module: nn.Module, layers: Layers) -> Given:
         index = getattr(module, "layer_idx", None)
-        name = type(module).__name__
-        _validate.require(
-            index is not None, "layers", "be None for a model whose attention has no `layer_idx`", name, "leave it out"
-        )
-        assert index is not None
+        if index is None:
+            return {}
         if callable(layers):
             return layers(index)
-        count = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-        if count is not None:
-            unknown = [i for i in layers if i >= count]
-            _validate.require(not unknown, "layers", f"hold indices of {name} among 0 to {count - 1}", str(unknown))
+        config = getattr(module, "config", None)
+        count = max(
+            (n for n in (getattr(config, name, None) for name in _COUNTS) if isinstance(n, int)), default=index + 1
+        )
+        unknown = [i for i in layers if i >= count]
+        if unknown:
+            required = f"hold indices of {type(module).__name__} among 0 to {count - 1}"
+            raise ValueError(_validate.message("layers", required, unknown))
         return layers.get(index, {})
 
 

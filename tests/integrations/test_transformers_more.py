@@ -1,0 +1,599 @@
+"""More architectures, and what users do wrong: masks, towers, caches, names, conversions."""
+
+import threading
+
+import pytest
+import torch
+import transformers as hf
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers_models import batch, make
+
+from implicit_attention import Anderson
+from implicit_attention.integrations.transformers import convert, register, report
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+WINDOWED = {**GROUPED, "head_dim": 8, "sliding_window": 4}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION |= {"image_size": 16, "patch_size": 4}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+SPEECH = {"conv_dim": [16, 16], "conv_stride": [2, 2], "conv_kernel": [3, 3], "num_feat_extract_layers": 2}
+SPEECH |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+BART = {"vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+IMAGE = 55
+
+
+def model(name, dtype=torch.float32):
+    """A model whose attention is far from uniform."""
+    torch.manual_seed(0)
+    made = MODELS[name][0]()
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.25)
+            elif "bias" in key or "gate" in key:
+                parameter.normal_(0.0, 0.3)
+    return made.to(dtype).eval()
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def tokens(length=9, padding=3, left=False, images=0, masked=True):
+    ids = torch.randint(3, 50, (2, length), generator=torch.Generator().manual_seed(2))
+    ids[:, 1 : 1 + images] = IMAGE
+    mask = torch.ones_like(ids)
+    mask[0, slice(padding) if left else slice(length - padding, None)] = 0
+    return {"input_ids": ids, "attention_mask": mask} if masked else {"input_ids": ids}
+
+
+def decoder():
+    return tokens(left=True)
+
+
+def seq2seq():
+    return {**tokens(), "decoder_input_ids": tokens(5, masked=False)["input_ids"]}
+
+
+def image():
+    return {"pixel_values": random(2, 3, 16, 16)}
+
+
+def speech():
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[0, -80:] = 0
+    return {"input_values": random(2, 200), "attention_mask": mask}
+
+
+def detection():
+    mask = torch.ones(2, 32, 32, dtype=torch.long)
+    mask[0, :, 16:] = 0
+    return {"pixel_values": random(2, 3, 32, 32), "pixel_mask": mask}
+
+
+def detr():
+    backbone = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic")
+    backbone.out_features = ["stage2"]
+    sizes = {key: value for key, value in BART.items() if key != "vocab_size"}
+    return hf.DetrForObjectDetection(hf.DetrConfig(backbone_config=backbone, num_queries=5, **sizes))
+
+
+def mllama():
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1}
+    vision |= {"attention_heads": 4, "image_size": 16, "patch_size": 8, "max_num_tiles": 2, "vision_output_dim": 64}
+    vision |= {"intermediate_layers_indices": [1], "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
+    text = {**GROUPED, "cross_attention_layers": [1]}
+    return hf.MllamaForConditionalGeneration(hf.MllamaConfig(text_config=text, vision_config=vision))
+
+
+def tiles():
+    ratios = {"aspect_ratio_ids": torch.tensor([[1], [2]]), "aspect_ratio_mask": torch.tensor([[[1, 0]], [[1, 1]]])}
+    seen = torch.ones(2, 9, 1, 2, dtype=torch.long)
+    return {**decoder(), **ratios, "pixel_values": random(2, 1, 2, 3, 16, 16), "cross_attention_mask": seen}
+
+
+def qwen():
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    vision = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+    vision |= {"patch_size": 4, "window_size": 8, "fullatt_block_indexes": [1]}
+    places = {"image_token_id": IMAGE, "vision_start_token_id": 56, "video_token_id": 57}
+    text = {**GROUPED, "rope_parameters": rope}
+    config = hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **places)
+    return hf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def patches():
+    given = tokens(10, 2, images=4)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
+    kinds = (given["input_ids"] == IMAGE).long()
+    return {**given, "pixel_values": random(32, 96), "image_grid_thw": grid, "mm_token_type_ids": kinds}
+
+
+def llava():
+    config = hf.LlavaConfig(
+        text_config=hf.LlamaConfig(**GROUPED), vision_config=hf.CLIPVisionConfig(**VISION), image_token_id=IMAGE
+    )
+    config.vision_feature_layer = -1
+    return hf.LlavaForConditionalGeneration(config)
+
+
+def illustrated():
+    return {**tokens(20, 2, images=16), **image()}
+
+
+def composite():
+    text = {key: value for key, value in SIZES.items() if not key.endswith("_id")}
+    reader = hf.GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, add_cross_attention=True)
+    config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(hf.BertConfig(**text), reader)
+    return hf.EncoderDecoderModel(config=config)
+
+
+def opt():
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48}
+    return hf.OPTForCausalLM(hf.OPTConfig(**sizes, max_position_embeddings=64, word_embed_proj_dim=32))
+
+
+def gemma3n():
+    config = {**WINDOWED, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    config |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60, "num_kv_shared_layers": 2}
+    config |= {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
+    return hf.Gemma3nForCausalLM(hf.Gemma3nTextConfig(**config))
+
+
+def llama4():
+    config = {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "no_rope_layers": [1, 0]}
+    config |= {"attention_chunk_size": 4, "attn_temperature_tuning": True, "floor_scale": 2}
+    return hf.Llama4ForCausalLM(hf.Llama4TextConfig(**config))
+
+
+def whisper():
+    config = {**BART, "max_source_positions": 20, "max_target_positions": 20, "num_mel_bins": 16}
+    config |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
+    return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**config))
+
+
+def sound():
+    return {"input_features": random(2, 16, 40), "decoder_input_ids": tokens(5, masked=False)["input_ids"]}
+
+
+# What each of them adds: the shapes, masks and arguments that reach attention.
+MODELS = {
+    # Values of another size than keys.
+    "deepseek_v3": (
+        lambda: hf.DeepseekV3ForCausalLM(
+            hf.DeepseekV3Config(**SIZES, num_key_value_heads=4, first_k_dense_replace=1, **LATENT, **EXPERTS)
+        ),
+        decoder,
+    ),
+    # Chunks instead of a window, and queries scaled by their position.
+    "llama4": (llama4, decoder),
+    # Layers that attend to the keys of others.
+    "gemma3n": (gemma3n, decoder),
+    # Layers with and without a window.
+    "cohere2": (lambda: hf.Cohere2ForCausalLM(hf.Cohere2Config(**WINDOWED, layer_types=None)), decoder),
+    "modernbert": (
+        lambda: hf.ModernBertForMaskedLM(
+            hf.ModernBertConfig(
+                **SIZES, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=1
+            )
+        ),
+        tokens,
+    ),
+    # An additive mask of its own for each head.
+    "doge": (lambda: hf.DogeForCausalLM(hf.DogeConfig(**GROUPED, keep_window_size=4)), decoder),
+    # Queries scaled before attention.
+    "opt": (opt, decoder),
+    "whisper": (whisper, sound),
+    # One module for all layers.
+    "albert": (lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**SIZES, embedding_size=16)), tokens),
+    # Masks of the model's own making, (B, 1, 1, M).
+    "layoutlm": (lambda: hf.LayoutLMForMaskedLM(hf.LayoutLMConfig(**SIZES)), tokens),
+    "bart": (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART, max_position_embeddings=64)), seq2seq),
+    # Position biases and no scale, of every layer its own.
+    "umt5": (
+        lambda: hf.UMT5ForConditionalGeneration(
+            hf.UMT5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        ),
+        seq2seq,
+    ),
+    "encoder_decoder": (composite, seq2seq),
+    "vit": (lambda: hf.ViTModel(hf.ViTConfig(**VISION)), image),
+    # Windows of an image as further batch entries, with a bias.
+    "swin": (
+        lambda: hf.SwinModel(
+            hf.SwinConfig(image_size=16, patch_size=2, embed_dim=16, depths=[1, 2], num_heads=[2, 2], window_size=2)
+        ),
+        image,
+    ),
+    # More queries than keys.
+    "segformer": (
+        lambda: hf.SegformerModel(
+            hf.SegformerConfig(
+                num_encoder_blocks=1,
+                depths=[1],
+                sr_ratios=[2],
+                hidden_sizes=[16],
+                patch_sizes=[3],
+                strides=[2],
+                num_attention_heads=[2],
+                mlp_ratios=[2],
+            )
+        ),
+        image,
+    ),
+    "detr": (detr, detection),
+    "wav2vec2": (lambda: hf.Wav2Vec2Model(hf.Wav2Vec2Config(**SIZES, **SPEECH)), speech),
+    # Scores of relative positions as the mask.
+    "wav2vec2_conformer": (
+        lambda: hf.Wav2Vec2ConformerModel(
+            hf.Wav2Vec2ConformerConfig(**SIZES, **SPEECH, position_embeddings_type="relative")
+        ),
+        speech,
+    ),
+    "llava": (llava, illustrated),
+    # Packed images: attention is called for each window.
+    "qwen2_5_vl": (qwen, patches),
+    "mllama": (mllama, tiles),
+}
+every = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def equilibrium():
+    register(on_failure="raise")
+
+
+def output(model, given, attention="equilibrium"):
+    """Of the tokens that exist."""
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        found = model(**given)
+    found = found.logits if hasattr(found, "logits") else found[0]
+    mask = given.get("attention_mask")
+    if mask is None or mask.shape != found.shape[:2]:
+        return found
+    return found[mask.bool()]
+
+
+def rows(model):
+    return {row.name: row for row in report(model)}
+
+
+# Architectures.
+
+
+@every
+def test_no_step_is_the_eager_model(name):
+    given, made = MODELS[name][1](), model(name)
+    register(max_steps=0)
+    ours = output(made, given)
+    assert all(row.num_evals == 0 for row in rows(made).values())
+    eager = output(made, given, "eager")
+    assert (ours - eager).abs().max() <= 1e-5 * max(1.0, float(eager.abs().max()))
+
+
+@every
+def test_equilibria_are_found_differ_and_are_differentiated(name):
+    given, made = MODELS[name][1](), model(name)
+    register(max_steps=0)
+    explicit = output(made, given)
+    register(on_failure="raise")
+    ours = output(made, given)
+    assert (ours - explicit).abs().max() > 1e-3 * explicit.abs().max()
+    moved = {}
+    for attention in ("equilibrium", "eager"):
+        made.set_attn_implementation(attention)
+        made.zero_grad()
+        found = made(**given)
+        found = found.logits if hasattr(found, "logits") else found[0]
+        found.square().mean().backward()
+        if attention == "equilibrium":
+            for row in report(made):
+                assert row.converged == 1, row.name
+                assert row.num_evals > 1, row.name
+        reached = {key: parameter.grad for key, parameter in made.named_parameters() if parameter.grad is not None}
+        assert all(gradient.isfinite().all() for gradient in reached.values())
+        moved[attention] = {key for key, gradient in reached.items() if gradient.norm() > 1e-9}
+    # Every parameter that softmax attention trains.
+    assert moved["equilibrium"] >= moved["eager"]
+
+
+@pytest.mark.parametrize("name", ["bart", "llama4", "gemma3n", "deepseek_v3", "opt", "qwen2_5_vl"])
+def test_generating_without_a_step_is_generating_eagerly(name):
+    given, made = MODELS[name][1](), model(name)
+    given.pop("decoder_input_ids", None)
+    register(max_steps=0)
+    found = []
+    for attention in ("equilibrium", "eager"):
+        made.set_attn_implementation(attention)
+        answer = made.generate(
+            **given,
+            max_new_tokens=4,
+            min_new_tokens=4,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found.append(torch.stack(answer.logits))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+# Masks and caches.
+
+
+def forward(query, key, value, mask, **given):
+    return ALL_ATTENTION_FUNCTIONS["equilibrium"](torch.nn.Module(), query, key, value, mask, **given)[0]
+
+
+def attention(rows=3, count=10):
+    return random(2, 4, rows, 8), random(2, 2, count, 8), random(2, 2, count, 8).flip(2)
+
+
+@pytest.mark.parametrize("max_steps", [0, None])
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
+def test_what_was_never_written_into_a_cache_stays_out(garbage, additive, max_steps):
+    register(max_steps=max_steps, on_failure="raise")
+    query, key, value = attention()
+    written = torch.zeros(2, 1, 3, 10, dtype=torch.bool)
+    written[..., :6] = True
+    mask = torch.zeros(2, 1, 3, 10).masked_fill(~written, -torch.inf) if additive else written
+    expected = forward(query, key, value, mask)
+    key[:, :, 6:] = value[:, :, 6:] = garbage
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    found = forward(*leaves, mask)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found.square().sum().backward()
+    for leaf in leaves:
+        assert leaf.grad[:, :, :6].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("max_steps", [0, None])
+def test_a_row_that_may_attend_to_nothing_is_finite(dtype, max_steps):
+    register(max_steps=max_steps, on_failure="raise")
+    query, key, value = (tensor.to(dtype) for tensor in attention())
+    mask = torch.zeros(2, 1, 3, 10, dtype=dtype)
+    mask[0, :, 0] = torch.finfo(dtype).min
+    bias = 30 * random(1, 4, 3, 10).to(dtype)
+    assert forward(query, key, value, mask, position_bias=bias).isfinite().all()
+    assert not forward(query, key, value, mask == 0)[0, 0].any()
+    plain = forward(query, key, value, torch.zeros_like(mask))
+    assert torch.equal(forward(query, key, value, mask)[1], plain[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_integers_are_no_mask(dtype):
+    query, key, value = attention()
+    with pytest.raises(TypeError, match="`attention_mask` must be boolean"):
+        forward(query, key, value, torch.ones(2, 1, 3, 10, dtype=dtype))
+
+
+def test_a_token_that_is_not_finite_and_not_there_changes_nothing():
+    made, given = make("llama", torch.float32), batch("llama", padding=3)
+    embedded = made.get_input_embeddings()(given.pop("input_ids")).detach()
+    before = output(made, {**given, "inputs_embeds": embedded})
+    embedded[0, 0] = torch.nan
+    register(on_failure="ignore")
+    assert torch.equal(output(made, {**given, "inputs_embeds": embedded}), before)
+
+
+# Use.
+
+
+def test_threads_share_a_model():
+    made, given = make("llama", torch.float32), batch("llama", padding=3)
+    expected = output(made, given)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(output(made, given))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_training_follows_inference_mode():
+    made, given = make("llama", torch.float32), batch("llama")
+    made.set_attn_implementation("equilibrium")
+    with torch.inference_mode():
+        made(**given)
+        convert(made, schedule=[0.8], inputs=given)
+    made.train()
+    made(**given).logits.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in made.parameters())
+    assert all(row.gradient == 1 for row in report(made))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_either_kind_of_checkpointing_changes_no_gradient(reentrant):
+    found = []
+    for checkpointing in (False, True):
+        made, given = make("llama", torch.float32), batch("llama")
+        made.set_attn_implementation("equilibrium")
+        made.train()
+        made.enable_input_require_grads()
+        if checkpointing:
+            made.activation_checkpointing_enable({"use_reentrant": reentrant})
+        made(**given, use_cache=False).logits.square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in made.parameters()])
+    for plain, checkpointed in zip(*found, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 2}]
+)
+def test_generating_searches(options):
+    made, given = make("llama", torch.float32), batch("llama", rows=1)
+    found = []
+    for attention in ("equilibrium", "eager"):
+        register(max_steps=0)
+        made.set_attn_implementation(attention)
+        found.append(made.generate(given["input_ids"], max_new_tokens=4, min_new_tokens=4, **options))
+    assert torch.equal(*found)
+
+
+def test_an_assistant_changes_no_word():
+    register(solver=Anderson(rtol=1e-10, atol=1e-11), on_failure="raise")
+    made, given = make("llama"), batch("llama", rows=1)
+    made.set_attn_implementation("equilibrium")
+    plain = made.generate(given["input_ids"], max_new_tokens=6, do_sample=False)
+    helper = make("llama")
+    helper.set_attn_implementation("eager")
+    assert torch.equal(
+        made.generate(given["input_ids"], max_new_tokens=6, do_sample=False, assistant_model=helper), plain
+    )
+
+
+def test_towers_may_differ():
+    made, given = model("llava"), illustrated()
+    made.set_attn_implementation({"text_config": "equilibrium", "vision_config": "eager"})
+    made(**given)
+    assert all("language_model" in name for name in rows(made))
+
+
+def test_a_conversion_stays_with_its_model_through_a_file(tmp_path):
+    made, given = model("llava"), illustrated()
+    convert(made, schedule=[0.9], inputs=given)
+    expected = output(made, given)
+    made.save_pretrained(tmp_path)
+    loaded = hf.LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="equilibrium").eval()
+    assert torch.equal(output(loaded, given), expected)
+    assert {row.anchor for row in report(loaded)} == {0.9}
+
+
+def test_a_conversion_repeats_itself_in_training():
+    made, given = make("llama", torch.float32, attention_dropout=0.5), batch("llama")
+    made.train()
+    first, second = (convert(made, schedule=[0.8], inputs=given).stages[0].output for _ in range(2))
+    assert first == second
+    assert made.training
+
+
+# Models that keep arguments, masks or layers to themselves.
+
+
+def agrees_or_raises(made, given):
+    """Whether a model answers as it does eagerly, or says that it cannot."""
+    register(max_steps=0)
+    eager = output(made, given, "eager")
+    made.config._attn_implementation = "equilibrium"
+    try:
+        ours = output(made, given)
+    except ValueError:
+        return True
+    return bool((ours - eager).abs().max() <= 1e-5 * eager.abs().max())
+
+
+@pytest.mark.parametrize("name", ["bloom", "git", "bigbird_pegasus"])
+def test_a_model_that_attends_on_its_own_gets_no_mask_that_it_misreads(name):
+    torch.manual_seed(0)
+    given = tokens()
+    if name == "bloom":
+        made = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4))
+    elif name == "git":
+        made, given = hf.GitForCausalLM(hf.GitConfig(vision_config=VISION, **SIZES)), {**given, **image()}
+    else:
+        config = {**BART, "max_position_embeddings": 64, "attention_type": "original_full"}
+        made = hf.BigBirdPegasusForConditionalGeneration(hf.BigBirdPegasusConfig(**config))
+        given = seq2seq()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0.0, 0.25)
+    assert agrees_or_raises(made.eval(), given)
+
+
+def test_text_without_a_cross_attention_mask_sees_the_whole_image():
+    given, made = tiles(), model("mllama")
+    del given["cross_attention_mask"]
+    assert agrees_or_raises(made, given)
+
+
+@pytest.mark.parametrize("name", ["llava", "encoder_decoder", "stablelm"])
+def test_an_anchor_of_one_changes_nothing(name):
+    if name == "stablelm":
+        made, given = hf.StableLmForCausalLM(hf.StableLmConfig(**GROUPED)).eval(), decoder()
+    else:
+        made, given = model(name), MODELS[name][1]()
+    assert convert(made, schedule=[1.0], inputs=given).stages[0].output < 1e-5
+
+
+def test_a_conversion_reaches_layers_that_its_inputs_do_not():
+    made = model("llava")
+    convert(made, schedule=[0.9], inputs=tokens())
+    made(**illustrated())
+    assert {row.anchor for row in report(made)} == {0.9}
+
+
+def test_a_conversion_leaves_a_model_with_the_same_configuration_alone():
+    config, given = hf.LlamaConfig(**GROUPED), tokens(masked=False)
+    student, teacher = (hf.LlamaForCausalLM(config).eval() for _ in range(2))
+    expected = output(teacher, given)
+    convert(student, schedule=[0.9], inputs=given)
+    assert torch.equal(output(teacher, given), expected)
+
+
+def test_another_name_is_free_of_a_conversion():
+    made, given = make("llama", torch.float32), batch("llama")
+    convert(made, schedule=[0.9], inputs=given)
+    register("other", anchor=0.3)
+    output(made, given, "other")
+    assert {row.anchor for row in report(made)} == {0.3}
+
+
+def test_a_decoder_may_have_more_layers_than_its_encoder():
+    config = hf.T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=3, num_heads=4)
+    made = hf.T5ForConditionalGeneration(config).eval()
+    register(layers={2: {"anchor": 0.9}})
+    output(made, seq2seq())
+    assert {name for name, row in rows(made).items() if row.anchor == 0.9} == {
+        f"decoder.block.2.layer.{part}" for part in ("0.SelfAttention", "1.EncDecAttention")
+    }
+
+
+def test_a_report_is_of_the_forward_not_of_what_became_of_its_cache():
+    made, given = make("llama", torch.float32), batch("llama")
+    made.set_attn_implementation("equilibrium")
+    cache = hf.StaticCache(config=made.config, max_cache_len=20)
+    with torch.no_grad():
+        made(**given, past_key_values=cache)
+    before = report(made)[0].effective_keys
+    cache.reset()
+    assert report(made)[0].effective_keys == before
+
+
+@pytest.mark.parametrize("name", ["flash_equilibrium", "my_sdpa", "flex_attention_equilibrium", "paged|equilibrium"])
+def test_names_that_transformers_would_misread_are_refused(name):
+    with pytest.raises(ValueError, match="`name` must"):
+        register(name)
+
+
+def test_lengths_share_a_compiled_graph():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    register()
+    torch.compiler.reset()
+    compiled = torch.compile(forward, backend=count)
+    with torch.no_grad():
+        for length in (7, 9, 12, 15):
+            compiled(*attention(length, length), torch.ones(2, 1, length, length, dtype=torch.bool).tril())
+    assert len(graphs) < 4
