@@ -169,6 +169,24 @@ def test_a_compiled_llama_is_one_graph(train):
             torch.testing.assert_close(ours, eager, rtol=1e-2, atol=1e-3 * float(eager.abs().max()))
 
 
+def test_a_graph_serves_all_lengths():
+    register()
+    model, _ = model_and_inputs(dtype=torch.float32)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
+    with torch.no_grad():
+        for length in (9, 11, 15, 20):
+            ids = batch("llama", length=length)["input_ids"]
+            found, expected = (run(input_ids=ids, use_cache=False).logits for run in (compiled, model))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert len(graphs) <= 2
+
+
 def test_a_compiled_gemma_breaks_its_graph_and_answers():
     register()
     model, given = model_and_inputs("gemma2", torch.float32)

@@ -30,7 +30,6 @@ SAMPLE = 64
 # Arguments of models that say nothing about attention that the mask does not say.
 _HARMLESS = frozenset(
     {
-        "attention_mask",
         "cache_position",
         "deterministic",
         "logits_to_keep",
