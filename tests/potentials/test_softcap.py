@@ -77,7 +77,7 @@ def test_equilibria_are_stationary_and_minima():
 
 
 def test_gradients_of_an_equilibrium():
-    query, keys = random(2, 3, 5).requires_grad_(), random(2, 7, 5, seed=1).requires_grad_()
+    query, keys = random(2, 2, 3).requires_grad_(), random(2, 4, 3, seed=1).requires_grad_()
     beta = torch.tensor([0.5, 0.8], dtype=torch.float64, requires_grad=True)
 
     def state(query, keys, beta):
