@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...solvers import Solver
 from .attention import COMPARE, LAST, Last
 from .override import hold, override
 from .registration import is_ours, register
-from .report import aligned, last_calls
+from .report import aligned, evidence, last_calls
 from .settings import ANCHORS, OPTIONS, Settings
 
 SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -125,7 +125,7 @@ def convert(
             softmax, _ = _measured(model, inputs)
         with _comparing(model):
             output, last = _measured(model, inputs)
-        stages.append(Stage(anchor, _changes(last), _distance(output, softmax), _converged(last)))
+        stages.append(Stage(anchor, _changes(last), _distance(output, softmax), _converged(evidence(model).values())))
         if fine_tune is not None:
             fine_tune(model, stages[-1])
     return Conversion(stages)
@@ -226,15 +226,14 @@ def _changes(last: list[tuple[str, Last]]) -> dict[str, float]:
     return {name: math.nan if call.change is None else float(call.change) for name, call in last}
 
 
-def _converged(last: list[tuple[str, Last]]) -> float:
+def _converged(found: Iterable[Evidence]) -> float:
     """Of the queries that were to converge."""
-    shares, counts = [], []
-    for _, call in last:
-        assert isinstance(call.evidence, Evidence)
-        asked = ~((call.evidence.tolerance == 0) | call.evidence.tolerance.isnan())
-        shares.append(float(call.evidence.converged[asked].sum()))
-        counts.append(int(asked.sum()))
-    return sum(shares) / sum(counts) if sum(counts) else math.nan
+    met = wanted = 0
+    for layer in found:
+        asked = ~((layer.tolerance == 0) | layer.tolerance.isnan())
+        met += int(layer.converged[asked].sum())
+        wanted += int(asked.sum())
+    return met / wanted if wanted else math.nan
 
 
 def _distance(output: Tensor, reference: Tensor) -> float:

@@ -104,11 +104,7 @@ def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
     Raises:
         ValueError: for a model that computes its attention by itself: it would add the mask to its scores.
     """
-    if (
-        config is not None
-        and not torch.compiler.is_compiling()
-        and not _asks(type(config).__module__, config.model_type)
-    ):
+    if config is not None and not _asks(type(config).__module__, config.model_type):
         raise ValueError(
             f"models of type {config.model_type!r} compute attention by themselves, not by transformers' attention "
             "interface, so that it cannot be replaced; choose another architecture"
@@ -117,14 +113,18 @@ def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
     return mask
 
 
-@functools.cache
+# The compiler calls it instead of following it, so that a compiled model is refused as well.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _asks(configuration: str, model_type: str) -> bool:
     """Whether the models beside this module of configurations ask the interface for all their attention."""
-    if model_type in _PARTLY:
-        return False
-    modeling = sys.modules.get(configuration.replace("configuration_", "modeling_"))
+    modeling = configuration.replace("configuration_", "modeling_")
+    return model_type not in _PARTLY and (modeling not in sys.modules or _source_asks(modeling))
+
+
+@functools.cache
+def _source_asks(modeling: str) -> bool:
     try:
-        source = "" if modeling is None else inspect.getsource(modeling)
+        source = inspect.getsource(sys.modules[modeling])
     except (OSError, TypeError):
         return True
     own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
