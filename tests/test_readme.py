@@ -70,6 +70,22 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_nobody_is_told_to_install_this_package_from_an_index():
+    files = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    files += (ROOT / "implicit_attention").rglob("*.py")
+    named = re.compile(r"pip install[^\n`&]*[ '\"]implicit.attention")
+    assert [str(file) for file in files if named.search(file.read_text())] == []
+    extras = {
+        name
+        for file in files
+        for found in re.findall(r'-e "\.\[(.+?)\]"', file.read_text())
+        for name in found.split(",")
+    }
+    assert extras >= {"cli", "test", "transformers", "x-transformers"}
+    for name in extras:
+        assert re.search(rf"^{name} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), name
+
+
 def test_everything_public_is_in_the_readme_or_a_docstring_away():
     import implicit_attention
 

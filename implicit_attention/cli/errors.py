@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-INSTALL = 'pip install "implicit_attention[cli]"'
+INSTALL = 'pip install -e ".[cli]"'
 
 
 class InputError(Exception):
@@ -16,7 +16,7 @@ def missing(modules: tuple[str, ...]) -> str | None:
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if not absent:
         return None
-    return f"this command needs {' and '.join(absent)}, not installed here; install with: {INSTALL}"
+    return f"this command needs {' and '.join(absent)}, not installed here; in the checkout: {INSTALL}"
 
 
 def require_modules(*modules: str) -> None:

@@ -30,8 +30,8 @@ try:
     from x_transformers.x_transformers import Attention, AttentionLayers
 except ImportError as error:
     raise ImportError(
-        "implicit_attention.integrations.xtransformers needs x-transformers: "
-        'pip install "implicit_attention[x-transformers]"'
+        "implicit_attention.integrations.xtransformers needs x-transformers; "
+        'in the checkout: pip install -e ".[x-transformers]"'
     ) from error
 
 # Settings of `Attend` that are carried over, under its names; what a setting must be otherwise, and why.

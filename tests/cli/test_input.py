@@ -71,7 +71,7 @@ def test_a_missing_extra_is_named_with_the_install_line(monkeypatch, absent):
     result = invoke("--quick")
     assert result.exit_code == 2
     assert absent in result.stderr
-    assert 'pip install "implicit_attention[cli]"' in result.stderr
+    assert 'in the checkout: pip install -e ".[cli]"' in result.stderr
 
 
 def test_without_typer_the_entry_point_prints_the_install_line(monkeypatch, capsys):
@@ -79,4 +79,4 @@ def test_without_typer_the_entry_point_prints_the_install_line(monkeypatch, caps
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "typer" else find(name, *a))
     with pytest.raises(SystemExit, match="2"):
         main._app()()
-    assert 'pip install "implicit_attention[cli]"' in capsys.readouterr().err
+    assert 'in the checkout: pip install -e ".[cli]"' in capsys.readouterr().err

@@ -241,7 +241,7 @@ def test_an_unknown_layer_is_named():
 def test_a_missing_package_gives_the_line_that_installs_it():
     code = "import sys; sys.modules['transformers'] = None; import implicit_attention.integrations.transformers"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert 'pip install "implicit_attention[transformers]"' in found.stderr
+    assert 'in the checkout: pip install -e ".[transformers]"' in found.stderr
 
 
 def test_a_model_that_does_not_ask_is_named():

@@ -244,5 +244,5 @@ def test_without_x_transformers_the_error_says_what_to_install(monkeypatch):
     for name in ("x_transformers", "x_transformers.attend", "x_transformers.x_transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, xtransformers.__name__)
-    with pytest.raises(ImportError, match=r'pip install "implicit_attention\[x-transformers\]"'):
+    with pytest.raises(ImportError, match=r'in the checkout: pip install -e "\.\[x-transformers\]"'):
         importlib.import_module(xtransformers.__name__)

@@ -4,8 +4,8 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "`implicit_attention.integrations.transformers` needs transformers 5.23 or newer: "
-        'pip install "implicit_attention[transformers]"'
+        "`implicit_attention.integrations.transformers` needs transformers 5.23 or newer; "
+        'in the checkout: pip install -e ".[transformers]"'
     ) from error
 
 from .convert import Conversion, Stage, convert
