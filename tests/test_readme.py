@@ -1,5 +1,6 @@
 """README's code runs, its table is the committed one, and its commands exist."""
 
+import json
 import re
 import runpy
 import sys
@@ -46,6 +47,20 @@ def test_the_table_is_that_of_the_committed_run(monkeypatch):
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "docs" / "update_readme.py"), run_name="__main__")
     assert end.value.code == 0
+
+
+def test_what_is_said_of_retrieval_is_what_the_committed_run_shows():
+    pages = [README, *(page.read_text() for page in (ROOT / "docs").glob("*.md"))]
+    assert not re.search(r"steps?( do)? pays?\b|They pay in retrieval", "\n".join(pages))
+    rates = {}
+    for entry in json.loads((ROOT / "docs" / "compare" / "compare.json").read_text())["retrieval"]:
+        rates.setdefault((entry["task"], entry["state"]), []).append(entry["mean"])
+    for task in ("half-masked", "noisy"):
+        one, equilibrium, (best,) = (rates[task, state] for state in ("one step", "equilibrium", "largest score"))
+        # The equilibrium hardly depends on beta; one step does, and is as good at the largest.
+        assert one[-1] - one[0] > 1.5 * (max(equilibrium) - min(equilibrium))
+        assert one[-1] > equilibrium[-1] - 1e-3
+        assert best > max(*one, *equilibrium)
 
 
 @pytest.mark.parametrize("script", ["magnetize/table.py", "spin_systems/accuracy.py"])

@@ -109,7 +109,7 @@ def figures(comparison: Comparison, out: Path) -> None:
         ("truth", sample.targets[chosen], None),
     ]
     rates: dict[str, dict[str, float]] = {e["task"]: {} for e in comparison.retrieval}
-    for entry in comparison.retrieval:
+    for entry in (e for e in comparison.retrieval if e["beta"] == settings.beta):
         rates[entry["task"]][entry["state"]] = entry["mean"]
     summary = "; ".join(
         f"{task} {100 * r['one step']:.0f} % by one step, {100 * r['equilibrium']:.0f} % at equilibrium"

@@ -223,11 +223,12 @@ def _cell(column: Column, row: dict[str, Any]) -> str:
 
 
 def retrieval_table(comparison: Comparison) -> Table:
-    """Rates of one step and of the equilibrium over the draws, beside the reference where there is one."""
+    """Rates over the draws, a column for every beta, beside the reference where there is one."""
     with_reference = comparison.settings.has_reference
-    draws = len(comparison.retrieval[0]["rates"])
+    entries = comparison.retrieval
+    betas = sorted({e["beta"] for e in entries} - {None})
     table = Table(
-        title=f"retrieval rate, mean +- std over {draws} draws",
+        title=f"retrieval rate, mean +- std over {len(entries[0]['rates'])} draws",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -235,16 +236,19 @@ def retrieval_table(comparison: Comparison) -> Table:
         pad_edge=False,
         show_edge=False,
     )
-    for header in ("queries", "state", "rate", *(("reference", "verdict") if with_reference else ())):
+    rates = [f"beta {beta:g}" for beta in betas]
+    for header in ("queries", "state", *rates, *((f"reference, {rates[0]}", "verdict") if with_reference else ())):
         table.add_column(header, no_wrap=True)
-    for entry in comparison.retrieval:
-        cells = [entry["task"], entry["state"], f"{entry['mean']:.3f} +- {entry['std']:.3f}"]
-        if with_reference:
-            verdict = "within 3 sd" if entry["within_three"] else "NOT within 3 sd"
-            cells += [
-                f"{entry['reference_mean']:.3f} +- {entry['reference_std']:.3f}",
-                f"{verdict} ({entry['deviations']:+.1f})",
-            ]
+    for task, state in dict.fromkeys((e["task"], e["state"]) for e in entries):
+        # What has no beta is the same at each.
+        row = [e for e in entries if (e["task"], e["state"]) == (task, state)]
+        row = row * len(betas) if row[0]["beta"] is None else row
+        cells = [task, state, *(f"{e['mean']:.3f} +- {e['std']:.3f}" for e in row)]
+        if "reference_mean" in row[0]:
+            first = row[0]
+            verdict = "within 3 sd" if first["within_three"] else "NOT within 3 sd"
+            reference = f"{first['reference_mean']:.3f} +- {first['reference_std']:.3f}"
+            cells += [reference, f"{verdict} ({first['deviations']:+.1f})"]
         table.add_row(*cells)
     return table
 
