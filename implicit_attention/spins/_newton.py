@@ -55,13 +55,19 @@ class _Inverse(torch.autograd.Function):
 
 def _inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(a)
+    positive = info == 0
+    # Of a factor with a zero on its diagonal, which is not finished, cholesky_inverse fails the whole batch.
+    factor = torch.where(positive[..., None, None], factor, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
     # Torch's tangent of cholesky_inverse is wrong.
     inverse = torch.linalg.inv_ex(a).inverse if forward_mode() else torch.cholesky_inverse(factor)
-    return inverse, 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), info == 0
+    logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return inverse, logdet.masked_fill(~positive, torch.nan), positive
 
 
 def inverse_and_logdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(A^{-1}, log det A, whether A > 0) of symmetric A, (*batch, n, n); where A is not positive they mean nothing.
+    """(A^{-1}, log det A, whether A > 0) of symmetric A, (*batch, n, n).
+
+    Where A is not positive log det A is NaN, and A^{-1} means nothing.
 
     Gradients: of the first two, to any order.
     """

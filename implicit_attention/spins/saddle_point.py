@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _validate
 from ..potentials.spin import Response, SteepestDescentResponse
 from ..solution import Evidence
+from ..status import Status
 from ._minimum import Minimum
 from ._newton import Multipliers, inverse_and_logdet, minimise
 from .method import LogPartition, Method
@@ -73,7 +74,10 @@ class SaddlePoint(Method):
         if self.one_loop:
             size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
             value = value - inverse_and_logdet(2 * found.hessian() / size)[1] / 2
-        return LogPartition(value, evidence)
+        # A minimum at which A or the Hessian is not positive in the precision has no log Z.
+        nowhere = evidence.converged & value.detach().isnan()
+        status = evidence.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
+        return LogPartition(value, dataclasses.replace(evidence, status=status))
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""

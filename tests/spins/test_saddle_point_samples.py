@@ -6,7 +6,8 @@ import torch
 
 from implicit_attention import Status
 from implicit_attention.errors import ConvergenceError
-from implicit_attention.spins import SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention.spins import AdaTAP, SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention.spins._newton import inverse_and_logdet
 from implicit_attention.spins.saddle_point import SaddlePoint
 from implicit_attention.testing.numerics import random, relative_error
 
@@ -160,3 +161,62 @@ def test_failures_are_told():
 def test_wrong_options_are_refused(options, error, match):
     with pytest.raises(error, match=match):
         SaddlePoint(**options)
+
+
+def magnets(sites, dim, *, count, seed, dtype=torch.float64):
+    """From far above to far below their transition, a fifth without a field, the others in one of any size; equal
+    couplings of either sign, and random ones: of either sign, all positive, all negative."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, sites, sites, dtype=torch.float64, generator=generator)
+    kinds = torch.stack([drawn, drawn.abs(), -drawn.abs(), torch.ones_like(drawn), -torch.ones_like(drawn)])
+    couplings = kinds[torch.arange(count) % 5, torch.arange(count)] / sites
+    couplings = torch.tril(couplings, -1) + torch.tril(couplings, -1).mT
+    exponent = torch.rand(2, count, dtype=torch.float64, generator=generator)
+    beta, size = 10 ** (4 * exponent[0] - 1.2), 10 ** (-14 * exponent[1])
+    size[torch.arange(count) // 5 % 5 == 0] = 0.0
+    field = size[:, None, None] * torch.randn(count, sites, dim, dtype=torch.float64, generator=generator)
+    return SpinSystem(couplings.to(dtype), field.to(dtype), beta.to(dtype))
+
+
+def spherical(system):
+    """log Z of the spherical model by bisection for the one multiplier, in the basis of the eigenvectors of J."""
+    beta, n, d = system.beta[:, None], system.num_sites, system.dim
+    values, vectors = torch.linalg.eigh(system.couplings)
+    square = (vectors.mT @ (beta[..., None] * system.field / d**0.5)).square().sum(-1)
+    below = beta * (values.amax(-1, keepdim=True) - values)
+    low = torch.zeros_like(beta)
+    high = n + 2 * square.sum(-1, keepdim=True).sqrt() + 10
+    for _ in range(150):
+        middle = (low + high) / 2
+        long = (1 / (middle + below) + square / (middle + below) ** 2).mean(-1, keepdim=True) > 1
+        low, high = torch.where(long, middle, low), torch.where(long, high, middle)
+    multiplier = low[:, 0] + (beta * values).amax(-1)
+    return d / 2 * (n * (multiplier - 1) - (low + below).log().sum(-1) + (square / (low + below)).sum(-1)), multiplier
+
+
+@pytest.mark.parametrize("sites", [2, 3, 5, 8, 12])
+def test_of_a_thousand_small_magnets_each_has_the_answer_of_bisection(sites):
+    """Cold magnets have trial steps at which a pivot of Cholesky's factorization is exactly 0."""
+    for dim in (1, 3):
+        system = magnets(sites, dim, count=500, seed=sites)
+        value, evidence = SaddlePoint(shared=True).log_partition(system)
+        truth, multiplier = spherical(system)
+        assert bool((evidence.status == Status.CONVERGED).all())
+        assert bool(((value - truth).abs() <= 1e-11 * (1 + sites * dim * multiplier)).all())
+
+
+@pytest.mark.parametrize("method", [*METHODS, AdaTAP()], ids=[*NAMES, "adaptive_tap"])
+def test_no_cold_magnet_fails_its_batch_in_float32(method):
+    system = magnets(5, 3, count=300, seed=1, dtype=torch.float32)
+    found = thermodynamics(system, method)
+    assert bool((found.evidence.status == Status.CONVERGED).all())
+    assert bool(found.heat_capacity.isfinite().all())
+
+
+def test_what_cannot_be_factorised_has_no_log_determinant_and_changes_no_other():
+    singular, negative, fit = torch.ones(2, 2), -torch.eye(2), double([[2.0, 1.0], [1.0, 2.0]]).float()
+    inverse, logdet, positive = inverse_and_logdet(torch.stack([singular, negative, fit]))
+    assert positive.tolist() == [False, False, True]
+    assert logdet.isnan().tolist() == [True, True, False]
+    torch.testing.assert_close(inverse[2], torch.linalg.inv(fit))
+    torch.testing.assert_close(logdet[2], torch.linalg.det(fit).log())
