@@ -36,6 +36,11 @@ def is_differentiated(*tensors: Tensor) -> bool:
     return any((torch.is_grad_enabled() and t.requires_grad) or has_tangent(t) for t in tensors)
 
 
+def backward_running() -> bool:
+    """Whether autograd is at work in this thread: what is computed now is computed again, for a gradient."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def exact_precision(tensor: Tensor) -> torch.autocast:
     """A context in which autocast does not lower the precision of what is computed from `tensor`."""
     return torch.autocast(tensor.device.type, enabled=False)

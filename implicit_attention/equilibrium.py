@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import exact_precision, is_batched, is_differentiated, transforms_active, uncompiled
+from ._autograd import backward_running, exact_precision, is_batched, is_differentiated, transforms_active, uncompiled
 from ._reporting import report_failures
 from ._types import OnFailure
 from .adjoints import Implicit, Unrolled
@@ -41,6 +41,14 @@ class Measured(NamedTuple):
         """As `Evidence`, with a warning if a problem failed."""
         report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *self[:4])
         return Evidence(**self._asdict())
+
+
+def is_repetition(remembered: Evidence | Measured | None) -> bool:
+    """Whether what is solved now repeats what is remembered, in a backward pass whose evidence goes to the first solve.
+
+    Checkpointing that is not reentrant computes again what a graph did not keep; the gradient is then that graph's.
+    """
+    return isinstance(remembered, Evidence) and remembered.adjoint.awaited and backward_running()
 
 
 class Attended(NamedTuple):

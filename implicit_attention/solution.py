@@ -40,6 +40,7 @@ class AdjointReport:
         negative_curvature: (*lead), whether a direction of negative curvature was met.
         lead: the shape to write the fields in, where it is not that of the problems that are solved.
         on_failure: how a backward solve that fails is told: "raise", "warn" or "ignore".
+        awaited: whether the value that was returned has a graph, whose backward pass fills this.
     """
 
     status: Tensor | None = None
@@ -49,6 +50,7 @@ class AdjointReport:
     negative_curvature: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
+    awaited: bool = False
 
     @property
     def failed(self) -> Tensor | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import exact_precision, transforms_active, uncompiled
+from ._autograd import backward_running, exact_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures
 from ._types import OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
@@ -63,6 +63,7 @@ def solve(
         problem.check_closure(initial)
     with exact_precision(initial):
         outcome = adjoint.run(request)
+    request.report.awaited = outcome.value.requires_grad and not backward_running()
     solution = Solution(
         **{**outcome._asdict(), "trace": _trace(outcome.trace)},
         adjoint=request.report,

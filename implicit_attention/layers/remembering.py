@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..equilibrium import Measured
+from ..equilibrium import Measured, is_repetition
 from ..options import SolveOptions
 from ..solution import Evidence
 
@@ -15,18 +16,28 @@ class Remembering(nn.Module):
     """Base of layers with `last_solve`: part of neither the state dict, copies nor pickles."""
 
     options: SolveOptions
-    _last: Evidence | Measured | None
+    _remembered: Evidence | Measured | None
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = None
+        self._remembered = None
+
+    @property
+    def _last(self) -> Evidence | Measured | None:
+        return self._remembered
+
+    @_last.setter
+    def _last(self, evidence: Evidence | Measured | None) -> None:
+        # A graph that looked at what is there would be made anew for each shape of it.
+        if torch.compiler.is_compiling() or not is_repetition(self._remembered):
+            self._remembered = evidence
 
     @property
     def last_solve(self) -> Evidence | None:
         """The evidence of the last call; of a compiled one, which could not tell, failures are warned of here."""
-        if isinstance(self._last, Measured):
-            self._last = self._last.evidence(self.options.on_failure)
-        return self._last
+        if isinstance(self._remembered, Measured):
+            self._remembered = self._remembered.evidence(self.options.on_failure)
+        return self._remembered
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_remembered": None}

@@ -1,4 +1,4 @@
-"""Equilibrium attention for Hugging Face models: `register`, then `set_attn_implementation("equilibrium")`."""
+"""Equilibrium attention for Hugging Face models: `attach(model)`, and `load` for one that was saved."""
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401
@@ -8,9 +8,21 @@ except ImportError as error:
         'in the checkout: pip install -e ".[transformers]"'
     ) from error
 
+from .attach import attach, load
 from .convert import Conversion, Stage, convert
 from .override import override
 from .registration import register
 from .report import LayerReport, evidence, report
 
-__all__ = ["Conversion", "LayerReport", "Stage", "convert", "evidence", "override", "register", "report"]
+__all__ = [
+    "Conversion",
+    "LayerReport",
+    "Stage",
+    "attach",
+    "convert",
+    "evidence",
+    "load",
+    "override",
+    "register",
+    "report",
+]

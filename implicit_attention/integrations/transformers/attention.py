@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ...equilibrium import Attended, Measured, attend, split_mask
+from ...equilibrium import Attended, Measured, attend, is_repetition, split_mask
 from ...potentials import LogSumExp
 from ...potentials.softcap import SoftcapLogSumExp
 from ...read_out import PotentialFactory, at_least_single
 from ...solution import Evidence
 from .._zero_key import with_zero_key
-from .settings import OPTIONS, Given, Settings
+from .saved import of_config
+from .settings import OPTIONS, SETTINGS, Given, Settings
 
 #: Where an attention module keeps its `Last`.
 LAST = "_equilibrium_last"
@@ -90,6 +91,9 @@ class Last:
         return (Last, ())
 
 
+_NOTHING = Last()
+
+
 class EquilibriumForward:
     """The attention function of a registered name."""
 
@@ -134,7 +138,8 @@ class EquilibriumForward:
         Returns:
             (B, N, H, E) and the weights or None.
         """
-        settings = self.settings.of(module, self.name, self._call_options(module, others))
+        model = self._of_model(module)
+        settings = model.of(module, self._call_options(module, others, model))
         mask, bias = self._pairs(module, query, key, attention_mask, is_causal)
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
@@ -167,19 +172,29 @@ class EquilibriumForward:
                 explicit = ask(options=settings.options.override(max_steps=0)).output
                 change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
         sample = _sample(make, found.solution, key, beta, mask, bias)
-        setattr(module, LAST, Last(found.evidence, sample, settings, change))
+        # A graph that looked at what is there would be made anew for each shape of it.
+        if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, _NOTHING).evidence):
+            setattr(module, LAST, Last(found.evidence, sample, settings, change))
         weights = found.weights
         if weights is not None:
             weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
         return found.output.transpose(1, 2).contiguous(), weights
 
-    def _call_options(self, module: nn.Module, others: dict[str, Any]) -> Given:
+    def _of_model(self, module: nn.Module) -> Settings:
+        """What `attach` or `convert` gave to the model, or what its file says, or what the name was registered with."""
+        held: dict[str, Settings] = getattr(module, SETTINGS, None) or {}
+        if self.name in held:
+            return held[self.name]
+        return of_config(getattr(module, "config", None), self.name, self.settings)
+
+    @staticmethod
+    def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings) -> Given:
         """Options for this call among the arguments; whatever else might change attention is refused."""
         call = {}
         for name, given in others.items():
             if name in OPTIONS:
                 call[name] = given
-            elif given is None or name in _HARMLESS or name in self.settings.ignore:
+            elif given is None or name in _HARMLESS or name in settings.ignore:
                 continue
             else:
                 who = type(module).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,18 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ... import _validate
 from ..._types import Impl, OnFailure
 from ...adjoints import Adjoint
 from ...solution import Evidence
 from ...solvers import Solver
+from . import saved
+from .attach import Partial, join, resolved, settings_of
 from .attention import COMPARE, LAST, Last
-from .override import hold, override
-from .registration import is_ours, register
+from .override import override
 from .report import aligned, evidence, last_calls
-from .settings import ANCHORS, OPTIONS, Settings
+from .settings import OPTIONS, Settings
 
 SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
@@ -67,6 +67,7 @@ def convert(
     schedule: Sequence[float] = SCHEDULE,
     inputs: Mapping[str, Any] | None = None,
     fine_tune: Callable[[PreTrainedModel, Stage], object] | None = None,
+    partial: Partial = "refuse",
     name: str = "equilibrium",
     max_steps: int | None = None,
     solver: Solver | None = None,
@@ -77,8 +78,8 @@ def convert(
     """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
 
     At every anchor the model is measured on `inputs`, then given to `fine_tune`, so that it can follow. It keeps the
-    last anchor under `name`, in its configuration too (`config.equilibrium_anchors`), which is saved with it; the other
-    options hold for this model, but are not saved. `schedule=[1.0]` takes it back to softmax attention.
+    last anchor and the solver as `attach` does, in its configuration too, which is saved with it: `load` brings them
+    back. `schedule=[1.0]` takes it back to softmax attention.
 
     A fixed budget of steps (`Picard(max_steps=2, rtol=0, atol=0)`) is differentiated through its steps, everything else
     by the implicit function theorem, unless `adjoint` says otherwise.
@@ -88,8 +89,10 @@ def convert(
         schedule: anchors in [0, 1], in order; 1 is softmax attention.
         inputs: the arguments of the model's forward to measure on; default `model.dummy_inputs`, which tell little.
         fine_tune: called with the model and the `Stage` at every anchor.
+        partial: as in `attach`: what to do if some of its attention cannot be replaced.
         name: of `register`; it is registered if it is not.
-        max_steps: options from here on are those of `register`, for this model.
+        max_steps: options from here on are those of `attach`; those that are not given stay what they are for this
+            model, or for the name.
         solver: see there.
         adjoint: see there.
         impl: see there.
@@ -112,14 +115,17 @@ def convert(
     anchors = _checked(schedule, inputs)
     for anchor in anchors:
         Settings().override({**given, "anchor": anchor}, "options")
-    _set_attention(model, name)
+    found, configs = join(model, name, partial)
     inputs = _inputs(model) if inputs is None else inputs
-    configs = own_configs(model)
+    before = resolved(settings_of(model, name), model, found)
+    assert not callable(before.layers)
     stages: list[Stage] = []
     for anchor in anchors:
-        hold(model, name, {**given, "anchor": anchor})
-        for config in configs:
-            setattr(config, ANCHORS, {**(getattr(config, ANCHORS, None) or {}), name: anchor})
+        options = {**given, "anchor": anchor}
+        # What is given here holds in all layers.
+        layers = {i: {k: v for k, v in own.items() if k not in options} for i, own in (before.layers or {}).items()}
+        settings = dataclasses.replace(before.override(options, "options"), layers=layers or None)
+        saved.keep(model, configs, name, settings)
         # Again at every stage: what softmax attention would make of the parameters is to be compared with.
         with override(model, max_steps=0):
             softmax, _ = _measured(model, inputs)
@@ -145,41 +151,9 @@ def _checked(schedule: Any, inputs: Any) -> list[float]:
     return [float(anchor) for anchor in schedule]
 
 
-def _set_attention(model: Any, name: str) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            _validate.message(
-                "model",
-                "be a PreTrainedModel of transformers",
-                type(model).__name__,
-                "for models of torch.nn use integrations.multihead.replace_attention",
-            )
-        )
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(model).__name__} does not take its attention from transformers' attention interface, "
-            "so that it cannot be replaced; choose another architecture"
-        )
-    if not is_ours(name):
-        register(name)
-    model.set_attn_implementation(name)
-
-
 def _inputs(model: PreTrainedModel) -> Mapping[str, Any]:
     given: Mapping[str, Any] = model.dummy_inputs
     return {argument: value.to(model.device) for argument, value in given.items()}
-
-
-def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations of a model and its parts, made its own: other models may have been built from the same."""
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        for attribute, value in list(vars(module).items()):
-            if isinstance(value, PreTrainedConfig):
-                # Parts of one configuration stay parts of its copy.
-                setattr(module, attribute, copy.deepcopy(value, copies))
-    configs = [value for value in copies.values() if isinstance(value, PreTrainedConfig)]
-    return list({id(config): config for config in configs}.values())
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .settings import ANY, OVERRIDES, Given, Settings
+from .settings import OVERRIDES, Settings, check_fixed
 
 
 @contextmanager
@@ -25,9 +25,11 @@ def override(model: nn.Module, **options: Any) -> Iterator[None]:
         TypeError, ValueError: options that do not fit; an unknown one names those there are.
     """
     Settings().override(options, "options")
+    check_fixed(options.get("anchor"))
     modules = list(model.modules())
     before = [getattr(module, OVERRIDES, None) for module in modules]
-    hold(model, ANY, options)
+    for module in modules:
+        setattr(module, OVERRIDES, options)
     try:
         yield
     finally:
@@ -36,9 +38,3 @@ def override(model: nn.Module, **options: Any) -> Iterator[None]:
                 delattr(module, OVERRIDES)
             else:
                 setattr(module, OVERRIDES, held)
-
-
-def hold(model: nn.Module, name: str, options: Given) -> None:
-    """Give all modules of a model these options for a registered name, instead of others."""
-    for module in model.modules():
-        setattr(module, OVERRIDES, {**(getattr(module, OVERRIDES, None) or {}), name: dict(options)})

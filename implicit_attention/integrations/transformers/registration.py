@@ -21,9 +21,12 @@ from ...adjoints import Adjoint
 from ...options import SolveOptions
 from ...solvers import Solver
 from .attention import EquilibriumForward
-from .settings import Layers, Settings
+from .settings import Layers, Settings, check_fixed
 
 _MISREAD = ("flash", "sdpa", "flex", "paged", "/", "|", ":")
+
+# The functions that this module has registered.
+_REGISTERED: dict[str, EquilibriumForward] = {}
 
 # Models that ask for some of their attention only, and add the mask themselves to the scores of the rest.
 _PARTLY = frozenset({"git", "bigbird_pegasus"})
@@ -75,23 +78,50 @@ def register(
     query projections from the solve.
     """
     _validate.require(isinstance(name, str) and bool(name), "name", "be a string", repr(name))
-    if isinstance(ignore, str):
-        raise TypeError(_validate.message("ignore", "be a collection of names", repr(ignore), f"({ignore!r},)"))
-    options = SolveOptions(solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure)
-    settings = Settings(anchor=anchor, options=options, layers=layers, ignore=frozenset(ignore))
-    taken = name == "eager" or (name in ALL_ATTENTION_FUNCTIONS.valid_keys() and not is_ours(name))
+    settings = settings_from(anchor, max_steps, solver, adjoint, impl, on_failure, layers, ignore)
+    taken = name == "eager" or (name in ALL_ATTENTION_FUNCTIONS.valid_keys() and name not in _REGISTERED)
     _validate.require(not taken, "name", "not be one that transformers know already", repr(name), "say 'equilibrium'")
     misread = [word for word in _MISREAD if word in name]
     required = f"hold none of {', '.join(map(repr, _MISREAD))}, which transformers read as attention of their own"
     _validate.require(not misread, "name", required, repr(name), "say 'equilibrium'")
-    AttentionInterface.register(name, EquilibriumForward(name, settings))
+    if is_ours(name):
+        # What stands under the name may be a wrapper that an engine has put around the function: that stays.
+        _REGISTERED[name].settings = settings
+        return
+    _REGISTERED[name] = EquilibriumForward(name, settings)
+    AttentionInterface.register(name, _REGISTERED[name])
     AttentionMaskInterface.register(name, explicit_mask)
 
 
+def settings_from(
+    anchor: float | Tensor,
+    max_steps: int | None,
+    solver: Solver | None,
+    adjoint: Adjoint | None,
+    impl: Impl,
+    on_failure: OnFailure,
+    layers: Layers | None,
+    ignore: Iterable[str],
+) -> Settings:
+    """The options of `register` and `attach`, checked."""
+    if isinstance(ignore, str):
+        raise TypeError(_validate.message("ignore", "be a collection of names", repr(ignore), f"({ignore!r},)"))
+    options = SolveOptions(solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure)
+    settings = Settings(anchor=anchor, options=options, layers=layers, ignore=frozenset(ignore))
+    check_fixed(anchor)
+    for given in () if layers is None or callable(layers) else layers.values():
+        check_fixed(given.get("anchor"))
+    return settings
+
+
 def is_ours(name: str | None) -> bool:
-    """Whether `register` made this name."""
-    known = ALL_ATTENTION_FUNCTIONS
-    return name in known.valid_keys() and isinstance(known[name], EquilibriumForward)
+    """Whether `register` made this name, whatever has been wrapped around its function since."""
+    return name in _REGISTERED and name in ALL_ATTENTION_FUNCTIONS.valid_keys()
+
+
+def registered(name: str) -> Settings:
+    """What a name was registered with."""
+    return _REGISTERED[name].settings
 
 
 def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
@@ -104,13 +134,22 @@ def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
     Raises:
         ValueError: for a model that computes its attention by itself: it would add the mask to its scores.
     """
-    if config is not None and not _asks(type(config).__module__, config.model_type):
+    if config is not None and not takes_masks(config):
         raise ValueError(
             f"models of type {config.model_type!r} compute attention by themselves, not by transformers' attention "
             "interface, so that it cannot be replaced; choose another architecture"
         )
-    mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    # Informer halves its sequences between layers, and would hand a mask of the first length to all of them.
+    skip = given.get("allow_is_bidirectional_skip", False) and getattr(config, "model_type", None) == "informer"
+    mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": skip})
     return mask
+
+
+def takes_masks(config: Any) -> bool:
+    """Whether the models of a configuration hand the masks of this name to nothing but attention that asks for it."""
+    if getattr(config, "attention_type", None) == "prob" and config.model_type == "informer":
+        return False
+    return bool(_asks(type(config).__module__, config.model_type))
 
 
 # The compiler calls it instead of following it, so that a compiled model is refused as well.

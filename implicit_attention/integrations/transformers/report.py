@@ -13,7 +13,9 @@ from ...read_out import made_by
 from ...solution import Evidence
 from ...status import Status
 from .attention import LAST, Last, Sample
+from .reach import attention_names
 from .registration import is_ours
+from .saved import names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,26 +82,23 @@ def report(model: nn.Module) -> list[LayerReport]:
         assert last.settings is not None
         rows.append(_row(name, found[name], last.sample, _mean(last.settings.anchor)))
     print(_table(rows))
-    if others := [name for name in _attention_names(model) if name not in found]:
+    if others := [name for name in attention_names(model) if name not in found]:
         listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         print(f"not in this forward, or with attention of their own: {listed}")
     return rows
-
-
-def _attention_names(model: nn.Module) -> list[str]:
-    """Innermost modules that call themselves attention."""
-    named = [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
-    return [name for name in named if not any(other.startswith(f"{name}.") for other in named)]
 
 
 def last_calls(model: nn.Module) -> list[tuple[str, Last]]:
     """The attention modules that have called equilibrium attention, by name, with what they remember."""
     found = _calls(model)
     if not found:
-        raise ValueError(
-            f"no layer of {type(model).__name__} has called equilibrium attention; after `register()`, "
-            'call `model.set_attn_implementation("equilibrium")`, then the model'
+        saved = names(getattr(model, "config", None))
+        remedy = (
+            f"its configuration has anchors for {saved[0]!r}: load it with `load`, then call it"
+            if saved
+            else "after `attach(model)`, call the model"
         )
+        raise ValueError(f"no layer of {type(model).__name__} has called equilibrium attention; {remedy}")
     return found
 
 

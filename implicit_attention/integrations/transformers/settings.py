@@ -19,11 +19,13 @@ Layers: TypeAlias = Mapping[int, Given] | Callable[[int], Given]
 
 OPTIONS = ("anchor", "solver", "adjoint", "impl", "max_steps", "on_failure")
 
-#: Where the configuration of a model holds the anchors that it was converted to, by registered name; saved with it.
-ANCHORS = "equilibrium_anchors"
-#: Where an attention module holds options of its model alone, by registered name (`ANY` for all names).
+#: Where the configuration of a model holds its anchors, its solver, and both for layers that differ, by registered
+#: name; saved with it.
+ANCHORS, SOLVERS, LAYERS = "equilibrium_anchors", "equilibrium_solver", "equilibrium_layers"
+#: Where an attention module holds the settings of its model, by registered name.
+SETTINGS = "_equilibrium_settings"
+#: Where it holds the options of an `override`, for all names.
 OVERRIDES = "_equilibrium_options"
-ANY = "*"
 
 _COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
@@ -73,18 +75,16 @@ class Settings:
         options = self.options.override(**rest)
         return dataclasses.replace(self, anchor=self.anchor if anchor is None else anchor, options=options, layers=None)
 
-    def of(self, module: nn.Module, name: str, call: Given) -> Self:
-        """The settings of one attention module in one call: general, then of layer, model and call, the last wins."""
+    def of(self, module: nn.Module, call: Given) -> Self:
+        """The settings of one attention module in one call: general, layer, override and call; the last wins."""
         found = self
         if self.layers is not None:
-            found = found.override(self._of_layer(module, self.layers), "layers")
-        saved = getattr(getattr(module, "config", None), ANCHORS, None)
-        if saved and name in saved:
-            found = found.override({"anchor": saved[name]}, ANCHORS)
-        held: Mapping[str, Given] = getattr(module, OVERRIDES, None) or {}
-        for key in (name, ANY):
-            if key in held:
-                found = found.override(held[key], "options")
+            given = self._of_layer(module, self.layers)
+            check_fixed(given.get("anchor"))
+            found = found.override(given, "layers")
+        held: Given | None = getattr(module, OVERRIDES, None)
+        if held:
+            found = found.override(held, "options")
         return found.override(call, "options") if call else found
 
     @staticmethod
@@ -103,6 +103,18 @@ class Settings:
             required = f"hold indices of {type(module).__name__} among 0 to {count - 1}"
             raise ValueError(_validate.message("layers", required, unknown))
         return layers.get(index, {})
+
+
+def check_fixed(anchor: Any) -> None:
+    """An anchor that is held beside the parameters of a model must not be trained: no optimiser, no file and no engine
+    that keeps ranks alike would know of it.
+    """
+    if isinstance(anchor, Tensor) and anchor.requires_grad:
+        remedy = (
+            "to train it, make it a parameter of a module of yours and hand it to each call, "
+            "model(**inputs, anchor=parameter); to keep it fixed, pass anchor.detach()"
+        )
+        raise ValueError(_validate.message("anchor", "not require grad here", "a tensor that does", remedy))
 
 
 def _check_mapping(argument: str, given: Any, required: str, example: str) -> None:

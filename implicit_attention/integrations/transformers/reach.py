@@ -1,0 +1,158 @@
+"""Which attention of a model its source hands to transformers' attention interface, and which it computes by itself."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+#: The interface, by the name under which models of transformers look it up.
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# Calls that are attention whatever stands around them.
+_FUSED = frozenset(
+    {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention", "_flash_attention_forward"}
+)
+_SOFTMAX = frozenset({"softmax", "Softmax", "XSoftmax"})
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
+_CALLED_ATTENTION = ("Attention", "Attn")
+
+
+class Source(NamedTuple):
+    """The functions and classes of a file."""
+
+    functions: dict[str, ast.FunctionDef]
+    classes: dict[str, ast.ClassDef]
+
+
+class Reach(NamedTuple):
+    """Modules by name, with their classes: those that ask the interface, and those that attend by themselves."""
+
+    asks: dict[str, type[nn.Module]]
+    own: dict[str, type[nn.Module]]
+
+
+def reach(model: nn.Module) -> Reach:
+    """What of a model's attention can be replaced, and what cannot."""
+    asks, own = {}, {}
+    for name, module in model.named_modules():
+        kind = _kind(type(module))  # type: ignore[arg-type]
+        if kind == "asks":
+            asks[name] = type(module)
+        elif kind == "own":
+            own[name] = type(module)
+    return Reach(asks, own)
+
+
+def attention_names(model: nn.Module) -> dict[str, type[nn.Module]]:
+    """Innermost modules that call themselves attention."""
+    named = {name: type(module) for name, module in model.named_modules() if "Attention" in type(module).__name__}
+    return {name: kind for name, kind in named.items() if not any(other.startswith(f"{name}.") for other in named)}
+
+
+def listed(modules: dict[str, type[nn.Module]], shown: int = 3) -> str:
+    """Names of modules by their classes: `BertAttention (encoder.0, encoder.1, encoder.2 and 9 more)`."""
+    by_class: dict[str, list[str]] = {}
+    for name, kind in modules.items():
+        by_class.setdefault(kind.__name__, []).append(name or "the model")
+    return "; ".join(
+        f"{kind} ({', '.join(names[:shown])}{f' and {len(names) - shown} more' if len(names) > shown else ''})"
+        for kind, names in by_class.items()
+    )
+
+
+@functools.cache
+def _kind(cls: type[nn.Module]) -> str | None:
+    """ "asks", "own", or None for a module that does not attend."""
+    if cls.__module__.partition(".")[0] == "torch":
+        return "own" if issubclass(cls, nn.MultiheadAttention) else None
+    lines: list[tuple[Source, ast.ClassDef]] = []
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins"):
+            break
+        source = _source_of(base.__module__)
+        if source is None or base.__name__ not in source.classes:
+            # Made where no file can be read: its name is all that there is to go by.
+            return "own" if any(word in cls.__name__ for word in _CALLED_ATTENTION) else None
+        lines.append((source, source.classes[base.__name__]))
+    return kind_of(lines)
+
+
+@functools.cache
+def _source_of(module: str) -> Source | None:
+    try:
+        return parsed(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return None
+
+
+def parsed(text: str) -> Source:
+    """The functions and classes of a file's text."""
+    body = ast.parse(text).body
+    return Source(
+        {node.name: node for node in body if isinstance(node, ast.FunctionDef)},
+        {node.name: node for node in body if isinstance(node, ast.ClassDef)},
+    )
+
+
+def kind_of(lines: Sequence[tuple[Source, ast.ClassDef]]) -> str | None:
+    """How a class attends, from its source and that of its bases, in the order in which methods are looked up.
+
+    It attends by itself if its forward, with the methods and functions of the file that it calls, takes a softmax
+    between two matrix products, or any softmax where its name says attention, or calls fused attention.
+    """
+    methods: dict[str, tuple[Source, ast.FunctionDef]] = {}
+    for source, node in lines:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef):
+                methods.setdefault(part.name, (source, part))
+    if "forward" not in methods:
+        return None
+    steps = "".join(_Steps(methods).of(*methods["forward"]))
+    if "i" in steps:
+        return "asks"
+    first, last = steps.find("p"), steps.rfind("p")
+    between = first >= 0 and "s" in steps[first:last]
+    named = "s" in steps and any(word in lines[0][1].name for word in _CALLED_ATTENTION)
+    return "own" if between or named or "f" in steps else None
+
+
+class _Steps:
+    """What a function computes, in order: i(nterface), f(used attention), s(oftmax), p(roduct)."""
+
+    def __init__(self, methods: dict[str, tuple[Source, ast.FunctionDef]]) -> None:
+        self.methods, self.seen = methods, set[ast.AST]()
+
+    def of(self, source: Source, node: ast.AST) -> Iterator[str]:
+        if node in self.seen:
+            return
+        if isinstance(node, ast.FunctionDef):
+            self.seen.add(node)
+        # What a call is made of is computed before it.
+        for child in ast.iter_child_nodes(node):
+            yield from self.of(source, child)
+        if isinstance(node, ast.Name) and node.id == _INTERFACE:
+            yield "i"
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            yield "p"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr in self.methods:
+            # Methods are handed on as well, to be called by others.
+            yield from self.of(*self.methods[node.attr])
+        if isinstance(node, ast.Call):
+            yield from self._call(source, node.func)
+
+    def _call(self, source: Source, called: Any) -> Iterator[str]:
+        name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
+        owner = called.value.id if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) else ""
+        if name in _FUSED:
+            yield "f"
+        elif name in _SOFTMAX or owner in _SOFTMAX:
+            yield "s"
+        elif name in _PRODUCTS:
+            yield "p"
+        elif isinstance(called, ast.Name) and name in source.functions:
+            yield from self.of(source, source.functions[name])

@@ -1,0 +1,105 @@
+"""Options of one model alone: held by its modules, and written into its configuration, which is saved with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ... import _validate, solvers
+from ...solvers import Solver
+from .settings import ANCHORS, LAYERS, SETTINGS, SOLVERS, Settings
+
+#: What transformers read for the name of a model's attention. They do not write it; a file that has it is loaded with
+#: that attention, or not at all.
+NAME = "attn_implementation"
+
+
+def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, settings: Settings) -> None:
+    """Let the modules of a model have these settings for a name, and its configurations what of them is the model's."""
+    saved = _written(settings)
+    for config in configs:
+        for attribute, value in saved.items():
+            known = {key: other for key, other in (getattr(config, attribute, None) or {}).items() if key != name}
+            if value is not None or known != (getattr(config, attribute, None) or {}):
+                setattr(config, attribute, known if value is None else {**known, name: value})
+        setattr(config, NAME, name)
+    for module in model.modules():
+        setattr(module, SETTINGS, {**(getattr(module, SETTINGS, None) or {}), name: settings})
+
+
+def names(config: Any) -> list[str]:
+    """The names for which a configuration holds anchors."""
+    return list(getattr(config, ANCHORS, None) or ())
+
+
+def of_config(config: Any, name: str, general: Settings, instead: Solver | None = None) -> Settings:
+    """General settings with what a configuration says for a name; with another solver for all layers if it is given."""
+    anchors = getattr(config, ANCHORS, None)
+    if not anchors or name not in anchors:
+        return general
+    layers = (getattr(config, LAYERS, None) or {}).get(name)
+    solver = (getattr(config, SOLVERS, None) or {}).get(name)
+    found = general.override(_read(anchors[name], solver, instead), ANCHORS)
+    if not layers:
+        return found
+    read = {int(i): _read(given["anchor"], given.get("solver"), instead) for i, given in layers.items()}
+    return dataclasses.replace(found, layers=read)
+
+
+def _written(settings: Settings) -> dict[str, Any]:
+    """Anchors and solvers as a configuration holds them."""
+    layers = settings.layers
+    assert not callable(layers)
+    own = {str(i): settings.override(given, "layers") for i, given in (layers or {}).items() if given}
+    return {
+        ANCHORS: _numbers(settings.anchor),
+        SOLVERS: _plain(settings.options.effective_solver),
+        LAYERS: {
+            i: {"anchor": _numbers(layer.anchor), "solver": _plain(layer.options.effective_solver)}
+            for i, layer in own.items()
+        }
+        or None,
+    }
+
+
+def _numbers(anchor: float | Tensor) -> Any:
+    return anchor.detach().tolist() if isinstance(anchor, Tensor) else float(anchor)
+
+
+def _plain(solver: Solver) -> dict[str, Any]:
+    fields = {"name": type(solver).__name__, **dataclasses.asdict(solver)}
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(fields))
+    except TypeError as error:
+        required = "be made of numbers, texts and lists of them, to be saved with the model"
+        raise ValueError(_validate.message("solver", required, repr(solver), "use one without such options")) from error
+    return plain
+
+
+def _read(anchor: Any, solver: Mapping[str, Any] | None, instead: Solver | None) -> dict[str, Any]:
+    # In double precision, so that no anchor is rounded before it meets its queries.
+    found = {"anchor": torch.tensor(anchor, dtype=torch.float64) if isinstance(anchor, list) else anchor}
+    if solver is not None and instead is None:
+        instead = solver_of(solver)
+    return found if instead is None else {**found, "solver": instead}
+
+
+def solver_of(saved: Mapping[str, Any]) -> Solver:
+    """The solver that a configuration names."""
+    options = dict(saved)
+    name = options.pop("name", None)
+    kind = getattr(solvers, name) if name in solvers.__all__ else None
+    try:
+        if isinstance(kind, type) and issubclass(kind, Solver):
+            return kind(**options)
+    except TypeError:
+        pass
+    required = "be one of implicit_attention.solvers with its options"
+    remedy = "load the model with load(..., solver=...)"
+    raise ValueError(_validate.message(f"config.{SOLVERS}", required, dict(saved), remedy))
