@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from implicit_attention import (
-    Anderson,
     AnchoredEnergy,
+    Anderson,
     Broyden,
     LogSumExp,
     Picard,
