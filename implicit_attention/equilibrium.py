@@ -17,6 +17,7 @@ from .adjoints import Implicit, Unrolled
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
 from .ops._flash import FLASH_KEYS
+from .ops._hopfield import carries
 from .options import SolveOptions
 from .potentials import LogSumExp
 from .potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
@@ -246,6 +247,8 @@ def _fits_graph(inputs: _Inputs, request: _Request) -> bool:
     if request.potential is not LogSumExp or request.trace or request.measure or request.weigh:
         return False
     if inputs.keys.shape[-2] == 0 or options.on_failure == "raise" or (options.explicit and inputs.values is None):
+        return False
+    if not carries(inputs.query.dtype, inputs.anchor):
         return False
     stop = options.effective_solver.stop(_MONOTONE)
     exact = options.adjoint is None or (isinstance(options.adjoint, Implicit) and options.adjoint.linear_solver is None)

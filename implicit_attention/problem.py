@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import has_tangent, is_batched, jvp_by_vjp, vjp
+from ._autograd import has_tangent, is_batched, jvp_by_vjp, transforms_active, vjp
 from ._declared import Declared
 from ._stop import Stop
 from ._types import LinearMap
@@ -129,7 +129,8 @@ class Problem(Declared):
         tensors = self.tensors()
         detached = self.replace(*(t.detach() for t in tensors))
         with torch.enable_grad():
-            result = detached.fixed_point_map(z.detach())
+            # A copy, as maps that work in place are found out later.
+            result = detached.fixed_point_map(z.detach().clone())
         hidden = is_batched(result) and not any(is_batched(t) for t in (z, *tensors))
         if result.requires_grad or has_tangent(result) or hidden:
             name, where = self._map_name(), self._read_by()
@@ -155,6 +156,60 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
     """
     tensors = [t.float() if t.dtype in HALF else t for t in problem.tensors()]
     return problem.replace(*tensors), tuple(z.float() if z.dtype in HALF else z for z in states)
+
+
+def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:
+    """`problem.evaluate(z)`, or an error if the map changes z, so that f(z) - z would be read from what is overwritten.
+
+    The first calls, 0 and 1, get copies: the state may be a tensor of the user's, or what the map itself returned.
+    """
+    given = _counted_copy(z) if call < 2 else z
+    writes = _writes(given)
+    found = problem.evaluate(given, energy=energy)
+    # What is written past torch (by numpy, through `.data`) is not counted.
+    visible = call == 0 and z.device.type == "cpu" and not transforms_active()
+    if _writes(given) != writes or (visible and not _same(given, z)):
+        remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
+        raise ValueError(
+            _validate.message(
+                problem._map_name(), "leave its state as it is", "a map that works on it in place", remedy
+            )
+        )
+    return found
+
+
+def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
+    """Raise where what a map returned at one call was overwritten by the next."""
+    if not _same(now, before):
+        remedy = "return buffer.clone()"
+        received = "a map that writes into what it returned before"
+        raise ValueError(_validate.message(problem._map_name(), "return new memory at every call", received, remedy))
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two plain tensors are views of the same memory."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (a, b)) or a.numel() == 0:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _counted_copy(z: Tensor) -> Tensor:
+    if not z.is_inference():
+        return z.clone()
+    # Torch does not count what is written to inference tensors.
+    with torch.inference_mode(False):
+        return z.clone()
+
+
+def _writes(tensor: Tensor) -> int:
+    """How often torch wrote to the memory of `tensor`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def pullback(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,7 +246,7 @@ class UserProblem(Problem):
         self.event_ndim = event_ndim
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
-        name = getattr(self.function, "__name__", type(self.function).__name__)
+        name = self._map_name()
         if not isinstance(result, Tensor):
             raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", type(result).__name__))
         if result.shape != shape:
@@ -205,7 +260,7 @@ class UserProblem(Problem):
         return result
 
     def _map_name(self) -> str:
-        return getattr(self.function, "__name__", "function")
+        return getattr(self.function, "__name__", type(self.function).__name__)
 
     def _read_by(self) -> str:
         return _closed_over(self.function)
@@ -235,7 +290,8 @@ class FixedPointMap(UserProblem):
 
     Args:
         function: f(z, *tensors) -> tensor of z's shape, acting on each problem (the last `event_ndim` axes)
-            separately; or an nn.Module, whose parameters are then declared.
+            separately; or an nn.Module, whose parameters are then declared. It leaves z as it is and returns new memory
+            at every call: a map that works in place or reuses a buffer raises ValueError.
         *inputs: every tensor that f reads and whose gradient may be wanted.
         event_ndim: number of trailing axes of z that form one problem.
         symmetric: promise that df/dz is symmetric, so that the adjoint may use conjugate gradients.

@@ -102,9 +102,7 @@ class AnchoredEnergy(Energy):
         return self._map(self.potential.mean(z))
 
     def _map(self, mean: Tensor) -> Tensor:
-        if isinstance(self.anchor, Tensor):
-            return mean + self._anchor * (self.field - mean)
-        return mean if self._forgets else mean.lerp(self.field, self.anchor)
+        return mean if self._forgets else between(mean, self.field, self._anchor)
 
     def gradient(self, z: Tensor) -> Tensor:
         return z - self.fixed_point_map(z)
@@ -184,3 +182,11 @@ class AnchoredEnergy(Energy):
         _validate.require(
             z.shape == self.field.shape, "initial", f"have the field's shape {tuple(self.field.shape)}", tuple(z.shape)
         )
+
+
+def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:
+    """Anchor field + (1 - anchor) mean, exact at both ends."""
+    if isinstance(anchor, Tensor) or anchor < 0.5:
+        return mean.lerp(field, anchor)
+    # 1 - anchor is formed here, in double precision: near 1 a float32 keeps few of its digits.
+    return field.lerp(mean, 1 - anchor)

@@ -12,7 +12,7 @@ from .._autograd import sum_to_shape
 from ..potentials import LogSumExp
 from ..potentials._keys import check_mask
 from ..problem import Evaluation, Linearization, Problem
-from .anchored import AnchoredEnergy
+from .anchored import AnchoredEnergy, between
 from .base import Energy
 
 
@@ -92,9 +92,7 @@ class _SelfAttention(Problem):
 
     def _map(self, attended: Tensor) -> Tensor:
         """Anchor X0 + (1 - anchor) attended."""
-        if isinstance(self.anchor, Tensor):
-            return attended + _per_entry(self._anchor) * (self.field - attended)
-        return attended if self._forgets else attended.lerp(self.field, self.anchor)
+        return attended if self._forgets else between(attended, self.field, _per_entry(self._anchor))
 
     def _pullback(self, x: Tensor, u: Tensor, attended: Tensor, by_scores: Tensor) -> tuple[Tensor | None, ...]:
         """(df/dt)^T u for every tensor, from what is attended to and from (df/dscores)^T u."""

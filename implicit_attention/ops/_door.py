@@ -12,7 +12,7 @@ from .. import _validate
 from .._types import Impl
 from ..errors import UnsupportedImplementation
 from ._flash import FLASH_KEYS, efficient_with_logsumexp, flash_with_logsumexp
-from ._hopfield import Hopfield
+from ._hopfield import Hopfield, carries
 from ._triton_support import unsupported
 
 Chosen = Literal["reference", "sdpa", "triton"]
@@ -53,6 +53,9 @@ def laid_out(
             numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
         else:
             _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
+            if name == "anchor":
+                required = f"leave 1 - anchor its digits in {wide}"
+                _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")
             numbers.append(query.new_full((1,) * axes, number, dtype=wide))
     if mask is not None:
         pairs = (*query.shape[:-1], keys.shape[-2])

@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+def carries(dtype: torch.dtype, anchor: float | Tensor) -> bool:
+    """Whether an anchor that is rounded to `dtype`, as the operations read it, leaves 1 - anchor four digits."""
+    if isinstance(anchor, Tensor) or dtype == torch.float64 or anchor == 1:
+        return True
+    return 1 - anchor >= 1e4 * torch.finfo(torch.float32).eps
+
+
 class Hopfield(NamedTuple):
     """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor)/beta log sum_j exp(beta <k_j, z>), the sum over attended keys.
 

@@ -16,9 +16,10 @@ from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_shape, transforms_active
 from .._stop import Stop
 from .._types import Impl
+from ..errors import UnsupportedImplementation
 from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, sdpa
 from ..ops._fold import Fold
-from ..ops._hopfield import Hopfield
+from ..ops._hopfield import Hopfield, carries
 from ..ops.hopfield_cg.api import run as run_hopfield_cg
 from ..ops.hopfield_cg.rule import CGStop
 from ..ops.hopfield_solve.api import run as run_hopfield_solve
@@ -252,6 +253,13 @@ class LogSumExp(KeyPotential):
         tensors = (*tensors, anchor) if isinstance(anchor, Tensor) else tensors
         wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
         if not self.fused or wrapped or field.numel() == 0 or not self._is_own():
+            return None
+        if not carries(field.dtype, anchor):
+            if self.impl != "auto":
+                reason = (
+                    f"an anchor of {anchor} leaves 1 - anchor no digits in {field.dtype}; use impl='auto' or float64"
+                )
+                raise UnsupportedImplementation(f"`impl={self.impl!r}`: {reason}")
             return None
         return self._laid_out(field, anchor)
 

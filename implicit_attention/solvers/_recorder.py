@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import is_batched, transforms_active
-from ..problem import Problem
+from ..problem import Problem, evaluate_pure
 from ..status import Status
 from .base import Solver
 from .iterate import Outcome, flat
@@ -98,7 +98,9 @@ class Recorder:
         z = z.reshape(len(part.rows), part.base.shape[1])
         state = part.base.index_copy(0, part.position, z)
         self.in_map = True
-        mapped, energy = part.problem.evaluate(state.reshape(part.shape), energy=self.energy is not None)
+        mapped, energy = evaluate_pure(
+            part.problem, state.reshape(part.shape), energy=self.energy is not None, call=step
+        )
         self.in_map = False
         mapped = mapped.reshape(state.shape)[part.position].to(state.dtype)
         if not transforms_active():

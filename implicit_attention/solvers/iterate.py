@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._autograd import is_batched, transforms_active
-from ..problem import Problem
+from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..status import Status
 
 if TYPE_CHECKING:
@@ -88,9 +88,10 @@ def _loop(
     record = _empty_record(z, trace_energy)
     num_evals = torch.zeros_like(record.num_evals)
     traced: list[Any] = []
+    point: Iteration | None = None
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index)
-        point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event)
+        point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event, point)
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
         accepted = torch.ones_like(active) if accepted is None else accepted
@@ -138,10 +139,19 @@ def _live(tensor: Any, *, active: Tensor) -> Any:
 
 
 def _evaluate(
-    solver: Solver, problem: Problem, z: Tensor, energy: bool, index: int, event: torch.Size
+    solver: Solver,
+    problem: Problem,
+    z: Tensor,
+    energy: bool,
+    index: int,
+    event: torch.Size,
+    before: Iteration | None,
 ) -> tuple[Iteration, Tensor]:
-    mapped, value = problem.evaluate(unflat(z, event), energy=energy)
+    mapped, value = evaluate_pure(problem, unflat(z, event), energy=energy, call=index)
     mapped = flat(mapped, event)
+    if index == 1 and before is not None and share_memory(mapped, before.mapped):
+        # A map may return the same numbers twice, but no others in their place.
+        check_kept(problem, before.mapped - before.z, before.r)
     r = mapped - z
     residual = torch.linalg.vector_norm(r, dim=-1)
     tolerance = solver.atol + solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)

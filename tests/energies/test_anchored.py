@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from implicit_attention import AnchoredEnergy, LogSumExp, Picard, Potential, Quadratic, solve
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    Broyden,
+    LogSumExp,
+    Picard,
+    Potential,
+    Quadratic,
+    UnsupportedImplementation,
+    equilibrium_attention,
+    solve,
+)
+from implicit_attention.ops import hopfield_solve
 from implicit_attention.testing.energy import EnergyContract
 from implicit_attention.testing.numerics import random
 
@@ -97,3 +109,62 @@ def test_masks_that_do_not_fit_the_queries_are_named():
     potential = LogSumExp(torch.ones(2, 7, 5), 1.0, mask=torch.ones(2, 4, 7, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"`mask` must broadcast to \(\*batch, N, M\) = \(2, 3, 7\)"):
         AnchoredEnergy(potential, torch.zeros(2, 3, 5))
+
+
+def by_hand(keys, beta, field, anchor, pull):
+    """The equilibrium in float64, `pull` being 1 - anchor: z and what it moved from the field."""
+    keys, field, z = keys.double(), field.double(), field.double()
+    for _ in range(300):
+        z = anchor * field + pull * ((beta * z @ keys.mT).softmax(-1) @ keys)
+    return z, z - field
+
+
+@pytest.mark.parametrize("solver", [Broyden(rtol=1e-6), Anderson(rtol=1e-6), Anderson(rtol=1e-6, history=3)])
+def test_a_tensor_anchor_near_one_keeps_the_field_beside_large_keys(solver):
+    keys, field = 1e8 * random(2, 7, 5, dtype=torch.float32), random(2, 3, 5, seed=3, dtype=torch.float32)
+    anchor = torch.tensor(1 - 2**-24, dtype=torch.float32)
+    energy = AnchoredEnergy(LogSumExp(keys, 1e-9), field, anchor)
+    expected, _ = by_hand(keys, 1e-9, field, anchor.item(), 2**-24)
+    torch.testing.assert_close(solve(energy, field, solver=solver).value.double(), expected, rtol=1e-5, atol=1e-5)
+    ends = AnchoredEnergy(LogSumExp(keys, 1e-9), field, torch.tensor([0.0, 1.0]))
+    assert torch.equal(ends.fixed_point_map(field)[0], ends.potential.mean(field)[0])
+    assert torch.equal(ends.fixed_point_map(field)[1], field[1])
+
+
+@pytest.mark.parametrize("solver", [Anderson(rtol=1e-6), Picard(rtol=1e-6), Broyden(rtol=1e-6)])
+def test_a_float_anchor_near_one_keeps_the_digits_of_what_is_left(solver):
+    keys, field = 1e4 * random(2, 70, 5, dtype=torch.float32), random(2, 3, 5, seed=3, dtype=torch.float32)
+    keys.requires_grad_()
+    value = solve(AnchoredEnergy(LogSumExp(keys, 1e-4), field, 1 - 1e-6), field, solver=solver).value
+    _, moved = by_hand(keys.detach(), 1e-4, field, 1 - 1e-6, 1e-6)
+    # Rounding of the state itself is 1e-7 of the field, 1e-5 of what it was moved by.
+    torch.testing.assert_close((value.detach() - field).double(), moved, rtol=1e-4, atol=1e-6)
+    (by_keys,) = torch.autograd.grad(value.sum(), keys)
+    wide = AnchoredEnergy(LogSumExp(keys.detach().double().requires_grad_(), 1e-4), field.double(), 1 - 1e-6)
+    solved = solve(wide, wide.field, solver=Anderson(rtol=1e-12))
+    (expected,) = torch.autograd.grad(solved.value.sum(), wide.potential.keys)
+    torch.testing.assert_close(by_keys.double(), expected, rtol=1e-4, atol=1e-10)
+
+
+def test_operations_refuse_an_anchor_that_their_precision_cannot_hold():
+    keys, field = random(2, 70, 5, dtype=torch.float32), random(2, 3, 5, seed=3, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"`anchor` must leave 1 - anchor its digits in torch.float32, got 0.999999"):
+        hopfield_solve(field, keys, beta=0.3, anchor=1 - 1e-6)
+    with pytest.raises(UnsupportedImplementation, match=r"`impl='sdpa'`: an anchor of 0.999999 leaves 1 - anchor no"):
+        equilibrium_attention(field, keys, keys, anchor=1 - 1e-6, scale=0.3, impl="sdpa")
+    assert hopfield_solve(field.double(), keys.double(), beta=0.3, anchor=1 - 1e-6).status.max() == 0
+
+
+@pytest.mark.parametrize("anchor", [0.2, 0.7, 1.0])
+def test_a_tensor_anchor_is_the_float_anchor_to_the_second_derivative(anchor):
+    keys, field, z = random(2, 7, 5), random(2, 3, 5, seed=3), random(2, 3, 5, seed=4)
+    tensor = torch.tensor(anchor, dtype=torch.float64, requires_grad=True)
+    maps = [AnchoredEnergy(LogSumExp(keys, 0.6), field, a).fixed_point_map(z) for a in (anchor, tensor)]
+    torch.testing.assert_close(*maps, rtol=1e-14, atol=1e-14)
+
+    def mapped(anchor, field):
+        return AnchoredEnergy(LogSumExp(keys, 0.6), field, anchor.sigmoid()).fixed_point_map(z)
+
+    inputs = (torch.tensor([anchor, 3 * anchor], dtype=torch.float64, requires_grad=True), field.requires_grad_())
+    assert torch.autograd.gradcheck(mapped, inputs)
+    assert torch.autograd.gradgradcheck(mapped, inputs)
