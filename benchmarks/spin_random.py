@@ -24,6 +24,7 @@ from implicit_attention.spins import (
     stationary_state,
 )
 from implicit_attention.spins.dynamics import DynamicalMethod
+from implicit_attention.spins.method import FixedPointMethod
 
 from .spin_problems import Many, random_systems
 from .spin_scaling import statuses
@@ -98,7 +99,9 @@ def measured(setting: Many) -> dict[str, Any]:
 
 def _asking(method: Method) -> Callable[[SpinSystem], Evidence]:
     if isinstance(method, DynamicalMethod):
-        return lambda system: stationary_state(system, method, on_failure="ignore").evidence
+        return lambda system: stationary_state(system, method, check="stability", on_failure="ignore").evidence
+    if isinstance(method, FixedPointMethod):
+        return lambda system: method.log_partition(system, check="stability").evidence
     return lambda system: method.log_partition(system).evidence
 
 

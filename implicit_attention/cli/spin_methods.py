@@ -140,7 +140,7 @@ def evaluate(entry: Entry, system: SpinSystem, *, max_seconds: float) -> Answer:
 def _solved(entry: Entry, system: SpinSystem) -> tuple[Thermodynamics | StationaryState, dict[str, Tensor]]:
     """What the method found, and its numbers (*batch)."""
     if isinstance(entry.method, DynamicalMethod):
-        state = stationary_state(system, entry.method, on_failure="ignore")
+        state = stationary_state(system, entry.method, check="stability", on_failure="ignore")
         return state, {"entropy_production": state.entropy_production}
     found = thermodynamics(system, entry.method, on_failure="ignore")
     return found, {name: getattr(found, name) for name in SCALARS}

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._types import LinearMap
 from .._validate import check_integer, require
 from ._sweeps import check_arguments, checked
-from ._vectors import ROUNDOFF, along, divide, dot, length, normalised, orthogonalise
+from ._vectors import ROUNDOFF, along, divide, dot, length, normalised
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,26 @@ def arnoldi(matvec: LinearMap, start: Tensor, steps: int) -> tuple[Tensor, Tenso
 
 def _extend(basis: Tensor, product: Tensor, filler: Tensor, stiffness: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(coordinates of A v, next unit vector, subdiagonal entry); the filler replaces an A v with nothing new in it."""
-    column, vector = orthogonalise(basis, product)
+    column, vector = _orthogonalised(basis, product)
     height = length(vector)
     complete = height <= ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
     vector = torch.where(along(complete, vector), filler, vector)
-    _, vector = orthogonalise(basis, divide(vector, length(vector)))
+    _, vector = _orthogonalised(basis, divide(vector, length(vector)))
     return column, divide(vector, length(vector)), torch.where(complete, 0.0, height)
+
+
+def _orthogonalised(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """`orthogonalise` by matrix products, which read the basis once and write nothing of its size."""
+    shape = basis.shape[:-2]
+    if shape.numel() == 1:
+        # The kernel for a single matrix rounds in another way than that for several.
+        basis, vector = basis.expand(2, *basis.shape), vector.expand(2, *vector.shape)
+    coordinates = torch.zeros_like(basis[..., 0])
+    for _ in range(2):
+        part = (basis @ vector[..., None])[..., 0]
+        vector = vector - (part[..., None, :] @ basis)[..., 0, :]
+        coordinates = coordinates + part
+    return (coordinates[0], vector[0]) if shape.numel() == 1 else (coordinates, vector)
 
 
 def _started(start: Tensor, filler: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..solve import solve
 from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
-from .method import FixedPointMethod, LogPartition, closed_form
+from .method import Check, FixedPointMethod, LogPartition, Method, closed_form
 from .system import SpinSystem
 
 
@@ -135,15 +135,31 @@ class AdaTAP(FixedPointMethod):
         problem = self.problem(system)
         return descended(problem, problem.field, steps=0)[0]
 
+    def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
+        if isinstance(self.prior, GaussianPrior):
+            Method.check_initial(self, system, initial)
+        super().check_initial(system, initial)
+
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        problem = self.problem(system)
+        if self.prior.fixed_length:
+            theta = self.site_response().inverse(m, 1.0, system.radius)
+        else:
+            # Other laws have no inverse in closed form: the field that others exert, less the reaction to it.
+            theta = problem.field + problem.coupled(m)
+            theta = theta - descended(problem, theta, steps=0)[0][..., -1:] * m
+        return descended(problem, theta, steps=0)[0]
+
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         known = torch.isfinite(state).all(-1).all(-1)
         value = self.problem(system).log_partition(state.masked_fill(~known[..., None, None], 0.0))
         return value.masked_fill(~known, torch.nan)
 
-    def log_partition(self, system: SpinSystem) -> LogPartition:
+    def log_partition(
+        self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
+    ) -> LogPartition:
         if not isinstance(self.prior, GaussianPrior):
-            solution = self.solution(system, self.start(system))
-            return LogPartition(self.value(system, solution.value), solution.evidence())
+            return super().log_partition(system, initial=initial, check=check)
         problem = self.problem(system)
         x, logdet, positive = _gaussian(problem)
         plain = system.radius**2 / system.dim
@@ -154,8 +170,8 @@ class AdaTAP(FixedPointMethod):
         status = evidence.status.masked_fill(~positive, int(Status.OUT_OF_RANGE))
         return LogPartition(value, dataclasses.replace(evidence, status=status))
 
-    def solution(self, system: SpinSystem, start: Tensor) -> Solution:
-        """The solution of the site equations that a start leads to."""
+    def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
+        """The solution that a start leads to; the descent ends at minima, so that there is nothing to check."""
         problem, start = self.problem(system), start.detach()
         if self.solver is not None:
             return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")

@@ -26,7 +26,7 @@ class Bethe(FixedPointMethod):
     for R = 1, with Z_ij the mean of exp(beta J_ij s_i s_j + c_ij s_i + c_ji s_j) over the four states of a pair. Exact
     on trees; elsewhere an approximation that is good where loops are long or couplings weak. log Z is stationary in the
     messages. They start from the bare fields, so that without one they stay at 0, also at temperatures where a
-    magnetized solution is the stable one and the status SADDLE. Where loops are strong the messages do not settle,
+    magnetized solution is the stable one, which `initial=` leads to. Where loops are strong the messages do not settle,
     which the status says: Newton's method would find a stationary point there, too, but one that is far off.
 
     Correlations are derivatives of this log Z, as for every method: for a pair without a coupling that is m_i m_j even
@@ -54,6 +54,17 @@ class Bethe(FixedPointMethod):
     def start(self, system: SpinSystem) -> Tensor:
         field, bonds, _ = _in_units(system)
         return _passed_on(torch.zeros_like(bonds), field, bonds)
+
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        # u_ij = atanh(t x) with t = tanh(beta J_ij), where x is the mean that i has without j. A pair of the means m_i
+        # and m_j obeys m_i (1 - t^2 x^2) = x (1 - t^2) + t m_j (1 - x^2).
+        bonds, m = _in_units(system)[1], m[..., 0] / system.radius
+        below = 1 - torch.finfo(m.dtype).eps
+        t = below * torch.tanh(bonds)
+        own, other = m[..., :, None], m[..., None, :]
+        between = (1 - t) * (1 + t)
+        root = (between.square() - 4 * t * (own - t * other) * (other - t * own)).clamp(min=0).sqrt()
+        return torch.atanh((2 * t * (own - t * other) / (between + root)).clamp(-below, below))
 
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         field, bonds, own = _in_units(system)

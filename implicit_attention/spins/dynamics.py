@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
@@ -19,7 +20,7 @@ from ..solution import Evidence
 from ..status import Status
 from ._curvature import above_one
 from ._lost import fill, without_lost
-from .method import FixedPointMethod, LogPartition, Method
+from .method import Check, FixedPointMethod, LogPartition, Method, check_check
 from .system import SpinSystem
 
 #: Towards the spectral radius of N D rows.
@@ -65,9 +66,10 @@ class DynamicalMethod(FixedPointMethod):
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
-    A fixed point from which small deviations grow under the closure's own steps has the status SADDLE.
+    A fixed point from which small deviations grow under the closure's own steps has the status SADDLE, where
+    `check="stability"` asks for it.
 
-    A subclass defines `problem`, `start`, `moments`, and what it cannot do in `check`.
+    A subclass defines `problem`, `start`, `state_at`, `moments`, and what it cannot do in `check`.
     """
 
     response: Response = dataclasses.field(default_factory=BesselResponse)
@@ -94,7 +96,9 @@ class DynamicalMethod(FixedPointMethod):
         """What a solution of the problem says."""
         raise NotImplementedError(f"{type(self).__name__} must define moments(system, state)")
 
-    def log_partition(self, system: SpinSystem) -> LogPartition:
+    def log_partition(
+        self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
+    ) -> LogPartition:
         no_free_energy(self)
 
 
@@ -106,7 +110,12 @@ def no_free_energy(method: Method) -> NoReturn:
 
 
 def stationary_state(
-    system: SpinSystem, method: DynamicalMethod, *, on_failure: OnFailure = "raise"
+    system: SpinSystem,
+    method: DynamicalMethod,
+    *,
+    initial: Float[Tensor, "*batch N D"] | None = None,
+    check: Check = "none",
+    on_failure: OnFailure = "raise",
 ) -> StationaryState:
     """Magnetization, delayed correlations and entropy production of synchronous dynamics, by one solve.
 
@@ -119,12 +128,16 @@ def stationary_state(
     Args:
         system: the spins, with couplings of any kind.
         method: `GaussianField()` or `KineticPlefka()`.
+        initial: magnetizations that the solve starts from, (*batch, N, D), to choose one of several states. None is the
+            answer to the bare field.
+        check: "stability" gives a state that small deviations grow from the status SADDLE, with a warning. That takes
+            longer than most solves. With "none" all that solves the equations is CONVERGED.
         on_failure: for samples whose solve failed, backward solves included: "raise", "warn" or "ignore".
 
     Raises:
         ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
 
-    Gradients: every output with respect to field, couplings and beta, to any order.
+    Gradients: every output with respect to field, couplings and beta, to any order; none with respect to `initial`.
     """
     for name, value, kind, hint in (
         ("system", system, SpinSystem, ""),
@@ -133,11 +146,14 @@ def stationary_state(
         if not isinstance(value, kind):
             raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__, hint))
     check_on_failure(on_failure)
+    check_check(check)
     method.check(system)
+    if initial is not None:
+        method.check_initial(system, initial)
     system = widened(system)[0]
     with exact_precision(system.field):
         sound, lost = without_lost(system)
-        solution = method.solution(sound, method.start(sound))
+        solution = method.solution(sound, method.begin(sound, initial), check=check)
         m, delayed = method.moments(sound, solution.value)
         couplings = sound.live_couplings
         twin = couplings.transpose(-4, -3).mT if sound.block else couplings.mT
@@ -152,7 +168,8 @@ def stationary_state(
     evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name, e = type(method).__name__, evidence
     report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
-    warn_of_saddles(on_failure, name, e.status)
+    if check == "stability":
+        warn_of_saddles(on_failure, name, e.status)
     return StationaryState(
         magnetization=fill(m, lost, torch.nan),
         delayed_correlations=fill(delayed, lost, torch.nan),

@@ -60,6 +60,9 @@ class GaussianField(DynamicalMethod):
     def start(self, system: SpinSystem) -> Tensor:
         return self.response.magnetization(system.live_field, system.sample_beta, system.radius)
 
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        return m
+
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         return Moments(state, self.problem(system).delayed(state))
 

@@ -73,6 +73,9 @@ class KineticPlefka(DynamicalMethod):
             return system.live_field
         return self.response.magnetization(system.live_field, system.sample_beta, system.radius)
 
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        return m if self.order == 1 else self.response.inverse(m, system.sample_beta, system.radius)
+
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         if self.order == 1:
             site = Site(self.response, system.live_field + system.coupled(state), system)

@@ -82,8 +82,8 @@ class MeanField(FixedPointMethod):
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
-    Below a transition there are several branches; the one downhill from the response to the bare field is taken. Where
-    that is no minimum, such as m = 0 without a field, the status is SADDLE.
+    Below a transition there are several branches; the one downhill from the response to the bare field is taken, or
+    from `initial=`. It need not be a minimum: m = 0 without a field is none, which `check="stability"` tells.
 
     Reference: Plefka (1982), first order.
     """
@@ -109,6 +109,9 @@ class MeanField(FixedPointMethod):
     def start(self, system: SpinSystem) -> Tensor:
         return self.response.magnetization(system.live_field, system.beta, system.radius)
 
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        return m
+
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         others = system.coupled(state)
         sites = self.response.log_partition(system.live_field + others, system.beta, system.radius).sum(-1)
@@ -117,7 +120,9 @@ class MeanField(FixedPointMethod):
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
         field, couplings = system.live_field.detach(), system.live_couplings.detach()
-        lowest = extremes(lambda v: couple(couplings, v, block=system.block), field)[0]
+        # Numbers couple the components of the spins alike: one of them has all eigenvalues.
+        like = field if system.block else field[..., :1]
+        lowest = extremes(lambda v: couple(couplings, v, block=system.block), like)[0]
         beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).detach()
         steep = beta * system.radius**2 / system.dim * -lowest
         # A power of two, so that rounding in other company does not lead another way.

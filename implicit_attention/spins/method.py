@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
 from .system import SpinSystem
+
+#: What is asked of a solution beyond that it solves the equations: nothing, or whether it is stable.
+Check: TypeAlias = Literal["none", "stability"]
+
+
+def check_check(check: Check) -> None:
+    _validate.check_choice("check", check, ("none", "stability"))
 
 
 class LogPartition(NamedTuple):
@@ -47,6 +54,10 @@ class Method:
         """Lambda_i, (*batch, N), where Lambda - beta J is the method's inverse covariance of all spins; else None."""
         return None
 
+    def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
+        """Raise for magnetizations that no solve can start from."""
+        _no_branches(self)
+
     def log_partition(self, system: SpinSystem) -> LogPartition:
         """log Z relative to the uniform measure, without `system.base_measure()`."""
         raise NotImplementedError(f"{type(self).__name__} must define log_partition(system)")
@@ -57,8 +68,9 @@ class FixedPointMethod(Method):
     """Base of methods whose log Z is stationary where a fixed-point problem, one per sample, is solved.
 
     There may be several such points; each is a branch. Solvers of equations also find those where the free energy has
-    no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solution
-    that is no minimum, such as m = 0 below a transition, has the status SADDLE. A solver that is given starts at once.
+    no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solver that
+    is given starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status SADDLE
+    where `check="stability"` asks for it, and CONVERGED else: to find out costs more than most solves.
     """
 
     solver: Solver | None = None
@@ -79,6 +91,10 @@ class FixedPointMethod(Method):
         """Where its solver starts; with a field that is as strong as the couplings, on any branch."""
         raise NotImplementedError(f"{type(self).__name__} must define start(system)")
 
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        """The state of spins with the magnetizations m, (*batch, N, D), which are shorter than R."""
+        raise NotImplementedError(f"{type(self).__name__} must define state_at(system, m)")
+
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         """log Z, (*batch), at a state of the problem."""
         raise NotImplementedError(f"{type(self).__name__} must define value(system, state)")
@@ -92,14 +108,36 @@ class FixedPointMethod(Method):
         return None
 
     def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor | None:
-        """Where the approximation does not hold at a solution, (*batch), if that is known."""
+        """Where the approximation does not hold at a solution, (*batch), if that is known, and told at little cost."""
         return None
 
-    def log_partition(self, system: SpinSystem) -> LogPartition:
-        solution = self.solution(system, self.start(system))
+    def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
+        _validate.check_float_tensor("initial", initial)
+        shape, received = tuple(system.field.shape), f"shape {tuple(initial.shape)}"
+        _validate.require(initial.shape == shape, "initial", f"have the field's shape {shape}", received)
+        device = system.field.device
+        remedy = "move it with .to(device)"
+        _validate.require(initial.device == device, "initial", f"be on the field's {device}", initial.device, remedy)
+
+    def begin(self, system: SpinSystem, initial: Tensor | None) -> Tensor:
+        """Where its solver starts, if it is to start from some magnetizations."""
+        if initial is None:
+            return self.start(system)
+        m = initial.detach().to(system.field.dtype)
+        if system.mask is not None:
+            m = m.masked_fill(~system.mask[..., None], 0.0)
+        # Some methods, one loop for one, answer with vectors as long as R, or longer.
+        longest = (1 - 4 * torch.finfo(m.dtype).eps) * system.radius
+        m = m * (longest / torch.linalg.vector_norm(m, dim=-1, keepdim=True)).clamp(max=1.0)
+        return self.state_at(system, m)
+
+    def log_partition(
+        self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
+    ) -> LogPartition:
+        solution = self.solution(system, self.begin(system, initial), check=check)
         return LogPartition(self.value(system, solution.value), solution.evidence())
 
-    def solution(self, system: SpinSystem, start: Tensor) -> Solution:
+    def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to."""
         problem, start, spent = self.problem(system), start.detach(), None
         solver = self.solver
@@ -108,15 +146,23 @@ class FixedPointMethod(Method):
             start, spent = _settled(problem, start, self.damping(system))
         # What failed is told by whoever asks for log Z.
         solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
-        status, num_evals = solution.status, solution.num_evals
-        with torch.no_grad():
-            state = solution.value.detach()
-            doubts = ((Status.SADDLE, self.unstable), (Status.OUT_OF_RANGE, self.out_of_range))
-            for verdict, asked in doubts:
-                doubtful = asked(system, state)
-                if doubtful is not None:
-                    status = status.masked_fill(solution.converged & doubtful, int(verdict))
-        return dataclasses.replace(solution, status=status, num_evals=num_evals if spent is None else num_evals + spent)
+        if spent is not None:
+            solution = dataclasses.replace(solution, num_evals=solution.num_evals + spent)
+        # Of what a fixed budget leaves nothing is claimed that could be doubted.
+        return solution if solver.fixed_budget else self._judged(system, solution, check)
+
+    @torch.no_grad()
+    def _judged(self, system: SpinSystem, solution: Solution, check: Check) -> Solution:
+        """The solution with a status that says what is wrong with it."""
+        status, state = solution.status, solution.value.detach()
+        doubts = [(Status.OUT_OF_RANGE, self.out_of_range)]
+        if check == "stability":
+            doubts.insert(0, (Status.SADDLE, self.unstable))
+        for verdict, asked in doubts:
+            doubtful = asked(system, state)
+            if doubtful is not None:
+                status = status.masked_fill(solution.converged & doubtful, int(verdict))
+        return dataclasses.replace(solution, status=status)
 
 
 @torch.no_grad()
@@ -142,6 +188,13 @@ def physics_solver(dtype: torch.dtype) -> Solver:
     """The solver of mean-field equations where none is given: numbers are compared to ten digits."""
     tolerance = 1e-6 if dtype == torch.float32 else 1e-11
     return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
+
+
+def _no_branches(method: Method) -> NoReturn:
+    """Raise for a start where there is nothing to choose."""
+    name = type(method).__name__
+    remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianField or KineticPlefka"
+    raise ValueError(_validate.message("initial", f"be None for {name}, which has one answer", "a tensor", remedy))
 
 
 def _require_symmetric(method: Method, system: SpinSystem) -> None:

@@ -265,7 +265,7 @@ def _branches(
         return system.at(field, system.couplings, beta.expand(field.shape[:-2]) if isinstance(beta, Tensor) else beta)
 
     many = spread(field.expand(drawn.shape))
-    solution = method.solution(many, method.start(spread(drawn)))
+    solution = method.solution(many, method.start(spread(drawn)), check="stability")
     free = -(method.value(many, solution.value) + system.base_measure()) / beta
     minimum = ((solution.status == Status.CONVERGED) & ~lost)[..., None, None]
     states = torch.where(minimum, solution.value, torch.nan).movedim(0, len(system.batch))

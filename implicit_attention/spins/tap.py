@@ -75,6 +75,9 @@ class TAP(FixedPointMethod):
     def start(self, system: SpinSystem) -> Tensor:
         return self.problem(system).field
 
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        return self.response.inverse(m, 1.0, system.radius)
+
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         problem, constant = self._expansion(system)
         return problem.log_partition(state) + constant

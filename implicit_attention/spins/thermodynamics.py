@@ -19,7 +19,7 @@ from ..solution import AdjointReport, Evidence
 from ..status import Status
 from ._lost import fill, without_lost
 from .dynamics import DynamicalMethod, no_free_energy, stationary_state
-from .method import LogPartition, Method
+from .method import Check, FixedPointMethod, LogPartition, Method, check_check
 from .system import SpinSystem
 
 #: Directions to which the response is found at a time.
@@ -76,7 +76,14 @@ class Thermodynamics:
         return f"Thermodynamics(mean over {self.free_energy.numel()} samples: {means}; {self.evidence!r})"
 
 
-def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure = "raise") -> Thermodynamics:
+def thermodynamics(
+    system: SpinSystem,
+    method: Method,
+    *,
+    initial: Float[Tensor, "*batch N D"] | None = None,
+    check: Check = "stability",
+    on_failure: OnFailure = "raise",
+) -> Thermodynamics:
     """Free energy, energy, entropy, heat capacity, magnetization, correlations and susceptibility, by one solve.
 
     All are derivatives of the method's own log-partition function at fixed couplings, so that they are consistent with
@@ -85,14 +92,18 @@ def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure 
     Args:
         system: the spins.
         method: such as `SaddlePoint()`.
+        initial: magnetizations that the solve starts from, (*batch, N, D), to choose one of several branches, such as
+            one of `stability`. None is the answer to the bare field. Methods with one answer refuse it.
+        check: "stability" gives a solution that is no minimum of the free energy the status SADDLE, with a warning.
+            That takes longer than most solves. With "none" all that solves the equations is CONVERGED.
         on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
 
     Raises:
         ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
 
-    Gradients: every output with respect to field, couplings and beta, to second order.
+    Gradients: every output with respect to field, couplings and beta, to second order; none with respect to `initial`.
     """
-    _check(system, method, on_failure)
+    _check(system, method, initial, check, on_failure)
     system = widened(system)[0]
     shape = system.batch
     beta = torch.as_tensor(system.beta, dtype=system.field.dtype, device=system.field.device).expand(shape)
@@ -104,7 +115,7 @@ def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure 
 
     def log_z(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[Tensor, Any]:
         nonlocal adjoint
-        found, lost = _answer(method, system.at(field, couplings, beta), on_failure)
+        found, lost = _answer(method, system.at(field, couplings, beta), initial, check, on_failure)
         adjoint = found.evidence.adjoint
         return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, _fields(found.evidence))
 
@@ -144,16 +155,31 @@ def thermodynamics(system: SpinSystem, method: Method, *, on_failure: OnFailure 
     return Thermodynamics(**numbers, evidence=Evidence(**fields, adjoint=adjoint), _product=product)
 
 
-def free_energy(system: SpinSystem, method: Method, *, on_failure: OnFailure = "raise") -> Float[Tensor, "*batch"]:
+def free_energy(
+    system: SpinSystem,
+    method: Method,
+    *,
+    initial: Float[Tensor, "*batch N D"] | None = None,
+    check: Check = "none",
+    on_failure: OnFailure = "raise",
+) -> Float[Tensor, "*batch"]:
     """F = -log Z/beta of every sample, (*batch); see `thermodynamics`."""
-    _check(system, method, on_failure)
+    _check(system, method, initial, check, on_failure)
     system = widened(system)[0]
     with exact_precision(system.field):
-        found, lost = _answer(method, system, on_failure)
+        found, lost = _answer(method, system, initial, check, on_failure)
     return fill(-(found.value + system.base_measure()) / system.sample_beta, lost, torch.nan)
 
 
-def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on_failure: OnFailure = "raise") -> Any:
+def magnetization(
+    system: SpinSystem,
+    method: Method,
+    *,
+    split: bool = False,
+    initial: Float[Tensor, "*batch N D"] | None = None,
+    check: Check = "none",
+    on_failure: OnFailure = "raise",
+) -> Any:
     """m = -dF/dh of the method's own F, in total: couplings that are a function of the field answer, too.
 
     m_i = <s_i> + (1/2) sum_mn <s_m . s_n> dJ_mn/dh_i.
@@ -162,22 +188,26 @@ def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on
         system: the spins.
         method: such as `SaddlePoint()`.
         split: return both terms instead of their sum.
+        initial: magnetizations <s_i> that the solve starts from, as in `thermodynamics`.
+        check: as in `thermodynamics`; with "none" a solution that is no minimum, such as m = 0, is not told.
         on_failure: "raise", "warn" or "ignore".
 
     Returns:
         (*batch, N, D), or two of them.
 
-    Gradients: with respect to field, couplings (and the parameters of their function) and beta, to second order.
+    Gradients: with respect to field, couplings (and the parameters of their function) and beta, to second order; none
+    with respect to `initial`.
     """
     if isinstance(method, DynamicalMethod):
         if split:
             no_free_energy(method)
-        return stationary_state(system, method, on_failure=on_failure).magnetization
-    _check(system, method, on_failure)
+        found = stationary_state(system, method, initial=initial, check=check, on_failure=on_failure)
+        return found.magnetization
+    _check(system, method, initial, check, on_failure)
     wide = widened(system)[0]
 
     def log_z(field: Tensor, couplings: Tensor) -> tuple[Tensor, Any]:
-        found, lost = _answer(method, wide.at(field, couplings, wide.beta), on_failure)
+        found, lost = _answer(method, wide.at(field, couplings, wide.beta), initial, check, on_failure)
         return found.value.masked_fill(lost, 0.0).sum(), lost
 
     with exact_precision(wide.field):
@@ -197,25 +227,34 @@ def magnetization(system: SpinSystem, method: Method, *, split: bool = False, on
     return (direct, through) if split else direct + through
 
 
-def _check(system: SpinSystem, method: Method, on_failure: OnFailure) -> None:
+def _check(system: SpinSystem, method: Method, initial: Tensor | None, check: Check, on_failure: OnFailure) -> None:
     for name, value, kind in (("system", system, SpinSystem), ("method", method, Method)):
         if not isinstance(value, kind):
             raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__))
     check_on_failure(on_failure)
+    check_check(check)
     method.check(system)
+    if initial is not None:
+        method.check_initial(system, initial)
 
 
-def _answer(method: Method, system: SpinSystem, on_failure: OnFailure) -> tuple[LogPartition, Tensor]:
+def _answer(
+    method: Method, system: SpinSystem, initial: Tensor | None, check: Check, on_failure: OnFailure
+) -> tuple[LogPartition, Tensor]:
     """The method's log Z with evidence, and which samples are lost, (*batch), whose numbers mean nothing."""
     sound, lost = without_lost(system)
-    value, evidence = method.log_partition(sound)
+    if isinstance(method, FixedPointMethod):
+        value, evidence = method.log_partition(sound, initial=initial, check=check)
+    else:
+        value, evidence = method.log_partition(sound)
     # What a later backward pass finds out is told in the same way.
     evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
     status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
     evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name, e = type(method).__name__, evidence
     report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
-    warn_of_saddles(on_failure, name, e.status)
+    if check == "stability":
+        warn_of_saddles(on_failure, name, e.status)
     # A method may find no answer without being given a wrong number: what does not exist has no derivatives either.
     return LogPartition(value, evidence), lost | ~value.isfinite()
 

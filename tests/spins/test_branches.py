@@ -1,11 +1,12 @@
 """Where there are several solutions: the stable one is found, and an unstable one is called that."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
-from implicit_attention import Anderson, ConvergenceWarning, FixedPointMap, Status, solve
+from implicit_attention import Anderson, ConvergenceWarning, FixedPointMap, Picard, Status, solve
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
@@ -20,6 +21,7 @@ from implicit_attention.spins import (
     stationary_state,
     thermodynamics,
 )
+from implicit_attention.spins.dynamics import DynamicalMethod
 from implicit_attention.spins.exact import stationary_law
 from implicit_attention.testing.numerics import random
 
@@ -45,7 +47,9 @@ def test_zero_is_a_saddle_below_the_transition_and_told(method):
     text = re.escape("ended on an unstable solution (status SADDLE) for 1 of 2 problems")
     for function in (thermodynamics, free_energy, magnetization):
         with pytest.warns(ConvergenceWarning, match=text):
-            function(system, method)
+            function(system, method, check="stability")
+    with pytest.warns(ConvergenceWarning, match=text):
+        thermodynamics(system, method)
     found = thermodynamics(system, method, on_failure="ignore")
     assert found.evidence.status.tolist() == [Status.CONVERGED, Status.SADDLE]
 
@@ -63,9 +67,75 @@ def test_dynamics_settle_on_the_side_of_the_field(method):
     found = stationary_state(SpinSystem(MAGNET, field, 2.0), method)
     truth = stationary_law(MAGNET, field[:, 0], 2.0).magnetization
     assert float((found.magnetization[:, 0] - truth).abs().max()) < 0.06
-    with pytest.warns(ConvergenceWarning, match="SADDLE"):
-        found = stationary_state(SpinSystem(MAGNET, 0 * field, 2.0), method)
-    assert found.evidence.status == Status.SADDLE
+    system = SpinSystem(MAGNET, 0 * field, 2.0)
+    for function in (stationary_state, magnetization):
+        with pytest.warns(ConvergenceWarning, match="SADDLE"):
+            function(system, method, check="stability")
+    assert stationary_state(system, method, check="stability", on_failure="ignore").evidence.status == Status.SADDLE
+    # What is not asked is not told.
+    assert stationary_state(system, method).evidence.status == Status.CONVERGED
+
+
+ITERATED = [MeanField(), TAP(), TAP(order=3), Bethe(), KineticPlefka(), KineticPlefka(order=2), GaussianField()]
+
+
+def answered(system, method, **options):
+    if isinstance(method, DynamicalMethod):
+        return stationary_state(system, method, **options).evidence
+    return thermodynamics(system, method, **options).evidence
+
+
+@pytest.mark.parametrize("method", ITERATED, ids=repr)
+def test_a_verdict_is_computed_only_where_it_is_asked_for(method, monkeypatch):
+    asked = []
+
+    def unstable(self, system, state):
+        asked.append(True)
+        return torch.zeros(system.batch, dtype=torch.bool)
+
+    for kind in type(method).mro()[:-1]:
+        if "unstable" in vars(kind):
+            monkeypatch.setattr(kind, "unstable", unstable)
+    system = SpinSystem(0.3 * MAGNET, random(N, 1), 0.8)
+    magnetization(system, method)
+    answered(system, method, check="none")
+    if not isinstance(method, DynamicalMethod):
+        free_energy(system, method)
+    assert not asked
+    answered(system, method, check="stability")
+    assert asked == [True]
+
+
+@pytest.mark.parametrize("method", ITERATED, ids=repr)
+def test_a_fixed_budget_is_never_judged(method, monkeypatch):
+    def judged(self, system, state):
+        raise AssertionError("a verdict that is thrown away")
+
+    for kind in type(method).mro()[:-1]:
+        for name in {"unstable", "out_of_range"} & vars(kind).keys():
+            monkeypatch.setattr(kind, name, judged)
+    method = dataclasses.replace(method, solver=Picard(rtol=0, atol=0, max_steps=2))
+    system = SpinSystem(0.3 * MAGNET, random(N, 1), 0.8)
+    solved = stationary_state if isinstance(method, DynamicalMethod) else lambda s, m, **o: m.log_partition(s, **o)
+    found = solved(system, method, check="stability")
+    assert found.evidence.status == Status.BUDGET
+
+
+def test_tap_beyond_its_range_fails_whatever_is_asked():
+    system = SpinSystem(3 * random(N, N), torch.zeros(N, 1).double(), 1.0)
+    system = system.at(system.field, (system.couplings + system.couplings.mT) / 2, 1.0)
+    for check in ("none", "stability"):
+        evidence = thermodynamics(system, TAP(), check=check, on_failure="ignore").evidence
+        assert evidence.status == Status.OUT_OF_RANGE
+
+
+def test_what_is_checked_is_one_of_two():
+    system = SpinSystem(MAGNET, random(N, 1), 0.8)
+    for function in (thermodynamics, free_energy, magnetization):
+        with pytest.raises(ValueError, match="`check` must be one of 'none', 'stability', got 'all'"):
+            function(system, MeanField(), check="all")
+    with pytest.raises(ValueError, match="`check` must be one of 'none', 'stability', got None"):
+        stationary_state(system, GaussianField(), check=None)
 
 
 @pytest.mark.parametrize("method", [MeanField(), TAP(), AdaTAP()], ids=repr)
