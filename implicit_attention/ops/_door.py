@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._types import Impl
 from ..errors import UnsupportedImplementation
-from ._flash import FLASH_KEYS, efficient_with_logsumexp, flash_with_logsumexp
+from ._flash import FLASH_KEYS, has_kernel
 from ._hopfield import Hopfield, carries
 from ._triton_support import unsupported
 
@@ -105,8 +105,7 @@ def chosen(impl: Impl, problem: Hopfield) -> Chosen:
 def without_kernel(problem: Hopfield) -> str | None:
     """Why torch's attention kernels, with their log-sum-exp, cannot do a problem."""
     device, count = problem.field.device.type, problem.keys.shape[-2]
-    kernel = flash_with_logsumexp if device == "cpu" else efficient_with_logsumexp if device == "cuda" else None
-    if kernel is None:
+    if not has_kernel(device):
         return f"torch {torch.__version__} has no attention kernel that returns the log-sum-exp on {device!r}"
     if device == "cuda" and problem.field.dtype == torch.float64:
         return "torch's attention kernels do not take float64 on 'cuda'"

@@ -11,15 +11,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._autograd import exact_precision, transforms_active, vjp
-from ._fold import Fold, aligned, widened
+from ._fold import Fold, addressable, aligned, widened
 
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
-# The kernel behind scaled_dot_product_attention on a CPU, which also returns the log-sum-exp that the energy needs. A
-# torch without it pays for the scores instead.
-flash_with_logsumexp = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-#: The same on an accelerator.
-efficient_with_logsumexp = getattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", None)
+# The kernels behind scaled_dot_product_attention, on a CPU and on CUDA, which also return the log-sum-exp that the
+# energy needs. A torch without them pays for the scores instead. Nothing but the two functions below may call them.
+_FLASH_FOR_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_EFFICIENT = getattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", None)
+# The kernel on CUDA wants the rows of a mask to begin at multiples of this.
+MASK_ALIGNMENT = 8
+
+
+def flash_with_logsumexp(
+    query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None, scale: float, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale Q K^T + mask) V and the log-sum-exp, (B, H, N, E) and (B, H, N), on a CPU; of any layout."""
+    assert _FLASH_FOR_CPU is not None
+    query, keys, values = (addressable(t) for t in (query, keys, values))
+    mean, logsumexp = _FLASH_FOR_CPU(query, keys, values, attn_mask=attn_mask, scale=scale, is_causal=is_causal)
+    return mean, logsumexp
+
+
+def efficient_with_logsumexp(
+    query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None, scale: float, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same on CUDA."""
+    assert _EFFICIENT is not None
+    query, keys, values = (addressable(t) for t in (query, keys, values))
+    if attn_mask is not None:
+        attn_mask = aligned_mask(attn_mask)
+    found = _EFFICIENT(query, keys, values, attn_mask, True, is_causal=is_causal, scale=scale)
+    return found[0], found[1][..., : query.shape[-2]]
+
+
+def aligned_mask(mask: Tensor) -> Tensor:
+    """`mask` in memory as the kernel on CUDA wants it, copied only if it is not."""
+    if mask.stride(-1) == 1 and not any(step % MASK_ALIGNMENT for step in mask.stride()[:-1]):
+        return mask
+    *lead, count = mask.shape
+    return mask.new_zeros(*lead, -(-count // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :count].copy_(mask)
+
+
+def has_kernel(device: str) -> bool:
+    """Whether this torch has such a kernel for a type of device."""
+    return {"cpu": _FLASH_FOR_CPU, "cuda": _EFFICIENT}.get(device) is not None
 
 
 def mean_and_logsumexp(
@@ -32,15 +68,12 @@ def mean_and_logsumexp(
     sets, rows, _ = query.shape
     lead = (sets, 1) if pairs is None else (len(pairs), sets // len(pairs))
     query, keys = query.view(*lead, rows, -1), keys.view(*lead, *keys.shape[1:])
+    on_cpu = query.device.type == "cpu"
     if pairs is not None:
-        pairs = pairs[:, None].expand(*lead, rows, -1)
-    if query.device.type == "cpu":
-        assert flash_with_logsumexp is not None
-        mean, logsumexp = flash_with_logsumexp(query, keys, keys, attn_mask=pairs, scale=scale, is_causal=is_causal)
-    else:
-        assert efficient_with_logsumexp is not None
-        found = efficient_with_logsumexp(query, keys, keys, pairs, True, is_causal=is_causal, scale=scale)
-        mean, logsumexp = found[0], found[1][..., :rows]
+        # Aligned here, where it is not repeated yet.
+        pairs = (pairs if on_cpu else aligned_mask(pairs))[:, None].expand(*lead, rows, -1)
+    kernel = flash_with_logsumexp if on_cpu else efficient_with_logsumexp
+    mean, logsumexp = kernel(query, keys, keys, attn_mask=pairs, scale=scale, is_causal=is_causal)
     # Kernels answer in memory of their own order.
     return mean.reshape(sets, rows, -1), logsumexp.reshape(sets, rows)
 

@@ -18,6 +18,16 @@ def widened(tensor: Tensor, size: int) -> Tensor:
     return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 
 
+def addressable(tensor: Tensor) -> Tensor:
+    """`tensor`, copied unless its rows lie apart from each other and the numbers of a row side by side.
+
+    A kernel is told where rows begin. Torch's kernels take the rest for granted, and answer other layouts with whatever
+    lies there: `scaled_dot_product_attention` refuses them before, its operations by themselves do not look.
+    """
+    apart = tensor.shape[-2] < 2 or tensor.stride(-2) >= tensor.shape[-1]
+    return tensor if apart and tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 class Fold:
     """The layout (*kept, *folded, N, ...) of states (*batch, N, ...) over keys whose leading axes are one of `leads`.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ._flash import mean_and_logsumexp
-from ._fold import Fold, aligned, widened
+from ._fold import Fold, addressable, aligned, widened
 from ._hopfield import Hopfield
 
 # Masks are laid out for at most so many pairs at once; a larger working set is evaluated in parts.
@@ -78,8 +78,9 @@ class Rows:
     # Layout.
 
     def laid(self, states: Tensor) -> Tensor:
-        """(*batch, N, D) as (E, R, D), widened."""
-        return widened(self.fold.moved(states).reshape(self.sets, self.count, self.dim), self.keys.shape[-1])
+        """(*batch, N, D) as (E, R, D), widened, each row in one piece of memory."""
+        flat = widened(self.fold.moved(states).reshape(-1, self.dim), self.keys.shape[-1])
+        return addressable(flat).view(self.sets, self.count, -1)
 
     def restored(self, numbers: Tensor) -> Tensor:
         """(E * R, ...) of all queries as (*batch, N, ...)."""
@@ -110,7 +111,8 @@ class Rows:
         if not self.is_causal:
             empty = ~attended.any(-1)
             return empty[self._rows_of_each_set()]
-        first = torch.where(attended.any(-1), attended.to(torch.int8).argmax(-1), attended.shape[-1])
+        # Without any it is behind every query, of which there may be more than keys.
+        first = torch.where(attended.any(-1), attended.to(torch.int8).argmax(-1), self.length)
         return first[self._rows_of_each_set()] > (self.ids % self.length).view(self.sets, self.count, 1)
 
     def _rows_of_each_set(self) -> Tensor | None:

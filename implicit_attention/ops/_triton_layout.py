@@ -143,6 +143,18 @@ def plan(problem: Hopfield, chosen: Tiles, *, interpreted: bool) -> Plan:
     )
 
 
+def in_memory(problem: Hopfield) -> Hopfield:
+    """The problem with all its signs in memory, where kernels read: torch may keep that of a view aside."""
+    field, keys, beta, anchor = (t.resolve_neg() for t in problem[:4])
+    mask = None if problem.mask is None else problem.mask.resolve_neg()
+    return Hopfield(field, keys, beta, anchor, mask, problem.is_causal)
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """A tensor of the query's shape as a kernel reads it."""
+    return tensor.resolve_neg().contiguous()
+
+
 def readable_mask(problem: Hopfield) -> Tensor:
     """The mask as a kernel reads it; any tensor where there is none."""
     if problem.mask is None:

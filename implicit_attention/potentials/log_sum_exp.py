@@ -17,7 +17,7 @@ from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_sha
 from .._stop import Stop
 from .._types import Impl
 from ..errors import UnsupportedImplementation
-from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, sdpa
+from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
 from ..ops._fold import Fold
 from ..ops._hopfield import Hopfield, carries
 from ..ops.hopfield_cg.api import run as run_hopfield_cg
@@ -116,7 +116,7 @@ class LogSumExp(KeyPotential):
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read(z)
-        if z.device.type == "cpu" and flash_with_logsumexp is not None and self._may_flash(z):
+        if z.device.type == "cpu" and has_kernel("cpu") and self._may_flash(z):
             mean, logsumexp = self._flash(z, read, flash_with_logsumexp)
         else:
             scores = self._scores(z, read)

@@ -279,7 +279,9 @@ def test_a_head_has_the_bits_it_has_beside_harder_ones(case, impl):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("case", ["plain", "grouped", "mask of everything", "one query"])
+@pytest.mark.parametrize(
+    "case", ["plain", "grouped", "mask of everything", "one query", "sizes that are multiples, no batch"]
+)
 def test_memory_order_changes_nothing(case, impl):
     query, keys, options = make(case)
     expected = hopfield_solve(query, keys, **options, impl=impl)

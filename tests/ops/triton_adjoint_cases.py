@@ -17,6 +17,7 @@ from triton_harness import (
     large,
     masked_problem,
     problem_of,
+    sign_aside,
 )
 from triton_oracle import Dense, adjoint
 
@@ -110,6 +111,12 @@ def hvp_mask(name):
     check_product(masked_problem(name))
 
 
+@case
+def hvp_signs_kept_aside():
+    problem = problem_of(lead=(2,), dim=16)
+    check_product(problem._replace(keys=sign_aside(problem.keys), beta=sign_aside(problem.beta)))
+
+
 @cases(fp16=dict(dtype=FP16, share=5e-3), bf16=dict(dtype=BF16, share=4e-2))
 def hvp_of_rounded_states(dtype, share):
     # Keys with much in common: probabilities that do not sum to 1, and weights rounded before they are centred, show.
@@ -149,6 +156,18 @@ def adjoint_agrees_with_the_reference():
         assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, atol=1e-4), name
     ours, theirs = (dispatch_product(problem, z, cotangent, mean, logsumexp, w) for w in ("triton", "reference"))
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@case
+def adjoint_signs_kept_aside():
+    problem = problem_of(lead=(2,), dim=16)
+    _, z, mean, logsumexp = at_solution(problem)
+    cotangent, stop = torch.randn(z.shape).to(harness.DEVICE), CGStop(1e-5, 60)
+    plain = solve_adjoint(problem, z, cotangent, mean, logsumexp, stop)
+    aside = problem._replace(keys=sign_aside(problem.keys), anchor=sign_aside(problem.anchor))
+    found = solve_adjoint(aside, *(sign_aside(t) for t in (z, cotangent, mean, logsumexp)), stop)
+    for one, other in zip(found, plain, strict=True):
+        assert torch.equal(one, other)
 
 
 @cases(

@@ -99,6 +99,11 @@ def problem_of(lead=(2, 2), keys_lead=None, n=37, m=50, dim=40, dtype=FP32, beta
     )
 
 
+def sign_aside(tensor):
+    """The same numbers, whose memory holds the negative ones: torch applies the sign when it reads them."""
+    return torch.complex(tensor, -tensor).conj().imag
+
+
 def error(value, exact):
     """Root mean square over all entries."""
     return (value.double() - exact.double()).square().mean().sqrt().item()

@@ -18,6 +18,7 @@ from triton_harness import (
     masked_problem,
     problem_of,
     shrink_tiles,
+    sign_aside,
 )
 from triton_oracle import Dense, follow
 
@@ -245,6 +246,14 @@ def solve_strides():
     initial = torch.randn(1, 1, 1, 16).to(harness.DEVICE).expand(2, 2, n, 16)
     for tried in (problem, problem._replace(mask=mask)):
         check_solved(tried, solve(tried, initial), initial=initial)
+
+
+@case
+def solve_signs_kept_aside():
+    problem = problem_of(lead=(2,), dim=16)
+    initial = torch.randn_like(problem.field)
+    tried = problem._replace(**{name: sign_aside(getattr(problem, name)) for name in ("field", "keys", "beta")})
+    check_solved(tried, solve(tried, sign_aside(initial)), initial=initial)
 
 
 @case

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...status import Status
 from .._hopfield import Hopfield
 from .._triton_kernels import LOG2E, batch_offset, covariance_product, narrow, power_of_two, rounded, score_shift
-from .._triton_layout import Layout, on_device, plan, readable_mask, tiles
+from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
 from ._triton_keys import Operands, gradient_of_keys
 from .rule import Adjoint, CGStop
@@ -42,6 +42,7 @@ def solve_adjoint(
     With `leave_out` failed queries have u = 0 and add nothing to the gradients. Without, one that is not finite makes
     the gradient of all keys in its reach NaN.
     """
+    problem = in_memory(problem)
     keys = problem.keys
     *lead, rows, dim = state.shape
 
@@ -75,7 +76,7 @@ def solve_adjoint(
     given = (state, mean, logsumexp, cotangent)
     with on_device(state):
         _adjoint_kernel[(count,)](
-            *(tensor.contiguous() for tensor in given),
+            *(in_order(tensor) for tensor in given),
             *(keys, layout.keys, problem.beta, layout.beta, problem.anchor, layout.anchor),
             *(readable_mask(problem), layout.mask),
             *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],

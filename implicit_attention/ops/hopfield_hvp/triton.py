@@ -10,12 +10,13 @@ from torch import Tensor
 
 from .._hopfield import Hopfield
 from .._triton_kernels import LOG2E, batch_offset, covariance_product, rounded, score_shift
-from .._triton_layout import Layout, on_device, plan, readable_mask, tiles
+from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
 
 
 def hessian_product(problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor, logsumexp: Tensor) -> Tensor:
     """A v = v - (1 - anchor) beta Cov(z) v, (*batch, N, D) float32; mean and logsumexp are those at the state z."""
+    problem = in_memory(problem)
     keys = problem.keys
     rows = state.shape[-2]
     out = torch.empty_like(vector, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -27,7 +28,7 @@ def hessian_product(problem: Hopfield, state: Tensor, vector: Tensor, mean: Tens
     count = logsumexp.numel() // rows * triton.cdiv(rows, chosen.rows)
     with on_device(vector):
         _product_kernel[(count,)](
-            *(state.contiguous(), vector.contiguous(), mean.contiguous(), logsumexp.contiguous()),
+            *(in_order(tensor) for tensor in (state, vector, mean, logsumexp)),
             *(keys, layout.keys, problem.beta, layout.beta, problem.anchor, layout.anchor),
             *(readable_mask(problem), layout.mask, out, layout.sizes, rows, keys.shape[-2]),
             plan(problem, chosen, interpreted=interpreted()),

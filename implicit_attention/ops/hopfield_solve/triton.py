@@ -11,7 +11,7 @@ from torch import Tensor
 from ...status import Status
 from .._hopfield import Hopfield
 from .._triton_kernels import attend, batch_offset
-from .._triton_layout import Layout, on_device, plan, readable_mask, tiles
+from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
 from . import rule
 from .rule import Solved, Stop
@@ -30,6 +30,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
     """Solve every query from `initial`, (*batch, N, D), without a look of the host; answers are float32."""
+    problem = in_memory(problem)
     field, keys = problem.field, problem.keys
     *lead, rows, dim = field.shape
 
@@ -54,7 +55,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
     count = answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
     with on_device(field):
         _solve_kernel[(count,)](
-            *(field, layout.field, initial.contiguous(), keys, layout.keys),
+            *(field, layout.field, in_order(initial), keys, layout.keys),
             *(problem.beta, layout.beta, problem.anchor, layout.anchor, readable_mask(problem), layout.mask),
             *answer,
             *(layout.sizes, rows, keys.shape[-2], stop.rtol, stop.atol, stop.max_steps, stop.plain_steps),

@@ -1,0 +1,185 @@
+"""The doors whose rows are coupled: tokens that attend to each other, maps of one's own, spins."""
+
+import itertools
+
+import torch
+from layout_doors import (
+    HALF,
+    RTOL,
+    all_same,
+    constants,
+    converged,
+    door,
+    fewer,
+    gradients,
+    leaf,
+    pairs_of,
+    same,
+    sizes,
+    solver,
+    split,
+    tensors,
+)
+from layout_reference import added, copied, fixed_point, implicit_gradients, through, weights
+
+import implicit_attention as ia
+
+
+@door
+def self_attention(draw):
+    lead = draw.rng.choice(((), (1,), (2,)))
+    n, d = draw.rng.choice((3, 8)), draw.rng.choice((2, 8))
+    field = draw.tensor(*lead, n, d)
+    beta, _ = constants(draw, lead, field)
+    anchor = draw.rng.uniform(0.7, 0.9)
+    pairs = pairs_of(draw, lead, n, n)
+    leaves = tensors(field=field, beta=beta)
+    given = {"field": field, "beta": beta, **leaves}
+    once = draw.rng.random() < 0.5
+    if once:
+        problem = ia.SelfAttentionEnergy(**given, anchor=anchor, weight=0.5, **split(pairs))
+    else:
+        problem = ia.RepeatedSelfAttention(**given, anchor=anchor, **split(pairs))
+    initial = draw.tensor(*lead, n, d)
+    solution = ia.solve(problem, initial, solver=ia.Anderson(rtol=RTOL[draw.dtype], atol=1e-12))
+    held = {name: copied(value) for name, value in given.items()}
+    bias = added(copied(pairs))
+
+    def step(z, *changed):
+        now = {**held, **dict(zip(leaves, changed, strict=False))}
+        p = weights(z, z, now["beta"], bias)
+        attended = (p @ z + p.mT @ z) / 2 if once else p @ z
+        return anchor * now["field"] + (1 - anchor) * attended
+
+    z = fixed_point(step, copied(initial))
+    same("state", solution.value, z, solution.value.dtype)
+    converged(solution, solution.value, step)
+    cotangent, got = gradients(draw, solution.value, list(leaves.values()))
+    want = implicit_gradients(step, z, [held[name] for name in leaves], cotangent, event_ndim=2)[1]
+    all_same(leaves, got, want, draw.dtype)
+
+
+@door
+def map_of_ones_own(draw):
+    if draw.dtype in HALF:
+        draw.dtype = torch.float32
+    lead, n, _, d = sizes(draw)
+    matrix, shift = (
+        leaf(draw.tensor(*fewer(draw, lead), d, d, scale=0.3 / d)),
+        leaf(draw.tensor(*fewer(draw, lead), n, d)),
+    )
+
+    def function(z, matrix, shift):
+        return (z @ matrix + shift).tanh()
+
+    problem = ia.FixedPointMap(function, matrix, shift, event_ndim=draw.rng.choice((1, 2)))
+    initial = leaf(draw.tensor(*lead, n, d))
+    options = {"solver": solver(draw)}
+    if draw.rng.random() < 0.3:
+        rtol = 1e-12 if draw.dtype == torch.float64 else 1e-6
+        options = {"solver": ia.Picard(rtol=rtol, atol=1e-12), "adjoint": ia.Unrolled()}
+    solution = ia.solve(problem, initial, **options)
+    held = [copied(matrix), copied(shift)]
+    z = fixed_point(lambda z: function(z, *held), copied(initial))
+    same("state", solution.value, z, draw.dtype)
+    converged(solution, solution.value, lambda z: function(z, *held))
+    cotangent, got = gradients(draw, solution.value, [matrix, shift])
+    all_same(("matrix", "shift"), got, implicit_gradients(function, z, held, cotangent)[1], draw.dtype)
+
+
+# Spins.
+
+
+def _spins(draw, *, symmetric=True):
+    """(couplings, field, beta), weakly coupled."""
+    draw.dtype = torch.float64
+    lead, n, d = draw.rng.choice(((), (1,), (3,))), draw.rng.choice((1, 2, 4)), draw.rng.choice((1, 3))
+    shape, scale = (*fewer(draw, lead), n, n), 0.1 / n
+    couplings = draw.symmetric(*shape, scale=scale) if symmetric else draw.tensor(*shape, scale=scale)
+    return leaf(couplings), leaf(draw.tensor(*lead, n, d)), draw.rng.uniform(0.3, 1.0)
+
+
+def _response(f, beta):
+    """R A(beta R |f|) f/|f| with R = sqrt(D): exact for one and three dimensions."""
+    if f.shape[-1] == 1:
+        return (beta * f).tanh()
+    size = f.square().sum(-1, keepdim=True).sqrt()
+    kappa = beta * 3**0.5 * size
+    return 3**0.5 * (1 / kappa.tanh() - 1 / kappa) * f / size
+
+
+def _magnetized(draw, method, couplings, field, beta, step):
+    """The magnetization by the method is the fixed point of the step, and so are its gradients."""
+    m = ia.magnetization(ia.SpinSystem(couplings, field, beta), method)
+    held = [copied(couplings), copied(field)]
+    z = fixed_point(lambda z: step(z, *held), torch.zeros_like(held[1]))
+    same("magnetization", m, z, draw.dtype)
+    cotangent, got = gradients(draw, m, [couplings, field])
+    # Symmetric couplings are one number for both orders of a pair.
+    by_couplings, by_field = implicit_gradients(step, z, held, cotangent, event_ndim=2)[1]
+    same("field", got[1], by_field, draw.dtype)
+    same("couplings", got[0] + got[0].mT, by_couplings + by_couplings.mT, draw.dtype)
+
+
+@door
+def spins_in_mean_field(draw):
+    couplings, field, beta = _spins(draw)
+    _magnetized(draw, ia.MeanField(), couplings, field, beta, lambda m, j, h: _response(h + j @ m, beta))
+
+
+@door
+def spins_in_time(draw):
+    couplings, field, beta = _spins(draw, symmetric=False)
+    method = ia.KineticPlefka(order=1)
+    _magnetized(draw, method, couplings, field, beta, lambda m, j, h: _response(h + j @ m, beta))
+
+
+@door
+def spins_at_the_saddle_point(draw):
+    couplings, field, beta = _spins(draw)
+    d = field.shape[-1]
+    m = ia.magnetization(ia.SpinSystem(couplings, field, beta), ia.SaddlePoint())
+    held = [copied(couplings), copied(field)]
+
+    def answer(multipliers, j, h):
+        matrix = torch.diag_embed(multipliers) - beta * (j + j.mT) / 2
+        return torch.linalg.solve(matrix, beta * h), matrix
+
+    def step(multipliers, j, h):
+        # <|s_i|^2>/D falls as lambda_i rises; at weak couplings like 1/lambda_i.
+        m, matrix = answer(multipliers, j, h)
+        squares = torch.diagonal(torch.linalg.inv(matrix), dim1=-2, dim2=-1) + m.square().sum(-1) / d
+        return multipliers * squares.sqrt()
+
+    start = torch.ones_like(held[1][..., 0])
+    found = fixed_point(lambda z: step(z, *held), start)
+
+    def read(multipliers, j, h):
+        return answer(multipliers, j, h)[0]
+
+    same("magnetization", m, read(found, *held), draw.dtype)
+    cotangent, got = gradients(draw, m, [couplings, field])
+    by_couplings, by_field = through(step, read, found, held, cotangent)
+    same("field", got[1], by_field, draw.dtype)
+    same("couplings", got[0] + got[0].mT, by_couplings + by_couplings.mT, draw.dtype)
+
+
+@door
+def spins_counted(draw):
+    couplings, field, beta = _spins(draw)
+    field = leaf(field.detach()[..., :1])
+    found = ia.thermodynamics(ia.SpinSystem(couplings, field, beta), ia.Enumeration())
+    j, h = copied(couplings).requires_grad_(), copied(field).requires_grad_()
+    n = h.shape[-2]
+    states = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=n)), dtype=torch.float64)
+    energy = -((states @ j) * states).sum(-1) / 2 - (h.mT @ states.mT).squeeze(-2)
+    log_z = torch.logsumexp(-beta * energy, -1) - n * torch.tensor(2.0).double().log()
+    probabilities = (-beta * energy).softmax(-1)
+    m = (probabilities @ states)[..., None]
+    same("free energy", found.free_energy, copied(-log_z / beta), draw.dtype)
+    same("internal energy", found.internal_energy, copied((probabilities * energy).sum(-1)), draw.dtype)
+    same("magnetization", found.magnetization, copied(m), draw.dtype)
+    cotangent, got = gradients(draw, found.magnetization, [couplings, field])
+    by_couplings, by_field = torch.autograd.grad(m, [j, h], cotangent)
+    same("field", got[1], by_field, draw.dtype)
+    same("couplings", got[0] + got[0].mT, by_couplings + by_couplings.mT, draw.dtype)

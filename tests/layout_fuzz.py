@@ -1,0 +1,70 @@
+"""Random calls of every public door with tensors in random layouts, each compared with a reference written out.
+
+`python tests/layout_fuzz.py --calls 20000 --out FILE` makes many of them and writes what it found as JSON; a part of
+them belongs to the suite (`test_layouts.py`).
+"""
+
+import argparse
+import collections
+import json
+import time
+import traceback
+
+import layout_attention_doors  # noqa: F401 - its doors register themselves
+import layout_coupled_doors  # noqa: F401 - its doors register themselves
+import torch
+from layout_doors import DOORS
+from layouts import Layouts
+
+NAMES = list(DOORS)
+
+DTYPES = (torch.float64,) * 4 + (torch.float32,) * 2 + (torch.bfloat16, torch.float16)
+
+
+def call(seed):
+    """(door, layouts, what is wrong with its answer or None) of the random call with this seed."""
+    door = NAMES[seed % len(NAMES)]
+    draw = Layouts(seed)
+    draw.dtype = draw.rng.choice(DTYPES)
+    wrong = None
+    try:
+        DOORS[door](draw)
+    except Exception:
+        wrong = traceback.format_exc(limit=-3)
+    return door, draw.used, wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    doors, layouts, wrong = collections.Counter(), collections.Counter(), []
+    began = time.perf_counter()
+    for seed in range(options.seed, options.seed + options.calls):
+        door, used, message = call(seed)
+        doors[door] += 1
+        layouts.update(used)
+        if message is not None:
+            wrong.append({"seed": seed, "door": door, "layouts": used, "message": message})
+    summary = {
+        "calls": options.calls,
+        "seed": options.seed,
+        "mismatches": len(wrong),
+        "doors": dict(sorted(doors.items())),
+        "layouts": dict(sorted(layouts.items())),
+        "seconds": round(time.perf_counter() - began, 1),
+        "torch": torch.__version__,
+        "wrong": wrong[:50],
+    }
+    text = json.dumps(summary, indent=1)
+    if options.out:
+        with open(options.out, "w") as file:
+            file.write(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Torch's private attention kernels are called with layouts that they take, and by nobody else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import MATRICES, Layouts
+
+import implicit_attention
+from implicit_attention.ops import _flash
+from implicit_attention.ops._hopfield import Hopfield
+from implicit_attention.ops._rows import Rows
+from implicit_attention.testing.numerics import random
+
+PRIVATE = ("torch.ops.aten", "_scaled_dot_product", "_efficient_attention", "_flash_attention")
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("which", range(4))
+def test_the_kernel_on_a_cpu_answers_every_layout(which, kind):
+    draw = Layouts(0)
+    given = [random(1, 1, *size, seed=i) for i, size in enumerate(((16, 8), (70, 8), (70, 8), (16, 70)))]
+    given[which] = MATRICES[kind](draw.normal, tuple(given[which].shape), draw.rng)
+    query, keys, values, mask = given
+    mean, logsumexp = _flash.flash_with_logsumexp(query, keys, values, attn_mask=mask, scale=0.5)
+    query, keys, values, mask = (t.clone(memory_format=torch.contiguous_format) for t in given)
+    scores = 0.5 * query @ keys.mT + mask
+    torch.testing.assert_close(mean, scores.softmax(-1) @ values, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(logsumexp, scores.logsumexp(-1), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("count", [64, 70])
+def test_the_kernel_on_cuda_is_given_what_torch_would_give_it(count, kind, monkeypatch):
+    def kernel(query, keys, values, mask, compute, *, is_causal, scale):
+        for tensor in (query, keys, values):
+            assert tensor.stride(-1) == 1
+            assert tensor.stride(-2) >= tensor.shape[-1]
+        assert mask.stride(-1) == 1
+        assert not any(step % 8 for step in mask.stride()[:-1])
+        scores = scale * query @ keys.mT + mask
+        return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+    monkeypatch.setattr(_flash, "_EFFICIENT", kernel)
+    draw = Layouts(0)
+    query, keys, mask = (
+        MATRICES[kind](draw.normal, (1, 1, *size), draw.rng) for size in ((16, 8), (count, 8), (16, count))
+    )
+    mean, _ = _flash.efficient_with_logsumexp(query, keys, keys, attn_mask=mask, scale=0.5)
+    torch.testing.assert_close(mean, (0.5 * query @ keys.mT + mask).softmax(-1) @ keys, rtol=1e-12, atol=1e-13)
+
+
+def rows(*lead, n=16):
+    """An empty working set of n queries over 64 keys of 8 numbers."""
+    number = torch.full((1,) * (len(lead) + 2), 0.5, dtype=torch.float64)
+    return Rows(Hopfield(random(*lead, n, 8), random(*lead, 64, 8), number, number), fused=True)
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("lead", [(), (1,), (3,), (2, 3)], ids=str)
+def test_states_are_laid_out_in_rows_of_their_own(lead, kind):
+    draw = Layouts(0)
+    states = MATRICES[kind](draw.normal, (*lead, 16, 8), draw.rng)
+    laid = rows(*lead).laid(states)
+    assert torch.equal(laid.flatten(), states.flatten())
+    flat = laid.flatten(0, 1)
+    assert flat.stride(1) == 1
+    assert flat.stride(0) >= 8
+    assert flat.data_ptr() == laid.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "sliced", "one of three beside each other", "every other row"])
+def test_states_that_lie_in_rows_are_not_copied(kind):
+    draw = Layouts(0)
+    states = MATRICES[kind](draw.normal, (16, 8), draw.rng)
+    assert rows().laid(states).data_ptr() == states.data_ptr()
+
+
+def test_nobody_else_calls_private_operations():
+    package = Path(implicit_attention.__file__).parent
+    callers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(name in path.read_text() for name in PRIVATE)
+    }
+    assert callers == {"ops/_flash.py"}
