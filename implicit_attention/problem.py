@@ -104,7 +104,7 @@ class Problem(Declared):
     def adjoint_fused(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
         """The adjoint solve in one operation, by conjugate gradients, or None.
 
-        Problems that it could not solve have a failing status, the value 0 and no part in the gradients.
+        What it could not solve has a failing status, and the gradient 0 nowhere: an approximation, or NaN.
         """
         return None
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from .._reporting import report_failures
 from .._types import LinearMap
 from ..linear import CG, GMRES, MINRES, LinearSolver
+from ..linear._solution import forgiven
+from ..linear._vectors import norm
 from ..problem import Linearization, Problem
 from ..status import Status
 from .base import Request
@@ -20,13 +22,6 @@ from .base import Request
 # batch entry, so that the matrix products are worth their call.
 TILE = 1024
 TILE_ROWS = 64
-# Rounding an answer x leaves a residual of about this many times eps |x|.
-ROUNDING = 4.0
-# Where that is more of the right-hand side than this, the answer has no digits.
-MEANINGFUL = 0.02
-# Attention over keys far from the origin loses more, as its products cancel (20 was measured): that is rounding while
-# it stays below this part of the right-hand side.
-CANCELLING, SMALL = 32.0, 1e-3
 
 
 class _Answer(NamedTuple):
@@ -56,9 +51,8 @@ def adjoint_gradients(
 ) -> tuple[Tensor | None, ...]:
     """(df/dt)^T u for every tensor t of the problem, with (I - J^T) u = cotangent; without a graph.
 
-    A fused operation does it where the problem has one. Otherwise, and for what that could not solve, one linearisation
-    serves the solve and the gradient; where the problem can be restricted, it is worked off in tiles of rows, so that
-    no (N, M) matrix is held.
+    A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
+    where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
     """
     chosen = method or _default_method(problem, z.dtype)
     found = None
@@ -70,36 +64,8 @@ def adjoint_gradients(
         answer, gradients = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
     else:
         answer, gradients = _Answer(*found[:-1]), found.gradients
-        failed = found.status > Status.SADDLE
-        if bool(failed.any()):
-            answer, gradients = _again(chosen, problem, z, cotangent, failed, answer, gradients)
     _report(request, chosen, answer)
     return gradients
-
-
-def _again(
-    method: LinearSolver[Any],
-    problem: Problem,
-    z: Tensor,
-    cotangent: Tensor,
-    failed: Tensor,
-    answer: _Answer,
-    gradients: tuple[Tensor | None, ...],
-) -> tuple[_Answer, tuple[Tensor | None, ...]]:
-    """Solve the few problems again that a fused operation left with the gradient 0; the others keep their answer."""
-    index = _first(failed)
-    if index is not None and problem.select(index) is None:
-        index = None
-    chosen = failed if index is None else failed.gather(-1, index)
-    mask = failed.reshape((*failed.shape, *(1,) * problem.event_ndim))
-    size = max(TILE // max(math.prod(failed.shape[:-1]), 1), TILE_ROWS)
-    tiles: list[Tensor | None] = [None] if index is None else [*torch.split(index, size, dim=-1)]
-    second, more = _by_rows(method, problem, z, torch.where(mask, cotangent, 0.0), tiles)
-    merged = _Answer(*(_put(index, chosen, old, new) for old, new in zip(answer, second, strict=True)))
-    # In place: nothing else holds the gradients of the operation.
-    return merged, tuple(
-        a if b is None else b if a is None else a.add_(b) for a, b in zip(gradients, more, strict=True)
-    )
 
 
 def _by_rows(
@@ -186,25 +152,9 @@ def _solve(
     )
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, linear, z, rhs, answer)
-    return _forgive_rounding(answer, _norm(rhs, problem.event_ndim), problem.event_ndim)
-
-
-def _forgive_rounding(answer: _Answer, rhs: Tensor, event_ndim: int) -> _Answer:
-    """Count a stalled problem as solved where rounding its own answer leaves such a residual.
-
-    Near a fold the answer is large against the right-hand side, of norm `rhs`, and no answer of that precision has a
-    smaller residual: it is exact for a Jacobian that differs by rounding.
-    """
-    unit = torch.finfo(answer.value.dtype).eps * _norm(answer.value, event_ndim)
-    # A singular system drives the answer to 1/eps, where everything would be forgiven.
-    stalled = (answer.status == Status.STALLED) & (ROUNDING * unit <= MEANINGFUL * rhs)
-    floor = torch.maximum(ROUNDING * unit, torch.minimum(CANCELLING * unit, SMALL * rhs))
-    forgiven = stalled & (answer.residual <= floor)
-    solved = torch.where(answer.negative_curvature, int(Status.SADDLE), int(Status.CONVERGED)).to(torch.int8)
-    return answer._replace(
-        status=torch.where(forgiven, solved, answer.status),
-        tolerance=torch.where(stalled, torch.maximum(answer.tolerance, floor), answer.tolerance),
-    )
+    sizes = (_norm(t, problem.event_ndim) for t in (answer.value, rhs))
+    status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, *sizes)
+    return answer._replace(status=status, tolerance=tolerance)
 
 
 def _flat_system(problem: Problem, linear: Linearization, rhs: Tensor, transpose: bool) -> tuple[LinearMap, Tensor]:
@@ -249,10 +199,8 @@ def _default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
 
 
 def _norm(states: Tensor, event_ndim: int) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(
-        states.flatten(states.ndim - event_ndim) if event_ndim else states[..., None], dim=-1
-    )
-    return norm
+    """|z| of every problem, (*lead), of any size."""
+    return norm(states.flatten(states.ndim - event_ndim) if event_ndim else states[..., None])
 
 
 def _report(request: Request, method: LinearSolver[Any], answer: _Answer) -> None:

@@ -27,7 +27,7 @@ FLOAT32_RTOL = 1e-6
 
 @dataclass(frozen=True)
 class System:
-    """The batch to solve: A as a checked map, b, the tolerance (*batch) and the step limit."""
+    """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit."""
 
     apply: LinearMap
     b: Tensor
@@ -53,9 +53,14 @@ def run(solver: LinearSolver[Any], matvec: LinearMap, b: Tensor, initial: Tensor
     check_arguments(solver.rtol, matvec, b, initial)
     b, max_steps = b.detach(), solver.max_steps or solver.default_max_steps(b.shape[-1])
     if b.numel() == 0:
-        return evidence(first_record(b, b, b.sum(-1), b.sum(-1), solver.keeps_direction))
-    system = System(checked(matvec, b), b, solver.atol + solver.rtol * norm(b), max_steps)
-    record = opened(system, initial, solver.keeps_direction)
+        return evidence(first_record(b, b, b.sum(-1), b.sum(-1), solver.keeps_direction), b.new_ones(()))
+    # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
+    _, scale = normalised(b if initial is None else torch.cat([b, initial.detach()], -1))
+    unit = b / scale.unsqueeze(-1)
+    # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
+    tolerance = torch.full_like(scale, solver.atol) / scale + solver.rtol * norm(unit)
+    system = System(checked(matvec, b), unit, tolerance, max_steps)
+    record = opened(system, None if initial is None else initial.detach() / scale.unsqueeze(-1), solver.keeps_direction)
     for sweep in range(solver.max_sweeps or max_steps):
         cost = min(sweep, 1)  # the residual with which a restart begins
         live = (record.status == Status.MAX_STEPS) & (record.num_steps + cost < max_steps)
@@ -63,7 +68,7 @@ def run(solver: LinearSolver[Any], matvec: LinearMap, b: Tensor, initial: Tensor
             break
         record = replace(record, num_steps=record.num_steps + cost * live)
         record = swept(solver, system, record, live, sweep)
-    return evidence(record)
+    return evidence(record, scale)
 
 
 def swept(solver: LinearSolver[Any], system: System, record: Record, live: Tensor, sweep: int) -> Record:
@@ -126,7 +131,7 @@ def opened(system: System, initial: Tensor | None, keeps_direction: bool) -> Rec
     value, residual = torch.zeros_like(system.b), system.b
     if initial is not None:
         asked = norm(system.b) != 0
-        value = choose(asked, initial.detach(), value)
+        value = choose(asked, initial, value)
         residual = choose(asked, system.b - system.apply(value), system.b)
     return first_record(value, residual, norm(residual), system.tolerance, keeps_direction)
 
@@ -145,13 +150,13 @@ def first_record(value: Tensor, residual: Tensor, reached: Tensor, tolerance: Te
     )
 
 
-def evidence(record: Record) -> LinearSolution:
-    """The solution to hand out: a problem that met a NaN or an infinity gets NaN, not a plausible number."""
+def evidence(record: Record, scale: Tensor) -> LinearSolution:
+    """The solution to hand out, in the units of b: a problem that met a NaN or an infinity gets NaN, not a number."""
     broken = record.status == Status.NONFINITE
     return LinearSolution(
-        value=choose(broken, torch.full_like(record.value, torch.nan), record.value),
+        value=choose(broken, torch.full_like(record.value, torch.nan), record.value * scale.unsqueeze(-1)),
         status=record.status,
-        residual=record.residual_norm.masked_fill(broken, torch.nan),
+        residual=(record.residual_norm * scale).masked_fill(broken, torch.nan),
         num_steps=record.num_steps,
         negative_curvature=record.negative_curvature,
         direction=record.direction,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -32,14 +33,16 @@ def length(vector: Tensor) -> Tensor:
 
 
 def normalised(vector: Tensor) -> tuple[Tensor, Tensor]:
-    """(vector / scale, scale), scale (*batch) the power of two that brings the largest entry into [1/2, 1).
+    """(vector / scale, scale), scale (*batch) the power of two that brings the largest entry into [1/2, 2).
 
-    A power of two changes no bit of the mantissas, so solutions are exactly equivariant under such rescalings of b.
+    A power of two changes no bit of the mantissas, so solutions are exactly equivariant under such rescalings of b, of
+    whatever size: the square of 1e20 is no float32, nor is that of 1e-25.
     """
-    peak = vector.abs().amax(-1)
-    exponent = torch.frexp(peak).exponent.clamp(-120, 120)
-    scale = torch.ldexp(torch.ones_like(peak), exponent)
-    scale = torch.where(peak.isfinite() & (peak > 0), scale, 1.0)
+    peak = vector.abs().amax(-1) if vector.shape[-1] else vector.sum(-1)
+    # The largest power of two is one below the exponent of the largest number; what underflows has the scale 0.
+    most = math.frexp(torch.finfo(peak.dtype).max)[1] - 1
+    scale = torch.ldexp(torch.ones_like(peak), torch.frexp(peak).exponent.clamp(max=most))
+    scale = torch.where(peak.isfinite() & (scale > 0) & (peak > 0), scale, 1.0)
     return vector / scale.unsqueeze(-1), scale
 
 

@@ -37,3 +37,17 @@ class Hopfield(NamedTuple):
         field, keys, beta, anchor = (t.to(dtype) for t in self[:4])
         mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(dtype)
         return Hopfield(field, keys, beta, anchor, mask, self.is_causal)
+
+
+def common(keys: Tensor) -> Tensor:
+    """What keys (*batch, M, D) have in common, (*batch, 1, D): their mean, large ones counting less.
+
+    Softmax weights and covariances do not change when it is taken from all keys, but their rounding, which grows with
+    the square of it, does. A masked key may hold any number, and one that is far off is no guide: it counts by the
+    inverse square of its length.
+    """
+    keys = keys.detach()
+    tiny = torch.finfo(keys.dtype).tiny
+    lengths: Tensor = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
+    share = (lengths.amin(-2, keepdim=True) / lengths.clamp(min=tiny)).square()
+    return (share.mT @ keys) / share.sum(-2, keepdim=True).clamp(min=tiny)

@@ -237,7 +237,7 @@ class LogSumExp(KeyPotential):
         problem = self._hopfield(field, anchor, z, cotangent)
         if problem is None or self.bias is not None:
             return None
-        found = run_hopfield_cg(problem[0], z, cotangent, CGStop(rtol, max_steps), impl=self.impl, leave_out=True)
+        found = run_hopfield_cg(problem[0], z, cotangent, CGStop(rtol, max_steps), impl=self.impl)
         gradients: list[Tensor | None] = [found.by_keys]
         if isinstance(self.beta, Tensor):
             gradients.append(sum_to_shape(found.by_beta.sum(-1), self.beta.shape))

@@ -253,13 +253,28 @@ class LinearSolverContract:
     def test_scaling_b_by_a_power_of_two_scales_the_answer_exactly(self) -> None:
         matrix, b = self.matrices(2), random(2, 5, seed=1)
         reference = self.solve(matrix, b)
-        for scale in (2.0**-100, 2.0**90):
-            solution = self.solve(matrix, b * scale)
-            assert torch.equal(solution.value, reference.value * scale)
-            assert torch.equal(solution.num_steps, reference.num_steps)
-        tiny = self.solve(matrix.float(), b.float() * 2.0**-100)
-        assert tiny.converged.all()
-        assert (tiny.num_steps > 0).all()
+        for scale in (2.0**-1000, 2.0**-100, 2.0**90, 2.0**1000):
+            self.check_scaled(self.solve(matrix, b * scale), reference, scale)
+        matrix, b = matrix.float(), b.float()
+        reference = self.solve(matrix, b)
+        for scale in (2.0**-110, 2.0**70, 2.0**122):
+            self.check_scaled(self.solve(matrix, b * scale), reference, scale)
+        # Numbers that have lost digits themselves: the largest right-hand sides and the smallest.
+        for scale in (2.0**125, 2.0**-145):
+            scaled = b / b.abs().amax(-1, keepdim=True) * scale
+            solution = self.solve(matrix, scaled)
+            assert solution.converged.all()
+            assert (solution.num_steps > 0).all()
+            exact = torch.linalg.solve(matrix.double(), scaled.double()) / scale
+            torch.testing.assert_close(solution.value.double() / scale, exact, rtol=1e-4, atol=2.0**-149 / scale)
+
+    @staticmethod
+    def check_scaled(solution: LinearSolution, reference: LinearSolution, scale: float) -> None:
+        """Not one bit of the answer or its evidence differs, but for the power of two."""
+        assert torch.equal(solution.value, reference.value * scale)
+        assert torch.equal(solution.residual, reference.residual * scale)
+        assert torch.equal(solution.num_steps, reference.num_steps)
+        assert torch.equal(solution.status, reference.status)
 
     def test_float32_reaches_its_smallest_tolerance(self) -> None:
         matrix, b = self.matrices(3, n=20), random(3, 20, seed=1)

@@ -175,6 +175,7 @@ def adjoint_signs_kept_aside():
     fp16_small=dict(dtype=FP16, factor=1e-12),
     bf16_small=dict(dtype=BF16, factor=1e-12),
     fp32_tiny=dict(dtype=FP32, factor=1e-30),
+    fp32_huge=dict(dtype=FP32, factor=1e30),
 )
 def adjoint_scale(dtype, factor):
     check_adjoint(problem_of(lead=(2, 2), keys_lead=(1, 2), n=20, m=33, dim=16, dtype=dtype), factor)
@@ -217,14 +218,16 @@ def adjoint_ends():
     there = z.clone(), mean.clone(), logsumexp.clone()
     for measured in there:
         measured[1, 4] = torch.nan
-    left_out = solve_adjoint(problem, there[0], cotangent, *there[1:], CGStop(1e-5, 60), leave_out=True)
+    # What has no cotangent carries nothing, whatever else it holds.
     cotangent[1, 4] = 0.0
+    unread = solve_adjoint(problem, there[0], cotangent, *there[1:], CGStop(1e-5, 60))
     without = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
-    assert left_out.status[1, 4] == Status.NONFINITE
-    for field, before in zip(left_out, without, strict=True):
-        assert field.shape != others.shape or torch.equal(field[others], before[others])
-    assert torch.equal(left_out.value, without.value)
-    assert torch.equal(left_out.by_keys, without.by_keys)
+    assert unread.status[1, 4] == Status.CONVERGED
+    for field, before in zip(unread, without, strict=True):
+        assert torch.equal(field, before)
+    cotangent[1, 4] = torch.inf
+    assert solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60)).status[1, 4] == Status.NONFINITE
+    cotangent[1, 4] = 0.0
     short = solve_adjoint(problem, z, cotangent.nan_to_num(), mean, logsumexp, CGStop(1e-5, 2))
     assert int(short.num_steps.max()) == 2
     assert bool((short.status == Status.MAX_STEPS).any())
@@ -256,9 +259,41 @@ def adjoint_negative_curvature():
     assert bool((answer.status[saddle] == Status.STALLED).all())
     assert error(answer.residual[saddle], cotangent.norm(dim=-1)[saddle]) < 1e-5
     exact, gradients = adjoint(dense, problem, z.double(), cotangent.double())
-    exact = exact.masked_fill(saddle[..., None], 0.0)
-    assert error(answer.value, exact) < 1e-5
-    assert error(answer.by_keys, gradients(exact)[0]) < 1e-5
+    kept = exact.masked_fill(saddle[..., None], 0.0)
+    assert error(answer.value, kept) < 1e-5
+    assert error(answer.by_keys, gradients(kept)[0]) < 1e-5
+    # The operation has another method answer them, and says what they are.
+    from implicit_attention.ops.hopfield_cg import api
+
+    whole = api.dispatch(problem, z, cotangent, CGStop(1e-5, 60), "triton")
+    assert bool((whole.status[saddle] == Status.SADDLE).all())
+    assert bool((whole.status[~saddle] == Status.CONVERGED).all())
+    assert error(whole.value, exact) < 1e-4
+    assert error(whole.by_keys, gradients(exact)[0]) < 1e-4
+    # Where the host cannot look they are NaN, and so is what they are a part of.
+    blind = api._unanswered(answer, saddle)
+    assert torch.equal(blind.value.isnan().all(-1), saddle)
+    assert torch.equal(blind.by_beta.isnan(), saddle)
+    assert bool(blind.by_keys.isnan().all())
+
+
+@case
+def adjoint_of_every_scale_is_the_same():
+    problem = problem_of(lead=(2,), n=20, m=33, dim=16)
+    _, z, mean, logsumexp = at_solution(problem)
+    cotangent = torch.randn(z.shape).to(harness.DEVICE)
+    there = mean, logsumexp, CGStop(1e-5, 60)
+    whole = solve_adjoint(problem, z, cotangent, *there)
+    for exponent in (115, 70, -70, -85):
+        scaled = solve_adjoint(problem, z, cotangent * 2.0**exponent, *there)
+        assert torch.equal(scaled.status, whole.status)
+        assert torch.equal(scaled.num_steps, whole.num_steps)
+        for name in ("value", "residual", "tolerance", "by_beta", "by_keys"):
+            assert torch.equal(getattr(scaled, name), getattr(whole, name) * 2.0**exponent), (name, exponent)
+    tiny = solve_adjoint(problem, z, cotangent * 2.0**-140, *there)
+    assert bool((tiny.status == Status.CONVERGED).all())
+    # Relative to the digits that such a number has.
+    assert error(tiny.value.double() * 2.0**140, whole.value) < 2.0**-7
 
 
 @case

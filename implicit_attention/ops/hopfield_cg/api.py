@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ... import _validate
 from ..._types import Impl
+from ...status import Status
 from .._door import Chosen, chosen, laid_out, state_of
 from .._hopfield import Hopfield
 from ..hopfield_solve.api import dispatch as dispatch_solve
@@ -49,7 +51,7 @@ def hopfield_cg(
         impl: as in `hopfield_solve`; "reference" solves by dense Hessians.
 
     Returns:
-        `Adjoint`: u, its evidence and its gradients. A query with negative curvature, a saddle, has u = 0.
+        `Adjoint`: u, its evidence and its gradients. A query with negative curvature is a saddle: MINRES finishes it.
 
     Raises:
         TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: an `impl` that cannot do it.
@@ -69,26 +71,41 @@ def hopfield_cg(
     return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, which))
 
 
-def run(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, impl: Impl, leave_out: bool = False
-) -> Adjoint:
-    """The same for a problem that is laid out; with `leave_out` failed queries have u = 0 and carry no gradient."""
-    return dispatch(problem, state, cotangent, stop, chosen(impl, problem), leave_out=leave_out)
+def run(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, impl: Impl) -> Adjoint:
+    """The same for a problem that is laid out."""
+    return dispatch(problem, state, cotangent, stop, chosen(impl, problem))
 
 
-def dispatch(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, which: Chosen, *, leave_out: bool = False
-) -> Adjoint:
+def dispatch(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, which: Chosen) -> Adjoint:
     """Run the implementation."""
     if state.numel() == 0:
         return nothing(problem, state)
-    if which == "triton":
-        from .triton import solve_adjoint as fused_solve_adjoint
+    if which == "reference":
+        from .reference import solve_adjoint
 
-        there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2), which)
-        return fused_solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop, leave_out=leave_out)
+        return solve_adjoint(problem, state, cotangent, stop)
+    from .sdpa import solve_adjoint as tiled_solve_adjoint
+
     if which == "sdpa":
-        from . import sdpa as module
-    else:
-        from . import reference as module  # type: ignore[no-redef]
-    return module.solve_adjoint(problem, state, cotangent, stop, leave_out=leave_out)
+        return tiled_solve_adjoint(problem, state, cotangent, stop)
+    from .triton import solve_adjoint as fused_solve_adjoint
+
+    there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2), which)
+    found = fused_solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop)
+    stalled = found.status == Status.STALLED
+    if state.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _unanswered(found, stalled)
+    if not bool(stalled.any()):
+        return found
+    again = tiled_solve_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), stop)
+    value = torch.where(stalled[..., None], again.value, found.value)
+    evidence = (torch.where(stalled, b, a) for a, b in zip(found[1:-1], again[1:-1], strict=True))
+    return Adjoint(value, *evidence, found.by_keys + again.by_keys)
+
+
+def _unanswered(found: Adjoint, stalled: Tensor) -> Adjoint:
+    """NaN for what stalled, and for what it is a part of: where a graph is captured the host cannot look and go on."""
+    poison = torch.zeros_like(found.by_beta).masked_fill(stalled, torch.nan)
+    value, by_beta = found.value + poison[..., None], found.by_beta + poison
+    by_keys = found.by_keys + poison.sum(-1)[..., None, None].sum_to_size(*found.by_keys.shape[:-2], 1, 1)
+    return found._replace(value=value, by_beta=by_beta, by_keys=by_keys)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...linear._vectors import normalised
 from ...status import Status
-from .._hopfield import Hopfield
+from .._hopfield import Hopfield, common
 from .._rows import Rows, dot
 from .rule import Adjoint, CGStop
 
 
 @torch.no_grad()
-def solve_adjoint(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, leave_out: bool = False
-) -> Adjoint:
+def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop) -> Adjoint:
     """Solve A u = cotangent for every query by a factorisation of A; of `stop` only the tolerance is read."""
     rows = Rows(problem.to(state.dtype), fused=False)
+    rows.keys = rows.keys - common(rows.keys)
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
+    g, unit = normalised(g)
     weights = rows.weights(z)
     mean = torch.bmm(weights, rows.keys).flatten(0, 1)
     second = torch.einsum("erm,emc,emd->ercd", weights, rows.keys, rows.keys).flatten(0, 1)
@@ -29,21 +30,24 @@ def solve_adjoint(
     negative = (torch.linalg.eigvalsh(hessian)[:, 0] <= 0) & finite
     u = torch.linalg.solve(hessian, g)
     residual = torch.linalg.vector_norm(g - (hessian @ u[..., None]).squeeze(-1), dim=-1)
-    residual = residual.where(finite, torch.nan)
-    u = u.where(finite[:, None], torch.nan)
+    finite &= torch.isfinite(residual)
     tolerance = stop.rtol * torch.linalg.vector_norm(g, dim=-1)
-    solved = (residual <= tolerance) & ~negative
-    status = torch.full_like(residual, int(Status.STALLED), dtype=torch.int8)
-    status.masked_fill_(solved, int(Status.CONVERGED)).masked_fill_(~torch.isfinite(residual), int(Status.NONFINITE))
-    dropped = ~solved if leave_out else negative
-    u, z = u.masked_fill(dropped[:, None], 0.0), z.masked_fill(dropped[:, None], 0.0)
-    mean = mean.masked_fill(dropped[:, None], 0.0)
-    weights = weights.masked_fill(dropped.view(*weights.shape[:2], 1), 0.0)
+    solved = torch.where(negative, int(Status.SADDLE), int(Status.CONVERGED)).to(torch.int8)
+    status = torch.where(residual <= tolerance, solved, int(Status.STALLED)).masked_fill(~finite, int(Status.NONFINITE))
+    # What is not finite gives NaN, not a number; but what has no cotangent carries nothing, whatever else it holds.
+    lost = ~finite & (g == 0).all(-1)
+    status = status.masked_fill(lost, int(Status.CONVERGED))
+    u = u.where(finite[:, None], torch.nan).masked_fill(lost[:, None], 0.0)
+    residual = residual.where(finite, torch.nan).masked_fill(lost, 0.0) * unit
     shape = (*weights.shape[:2], -1)
-    centred = weights * (u.view(shape) @ rows.keys.mT - dot(mean, u).view(*weights.shape[:2], 1))
-    by_keys = weights.mT @ (share * u).view(shape) + centred.mT @ (share * beta * z).view(shape)
-    by_beta = share.squeeze(-1) * dot((centred @ rows.keys).flatten(0, 1), z)
+    weights = weights.masked_fill(lost.view(*weights.shape[:2], 1), 0.0)
+    left, right = (t.masked_fill(lost[:, None], 0.0) for t in (share * u * unit[:, None], share * beta * z))
+    middle = dot(mean, u).masked_fill(lost, 0.0)
+    centred = weights * (u.view(shape) @ rows.keys.mT - middle.view(*weights.shape[:2], 1))
+    by_beta = share.squeeze(-1) * dot((centred @ rows.keys).flatten(0, 1), z).masked_fill(lost, 0.0) * unit
+    centred = centred * unit.view(*centred.shape[:2], 1)
+    by_keys = weights.mT @ left.view(shape) + centred.mT @ right.view(shape)
     steps = torch.zeros_like(status, dtype=torch.int32)
-    per_query = (u, status, residual, tolerance, steps, negative, by_beta)
+    per_query = (u * unit[:, None], status, residual, tolerance * unit, steps, negative, by_beta)
     restored = [rows.restored(t[:, : rows.dim] if t.ndim > 1 else t) for t in per_query]
     return Adjoint._make((*restored, rows.keys_restored(by_keys).reshape(problem.keys.shape)))

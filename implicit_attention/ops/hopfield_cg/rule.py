@@ -31,8 +31,8 @@ class Adjoint(NamedTuple):
     """u with A u = g for A = I - (1 - anchor) beta Cov(z), the Hessian of E at z, and the gradients that u carries.
 
     value: u, (*batch, N, D). Of what follows all but the last are (*batch, N): codes of `Status` (int8), the residual
-    |g - A u| recomputed at u, its tolerance, products (int32), whether a direction of negative curvature was met; a
-    query where it was has u = 0 and adds nothing to the gradients.
+    |g - A u| recomputed at u, its tolerance, products (int32), whether a direction of negative curvature was met. A
+    solution where it was is a saddle, whose status says so.
     by_beta: <df/dbeta, u> per query, (*batch, N). by_keys: (df/dK)^T u, of the keys' shape.
     """
 

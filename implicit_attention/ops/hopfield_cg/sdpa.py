@@ -8,8 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...linear import MINRES
+from ...linear._solution import forgiven
+from ...linear._sweeps import FLOAT32_RTOL
+from ...linear._vectors import normalised
 from ...status import Status
-from .._hopfield import Hopfield
+from .._hopfield import Hopfield, common
 from .._rows import BLOCK, Rows, dot
 from .rule import Adjoint, CGStop
 
@@ -67,12 +71,12 @@ class Tile(NamedTuple):
 
 
 @torch.no_grad()
-def solve_adjoint(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, leave_out: bool = False, size: int = TILE
-) -> Adjoint:
-    """Solve A u = cotangent for every query; with `leave_out` failed ones have u = 0 and no part in the gradients."""
+def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, size: int = TILE) -> Adjoint:
+    """Solve A u = cotangent for every query; what stalls, saddles above all, is finished by MINRES."""
     rows = Rows(problem.to(state.dtype), fused=False)
+    rows.keys = rows.keys - common(rows.keys)
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
+    g, unit = normalised(g)
     count = g[:, 0]
     found = Adjoint(
         value=torch.empty_like(g),
@@ -85,7 +89,7 @@ def solve_adjoint(
         by_keys=torch.zeros_like(rows.keys),
     )
     for part, entries in tiles(rows, size):
-        _solve_tile(part, entries, z.index_select(0, part.ids), g.index_select(0, part.ids), stop, found, leave_out)
+        _solve_tile(part, entries, *(t.index_select(0, part.ids) for t in (z, g, unit)), stop, found)
     per_query = [rows.restored(t[:, : rows.dim] if t.ndim > 1 else t) for t in found[:-1]]
     by_keys = rows.keys_restored(found.by_keys).reshape(problem.keys.shape)
     return Adjoint._make((*per_query, by_keys))
@@ -105,36 +109,70 @@ def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
 
 
 @torch.inference_mode()
-def _solve_tile(
-    rows: Rows, entries: Tensor, z: Tensor, g: Tensor, stop: CGStop, found: Adjoint, leave_out: bool
-) -> None:
+def _solve_tile(rows: Rows, entries: Tensor, z: Tensor, g: Tensor, unit: Tensor, stop: CGStop, found: Adjoint) -> None:
+    """Solve for the cotangents g, each in units of its own power of two, and write what is found in those of all."""
     tile = Tile.of(rows, z)
     weights, by_cov = tile.weights, tile.by_cov
     size = torch.linalg.vector_norm(g, dim=-1)
     tolerance = stop.rtol * size
     u, steps, blocked = _conjugate_gradients(rows, tile, g, size, tolerance, stop)
     # The same product tells the residual of u and what it carries.
-    share = rows.per_row(1 - rows.anchor)
     centred, spread = tile.centred(u)
     residual = torch.linalg.vector_norm(g - u + by_cov * spread, dim=-1)
-    solved = (residual <= SLACK * tolerance) & ~blocked
+    finite = torch.isfinite(residual)
+    solved = finite & (residual <= SLACK * tolerance) & ~blocked
+    stalled = blocked | (finite & (steps < stop.max_steps) & ~solved)
     status = torch.full_like(found.status[rows.ids], int(Status.MAX_STEPS))
-    status.masked_fill_(blocked | ((steps < stop.max_steps) & ~solved), int(Status.STALLED))
-    status.masked_fill_(~torch.isfinite(residual), int(Status.NONFINITE))
-    status.masked_fill_(solved, int(Status.CONVERGED))
-    dropped = ~solved if leave_out else blocked
-    if dropped.device.type != "cpu" or bool(dropped.any()):
-        # Whatever they hold: 0 * NaN is NaN.
-        u, spread, z = (t.masked_fill(dropped[:, None], 0.0) for t in (u, spread, z))
+    status.masked_fill_(solved, int(Status.CONVERGED)).masked_fill_(~finite, int(Status.NONFINITE))
+    if bool(stalled.any()):
+        value, *evidence = _minimal_residuals(rows, tile, g, tolerance, stalled, stop)
+        u = torch.where(stalled[:, None], value, u)
+        centred, spread = tile.centred(u)
+        old = status, residual, tolerance
+        status, residual, tolerance = (torch.where(stalled, a, b) for a, b in zip(evidence[:3], old, strict=True))
+        steps, blocked = steps + evidence[3], blocked | evidence[4]
+    # What is not finite gives NaN, not a number; but what has no cotangent carries nothing, whatever else it holds.
+    idle = size == 0
+    u = u.masked_fill(~torch.isfinite(residual)[:, None], torch.nan) * unit[:, None]
+    share = rows.per_row(1 - rows.anchor)
+    left, right, by_beta = share * u, by_cov * z, share.squeeze(-1) * dot(spread, z) * unit
+    centred.mul_(unit.view(*centred.shape[:2], 1))
+    lost = idle & ~finite
+    if lost.device.type != "cpu" or bool(lost.any()):
+        # 0 * NaN is NaN.
+        residual, by_beta = residual.masked_fill(lost, 0.0), by_beta.masked_fill(lost, 0.0)
+        status = status.masked_fill(lost, int(Status.CONVERGED))
+        u, left, right = (t.masked_fill(lost[:, None], 0.0) for t in (u, left, right))
         for matrix in (weights, centred):
-            matrix.masked_fill_(dropped.view(*matrix.shape[:2], 1), 0.0)
+            matrix.masked_fill_(lost.view(*matrix.shape[:2], 1), 0.0)
     shape = (*weights.shape[:2], -1)
-    by_keys = torch.bmm(weights.mT, (share * u).view(shape))
-    by_keys.baddbmm_(centred.mT, (by_cov * z).view(shape))
+    by_keys = torch.bmm(weights.mT, left.view(shape))
+    by_keys.baddbmm_(centred.mT, right.view(shape))
     found.by_keys.index_add_(0, entries, by_keys)
-    updates = (u, status, residual, tolerance, steps, blocked, share.squeeze(-1) * dot(spread, z))
+    updates = (u, status, residual * unit, tolerance * unit, steps, blocked, by_beta)
     for whole, part in zip(found, updates, strict=False):
         whole.index_copy_(0, rows.ids, part)
+
+
+def _minimal_residuals(
+    rows: Rows, tile: Tile, g: Tensor, tolerance: Tensor, chosen: Tensor, stop: CGStop
+) -> tuple[Tensor, ...]:
+    """(u, status, residual, tolerance, products, negative curvature) of the rows `chosen`; the others are at rest."""
+    g = g.masked_fill(~chosen[:, None], 0.0)
+    rest, ids = g, None
+    if (smaller := rows.compacted(chosen, rows.counts(chosen), below=1.0)) is not None:
+        before, (rows, ids) = rows, smaller
+        entries = ids.view(rows.sets, -1)[:, 0] // before.count if rows.sets < before.sets else None
+        tile, rest, tolerance = tile.select(ids, entries, rows.count), g[ids], tolerance[ids]
+    rtol = max(stop.rtol, FLOAT32_RTOL) if g.dtype == torch.float32 else stop.rtol
+    answer = MINRES(rtol=min(rtol, 1.0), max_steps=max(stop.max_steps, 1)).solve(tile.product, rest)
+    u, residual, negative = answer.value, answer.residual, answer.negative_curvature
+    sizes = (torch.linalg.vector_norm(t, dim=-1) for t in (u, rest))
+    status, tolerance = forgiven(answer.status, residual, tolerance, negative, *sizes)
+    status = status.masked_fill((status == Status.CONVERGED) & negative, int(Status.SADDLE))
+    parts = u, status, residual, tolerance, answer.num_steps.to(torch.int32), negative
+    whole = tuple(t.new_zeros((len(g), *t.shape[1:])) for t in parts)
+    return _merged(whole, ids, parts)
 
 
 def _conjugate_gradients(

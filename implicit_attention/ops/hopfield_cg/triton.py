@@ -25,6 +25,9 @@ EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 NOISE = tl.constexpr(10.0)
 # How far above the tolerance rounding may keep the recomputed residual of what the recurrence has below it.
 SLACK = tl.constexpr(10.0)
+# Cotangents below this are multiplied by a power of two.
+SMALLEST_LARGE = tl.constexpr(2.0**-60)
+LIFT = tl.constexpr(2.0**64)
 
 
 def solve_adjoint(
@@ -34,13 +37,11 @@ def solve_adjoint(
     mean: Tensor,
     logsumexp: Tensor,
     stop: CGStop,
-    *,
-    leave_out: bool = False,
 ) -> Adjoint:
     """Solve A u = cotangent (*batch, N, D) for every query; mean and logsumexp are those at the state. All is float32.
 
-    With `leave_out` failed queries have u = 0 and add nothing to the gradients. Without, one that is not finite makes
-    the gradient of all keys in its reach NaN.
+    Queries that stall, saddles above all, have u = 0 and add nothing to the gradients: they wait for another method.
+    One that is not finite makes the gradient of all keys in its reach NaN.
     """
     problem = in_memory(problem)
     keys = problem.keys
@@ -81,7 +82,7 @@ def solve_adjoint(
             *(readable_mask(problem), layout.mask),
             *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
             *operands,
-            *(layout.sizes, rows, keys.shape[-2], stop.rtol, stop.max_steps, leave_out),
+            *(layout.sizes, rows, keys.shape[-2], stop.rtol, stop.max_steps),
             plan(problem, chosen, interpreted=interpreted()),
             num_warps=chosen.warps,
             num_stages=chosen.stages,
@@ -124,7 +125,6 @@ def _adjoint_kernel(
     M,
     rtol,
     max_steps,
-    LEAVE_OUT: tl.constexpr,
     P: tl.constexpr,
 ):
     """Conjugate gradients per query, in units of the power of two that brings its cotangent to order one."""
@@ -157,8 +157,11 @@ def _adjoint_kernel(
     by = scale * (b * LOG2E)
 
     residual = tl.load(cotangent + places, mask=inside, other=0.0).to(tl.float32)
-    unit = power_of_two(tl.max(tl.abs(residual), 1))
-    residual = residual / unit[:, None]
+    # Subnormal cotangents are lifted first, as the reciprocal of their power of two is no number.
+    peak = tl.max(tl.abs(residual), 1)
+    lift = tl.where(peak < SMALLEST_LARGE, LIFT, 1.0)
+    unit = power_of_two(peak * lift)
+    residual = residual * lift[:, None] / unit[:, None]
     search = residual
     value = tl.zeros([ROWS, DIMS], tl.float32)
     square = tl.sum(residual * residual, 1)
@@ -191,29 +194,30 @@ def _adjoint_kernel(
     # The same product tells the residual of u and what it carries.
     m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)
     spread = covariance_product(half, by, shift, value, m, first, key_rows, pairs, N, M, P)
-    residual = tl.load(cotangent + places, mask=inside, other=0.0).to(tl.float32) / unit[:, None]
+    residual = tl.load(cotangent + places, mask=inside, other=0.0).to(tl.float32) * lift[:, None] / unit[:, None]
     residual = residual - (value - (1.0 - a) * b * spread)
-    found = tl.sqrt(tl.sum(residual * residual, 1))
+    # What has no cotangent carries nothing, whatever else it holds.
+    idle = size == 0.0
+    found = tl.where(idle, 0.0, tl.sqrt(tl.sum(residual * residual, 1)))
     finite = found < float("inf")
     solved = finite & (found <= SLACK * tolerance) & ~blocked
-    status = tl.where(blocked | ((num_steps < max_steps) & ~solved), STALLED, UNFINISHED)
+    stalled = finite & ~solved & (blocked | (num_steps < max_steps))
+    status = tl.where(stalled, STALLED, UNFINISHED)
     status = tl.where(solved, CONVERGED, tl.where(finite, status, NONFINITE))
-    dropped = blocked
-    if LEAVE_OUT:
-        dropped = ~solved
+    dropped = stalled | idle
     # What is not finite gives NaN, not a number.
     value = tl.where(finite[:, None], value, float("nan"))
     value = tl.where(dropped[:, None], 0.0, value)
     z = tl.load(state + places, mask=inside, other=0.0).to(tl.float32)
     by_beta = tl.where(dropped, 0.0, (1.0 - a) * tl.sum(z * spread, 1))
-    found = tl.where(dropped & finite, size, found)
-    tl.store(value_out + places, value * unit[:, None], mask=inside)
+    found = tl.where(stalled, size, found)
+    tl.store(value_out + places, value * unit[:, None] / lift[:, None], mask=inside)
     tl.store(status_out + at, status.to(tl.int8), mask=real)
-    tl.store(residual_out + at, found * unit, mask=real)
-    tl.store(tolerance_out + at, tolerance * unit, mask=real)
+    tl.store(residual_out + at, found * unit / lift, mask=real)
+    tl.store(tolerance_out + at, tolerance * unit / lift, mask=real)
     tl.store(num_steps_out + at, num_steps, mask=real)
     tl.store(negative_out + at, blocked.to(tl.uint8), mask=real)
-    tl.store(by_beta_out + at, by_beta * unit, mask=real)
+    tl.store(by_beta_out + at, by_beta * unit / lift, mask=real)
 
     # What the kernel for the keys reads: z and u' = (1 - anchor) u, rounded, and <mean, u'>. A query that adds nothing
     # has probabilities exp2(-inf), whatever else it holds.
@@ -224,9 +228,9 @@ def _adjoint_kernel(
     value = (1.0 - a) * value
     if P.dtype == "fp16":
         u_half, u_scale = rounded(value, P)
-        tl.store(value_scale_out + at, u_scale * unit, mask=real)
+        tl.store(value_scale_out + at, u_scale * unit / lift, mask=real)
     else:
-        u_half = narrow(value * unit[:, None], P)
+        u_half = narrow(value * unit[:, None] / lift[:, None], P)
     tl.store(value_half_out + places, u_half.to(value_half_out.dtype.element_ty), mask=inside)
     m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)
     centre = tl.sum(m * u_half.to(tl.float32), 1)
