@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import _validate
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -69,6 +71,42 @@ def is_batched(tensor: Tensor) -> bool:
             return True
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return False
+
+
+def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Raise if `result` = function(*inputs) changes with inputs of which derivatives are recorded, but has no graph.
+
+    Its derivative would silently be zero. Where the host cannot look, under torch.vmap and torch.compile, nothing is
+    checked.
+    """
+    if torch.compiler.is_compiling():
+        return
+    level = max((_level(t) for t in inputs if t.requires_grad), default=None)
+    if level is None or not torch.is_grad_enabled() or _requires_grad_at(result, level):
+        return
+    if any(is_batched(t) for t in (result, *inputs)):
+        return
+    moved = [1.25 * t.detach() + 0.1 if t.requires_grad and _level(t) == level else t for t in inputs]
+    if not same(function(*moved).detach(), result.detach()):
+        requirement = "record the derivatives of what it reads"
+        remedy = "compute it by torch operations, without detach(), no_grad or numpy"
+        raise ValueError(_validate.message(name, requirement, "numbers that change with it and have no graph", remedy))
+
+
+def _level(tensor: Tensor) -> int:
+    level: int = torch._C._functorch.maybe_get_level(tensor)
+    return level
+
+
+def _requires_grad_at(tensor: Tensor, level: int) -> bool:
+    while _level(tensor) > level:
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return _level(tensor) == level and tensor.requires_grad
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN in the same places."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[..., Any]]:

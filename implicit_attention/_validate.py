@@ -32,6 +32,14 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
         raise ValueError(message(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}"))
 
 
+def check_rows(argument: str, value: Any, z: Tensor) -> None:
+    """What a function returned is one number for each row of the states z (*batch, N, D)."""
+    if not isinstance(value, Tensor) or value.shape != z.shape[:-1]:
+        received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        error = ValueError if isinstance(value, Tensor) else TypeError
+        raise error(message(argument, f"return one number per row, shape {tuple(z.shape[:-1])}", received))
+
+
 def check_same_kind(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """All tensors on one device; all floating-point ones of one dtype."""
     named = list(tensors)

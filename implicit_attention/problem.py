@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import has_tangent, is_batched, jvp_by_vjp, transforms_active, vjp
+from ._autograd import check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared
 from ._stop import Stop
 from ._types import LinearMap
@@ -83,7 +83,13 @@ class Problem(Declared):
 
     def linearize(self, z: Tensor) -> Linearization:
         """The Jacobian of f at z, for many products at one state."""
-        _, by_state = vjp(self.fixed_point_map, z)
+
+        def mapped(z: Tensor) -> Tensor:
+            result = self.fixed_point_map(z)
+            check_graph(self._map_name(), result, self.fixed_point_map, z)
+            return result
+
+        _, by_state = vjp(mapped, z)
 
         def transposed(u: Tensor) -> Tensor:
             result: Tensor = by_state(u)[0]
@@ -125,12 +131,21 @@ class Problem(Declared):
         _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)
 
     def check_closure(self, z: Tensor) -> None:
-        """Raise if f reads a tensor that requires grad and is not declared: its gradient would silently be zero."""
+        """Raise if f reads a tensor whose gradient would silently be zero: one not declared, or kept from before."""
         tensors = self.tensors()
         detached = self.replace(*(t.detach() for t in tensors))
+        declared = {name for name, _ in self.named_tensors()}
         with torch.enable_grad():
             # A copy, as maps that work in place are found out later.
             result = detached.fixed_point_map(z.detach().clone())
+        for name, _ in detached.named_tensors():
+            _validate.require(
+                name in declared,
+                name,
+                "not be kept while the problem is evaluated",
+                "a tensor made there, through which no gradient would reach what it is made of",
+                "compute it at every call, or once in __init__",
+            )
         hidden = is_batched(result) and not any(is_batched(t) for t in (z, *tensors))
         if result.requires_grad or has_tangent(result) or hidden:
             name, where = self._map_name(), self._read_by()
@@ -168,7 +183,7 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
     found = problem.evaluate(given, energy=energy)
     # What is written past torch (by numpy, through `.data`) is not counted.
     visible = call == 0 and z.device.type == "cpu" and not transforms_active()
-    if _writes(given) != writes or (visible and not _same(given, z)):
+    if _writes(given) != writes or (visible and not same(given, z)):
         remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
         raise ValueError(
             _validate.message(
@@ -180,7 +195,7 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
 
 def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:
     """Raise where what a map returned at one call was overwritten by the next."""
-    if not _same(now, before):
+    if not same(now, before):
         remedy = "return buffer.clone()"
         received = "a map that writes into what it returned before"
         raise ValueError(_validate.message(problem._map_name(), "return new memory at every call", received, remedy))
@@ -191,10 +206,6 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (a, b)) or a.numel() == 0:
         return False
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _counted_copy(z: Tensor) -> Tensor:
@@ -217,12 +228,17 @@ def pullback(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | N
     tensors = problem.tensors()
     where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
 
-    def mapped(*floating: Tensor) -> Tensor:
+    def unchecked(*floating: Tensor) -> Tensor:
         new = list(tensors)
         for i, t in zip(where, floating, strict=True):
             # Under nested transforms torch loses an input that an operation of the map saves as it is.
             new[i] = t.view_as(t)
         return problem.replace(*new).fixed_point_map(z)
+
+    def mapped(*floating: Tensor) -> Tensor:
+        result = unchecked(*floating)
+        check_graph(problem._map_name(), result, unchecked, *floating)
+        return result
 
     result: list[Tensor | None] = [None] * len(tensors)
     if where:

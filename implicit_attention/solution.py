@@ -17,6 +17,11 @@ from .status import Status
 __all__ = ["AdjointReport", "Evidence", "Solution", "Status", "Trace", "summarize"]
 
 
+#: Residuals above this part of the value are told although they reached the tolerance.
+LOOSE = 0.01
+_REMEDY = "lower atol for data of this scale, or rtol"
+
+
 class Trace(NamedTuple):
     """Per iteration and problem, (iterations, *lead): the residual of the best state so far, its energy, the map
     evaluations spent by then, and that state, (iterations, *lead, *event)."""
@@ -121,6 +126,24 @@ class Solution(Evidence):
             return None
         with torch.no_grad(), exact_precision(self.value):
             return self.energy_function(self.value.detach())
+
+    @property
+    def relative_residual(self) -> Tensor:
+        """(*lead), residual / |value|_2; 0 where both are 0. Far above rtol where the absolute tolerance decided."""
+        value = self.value.detach().reshape(*self.residual.shape, self.value.shape[self.residual.ndim :].numel())
+        size = torch.linalg.vector_norm(value, dim=-1)
+        return torch.where(self.residual == 0, 0.0, self.residual / size)
+
+    def message(self, *index: int) -> str:
+        """The sentence for one problem: what happened and what to do."""
+        told, relative = super().message(*index), float(self.relative_residual[index])
+        loose = int(self.status[index]) == Status.CONVERGED and relative > LOOSE
+        return f"{told}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else told
+
+    def __repr__(self) -> str:
+        loose = int(((self.status == Status.CONVERGED) & (self.relative_residual > LOOSE)).sum())
+        told = f"; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else ""
+        return f"{super().__repr__()[:-1]}{told})"
 
     def evidence(self) -> Evidence:
         """The evidence alone, without the value and what it was computed from."""

@@ -37,6 +37,23 @@ def test_the_readme_line():
     assert (solution.residual <= solution.tolerance).all()
 
 
+def test_a_solution_says_where_the_absolute_tolerance_decided():
+    keys, field = 1e-8 * random(2, 7, 5), random(2, 3, 5, seed=1)
+    field[0] *= 1e-8
+    energy = AnchoredEnergy(LogSumExp(keys, 0.5), field, 0.5)
+    loose, tight = (solve(energy, torch.zeros_like(field), solver=Anderson(atol=a)) for a in (1e-8, 0.0))
+    assert "; 3 with a residual above 1% of |value|: lower atol for data of this scale, or rtol)" in repr(loose)
+    assert "of |value|: lower atol" in loose.message(0, 1)
+    assert "of |value|" not in loose.message(1, 1)
+    assert "|value|" not in repr(tight)
+    off = (loose.value - tight.value).norm(dim=-1) / tight.value.norm(dim=-1)
+    assert (off[0] > 0.1).all()
+    assert (off[1] < 1e-3).all()
+    assert torch.equal(loose.relative_residual > 0.01, off > 0.01)
+    zero = solve(FixedPointMap(torch.sin, event_ndim=1), torch.zeros(2, 3))
+    assert not zero.relative_residual.any()
+
+
 def test_a_map_has_no_energy():
     assert solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(2, 1)).energy is None
 

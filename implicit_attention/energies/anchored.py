@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import sum_to_shape
+from .._autograd import check_graph, sum_to_shape
 from .._stop import Stop
 from ..potentials import Potential
 from ..problem import Adjoined, Evaluation, Linearization
@@ -84,11 +85,7 @@ class AnchoredEnergy(Energy):
         return self._energy(z, self.potential.value(z))
 
     def _energy(self, z: Tensor, value: Tensor) -> Tensor:
-        if value.shape != z.shape[:-1]:
-            required = f"return one number per row, shape {tuple(z.shape[:-1])}"
-            raise ValueError(
-                _validate.message(f"{type(self.potential).__name__}.value", required, f"shape {tuple(value.shape)}")
-            )
+        _validate.check_rows(f"{type(self.potential).__name__}.value", value, z)
         pull = z / 2 if self._forgets else z / 2 - self._anchor * self.field
         return (z * pull).sum(-1) - (1 - self._row_anchor) * value
 
@@ -99,9 +96,12 @@ class AnchoredEnergy(Energy):
 
     def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """f(z) = anchor x + (1 - anchor) mean(z)."""
-        return self._map(self.potential.mean(z))
+        return self._map(self.potential.mean(z), z)
 
-    def _map(self, mean: Tensor) -> Tensor:
+    def _map(self, mean: Tensor, z: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not mean.requires_grad:
+            name = f"{type(self.potential).__name__}.mean"
+            check_graph(name, mean, lambda z, *t: self.potential.replace(*t).mean(z), z, *self.potential.tensors())
         return mean if self._forgets else between(mean, self.field, self._anchor)
 
     def gradient(self, z: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class AnchoredEnergy(Energy):
         if not energy:
             return Evaluation(self.fixed_point_map(z), None)
         value, mean = self.potential.evaluate(z)
-        return Evaluation(self._map(mean), self._energy(z, value))
+        return Evaluation(self._map(mean, z), self._energy(z, value))
 
     def linearize(self, z: Tensor) -> Linearization:
         cov = self.potential.linearize(z)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._autograd import vjp
+from .._autograd import check_graph, vjp
 from ..problem import Problem, UserProblem
 
 
@@ -19,7 +19,9 @@ class Energy(Problem):
         """Grad E(z), of z's shape."""
 
         def total(z: Tensor) -> Tensor:
-            return self.energy(z).sum()
+            energy = self.energy(z)
+            check_graph(self._map_name(), energy, self.energy, z)
+            return energy.sum()
 
         gradient: Tensor = torch.func.grad(total)(z)
         return gradient

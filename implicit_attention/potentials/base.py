@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import vjp
+from .._autograd import check_graph, vjp
 from .._declared import Declared
 from .._stop import Stop
 from .._types import LinearMap
@@ -50,10 +50,9 @@ class Potential(Declared):
 
         def total(z: Tensor) -> Tensor:
             value = self.value(z)
-            if value.shape != z.shape[:-1]:
-                required = f"return one number per row, shape {tuple(z.shape[:-1])}"
-                name = f"{type(self).__name__}.value"
-                raise ValueError(_validate.message(name, required, f"shape {tuple(value.shape)}"))
+            name = f"{type(self).__name__}.value"
+            _validate.check_rows(name, value, z)
+            check_graph(name, value, self.value, z)
             return value.sum()
 
         gradient: Tensor = torch.func.grad(total)(z)

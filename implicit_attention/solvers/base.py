@@ -37,7 +37,10 @@ class Solver:
 
     Args:
         rtol: tolerance relative to |f(z)|.
-        atol: absolute tolerance. With rtol = atol = 0 exactly `max_steps` steps are made, status BUDGET.
+        atol: absolute tolerance, in the units of the state: what a solution at 0 is held to. Where |f(z)| <= atol/rtol
+            (1e-4 by default) it decides, and for data of its own scale any state has converged: lower it, or scale the
+            data. `repr(solution)` and `solution.message()` say where that happened. With rtol = atol = 0 exactly
+            `max_steps` steps are made, status BUDGET.
         max_steps: largest number of updates; 0 returns the initial state, status EXPLICIT.
         check_every: steps between two looks at whether all problems are finished, each of which makes the host wait;
             None is 1 on a CPU and 4 on an accelerator. Results do not depend on it.

@@ -70,6 +70,21 @@ class PotentialContract:
         (gradient,) = torch.autograd.grad(potential.value(z).sum(), z)
         torch.testing.assert_close(potential.mean(z), gradient, rtol=1e-12, atol=1e-13)
 
+    def test_mean_has_a_graph_to_all_that_it_reads(self) -> None:
+        """Second derivatives (create_graph=True) of a solution would silently be zero without."""
+        potential, where = self.differentiable()
+        names = ["z", *(name for name, _ in potential.named_tensors())]
+        given = [self.state(), *potential.tensors()]
+        mean = potential.mean(given[0])
+        for i in (0, *(1 + i for i in where)):
+            moved = [*given[:i], (1.1 * given[i].detach() + 0.1).requires_grad_(), *given[i + 1 :]]
+            after = potential.replace(*moved[1:]).mean(moved[0])
+            read = not torch.equal(after.detach(), mean.detach())
+            linked = (
+                after.requires_grad and torch.autograd.grad(after.sum(), moved[i], allow_unused=True)[0] is not None
+            )
+            assert linked or not read, f"`{type(potential).__name__}.mean` has no graph to {names[i]}"
+
     def test_covariance_is_the_derivative_of_mean(self) -> None:
         potential, v = self.make(torch.float64), self.state(2)
         z = self.state().requires_grad_()
