@@ -196,18 +196,13 @@ def retrieval(drawn: Sample, settings: Settings) -> list[dict[str, Any]]:
     solver = Anderson(rtol=RTOL, atol=ATOL, max_steps=MAX_STEPS)
     states: list[tuple[str, float | None, Tensor]] = []
     with torch.no_grad():
-        for beta in (settings.beta, *(factor * settings.beta for factor in SHARPER)):
-            energy = energy_of(drawn.keys, drawn.queries, drawn.usable, beta=beta, anchor=settings.anchor)
+        for sharp in (settings.beta, *(factor * settings.beta for factor in SHARPER)):
+            energy = energy_of(drawn.keys, drawn.queries, drawn.usable, beta=sharp, anchor=settings.anchor)
             solution = solve(energy, drawn.queries, solver=solver, on_failure="ignore")
-            states.append(("one step", beta, energy.fixed_point_map(drawn.queries)))
-            states.append(("equilibrium", beta, solution.value))
-        states.append(
-            (
-                "largest score",
-                None,
-                torch.stack([_best(*row) for row in zip(drawn.keys, drawn.queries, drawn.usable, strict=True)]),
-            )
-        )
+            states.append(("one step", sharp, energy.fixed_point_map(drawn.queries)))
+            states.append(("equilibrium", sharp, solution.value))
+        best = [_best(*row) for row in zip(drawn.keys, drawn.queries, drawn.usable, strict=True)]
+        states.append(("largest score", None, torch.stack(best)))
     half = drawn.queries.shape[-2] // 2
     targets = drawn.targets.double()
     lengths = targets.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)

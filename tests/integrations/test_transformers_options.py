@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import GPTJConfig, GPTJForCausalLM
+from transformers import AttentionMaskInterface, GPTJConfig, GPTJForCausalLM
 from transformers_models import MODELS, TIGHT, batch, evaluations, logits, make, model_and_inputs
 
 from implicit_attention import ConvergenceError, ConvergenceWarning, Picard, Unrolled
@@ -200,6 +200,45 @@ def test_packed_sequences_with_positions_are_kept_apart():
         packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         apart = [model(input_ids=part).logits for part in ids.split([5, 4], dim=1)]
     torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-6, atol=1e-6)
+
+
+def without_masks(monkeypatch):
+    """Models hand None to the attention function, as they do where an engine has replaced it but not the masks."""
+    monkeypatch.delitem(AttentionMaskInterface._global_mapping, "equilibrium")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_without_any_mask_a_packed_document_is_answered_as_alone(name, rows, monkeypatch):
+    register(max_steps=0)
+    without_masks(monkeypatch)
+    model = make(name)
+    ids = batch(name, rows=rows, length=9)["input_ids"]
+    lengths = ([5, 4], [2, 7])[:rows]
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    with torch.no_grad():
+        eager = [
+            [model(input_ids=part).logits for part in i.split(n, dim=1)]
+            for i, n in zip(ids.split(1), lengths, strict=True)
+        ]
+        model.set_attn_implementation("equilibrium")
+        packed = model(input_ids=ids, position_ids=positions).logits
+        # The second call goes on with the last document of the first, and then begins another.
+        cache = model(input_ids=ids[:, :1], position_ids=positions[:, :1], use_cache=True).past_key_values
+        rest = model(input_ids=ids[:, 1:], position_ids=positions[:, 1:], past_key_values=cache).logits
+    expected = torch.cat([torch.cat(row, dim=1) for row in eager])
+    torch.testing.assert_close(packed, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rest, expected[:, 1:], rtol=1e-12, atol=1e-12)
+
+
+def test_packed_documents_without_a_mask_do_not_reach_each_others_gradient(monkeypatch):
+    without_masks(monkeypatch)
+    model, _ = model_and_inputs()
+    embedded = torch.randn(1, 9, 32, dtype=torch.float64, requires_grad=True)
+    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
+    model(inputs_embeds=embedded, position_ids=positions, use_cache=False).logits[:, 5:].sum().backward()
+    assert embedded.grad[:, :5].abs().max() == 0
+    assert embedded.grad[:, 5:].abs().min() > 0
 
 
 @pytest.mark.parametrize(

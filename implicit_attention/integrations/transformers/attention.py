@@ -47,7 +47,10 @@ _HARMLESS = frozenset(
     }
 )
 
-_PACKED = "a packed batch would attend across its sequences; pass position_ids that restart, without a mask"
+_PACKED = (
+    "a packed batch would attend across its sequences; pass position_ids that restart, without a mask and with "
+    "use_cache=False"
+)
 # Arguments that change what is computed, with the reason why they are refused.
 _REFUSED = {
     "cache": "paged caches (continuous batching) hold keys that this function does not see; use generate()",
@@ -127,8 +130,9 @@ class EquilibriumForward:
             attention_mask: boolean (True = attend) or additive, (B, 1 or H, N, M).
             scaling: the inverse temperature, default 1/sqrt(D).
             dropout: part of the weights dropped in the read-out; 0 in evaluation.
-            is_causal: without a mask: whether the last query attends to all keys, the one before to all but the last;
-                default what the module says of itself.
+            is_causal: without a mask: whether the last query attends to all keys, the one before to all but the last,
+                and each only to keys of its own document where `position_ids` restart; default what the module says
+                of itself.
             position_bias: added to the scores, (1 or B, H, N, M).
             softcap: scores are squashed to (-softcap, softcap).
             s_aux: logits of a key that nobody sees and that takes part of the weight, (H,).
@@ -140,7 +144,8 @@ class EquilibriumForward:
         """
         model = self._of_model(module)
         settings = model.of(module, self._call_options(module, others, model))
-        mask, bias = self._pairs(module, query, key, attention_mask, is_causal)
+        positions = others.get("position_ids")
+        mask, bias = self._pairs(module, query, key, attention_mask, is_causal, positions)
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
@@ -209,7 +214,12 @@ class EquilibriumForward:
 
     @staticmethod
     def _pairs(
-        module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool | None
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: Tensor | None,
+        is_causal: bool | None,
+        position_ids: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """(mask, bias), each None or broadcasting to (B, H, N, M)."""
         rows, count = query.shape[-2], key.shape[-2]
@@ -224,7 +234,22 @@ class EquilibriumForward:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if not causal or rows == 1:
             return None, None
-        return torch.ones(rows, count, dtype=torch.bool, device=query.device).tril(count - rows), None
+        causal_mask = torch.ones(rows, count, dtype=torch.bool, device=query.device).tril(count - rows)
+        if position_ids is None or position_ids.ndim != 2 or position_ids.shape[-1] != rows:
+            return causal_mask, None
+        return causal_mask & _same_document(position_ids.to(query.device), count), None
+
+
+def _same_document(position_ids: Tensor, count: int) -> Tensor:
+    """(N, M) or (B, 1, N, M), whether query and key are of one document: positions restart where the next one begins.
+
+    Keys of a cache, which come first, are of the first query's document.
+    """
+    step = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
+    queries = (step != 1).cumsum(-1)
+    keys = nn.functional.pad(queries, (count - queries.shape[-1], 0))
+    same = queries[:, None, :, None] == keys[:, None, None, :]
+    return same[0, 0] if len(same) == 1 else same
 
 
 def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
