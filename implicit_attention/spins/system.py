@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -16,8 +17,8 @@ from typing_extensions import Self
 from .. import _validate
 from .._declared import Declared
 
-#: Couplings that depend on the field: field (*batch, N, D) -> (*batch, N, N) or (N, N, D, D).
-CouplingFunction: TypeAlias = Callable[[Tensor], Tensor]
+#: Couplings that depend on the field: (*batch, N, D) -> (*batch, N, N) or (N, N, D, D), with `mask=` if it has that.
+CouplingFunction: TypeAlias = Callable[..., Tensor]
 
 
 class SpinSystem(Declared):
@@ -28,8 +29,10 @@ class SpinSystem(Declared):
 
     Args:
         couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; or a
-            function of the field, which is evaluated once, here. (Where N = D and the batch ends with (N, N), four axes
-            are couplings per sample.)
+            function of the field, which is evaluated once, here. It gets a field that is zero where there is no site,
+            and has to be finite there, with its derivatives. If it has an argument `mask`, it also gets which sites
+            exist, boolean, (*batch, N); one that normalises over sites, such as a softmax, must use it: a field of zero
+            has a weight, too. (Where N = D and the batch ends with (N, N), four axes are couplings per sample.)
         field: h, (*batch, N, D), in units of energy over length.
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
         radius: R: "sqrt_dim" is sqrt(D), at which a lone spin answers with beta h to first order whatever D is;
@@ -67,28 +70,23 @@ class SpinSystem(Declared):
         dim = field.shape[-1]
         remedy = "the count of states is infinite for D > 1; use measure='uniform'"
         _validate.require(measure == "uniform" or dim == 1, "measure", "be 'uniform' for D > 1", measure, remedy)
-        given: Any = couplings
-        function = None if isinstance(given, Tensor) else given
-        if function is not None:
-            if not callable(function):
-                required = "be a tensor or a function of the field"
-                raise TypeError(_validate.message("couplings", required, type(function).__name__))
-            given = function(field)
-        couplings = _checked_couplings(given, field)
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 received = getattr(mask, "dtype", type(mask).__name__)
                 raise TypeError(_validate.message("mask", "be boolean, True = the site exists", received))
             _validate.check_same_kind([("field", field), ("mask", mask)])
             _validate.check_broadcast("mask", mask.shape, field.shape[:-1], "(*batch, N)")
-        self.couplings = couplings
+        given: Any = couplings
+        # Not a declared tensor: its parameters act through `couplings`, which they have been evaluated into.
+        self.coupling_function = None if isinstance(given, Tensor) else _Undeclared(given)
+        if self.coupling_function is not None:
+            given = self.coupling_function(field, mask)
+        self.couplings = _checked_couplings(given, field)
         self.field = field
         self.beta = beta
         self.mask = mask
         self.radius = _radius(radius, dim)
         self.measure = measure
-        # Not a declared tensor: its parameters act through `couplings`, which they have been evaluated into.
-        self.coupling_function = _Undeclared(function)
 
     @classmethod
     def from_full(
@@ -103,8 +101,10 @@ class SpinSystem(Declared):
             options: radius, measure and mask, as in the class.
         """
         if callable(couplings) and not isinstance(couplings, Tensor):
-            function = couplings
-            return cls(lambda h: _both_orders(_checked_couplings(function(h), h), h), field, beta, **options)
+            function = _Undeclared(couplings)
+            return cls(
+                lambda h, mask: _both_orders(_checked_couplings(function.ask(h, mask), h), h), field, beta, **options
+            )
         _check_field(field)
         return cls(_both_orders(_checked_couplings(couplings, field), field), field, beta, **options)
 
@@ -180,7 +180,7 @@ class SpinSystem(Declared):
         couplings = self.live_couplings.detach()
         if couplings.device.type != "cpu" or torch._C._are_functorch_transforms_active():
             return
-        twin = couplings.transpose(0, 1).transpose(-1, -2) if self.block else couplings.mT
+        twin = couplings.transpose(-4, -3).mT if self.block else couplings.mT
         scale = float(couplings.abs().nan_to_num().amax()) if couplings.numel() else 0.0
         apart = (couplings - twin).abs()
         worst = float(apart.nan_to_num(nan=0.0, posinf=0.0).amax()) if apart.numel() else 0.0
@@ -194,10 +194,29 @@ class SpinSystem(Declared):
 
 
 class _Undeclared:
-    """Holds a function whose tensors are not to be declared."""
+    """A function that couplings are made by, whose tensors are not to be declared."""
 
-    def __init__(self, function: CouplingFunction | nn.Module | None) -> None:
+    def __init__(self, function: CouplingFunction | nn.Module) -> None:
+        if not callable(function):
+            required = "be a tensor or a function of the field"
+            raise TypeError(_validate.message("couplings", required, type(function).__name__))
         self.function = function
+        try:
+            signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+        except (TypeError, ValueError):  # of what is not written in Python
+            signature = inspect.Signature()
+        named = signature.parameters.get("mask")
+        self.masked = named is not None and named.kind in (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY)
+
+    def __call__(self, field: Tensor, mask: Tensor | None) -> Tensor:
+        """J of the field, which is zero where there is no site."""
+        if mask is None:
+            return self.ask(field, torch.ones_like(field[..., 0], dtype=torch.bool) if self.masked else None)
+        return self.ask(field.masked_fill(~mask[..., None], 0.0), mask.expand(field.shape[:-1]))
+
+    def ask(self, field: Tensor, mask: Tensor | None) -> Tensor:
+        """What the function says, of `mask` only if it has that argument."""
+        return self.function(field, mask=mask) if self.masked else self.function(field)
 
 
 def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:

@@ -217,12 +217,12 @@ def magnetization(
     beta = wide.sample_beta
     site = beta[..., None, None] if isinstance(beta, Tensor) else beta
     direct = fill(by_field / site, lost, torch.nan)
-    function = wide.coupling_function.function
+    function = system.coupling_function
     if function is None:
         through = torch.zeros_like(direct)
     else:
         # The function is asked with the field that it was made for.
-        made, pullback = vjp(function, system.field)
+        made, pullback = vjp(lambda field: function(field, system.mask), system.field)
         through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / site
     return (direct, through) if split else direct + through
 

@@ -1,9 +1,28 @@
 """Couplings that are a function of the field: m = -dF/dh in total, and its parts."""
 
+import functools
+
+import pytest
 import torch
 from torch import nn
 
-from implicit_attention.spins import Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    Bethe,
+    Enumeration,
+    GaussianField,
+    GaussianPrior,
+    KineticPlefka,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    TransferMatrix,
+    free_energy,
+    magnetization,
+    thermodynamics,
+)
+from implicit_attention.spins.dynamics import DynamicalMethod
 from implicit_attention.testing.numerics import random
 
 B, N = 2, 4
@@ -96,3 +115,110 @@ def test_a_half_precision_module_may_give_the_couplings():
     module = nn.Linear(1, 3, dtype=torch.bfloat16)
     field = random(B, N, 1, seed=1).bfloat16()
     magnetization(SpinSystem(lambda h: module(h) @ module(h).mT, field), Enumeration())
+
+
+# Sites that do not exist.
+
+METHODS = [
+    (MeanField(), 2),
+    (TAP(), 2),
+    (TAP(order=3), 1),
+    (AdaTAP(), 2),
+    (AdaTAP(prior=GaussianPrior()), 2),
+    (SaddlePoint(), 2),
+    (SaddlePoint(one_loop=True), 2),
+    (SaddlePoint(shared=True), 2),
+    (Bethe(), 1),
+    (Enumeration(), 1),
+    (TransferMatrix(), 1),
+    (GaussianField(), 2),
+    (KineticPlefka(), 2),
+    (KineticPlefka(order=2), 2),
+]
+LIVE = torch.tensor([[True, True, True, False, False], [True, True, True, True, False]])
+
+
+def neighbours(h, mask=None):
+    """Couplings of a chain that are divided by a mean over sites."""
+    live = torch.ones_like(h[..., 0]) if mask is None else mask.to(h.dtype)
+    size = 1 + (h.square().sum(-1) * live).sum(-1) / live.sum(-1)
+    bonds = torch.tanh((h[..., 1:, :] * h[..., :-1, :]).sum(-1)) + 0.3
+    upper = torch.diag_embed(bonds / size[..., None], 1)
+    return upper + upper.mT
+
+
+def one_way(h, *, mask):
+    """Asymmetric couplings of every spin to all, normalised over sites."""
+    return 0.4 * torch.softmax((h @ (h * h).roll(1, -1).mT).masked_fill(~mask[..., None, :], -torch.inf), -1)
+
+
+def turned(h, mask):
+    """One matrix for each pair, for all samples, from a mean over all sites of all of them."""
+    strength = 0.1 * torch.tanh(h.sum((0, 1)) / mask.sum())
+    bonds = strength[:, None] * strength + 0.1 * torch.eye(h.shape[-1], dtype=h.dtype)
+    return (1 - torch.eye(h.shape[-2], dtype=h.dtype))[..., None, None] * bonds
+
+
+def padded(dim, what):
+    field = 0.5 * random(2, 5, dim, seed=3)
+    return torch.where(LIVE[..., None], field, 0.0 if what is None else what * torch.ones(2, 5, dim).double())
+
+
+def fits(function, method):
+    if function is one_way:
+        return isinstance(method, DynamicalMethod)
+    matrices = not isinstance(method, TransferMatrix | GaussianField) and method != KineticPlefka(order=2)
+    return function is neighbours or matrices
+
+
+CASES = [(f, *case) for f in (neighbours, one_way, turned) for case in METHODS if fits(f, case[0])]
+
+
+@pytest.mark.parametrize(("function", "method", "dim"), CASES, ids=[f"{f.__name__} {m!r}" for f, m, _ in CASES])
+def test_what_stands_where_there_is_no_site_changes_no_bit(function, method, dim):
+    def found(what):
+        field = padded(dim, what).requires_grad_()
+        system = SpinSystem(function, field, BETA, mask=LIVE)
+        m = magnetization(system, method)
+        (gradient,) = torch.autograd.grad((m * random(2, 5, dim, seed=4)).sum(), field)
+        return m.detach(), gradient
+
+    truth, slope = found(None)
+    assert not truth[~LIVE].any()
+    assert not slope[~LIVE].any()
+    assert bool(truth[LIVE].all())
+    for what in (1.7, torch.nan):
+        m, gradient = found(what)
+        assert torch.equal(m, truth)
+        assert torch.equal(gradient, slope)
+    if function is turned:
+        return
+    for index in range(2):
+        few = LIVE[index]
+        alone = SpinSystem(function, padded(dim, None)[index, few], float(BETA[index]))
+        close(truth[index, few], magnetization(alone, method), 1e-8)
+
+
+def test_a_mask_is_passed_on_only_to_functions_that_name_it():
+    class Named(nn.Module):
+        def forward(self, h, mask):
+            assert torch.equal(mask, LIVE)
+            return couple(h)
+
+    def couple(h, **options):
+        assert not options
+        assert not h[~LIVE].any()
+        return 0.1 * h @ h.mT
+
+    field = random(2, 5, 1)
+    for function in (couple, Named(), functools.partial(couple), lambda h, *mask: couple(h, *mask)):
+        magnetization(SpinSystem(function, field, mask=LIVE), MeanField())
+    # Without a mask all sites exist.
+    SpinSystem(lambda h, *, mask: h @ h.mT * (1.0 if mask.shape == (2, 5) and mask.all() else torch.nan), field)
+
+
+def test_couplings_of_both_orders_know_the_mask_as_well():
+    field = padded(1, 1.7)
+    half = SpinSystem(lambda h, mask: 2 * neighbours(h, mask), field, BETA, mask=LIVE)
+    full = SpinSystem.from_full(neighbours, field, BETA, mask=LIVE)
+    assert torch.equal(magnetization(full, MeanField()), magnetization(half, MeanField()))
