@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -58,12 +58,57 @@ def _rebuilt(value: Any, new: Iterator[Tensor]) -> Any:
     return value
 
 
+class Withdrawn:
+    """Stands where a formula was inherited that belongs to something else than what the class computes."""
+
+    def __init__(self, name: str, cause: str, owner: str) -> None:
+        self.name, self.cause, self.owner = name, cause, owner
+
+    def __get__(self, instance: object, cls: type | None = None) -> Any:
+        who = (type(instance) if cls is None else cls).__name__
+        raise AttributeError(
+            f"`{who}` overrides `{self.cause}`, of which the `{self.name}` of {self.owner} knows nothing; define it, "
+            f"or write `{self.name} = {self.owner}.{self.name}` in the class if that still holds"
+        )
+
+
 class Declared:
     """Base of potentials, energies and maps: every tensor held in an attribute is declared, in order of assignment.
 
     Attributes may be tensors, other `Declared` objects, modules (their parameters and buffers) and tuples, lists or
     dicts of these. Nothing needs to be registered: a subclass only assigns its attributes.
+
+    A subclass that overrides what it computes inherits no closed form of something else: what `_follows` from it is
+    again what the `general` base makes of its methods, or withdrawn where that can say nothing.
     """
+
+    #: method -> the methods and claims that hold for it as it is, and not for what a subclass puts in its place.
+    _follows: ClassVar[dict[str, tuple[str, ...]]] = {}
+    #: Those that the general class cannot make of the others.
+    _underived: ClassVar[tuple[str, ...]] = ()
+    #: Whether the methods of this very class hold for all of its subclasses.
+    _general: ClassVar[bool] = True
+
+    def __init_subclass__(cls, *, general: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._general = general
+        names = {name for cause, followers in cls._follows.items() for name in (cause, *followers)}
+        places = {name: cls._place_of(name) for name in names}
+        for cause, followers in cls._follows.items():
+            for name in followers:
+                owner = cls.__mro__[places[name]]
+                if 0 <= places[cause] < places[name] and not vars(owner).get("_general"):
+                    setattr(cls, name, cls._without_closed_form(name, cause, owner.__name__))
+
+    @classmethod
+    def _without_closed_form(cls, name: str, cause: str, owner: str) -> Any:
+        general = [vars(base)[name] for base in cls.__mro__ if vars(base).get("_general") and name in vars(base)]
+        return general[0] if general and name not in cls._underived else Withdrawn(name, cause, owner)
+
+    @classmethod
+    def _place_of(cls, name: str) -> int:
+        """The number in the order of inheritance of the class that defines it; -1 if none does."""
+        return next((place for place, base in enumerate(cls.__mro__) if name in vars(base)), -1)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
-from ._declared import Declared
+from ._declared import Declared, Withdrawn
 from ._stop import Stop
 from ._types import LinearMap
 
@@ -50,12 +50,36 @@ class Adjoined(NamedTuple):
     gradients: tuple[Tensor | None, ...]
 
 
-class Problem(Declared):
+_OF_ALL = (
+    "hessian_product",
+    "evaluate",
+    "linearize",
+    "solve_fused",
+    "adjoint_fused",
+    "lipschitz",
+    "select",
+    "row_block",
+    "monotone",
+)
+
+
+class Problem(Declared, general=True):
     """A fixed-point problem z = f(z).
 
     The last `event_ndim` axes of a state are one problem, all leading axes number independent problems. A subclass
-    defines `fixed_point_map`; everything else has a default built on it with automatic differentiation.
+    defines `fixed_point_map`; everything else has a default built on it with automatic differentiation. That is also
+    what a subclass of a problem in closed form has which overrides the map, the energy or its gradient.
     """
+
+    _follows: ClassVar[dict[str, tuple[str, ...]]] = {
+        "fixed_point_map": ("energy", "gradient", *_OF_ALL),
+        "energy": ("fixed_point_map", "gradient", *_OF_ALL),
+        "gradient": ("energy", "fixed_point_map", *_OF_ALL),
+        "evaluate": ("linearize", "solve_fused", "adjoint_fused"),
+        "hessian_product": ("linearize", "adjoint_fused", "lipschitz"),
+        "linearize": ("adjoint_fused",),
+    }
+    _underived: ClassVar[tuple[str, ...]] = ("energy",)
 
     #: Number of trailing axes that form one problem.
     event_ndim: int
@@ -68,6 +92,14 @@ class Problem(Declared):
     row_block: int = 32
     #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed, so that plain steps need no test.
     monotone: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(vars(cls).get("energy"), Withdrawn):
+            # Whatever the map is now, nothing says that it descends from an energy.
+            for claim in ("has_energy", "symmetric"):
+                if claim not in vars(cls):
+                    setattr(cls, claim, False)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         """f(z), differentiable to any order."""

@@ -9,7 +9,7 @@ from .._autograd import check_graph, vjp
 from ..problem import Problem, UserProblem
 
 
-class Energy(Problem):
+class Energy(Problem, general=True):
     """E(z) per problem, with f(z) = z - grad E(z). A subclass defines `energy` and sets `event_ndim`."""
 
     symmetric = True

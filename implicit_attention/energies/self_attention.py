@@ -190,7 +190,7 @@ class SelfAttentionEnergy(_SelfAttention, Energy):
         return self._map(self._attended(self.probabilities(z), z))
 
     def gradient(self, z: Tensor) -> Tensor:
-        return z - self.fixed_point_map(z)
+        return z - self._map(self._attended(self.probabilities(z), z))
 
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
         return v - self._curvature(self.probabilities(z), z, v)

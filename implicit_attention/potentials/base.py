@@ -26,13 +26,42 @@ class CovarianceMap(NamedTuple):
     pullback: Callable[[Tensor], tuple[Tensor | None, ...]]
 
 
-class Potential(Declared):
+_OF_BOTH = (
+    "covariance_product",
+    "evaluate",
+    "linearize",
+    "solve_anchored",
+    "adjoint_anchored",
+    "bounded_below",
+    "lipschitz",
+    "select",
+    "row_block",
+    "convex",
+    "probabilities",
+    "readout",
+)
+
+
+class Potential(Declared, general=True):
     """Phi(z) with mean(z) = grad Phi(z) and covariance_product(z, v) = Hess Phi(z) v.
 
     States have shape (*batch, N, D) and values (*batch, N): every row z is its own problem. A subclass defines
     `value`; the rest follows by automatic differentiation until it is given in closed form. Tensors held in
     attributes are declared by that (see `Declared`).
+
+    A subclass of a potential in closed form that overrides `value` keeps none of its closed forms, but differentiates;
+    one that overrides `mean` has to define `value` as well. Neither is taken for convex unless it says so.
     """
+
+    _follows: ClassVar[dict[str, tuple[str, ...]]] = {
+        "value": ("mean", *_OF_BOTH),
+        "mean": ("value", *_OF_BOTH),
+        "covariance_product": ("linearize", "adjoint_anchored", "lipschitz"),
+        "evaluate": ("linearize", "solve_anchored", "adjoint_anchored"),
+        "linearize": ("adjoint_anchored",),
+        "probabilities": ("readout",),
+    }
+    _underived: ClassVar[tuple[str, ...]] = ("value", "bounded_below")
 
     #: Whether Phi is convex. It then certifies that fixed-point steps of the anchored energy descend.
     convex: bool = False

@@ -39,6 +39,11 @@ class SoftcapLogSumExp(LogSumExp):
     convex = False
     declares_all = True
     fused = False
+    # By the capped scores, as there.
+    value = LogSumExp.value
+    probabilities = LogSumExp.probabilities
+    readout = LogSumExp.readout
+    row_block = LogSumExp.row_block
 
     def __init__(
         self,
@@ -55,9 +60,12 @@ class SoftcapLogSumExp(LogSumExp):
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Sum_j p_j c'(s_j) k_j, (*batch, N, D) -> (*batch, N, D)."""
-        return self.evaluate(z)[1]
+        return self._evaluated(z)[1]
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self._evaluated(z)
+
+    def _evaluated(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read(z)
         squashed = self._squashed(z, read)
         scores = self._paired(self.cap * squashed, read)

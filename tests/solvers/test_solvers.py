@@ -185,6 +185,8 @@ def test_finished_problems_stop_costing():
     rows = []
 
     class Counting(LogSumExp):
+        value, select = LogSumExp.value, LogSumExp.select
+
         def mean(self, z):
             rows.append(z.shape[-2])
             return super().mean(z)

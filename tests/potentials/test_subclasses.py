@@ -1,0 +1,297 @@
+"""A subclass that computes something else is not answered by the closed forms of its base."""
+
+import pytest
+import torch
+
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    FixedPointMap,
+    GaussianMixture,
+    HiddenUnits,
+    ImplicitAttention,
+    LogSumExp,
+    Picard,
+    Potential,
+    Quadratic,
+    SelfAttentionEnergy,
+    SoftcapLogSumExp,
+    Status,
+    solve,
+)
+from implicit_attention.potentials.hidden_units import SignUnits
+from implicit_attention.testing.numerics import random, relative_error
+
+TIGHT = {"rtol": 1e-11, "atol": 1e-13}
+
+
+def closed_forms():
+    """name -> a potential in closed form, of which subclasses are made."""
+    keys = 0.4 * random(70, 5)
+    square = 0.05 * random(5, 5, seed=1)
+    return {
+        "LogSumExp": (LogSumExp, (keys, 0.7)),
+        "SoftcapLogSumExp": (SoftcapLogSumExp, (keys, 0.7, 2.0)),
+        "Quadratic": (Quadratic, (keys / 10, 0.5)),
+        "HiddenUnits": (HiddenUnits, (keys.mT / 4, SignUnits())),
+        "GaussianMixture": (GaussianMixture, (keys, square @ square.mT, torch.zeros(70, dtype=torch.float64))),
+    }
+
+
+def extra(z):
+    """What subclasses add to the potential: 0.2 sum sqrt(1 + z^2), and its gradient."""
+    return 0.2 * (1 + z.square()).sqrt().sum(-1)
+
+
+def pull(z):
+    return 0.2 * z / (1 + z.square()).sqrt()
+
+
+def with_value(base):
+    class Changed(base):
+        def value(self, z):
+            return super().value(z) + extra(z)
+
+    return Changed
+
+
+def with_mean(base):
+    class Changed(base):
+        def mean(self, z):
+            return super().mean(z) + pull(z)
+
+    return Changed
+
+
+def with_both(base):
+    class Changed(base):
+        convex = True
+
+        def value(self, z):
+            return super().value(z) + extra(z)
+
+        def mean(self, z):
+            return super().mean(z) + pull(z)
+
+    return Changed
+
+
+def by_a_mixin(base):
+    class Mixin:
+        def value(self, z):
+            return super().value(z) + extra(z)
+
+    class Changed(Mixin, base):
+        pass
+
+    return Changed
+
+
+CHANGES = {"value": with_value, "mean": with_mean, "both": with_both, "mixin": by_a_mixin}
+
+
+def truth(base, arguments, x, anchor=0.5):
+    """z = anchor x + (1 - anchor) (mean + pull)(z), dz/dx applied to ones, by the base's value differentiated alone."""
+    potential = base(*arguments)
+
+    def step(z, x):
+        return anchor * x + (1 - anchor) * (torch.func.grad(lambda z: base.value(potential, z).sum())(z) + pull(z))
+
+    z = x
+    for _ in range(300):
+        z = step(z, x)
+    jacobian = torch.stack([torch.func.jacrev(lambda row: step(row[None], x[:1])[0])(row) for row in z])
+    ones = torch.ones_like(z)[..., None]
+    u = torch.linalg.solve(torch.eye(x.shape[-1]).double() - jacobian.mT, ones)
+    return z, anchor * u.squeeze(-1), jacobian
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", closed_forms())
+def test_a_solve_answers_what_the_subclass_computes(name, change):
+    base, arguments = closed_forms()[name]
+    potential, x = CHANGES[change](base)(*arguments), random(3, 5, seed=2).requires_grad_()
+    expected, by_x, jacobian = truth(base, arguments, x.detach())
+    # A mean alone has no energy, which Picard does not need.
+    solver = Picard(**TIGHT) if change == "mean" else Anderson(**TIGHT)
+    energy = AnchoredEnergy(potential, x, 0.5)
+    solution = solve(energy, x.detach(), solver=solver)
+    assert (solution.status == Status.CONVERGED).all()
+    assert relative_error(solution.value, expected) < 1e-9
+    assert (energy.fixed_point_map(solution.value) - solution.value).norm(dim=-1).max() <= 2e-10
+    (got,) = torch.autograd.grad(solution.value, x, torch.ones_like(solution.value))
+    assert relative_error(got, by_x) < 1e-7
+    v = random(3, 5, seed=3)
+    product = energy.hessian_product(expected, v)
+    assert relative_error(product, v - (jacobian @ v[..., None]).squeeze(-1)) < 1e-8
+    bound = potential.lipschitz()
+    assert bound is None or bound >= 2 * torch.linalg.matrix_norm(jacobian, ord=2).max()
+    assert potential.select(torch.tensor([0, 2])) is None
+    assert not potential.convex or change == "both"
+
+
+def test_a_mean_alone_leaves_no_value():
+    potential, z = with_mean(LogSumExp)(random(7, 5), 0.5), random(3, 5)
+    with pytest.raises(AttributeError, match=r"`Changed` overrides `mean`.*`value = LogSumExp\.value`"):
+        solve(AnchoredEnergy(potential, z, 0.5), z)
+
+
+@pytest.mark.parametrize("base", [LogSumExp, SoftcapLogSumExp])
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_read_out_by_weights_that_may_not_be_its_own(change, base):
+    changed = CHANGES[change](base)
+    arguments = (random(7, 5), 0.5) if base is LogSumExp else (random(7, 5), 0.5, 2.0)
+    assert not hasattr(changed, "readout")
+    with pytest.raises(AttributeError, match=f"readout = {base.__name__}.readout"):
+        changed(*arguments).readout(random(3, 5), random(7, 2))
+    with pytest.raises(ValueError, match="state"):
+        ImplicitAttention(8, 1, potential=changed)
+
+
+def test_weights_of_ones_own_leave_no_readout():
+    class Changed(LogSumExp):
+        def probabilities(self, z):
+            return super().probabilities(z).square()
+
+    assert not hasattr(Changed, "readout")
+    keys, z = random(7, 5), random(3, 5)
+    assert torch.equal(Changed(keys, 0.5).mean(z), LogSumExp(keys, 0.5).mean(z))
+
+
+@pytest.mark.parametrize("method", ["covariance_product", "evaluate", "linearize"])
+def test_a_shortcut_of_ones_own_is_taken(method):
+    calls = []
+
+    def recorded(self, *arguments):
+        calls.append(method)
+        return getattr(super(Changed, self), method)(*arguments)
+
+    Changed = type("Changed", (LogSumExp,), {method: recorded})
+    x = random(3, 5, seed=2).requires_grad_()
+    energy = AnchoredEnergy(Changed(0.4 * random(70, 5), 0.7), x, 0.5)
+    solve(energy, x.detach()).value.sum().backward()
+    energy.hessian_product(x.detach(), x.detach())
+    assert calls
+
+
+def test_what_a_subclass_says_again_it_keeps():
+    class Renamed(LogSumExp):
+        convex = True
+        select = LogSumExp.select
+        readout = LogSumExp.readout
+
+        def value(self, z):
+            return super().value(z)
+
+    potential, z = Renamed(random(7, 5), 0.5), random(3, 5)
+    assert potential.convex
+    assert potential.select(torch.tensor([0])) is potential
+    assert torch.equal(potential.readout(z, random(7, 2)), LogSumExp(random(7, 5), 0.5).readout(z, random(7, 2)))
+
+
+def test_a_subclass_that_overrides_nothing_keeps_everything():
+    class Named(LogSumExp):
+        pass
+
+    for name in ("value", "mean", "evaluate", "covariance_product", "lipschitz", "select", "readout", "probabilities"):
+        assert getattr(Named, name) is getattr(LogSumExp, name)
+
+
+def test_a_closed_form_above_a_general_base_is_kept():
+    class Own(Potential):
+        def value(self, z):
+            return extra(z)
+
+        def mean(self, z):
+            return pull(z)
+
+    assert "evaluate" not in vars(Own)
+    z = random(3, 5)
+    assert torch.equal(Own().evaluate(z)[1], pull(z))
+
+
+# Energies and other problems.
+
+
+def test_an_energy_of_ones_own_is_solved_not_that_of_its_base():
+    keys, x = 0.4 * random(70, 5), random(3, 5, seed=2).requires_grad_()
+
+    class Changed(AnchoredEnergy):
+        def energy(self, z):
+            return super().energy(z) - extra(z) / 2
+
+    solution = solve(Changed(LogSumExp(keys, 0.7), x, 0.5), x.detach(), solver=Anderson(**TIGHT))
+    expected, by_x, _ = truth(LogSumExp, (keys, 0.7), x.detach())
+    assert relative_error(solution.value, expected) < 1e-9
+    (got,) = torch.autograd.grad(solution.value, x, torch.ones_like(solution.value))
+    assert relative_error(got, by_x) < 1e-7
+
+
+def test_a_map_of_ones_own_has_its_own_derivative():
+    keys, x = 0.4 * random(70, 5), random(3, 5, seed=2).requires_grad_()
+
+    class Changed(AnchoredEnergy):
+        def fixed_point_map(self, z):
+            return super().fixed_point_map(z) + pull(z) / 2
+
+    problem = Changed(LogSumExp(keys, 0.7), x, 0.5)
+    solution = solve(problem, x.detach(), solver=Picard(**TIGHT))
+    expected, by_x, _ = truth(LogSumExp, (keys, 0.7), x.detach())
+    assert relative_error(solution.value, expected) < 1e-9
+    (got,) = torch.autograd.grad(solution.value, x, torch.ones_like(solution.value))
+    assert relative_error(got, by_x) < 1e-7
+    assert not problem.symmetric
+    with pytest.raises(AttributeError, match="`Changed` overrides `fixed_point_map`"):
+        problem.energy(x)
+
+
+def test_a_map_that_is_no_gradient_is_not_taken_for_one():
+    keys, x = 0.4 * random(70, 5), random(3, 5, seed=2).requires_grad_()
+    turn = 0.3 * (random(5, 5) - random(5, 5).mT)
+
+    class Changed(AnchoredEnergy):
+        def fixed_point_map(self, z):
+            return super().fixed_point_map(z) + (z @ turn).tanh()
+
+    def step(z, x):
+        return 0.5 * x + 0.5 * (0.7 * z @ keys.mT).softmax(-1) @ keys + (z @ turn).tanh()
+
+    changed = solve(Changed(LogSumExp(keys, 0.7), x, 0.5), x.detach(), solver=Anderson(**TIGHT))
+    own = solve(FixedPointMap(step, x, event_ndim=1), x.detach(), solver=Anderson(**TIGHT))
+    got, expected = (torch.autograd.grad(s.value.sum(), x)[0] for s in (changed, own))
+    assert relative_error(changed.value, own.value) < 1e-9
+    assert relative_error(got, expected) < 1e-7
+
+
+def test_a_gradient_of_ones_own_is_followed():
+    keys, x = 0.4 * random(70, 5), random(3, 5, seed=2).requires_grad_()
+
+    class Changed(AnchoredEnergy):
+        def gradient(self, z):
+            return super().gradient(z) - pull(z) / 2
+
+    solution = solve(Changed(LogSumExp(keys, 0.7), x, 0.5), x.detach(), solver=Picard(**TIGHT))
+    expected, by_x, _ = truth(LogSumExp, (keys, 0.7), x.detach())
+    assert relative_error(solution.value, expected) < 1e-9
+    (got,) = torch.autograd.grad(solution.value, x, torch.ones_like(solution.value))
+    assert relative_error(got, by_x) < 1e-7
+
+
+def test_tokens_of_ones_own_have_their_own_derivative():
+    field = random(2, 4, 3).requires_grad_()
+
+    class Changed(SelfAttentionEnergy):
+        def energy(self, z):
+            return super().energy(z) - extra(z).sum(-1) / 2
+
+    changed = Changed(field, 0.5, 0.8, weight=0.5)
+    solution = solve(changed, field.detach(), solver=Anderson(**TIGHT))
+
+    def step(z, x):
+        p = (0.5 * z @ z.mT).softmax(-1)
+        return 0.8 * x + 0.1 * (p + p.mT) @ z + pull(z) / 2
+
+    own = solve(FixedPointMap(step, field, event_ndim=2), field.detach(), solver=Picard(**TIGHT))
+    assert relative_error(solution.value, own.value) < 1e-9
+    got, expected = (torch.autograd.grad(s.value.sum(), field)[0] for s in (solution, own))
+    assert relative_error(got, expected) < 1e-7
