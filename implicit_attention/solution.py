@@ -40,6 +40,8 @@ class AdjointReport:
         negative_curvature: (*lead), whether a direction of negative curvature was met.
         lead: the shape to write the fields in, where it is not that of the problems that are solved.
         on_failure: how a backward solve that fails is told: "raise", "warn" or "ignore".
+        in_graph: whether the solve was a part of a compiled graph, whose backward pass leaves no evidence here: what
+            fails in there is warned of, unless `on_failure` is "ignore".
     """
 
     status: Tensor | None = None
@@ -49,6 +51,7 @@ class AdjointReport:
     negative_curvature: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
+    in_graph: bool = False
 
     @property
     def failed(self) -> Tensor | None:
@@ -57,6 +60,8 @@ class AdjointReport:
 
     def __repr__(self) -> str:
         if self.status is None or self.residual is None or self.num_steps is None:
+            if self.in_graph:
+                return "AdjointReport(not kept by a compiled graph, whose backward pass warns of what fails)"
             return "AdjointReport(no backward pass yet)"
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)})"
 
