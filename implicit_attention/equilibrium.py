@@ -116,7 +116,7 @@ def attend(
     if torch.compiler.is_compiling() and any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
         raise UnsupportedImplementation(
             "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
-            "torch.compile; call them outside of it, or use torch.func.vjp"
+            "torch.compile; call them outside of it"
         )
     if torch.compiler.is_compiling() and _fits_graph(inputs, request):
         return _by_heads(inputs, request, _in_graph)

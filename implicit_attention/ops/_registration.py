@@ -24,7 +24,7 @@ def refuse_tangents(operation: str, *inputs: Any) -> None:
     if any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
         raise UnsupportedImplementation(
             f"`{operation}` has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); use "
-            "solve(AnchoredEnergy(LogSumExp(keys, beta), query, anchor), query), which has all, or torch.func.vjp"
+            "solve(AnchoredEnergy(LogSumExp(keys, beta), query, anchor), query), which has every derivative"
         )
 
 

@@ -102,7 +102,7 @@ def dispatch(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, 
     again = tiled_solve_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), stop)
     value = torch.where(stalled[..., None], again.value, found.value)
     evidence = (torch.where(stalled, b, a) for a, b in zip(found[1:-1], again[1:-1], strict=True))
-    return Adjoint(value, *evidence, found.by_keys + again.by_keys)
+    return Adjoint._make((value, *evidence, found.by_keys + again.by_keys))
 
 
 def may_look(tensor: Tensor) -> bool:
