@@ -30,7 +30,21 @@ def is_plain(*tensors: Tensor) -> bool:
 
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward-mode differentiation tracks `tensor`."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+    if forward_ad._current_level < 0:
+        return False
+    while torch._C._functorch.is_batchedtensor(tensor):
+        # Torch cannot ask this of a tensor inside torch.vmap.
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def may_have_tangent(tensor: Tensor) -> bool:
+    """The same at any level; yes inside torch.func, where only the innermost can be asked, and torch.compile."""
+    if forward_ad._current_level < 0:
+        return False
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return has_tangent(tensor)
 
 
 def is_differentiated(*tensors: Tensor) -> bool:

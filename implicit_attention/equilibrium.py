@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import backward_running, exact_precision, is_batched, is_differentiated, transforms_active, uncompiled
+from ._autograd import (
+    backward_running,
+    exact_precision,
+    is_batched,
+    is_differentiated,
+    may_have_tangent,
+    transforms_active,
+    uncompiled,
+)
 from ._reporting import report_failures
 from ._types import OnFailure
 from .adjoints import Implicit, Unrolled
@@ -23,7 +31,7 @@ from .potentials import LogSumExp
 from .potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
 from .problem import HALF, Problem
 from .read_out import PotentialFactory, at_least_single, explicit_read_out, made_by, read_out, weights_of, with_anchor
-from .solution import Evidence, Solution, Trace
+from .solution import AdjointReport, Evidence, Solution, Trace
 from .solve import solve
 from .solvers import Picard
 from .status import Status
@@ -41,7 +49,7 @@ class Measured(NamedTuple):
     def evidence(self, on_failure: OnFailure) -> Evidence:
         """As `Evidence`, with a warning if a problem failed."""
         report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *self[:4])
-        return Evidence(**self._asdict())
+        return Evidence(**self._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
 
 
 def is_repetition(remembered: Evidence | Measured | None) -> bool:
@@ -122,6 +130,11 @@ def attend(
     """
     inputs = _Inputs(query, keys, values, beta, anchor, mask, bias, initial)
     request = _Request(potential, options, dropout_p, grouped, trace, measure, weigh)
+    if torch.compiler.is_compiling() and any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
+        raise UnsupportedImplementation(
+            "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
+            "torch.compile; call them outside of it"
+        )
     if torch.compiler.is_compiling() and _fits_graph(inputs, request):
         return _by_heads(inputs, request, _in_graph)
     return _outside_graph(inputs, request)
@@ -271,7 +284,7 @@ def _in_graph(inputs: _Inputs, request: _Request) -> Attended:
         stop = options.effective_solver.stop(_MONOTONE)
         assert stop is not None
         initial = query if initial is None else initial
-        found = energy.solve_in_graph(query, anchor, initial, stop, impl=options.impl)
+        found = energy.solve_in_graph(query, anchor, initial, stop, impl=options.impl, on_failure=options.on_failure)
         state, _, _, status, residual, tolerance, steps, evals = found
         output = state if values is None else read_out(energy, state, values, dropout_p)
     return Attended(output.to(dtype), state, Measured(status, residual, tolerance, steps, evals), None)

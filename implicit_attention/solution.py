@@ -46,6 +46,8 @@ class AdjointReport:
         lead: the shape to write the fields in, where it is not that of the problems that are solved.
         on_failure: how a backward solve that fails is told: "raise", "warn" or "ignore".
         awaited: whether the value that was returned has a graph, whose backward pass fills this.
+        in_graph: whether the solve was a part of a compiled graph, whose backward pass leaves no evidence here: what
+            fails in there is warned of, unless `on_failure` is "ignore".
     """
 
     status: Tensor | None = None
@@ -56,6 +58,7 @@ class AdjointReport:
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
     awaited: bool = False
+    in_graph: bool = False
 
     @property
     def failed(self) -> Tensor | None:
@@ -64,6 +67,8 @@ class AdjointReport:
 
     def __repr__(self) -> str:
         if self.status is None or self.residual is None or self.num_steps is None:
+            if self.in_graph:
+                return "AdjointReport(not kept by a compiled graph, whose backward pass warns of what fails)"
             return "AdjointReport(no backward pass yet)"
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)})"
 

@@ -14,7 +14,7 @@ PACKAGE = Path(implicit_attention.__file__).parent
 LEAVES = {"status", "errors", "_stop", "_types", "_validate", "_declared", "_autograd"}
 ALLOWED = {
     "linear": set(),
-    "ops": set(),
+    "ops": {"linear", "_reporting"},
     "solution": set(),
     "problem": set(),
     "_reporting": {"solution"},

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .._autograd import may_have_tangent
+from ..errors import UnsupportedImplementation
+
 #: The fields of `Hopfield` in a schema.
 PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, bool is_causal"
 
@@ -14,6 +17,15 @@ PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, 
 def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient of a tensor that was broadcast."""
     return gradient.sum_to_size(like.shape).to(like.dtype)
+
+
+def refuse_tangents(operation: str, *inputs: Any) -> None:
+    """Raise in forward mode, for which torch lets an operation have no rule: every derivative would be 0."""
+    if any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
+        raise UnsupportedImplementation(
+            f"`{operation}` has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers); use "
+            "solve(AnchoredEnergy(LogSumExp(keys, beta), query, anchor), query), which has every derivative"
+        )
 
 
 def batched(

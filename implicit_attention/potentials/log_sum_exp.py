@@ -15,7 +15,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_shape, transforms_active
 from .._stop import Stop
-from .._types import Impl
+from .._types import Impl, OnFailure
 from ..errors import UnsupportedImplementation
 from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
 from ..ops._fold import Fold
@@ -219,16 +219,19 @@ class LogSumExp(KeyPotential):
         return (found.state, *found[3:])
 
     def solve_in_graph(
-        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop, *, impl: Impl
+        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop, *, impl: Impl, on_failure: OnFailure
     ) -> tuple[Tensor, ...]:
-        """The same as an operation that the compiler keeps in its graph, with a first derivative: `Solved`."""
+        """The same as an operation that the compiler keeps in its graph, with a first derivative: `Solved`.
+
+        A backward pass that fails is told as `on_failure` says.
+        """
         from ..ops._door import chosen
         from ..ops.hopfield_solve.ops import hopfield_solve_op
 
         energy, poison = self._laid_out(field, anchor)
         if poison is not None:
             initial = initial + poison[..., None]
-        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, chosen(impl, energy))
+        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, chosen(impl, energy), on_failure)
         return found
 
     def adjoint_anchored(

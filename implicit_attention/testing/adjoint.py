@@ -149,10 +149,10 @@ class AdjointContract:
         value = solve(energy, field.detach(), solver=solver, adjoint=adjoint).value
         cotangent, inputs = random(2, 3, 5, seed=7, dtype=dtype), inputs if biased else inputs[:4]
         whole = torch.autograd.grad(value, inputs, cotangent, retain_graph=True)
-        exponents = (-90, -70, 70, 110) if narrow else (-900, -540, 520, 1000)
+        exponents = [-90, -70, 70, 110] if narrow else [-900, -540, 520, 1000]
         if self.through_initial:
             # The graph of many steps passes on numbers far larger than the gradient.
-            exponents = (-40, 40)
+            exponents = [-40, 40]
         for exponent in exponents:
             scaled = torch.autograd.grad(value, inputs, cotangent * 2.0**exponent, retain_graph=True)
             for gradient, other in zip(whole, scaled, strict=True):

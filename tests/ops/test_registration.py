@@ -1,15 +1,26 @@
 """The operations as torch knows them: autograd, torch.vmap, torch.compile."""
 
+import warnings
+
 import pytest
 import torch
 from hopfield_cases import make, written_out
 
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    ConvergenceWarning,
+    ImplicitAttention,
+    LogSumExp,
+    UnsupportedImplementation,
+    equilibrium_attention,
+)
 from implicit_attention.ops import hopfield_cg, hopfield_hvp, hopfield_solve
 from implicit_attention.ops._door import laid_out
 from implicit_attention.ops.hopfield_cg.ops import hopfield_cg_op
 from implicit_attention.ops.hopfield_hvp.ops import hopfield_hvp_op
 from implicit_attention.ops.hopfield_solve.ops import hopfield_solve_op
-from implicit_attention.testing.numerics import random, relative_error
+from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["reference", "sdpa"])
 TIGHT = {"rtol": 0.0, "atol": 1e-12, "max_steps": 500}
@@ -42,9 +53,9 @@ def test_opcheck(operation, mask, is_causal, impl):
     problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
     state, vector = random(*query.shape, seed=3), random(*query.shape, seed=4)
     if operation == "solve":
-        call = hopfield_solve_op, (*problem, state, 1e-6, 1e-8, 50, 3, impl)
+        call = hopfield_solve_op, (*problem, state, 1e-6, 1e-8, 50, 3, impl, "warn")
     elif operation == "cg":
-        call = hopfield_cg_op, (*problem, state, vector, 1e-6, 50, impl)
+        call = hopfield_cg_op, (*problem, state, vector, 1e-6, 50, impl, "ignore")
     else:
         call = hopfield_hvp_op, (*problem, state, vector.requires_grad_(), None, None, impl)
     # The last test compiles; one compiled call is tested below.
@@ -241,3 +252,148 @@ def test_compiled_without_a_break_it_is_the_same():
         results.append((state, *torch.autograd.grad(state.square().sum(), (query, keys, beta, anchor))))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# Forward mode: torch has no rule for operations, and takes the derivative for 0.
+
+FORWARD = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jvp of vmap": lambda f, x: torch.func.jvp(torch.vmap(f), (x[None],), (x[None],)),
+    "vmap of jvp": lambda f, x: torch.vmap(lambda t: torch.func.jvp(f, (t,), (t,)))(x[None]),
+    "hessian": lambda f, x: torch.func.hessian(lambda t: f(t).square().sum())(x),
+    "compiled": lambda f, x: torch.compile(lambda t: torch.func.jvp(f, (t,), (t,)), backend="eager")(x),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+@pytest.mark.parametrize("operation", ["solve", "cg", "hvp"])
+def test_forward_mode_is_refused_and_never_zero(operation, mode):
+    keys = random(64, 4, seed=1)
+    calls = {
+        "solve": lambda x: hopfield_solve(x, keys, beta=0.5, anchor=0.3).state,
+        "cg": lambda x: hopfield_cg(x, keys, x, x, beta=0.5, anchor=0.3).value,
+        "hvp": lambda x: hopfield_hvp(x, keys, x, x, beta=0.5, anchor=0.3),
+    }
+    with pytest.raises(Exception, match=r"has no forward-mode derivative.*use solve") as error:
+        FORWARD[mode](calls[operation], random(3, 4))
+    assert mode == "compiled" or isinstance(error.value, UnsupportedImplementation)
+
+
+@pytest.mark.parametrize("argument", ["query", "keys", "beta", "anchor", "mask", "cotangent"])
+def test_a_tangent_of_any_argument_is_refused(argument):
+    query, keys, beta, anchor = small(grad=True)
+    given = {"query": query, "keys": keys, "beta": beta, "anchor": anchor, "mask": random(3, 64)}
+    with torch.autograd.forward_ad.dual_level():
+        if argument != "cotangent":
+            given[argument] = torch.autograd.forward_ad.make_dual(given[argument].detach(), given[argument].detach())
+            with pytest.raises(UnsupportedImplementation, match="`hopfield_solve` has no forward-mode derivative"):
+                hopfield_solve(**given)
+        else:
+            state = hopfield_solve(**given).state
+            cotangent = torch.autograd.forward_ad.make_dual(torch.ones_like(state), torch.ones_like(state))
+            with pytest.raises(UnsupportedImplementation, match="`hopfield_solve` has no forward-mode derivative"):
+                torch.autograd.grad(state, query, cotangent)
+
+
+def test_a_tangent_of_something_else_disturbs_nothing():
+    query, keys, beta, anchor = small()
+    expected = hopfield_solve(query, keys, beta=beta, anchor=anchor).state
+    with torch.autograd.forward_ad.dual_level():
+        torch.autograd.forward_ad.make_dual(query.clone(), query)
+        assert torch.equal(hopfield_solve(query, keys, beta=beta, anchor=anchor).state, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_has_forward_mode_and_compiled_never_zero(compiled):
+    query, keys = random(2, 3, 4), random(2, 64, 4, seed=1)
+
+    def attention(x):
+        return equilibrium_attention(x, keys, keys, scale=0.5, anchor=0.4, solver=Anderson(rtol=1e-12))
+
+    def slope(x, t):
+        return torch.func.jvp(attention, (x,), (t,))[1]
+
+    tangent = random(2, 3, 4, seed=2)
+    step = 1e-5
+    truth = (attention(query + step * tangent) - attention(query - step * tangent)) / (2 * step)
+    try:
+        found = torch.compile(slope, backend="aot_eager")(query, tangent) if compiled else slope(query, tangent)
+    except Exception:
+        # The compiler of torch fails at what it leaves out inside torch.func.
+        assert compiled
+    else:
+        assert relative_error(found, truth) < 1e-7
+
+
+# Saddles, and systems without an answer, where the backward pass is an operation.
+
+
+def between(curvature, dtype=torch.float64):
+    """Two clusters of keys and queries half-way, where the energy has that curvature along their difference."""
+    keys = torch.zeros(70, 6, dtype=dtype)
+    keys[:35, 0], keys[35:, 0] = 2.0, -2.0
+    query = random(2, 6, dtype=dtype)
+    query[:, 0] = 0.0
+    return query, keys, {"anchor": 0.1, "beta": (1 - curvature) / (4 * 0.9)}
+
+
+@IMPLEMENTATIONS
+def test_the_gradient_at_a_saddle_is_that_of_the_solution(impl):
+    query, keys, options = between(-0.5)
+    query, keys = query.requires_grad_(), keys.requires_grad_()
+    state = hopfield_solve(query, keys, **options, **TIGHT, impl=impl).state
+    assert (state[:, 0].abs() < 1e-12).all()
+    found = torch.autograd.grad(state, (query, keys), random(2, 6, seed=3))
+    energy = AnchoredEnergy(LogSumExp(keys, options["beta"]), query, options["anchor"])
+    by_keys, by_query = dense_gradients(energy, state.detach(), random(2, 6, seed=3))
+    assert relative_error(found[0], by_query) < 1e-8
+    assert relative_error(found[1], by_keys) < 1e-8
+
+
+def compiled_attention(on_failure="warn"):
+    def attention(query, keys, beta, anchor):
+        return equilibrium_attention(query, keys, keys, scale=beta, anchor=anchor, on_failure=on_failure)
+
+    return attention, torch.compile(attention, fullgraph=True, backend="aot_eager")
+
+
+def test_a_compiled_graph_has_the_eager_gradient_at_a_saddle():
+    query, keys, options = between(-0.5)
+    found = []
+    for attention in compiled_attention():
+        leaves = query.clone().requires_grad_(), keys.clone().requires_grad_()
+        found.append(torch.autograd.grad(attention(*leaves, **options), leaves, random(2, 6, seed=3)))
+    for eager, compiled in zip(*found, strict=True):
+        assert eager.abs().max() > 1e-3
+        assert relative_error(compiled, eager) < 1e-8
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "ignore"])
+@pytest.mark.parametrize("where", ["operation", "compiled"])
+def test_a_backward_pass_without_an_answer_is_told(where, on_failure):
+    if (where, on_failure) == ("operation", "ignore"):
+        return
+    query, keys, options = between(0.0)
+    query = query.requires_grad_()
+    if where == "operation":
+        out = hopfield_solve(query, keys, **options).state
+    else:
+        out = compiled_attention(on_failure)[1](query, keys, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.autograd.grad(out[:, 0].sum(), query)
+    told = [w for w in caught if issubclass(w.category, ConvergenceWarning)]
+    assert len(told) == (on_failure == "warn")
+    assert all("adjoint solve of `hopfield_solve`, whose gradient is therefore wrong, failed" in str(w) for w in told)
+
+
+def test_a_compiled_solve_says_that_it_keeps_no_evidence_of_its_backward_pass():
+    layer = ImplicitAttention(8, 2, anchor=0.5)
+    x = random(1, 64, 8, dtype=torch.float32)
+    torch.compile(layer, fullgraph=True, backend="eager")(x).sum().backward()
+    assert "no backward pass yet" not in repr(layer.last_solve.adjoint)
+    assert "compiled graph" in repr(layer.last_solve.adjoint)
+    layer(x)
+    assert "no backward pass yet" in repr(layer.last_solve.adjoint)

@@ -11,6 +11,7 @@ from ..._types import Impl
 from ...status import Status
 from .._door import Chosen, chosen, laid_out, state_of
 from .._hopfield import Hopfield
+from .._registration import refuse_tangents
 from ..hopfield_solve.api import dispatch as dispatch_solve
 from ..hopfield_solve.rule import Stop
 from .rule import MAX_STEPS, Adjoint, CGStop, default_rtol, nothing
@@ -62,13 +63,14 @@ def hopfield_cg(
     """
     problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
     state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
+    refuse_tangents("hopfield_cg", *problem, state, cotangent)
     which = chosen(impl, problem)
     rtol = default_rtol(keys.dtype, which) if rtol is None else rtol
     _validate.check_number("rtol", rtol, low=0.0)
     _validate.check_integer("max_steps", max_steps, low=0)
     from .ops import hopfield_cg_op
 
-    return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, which))
+    return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, which, "ignore"))
 
 
 def run(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, impl: Impl) -> Adjoint:
@@ -93,14 +95,19 @@ def dispatch(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, 
     there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2), which)
     found = fused_solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop)
     stalled = found.status == Status.STALLED
-    if state.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not may_look(state):
         return _unanswered(found, stalled)
     if not bool(stalled.any()):
         return found
     again = tiled_solve_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), stop)
     value = torch.where(stalled[..., None], again.value, found.value)
     evidence = (torch.where(stalled, b, a) for a, b in zip(found[1:-1], again[1:-1], strict=True))
-    return Adjoint(value, *evidence, found.by_keys + again.by_keys)
+    return Adjoint._make((value, *evidence, found.by_keys + again.by_keys))
+
+
+def may_look(tensor: Tensor) -> bool:
+    """Whether the host may wait for numbers: not while a CUDA graph is captured, which must not depend on them."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _unanswered(found: Adjoint, stalled: Tensor) -> Adjoint:

@@ -89,7 +89,8 @@ def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGS
         by_keys=torch.zeros_like(rows.keys),
     )
     for part, entries in tiles(rows, size):
-        _solve_tile(part, entries, *(t.index_select(0, part.ids) for t in (z, g, unit)), stop, found)
+        own = (t.index_select(0, part.ids) for t in (z, g, unit))
+        _solve_tile(part, entries, *own, stop=stop, found=found)
     per_query = [rows.restored(t[:, : rows.dim] if t.ndim > 1 else t) for t in found[:-1]]
     by_keys = rows.keys_restored(found.by_keys).reshape(problem.keys.shape)
     return Adjoint._make((*per_query, by_keys))
@@ -109,7 +110,9 @@ def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
 
 
 @torch.inference_mode()
-def _solve_tile(rows: Rows, entries: Tensor, z: Tensor, g: Tensor, unit: Tensor, stop: CGStop, found: Adjoint) -> None:
+def _solve_tile(
+    rows: Rows, entries: Tensor, z: Tensor, g: Tensor, unit: Tensor, *, stop: CGStop, found: Adjoint
+) -> None:
     """Solve for the cotangents g, each in units of its own power of two, and write what is found in those of all."""
     tile = Tile.of(rows, z)
     weights, by_cov = tile.weights, tile.by_cov

@@ -10,6 +10,7 @@ from ... import _validate
 from ..._types import Impl
 from .._door import Chosen, chosen, laid_out, state_of
 from .._hopfield import Hopfield
+from .._registration import refuse_tangents
 from ..hopfield_solve.api import dispatch as dispatch_solve
 from ..hopfield_solve.rule import Stop
 
@@ -63,6 +64,7 @@ def hopfield_hvp(
         shape = tuple(query.shape[:-1])
         received = tuple(logsumexp.shape)
         _validate.require(received == shape, "logsumexp", f"have one number per query, shape {shape}", received)
+    refuse_tangents("hopfield_hvp", *problem, state, vector, mean, logsumexp)
     from .ops import hopfield_hvp_op
 
     product: Tensor = hopfield_hvp_op(*problem, state, vector, mean, logsumexp, chosen(impl, problem))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._hopfield import Hopfield
-from .._registration import PROBLEM, batched
+from .._registration import PROBLEM, batched, refuse_tangents
 from .api import dispatch
 
 hopfield_hvp_op = torch.library.custom_op(
@@ -41,6 +41,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     *problem, state, mean, logsumexp = ctx.saved_tensors
+    refuse_tangents("hopfield_hvp", cotangent)
     by_vector = hopfield_hvp_op(*problem, ctx.is_causal, state, cotangent, mean, logsumexp, ctx.which)
     return (*(None,) * 7, by_vector, None, None, None)
 

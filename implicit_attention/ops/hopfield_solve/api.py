@@ -9,6 +9,7 @@ from ... import _validate
 from ..._types import Impl
 from .._door import Chosen, chosen, laid_out, state_of
 from .._hopfield import Hopfield
+from .._registration import refuse_tangents
 from .rule import Solved, Stop, nothing
 
 
@@ -55,8 +56,9 @@ def hopfield_solve(
     Raises:
         TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, and why.
 
-    Gradients: of `state`, exact where it converged, first order, with respect to query, keys, beta and anchor; not to
-    an additive mask. `implicit_attention.solve` has all orders.
+    Gradients: of `state`, exact where it converged, at saddles too, with respect to query, keys, beta and anchor, not
+    to an additive mask; first order, by backward passes, of which one that fails warns. `implicit_attention.solve` has
+    all orders and forward mode.
 
     Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
     """
@@ -72,8 +74,9 @@ def hopfield_solve(
         )
     from .ops import hopfield_solve_op
 
+    refuse_tangents("hopfield_solve", *problem, start)
     which = chosen(impl, problem)
-    return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, which))
+    return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, which, "warn"))
 
 
 def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl, keep_mean: bool = True) -> Solved:

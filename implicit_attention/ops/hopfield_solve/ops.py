@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._hopfield import Hopfield
-from .._registration import PROBLEM, batched, sum_to
+from .._registration import PROBLEM, batched, refuse_tangents, sum_to
 from ..hopfield_cg.ops import hopfield_cg_op
 from ..hopfield_cg.rule import MAX_STEPS, default_rtol
 from .api import dispatch
@@ -18,14 +18,14 @@ hopfield_solve_op = torch.library.custom_op(
     "implicit_attention::hopfield_solve",
     lambda *args: _solve(*args),
     mutates_args=(),
-    schema=f"({PROBLEM}, Tensor initial, float rtol, float atol, int max_steps, int plain_steps, str which) -> "
-    f"({', '.join(['Tensor'] * 8)})",
+    schema=f"({PROBLEM}, Tensor initial, float rtol, float atol, int max_steps, int plain_steps, str which, "
+    f"str on_failure) -> ({', '.join(['Tensor'] * 8)})",
 )
 
 
 def _solve(*args: Any) -> tuple[Tensor, ...]:
-    problem, initial, which = Hopfield(*args[:6]), args[6], args[-1]
-    found = dispatch(problem, initial, Stop(*args[7:-1]), which)
+    problem, initial, which = Hopfield(*args[:6]), args[6], args[-2]
+    found = dispatch(problem, initial, Stop(*args[7:-2]), which)
     # Results of an operation share no memory.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in found)
 
@@ -40,7 +40,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.is_causal, ctx.which = inputs[5], inputs[-1]
+    ctx.is_causal, ctx.which, ctx.on_failure = inputs[5], *inputs[-2:]
     ctx.save_for_backward(*inputs[:5], output[0], output[1])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -49,7 +49,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     field, keys, beta, anchor, mask, state, mean = ctx.saved_tensors
     if cotangent is None:
-        return (None,) * 12
+        return (None,) * 13
+    refuse_tangents("hopfield_solve", cotangent)
     problem = (field, keys, beta, anchor, mask, ctx.is_causal)
     # A query that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
     lost = ~torch.isfinite(state).all(-1, keepdim=True)
@@ -57,7 +58,7 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     state, mean, field = (t.masked_fill(lost, 0.0) for t in (state, mean, field))
     cotangent = cotangent.masked_fill(read, torch.nan)
     rtol = default_rtol(keys.dtype, ctx.which)
-    u, *_, by_beta, by_keys = hopfield_cg_op(*problem, state, cotangent, rtol, MAX_STEPS, ctx.which)
+    u, *_, by_beta, by_keys = hopfield_cg_op(*problem, state, cotangent, rtol, MAX_STEPS, ctx.which, ctx.on_failure)
     by_anchor = (u * (field - mean)).sum(-1)
     gradients = (
         (anchor * u).to(field.dtype),
@@ -65,7 +66,7 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
         sum_to(by_beta[..., None], beta),
         sum_to(by_anchor[..., None], anchor),
     )
-    return (*gradients, *(None,) * 8)
+    return (*gradients, *(None,) * 9)
 
 
 hopfield_solve_op.register_autograd(_backward, setup_context=_setup)
