@@ -174,6 +174,16 @@ def test_a_file_that_is_loaded_without_the_library_is_not_softmax_in_silence(tmp
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_name_stays_in_the_file_of_a_model_that_transformers_load_and_save_again(tmp_path):
+    model, given = attached()
+    model.save_pretrained(tmp_path / "first")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "first").eval()
+    expected = logits(again, given)
+    again.save_pretrained(tmp_path / "second")
+    third = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "second").eval()
+    assert torch.equal(logits(third, given), expected)
+
+
 def test_one_graph_serves_a_model_whose_options_come_from_its_file(tmp_path):
     model, given = attached(layers={1: {"anchor": 0.3}})
     del given["position_ids"]
