@@ -34,7 +34,7 @@ def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, setti
 
 
 def name_again(config: Any, name: str) -> None:
-    """Let a configuration with anchors name its attention when it is saved again: transformers forget what they read."""
+    """Let a configuration with anchors name its attention when it is saved again; transformers do not."""
     if name in names(config) and not hasattr(config, NAME):
         setattr(config, NAME, name)
 
