@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers_models import batch, make
 
 from implicit_attention import Anderson
-from implicit_attention.integrations.transformers import convert, register, report
+from implicit_attention.integrations.transformers import attach, convert, register, report
 
 SIZES = {
     "vocab_size": 60,
@@ -273,6 +273,12 @@ def rows(model):
 
 
 # Architectures.
+
+
+@every
+def test_no_architecture_has_attention_that_is_out_of_reach(name):
+    made = model(name)
+    assert attach(made) is made
 
 
 @every

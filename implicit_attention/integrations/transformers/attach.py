@@ -205,18 +205,19 @@ def _unreached(model: PreTrainedModel, found: Reach, partial: Partial) -> tuple[
     """What is to be said of attention that cannot be replaced, and whether the model can be used all the same."""
     who, own = type(model).__name__, listed(found.own)
     if not found.asks:
-        own = own or listed(attention_names(model)) or "nothing that calls itself attention"
-        return (
-            f"{who} does not take its attention from transformers' attention interface, so that it cannot be replaced; "
-            f"choose another architecture. It attends by itself in {own}",
-            False,
-        )
+        own = own or listed(attention_names(model))
+        reason = "does not take its attention from transformers' attention interface, so that it cannot be replaced"
+        where = f"It attends by itself in {own}" if own else "It has no module that calls itself attention"
+        return f"{who} {reason}; choose another architecture. {where}", False
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not all(takes_masks(part.config) for part in parts if part._can_set_attn_implementation()):
         reason = "and adds the masks of the rest to its scores, where they are misread; choose another architecture"
         return f"{who} computes some attention by itself, {reason}: {own}", False
-    accept = '; partial="warn" accepts that' if partial == "refuse" else ""
-    return (f"{who} computes some attention by itself, which stays what it is: {own}{accept}" if own else ""), True
+    remedies = ['partial="warn" accepts that'] if partial == "refuse" else []
+    if any(issubclass(kind, nn.MultiheadAttention) for kind in found.own.values()):
+        remedies.append("integrations.multihead.replace_attention(model) replaces nn.MultiheadAttention")
+    remedy = "".join(f"; {each}" for each in remedies)
+    return (f"{who} computes some attention by itself, which stays what it is: {own}{remedy}" if own else ""), True
 
 
 def _asked(module: nn.Module) -> str | None:

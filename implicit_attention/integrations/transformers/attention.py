@@ -16,7 +16,7 @@ from ...potentials.softcap import SoftcapLogSumExp
 from ...read_out import PotentialFactory, at_least_single
 from ...solution import Evidence
 from .._zero_key import with_zero_key
-from .saved import of_config
+from .saved import name_again, of_config
 from .settings import OPTIONS, SETTINGS, Given, Settings
 
 #: Where an attention module keeps its `Last`.
@@ -190,7 +190,10 @@ class EquilibriumForward:
         held: dict[str, Settings] = getattr(module, SETTINGS, None) or {}
         if self.name in held:
             return held[self.name]
-        return of_config(getattr(module, "config", None), self.name, self.settings)
+        config = getattr(module, "config", None)
+        if not torch.compiler.is_compiling():
+            name_again(config, self.name)
+        return of_config(config, self.name, self.settings)
 
     @staticmethod
     def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings) -> Given:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -139,15 +139,16 @@ class _Steps:
             yield "i"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield "p"
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr in self.methods:
+        elif isinstance(node, ast.Attribute) and _named(node.value) == "self" and node.attr in self.methods:
             # Methods are handed on as well, to be called by others.
             yield from self.of(*self.methods[node.attr])
         if isinstance(node, ast.Call):
             yield from self._call(source, node.func)
 
-    def _call(self, source: Source, called: Any) -> Iterator[str]:
-        name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
-        owner = called.value.id if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) else ""
+    def _call(self, source: Source, called: ast.expr) -> Iterator[str]:
+        name, owner = _named(called), ""
+        if isinstance(called, ast.Attribute):
+            name, owner = called.attr, _named(called.value)
         if name in _FUSED:
             yield "f"
         elif name in _SOFTMAX or owner in _SOFTMAX:
@@ -156,3 +157,7 @@ class _Steps:
             yield "p"
         elif isinstance(called, ast.Name) and name in source.functions:
             yield from self.of(source, source.functions[name])
+
+
+def _named(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else ""

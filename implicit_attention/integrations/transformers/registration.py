@@ -49,17 +49,20 @@ def register(
     Then `model.set_attn_implementation(name)`, or `from_pretrained(..., attn_implementation=name)`, gives every
     attention of the model z = anchor q + (1 - anchor) softmax(scaling z K^T + mask) K, read out as
     softmax(scaling z K^T + mask) V: with `max_steps=0` (or anchor 1) what the model computed before, with the same
-    parameters. Registering a name again changes the models that use it, but for what `convert` or `override` has set in
-    one of them. A call may override each option but `layers`: `model(**inputs, max_steps=0, anchor=0.8)`, where a model
-    hands its arguments down to attention. Some do not (StableLM, vision towers, `generate`): `override` always does.
+    parameters. Registering a name again changes the models that use it, but for what `attach`, `convert` or `override`
+    has set in one of them. A call may override each option but `layers`: `model(**inputs, max_steps=0, anchor=0.8)`,
+    where a model hands its arguments down to attention. Some do not (StableLM, vision towers, `generate`): `override`
+    always does.
 
-    Transformers do not save the name: pass it again when a model is loaded. A model that multiplies its queries by the
-    scale before attention (OPT, Whisper) anchors those short queries.
+    `attach` does this for one model, and looks first whether all its attention asks for the name: transformers accept
+    it for classes that attend by themselves, which then go on with softmax attention. They do not save the name either,
+    but for models of `attach` and `convert`. A model that multiplies its queries by the scale before attention (OPT,
+    Whisper) anchors those short queries.
 
     Args:
         name: how models ask for it; not one of transformers' own.
-        anchor: in [0, 1], how much of the query stays: 1 is softmax attention. A tensor has one for each head, and
-            gets a gradient if it requires one.
+        anchor: in [0, 1], how much of the query stays: 1 is softmax attention. A tensor has one for each head and is
+            fixed: it must not require a gradient.
         max_steps: the solver's `max_steps` in short; 0 solves nothing.
         solver: default `Anderson()`.
         adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps (rtol = atol = 0).

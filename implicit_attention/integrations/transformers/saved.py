@@ -33,6 +33,12 @@ def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, setti
         setattr(module, SETTINGS, {**(getattr(module, SETTINGS, None) or {}), name: settings})
 
 
+def name_again(config: Any, name: str) -> None:
+    """Let a configuration with anchors name its attention when it is saved again; transformers do not."""
+    if name in names(config) and not hasattr(config, NAME):
+        setattr(config, NAME, name)
+
+
 def names(config: Any) -> list[str]:
     """The names for which a configuration holds anchors."""
     return list(getattr(config, ANCHORS, None) or ())

@@ -55,7 +55,7 @@ class Settings:
             _validate.check_range("anchor", self.anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
         else:
             _validate.check_number("anchor", self.anchor, low=0.0, high=1.0)
-        if self.layers is None or callable(self.layers):
+        if self.layers is None or (not isinstance(self.layers, Mapping) and callable(self.layers)):
             return
         required = "be a dict from layer index to options, or a function of the index"
         _check_mapping("layers", self.layers, required, "{3: {'anchor': 0.8}}")
@@ -92,12 +92,15 @@ class Settings:
         index = getattr(module, "layer_idx", None)
         if index is None:
             return {}
-        if callable(layers):
+        if not isinstance(layers, Mapping):
             return layers(index)
         config = getattr(module, "config", None)
-        count = max(
-            (n for n in (getattr(config, name, None) for name in _COUNTS) if isinstance(n, int)), default=index + 1
-        )
+        count = index + 1
+        # Not max() of them, which torch.compile does not follow.
+        for name in _COUNTS:
+            layers_there = getattr(config, name, None)
+            if isinstance(layers_there, int) and layers_there > count:
+                count = layers_there
         unknown = [i for i in layers if i >= count]
         if unknown:
             required = f"hold indices of {type(module).__name__} among 0 to {count - 1}"

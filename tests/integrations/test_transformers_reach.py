@@ -1,0 +1,179 @@
+"""Which models have attention that cannot be replaced: some named by hand, and a sweep over transformers' sources."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from transformers_models import MODELS, make
+
+from implicit_attention.integrations.transformers import attach, report
+from implicit_attention.integrations.transformers import reach as reading
+
+OWN = {
+    "fsmt": "Attention",
+    "prophetnet": "ProphetNetNgramSelfAttention",
+    "deberta": "DisentangledSelfAttention",
+    "deberta-v2": "DisentangledSelfAttention",
+    "flaubert": "MultiHeadAttention",
+    "funnel": "FunnelRelMultiheadAttention",
+    "mra": "MraSelfAttention",
+    "xlm": "MultiHeadAttention",
+    "yoso": "YosoSelfAttention",
+    "swinv2": "Swinv2SelfAttention",
+    "pvt": "PvtEfficientSelfAttention",
+    "levit": "LevitAttention",
+    "mobilevit": "MobileViTSelfAttention",
+    "hiera": "HieraMaskUnitAttention",
+    "timesformer": "TimesformerSelfAttention",
+    "vitdet": "VitDetAttention",
+    "wavlm": "WavLMAttention",
+    "sew-d": "DisentangledSelfAttention",
+    "cpmant": "CpmAntAttention",
+    "openai-gpt": "Attention",
+    "rwkv": "RwkvSelfAttention",
+    "xlnet": "XLNetRelativeAttention",
+    "gptj": "GPTJAttention",
+    "falcon": "FalconAttention",
+    "data2vec-vision": "Data2VecVisionSdpaSelfAttention",
+    "sam_vision_model": "SamVisionSdpaAttention",
+    "git": "GitSelfAttention",
+}
+PARTLY = {
+    "longt5": "LongT5LocalAttention",
+    "pegasus_x": "PegasusXGlobalLocalAttention",
+    "siglip_vision_model": "MultiheadAttention",
+}
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+_DEPTHS += ("num_encoder_layers", "num_decoder_layers")
+
+
+def unweighted(kind):
+    """A model of the default sizes, without memory for its parameters."""
+    config = hf.AutoConfig.for_model(kind)
+    for name in _DEPTHS:
+        if hasattr(config, name) and (kind, name) != ("prophetnet", "num_hidden_layers") and kind != "funnel":
+            setattr(config, name, 1)
+    config.architectures = []
+    with torch.device("meta"):
+        return hf.AutoModel.from_config(config)
+
+
+@pytest.mark.parametrize(("kind", "attention"), OWN.items())
+def test_a_model_that_attends_by_itself_is_refused_with_its_modules(kind, attention):
+    model = unweighted(kind)
+    name = next(name for name, module in model.named_modules() if type(module).__name__ == attention)
+    before = model.config._attn_implementation
+    for partial in ("refuse", "warn"):
+        with pytest.raises(ValueError, match=rf"choose another architecture.*\b{attention} \([^)]*{re.escape(name)}"):
+            attach(model, partial=partial)
+    assert model.config._attn_implementation == before
+    assert not hasattr(model.config, "equilibrium_anchors")
+
+
+@pytest.mark.parametrize(("kind", "attention"), PARTLY.items())
+def test_a_model_that_attends_by_itself_in_parts_is_refused_or_warned_of(kind, attention):
+    model = unweighted(kind)
+    with pytest.raises(ValueError, match=rf'stays what it is: {attention} \(.*partial="warn" accepts'):
+        attach(model)
+    with pytest.warns(UserWarning, match=rf"stays what it is: {attention} \([^)]*\)(; integrations.multihead.*)?$"):
+        assert attach(model, partial="warn") is model
+    assert model.config.equilibrium_anchors == {"equilibrium": 0.5}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_ask_are_taken_whole(name):
+    model = make(name)
+    found = reading.reach(model)
+    assert len(found.asks) == (6 if name == "t5" else 2)
+    assert not found.own
+
+
+def test_models_without_attention_are_refused():
+    with pytest.raises(ValueError, match="It has no module that calls itself attention"):
+        attach(hf.MambaModel(hf.MambaConfig(hidden_size=8, num_hidden_layers=1, state_size=2, vocab_size=9)))
+
+
+@pytest.mark.parametrize("kind", ["full", "prob"])
+def test_informer_attends_as_it_does_eagerly_or_says_why_not(kind, capsys):
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_time_features": 1}
+    config = hf.InformerConfig(
+        prediction_length=4, context_length=8, lags_sequence=[1, 2], attention_type=kind, distil=True, **sizes
+    )
+    model = hf.InformerModel(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    if kind == "prob":
+        with pytest.raises(ValueError, match=r"masks .* misread.*InformerProbSparseAttention \(encoder.layers.0"):
+            attach(model, partial="warn")
+        return
+    given = {"past_values": torch.randn(2, 10), "past_time_features": torch.randn(2, 10, 1)}
+    given |= {"past_observed_mask": torch.ones(2, 10), "future_values": torch.randn(2, 4)}
+    given = {key: value.double() for key, value in {**given, "future_time_features": torch.randn(2, 4, 1)}.items()}
+    with torch.no_grad():
+        eager = model(**given)[0]
+        ours = attach(model, max_steps=0)(**given)[0]
+    assert len(report(model)) == 6
+    torch.testing.assert_close(ours, eager, rtol=1e-12, atol=1e-12)
+
+
+# A sweep by other means: regular expressions over the text of every class.
+
+_ROOT = Path(hf.__file__).parent / "models"
+_CLASS = re.compile(r"class (\w+)(?:\(([^)]*)\))?:")
+_PROJECTION = re.compile(r"self\.\w*(?:query|key|value|[qkv]_proj|to_[qkv]|q_lin|qkv|c_attn|\b[qkv])\w*\(")
+_ATTENDS = re.compile(r"softmax\(|scaled_dot_product_attention\(|multi_head_attention_forward\(")
+_ASKS = re.compile(r"attention_interface\(|ALL_ATTENTION_FUNCTIONS")
+# Their softmax is over gates, pixels or what a sparse attention will look at; nothing is read out by it.
+_NO_ATTENTION = re.compile(r"Compressor$|Indexer$|SuperPointInterestPointDecoder")
+
+
+def classes(text):
+    """(name, bases, body) of the classes of a file that compute something."""
+    for part in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
+        if (head := _CLASS.match(part)) and "def forward" in part:
+            yield head[1], re.findall(r"\w+", head[2] or ""), part
+
+
+def attends_by_itself(name, body):
+    whole = "PreTrainedModel" in body.partition(":")[0] or _NO_ATTENTION.search(name)
+    return not whole and not _ASKS.search(body) and _ATTENDS.search(body) and _PROJECTION.search(body)
+
+
+def stubs(file, text):
+    """The classes of a file without what they hold, by name: (stub, body)."""
+    made = {}
+    for name, bases, body in classes(text):
+        parents = tuple(made[base][0] for base in bases if base in made)[:1] or (nn.Module,)
+        made[name] = (type(name, parents, {"__module__": file}), body)
+    return made
+
+
+def test_every_class_that_attends_by_itself_is_refused_by_the_door(monkeypatch):
+    own, asks, sources, source_of = {}, {}, {}, reading._source_of
+    for number, path in enumerate(sorted(_ROOT.glob("*/modeling_*.py"))):
+        text = path.read_text()
+        for name, (stub, body) in stubs(path.stem, text).items():
+            if _ASKS.search(body) and number % 8 == 0:
+                asks[path.stem, name] = stub
+            elif attends_by_itself(name, body):
+                own[path.stem, name] = stub
+        if any(file == path.stem for file, _ in (*own, *asks)):
+            sources[path.stem] = reading.parsed(text)
+    monkeypatch.setattr(reading, "_source_of", lambda module: sources.get(module) or source_of(module))
+    assert len(own) > 100
+    assert len(asks) > 30
+    assert not [key for key, stub in asks.items() if reading._kind(stub) != "asks"]
+    model = make("bert", torch.float32)
+    for (file, name), stub in own.items():
+        layer = stub.__new__(stub)
+        nn.Module.__init__(layer)
+        model.add_module(f"{file}-{name}", layer)
+    with pytest.raises(ValueError, match="stays what it is") as refused:
+        attach(model)
+    assert not [key for key in own if f"{key[0]}-{key[1]}" not in str(refused.value)]
