@@ -207,7 +207,7 @@ def _check(system: SpinSystem, method: Method, on_failure: OnFailure) -> None:
 
 def _answer(method: Method, system: SpinSystem, on_failure: OnFailure) -> tuple[LogPartition, Tensor]:
     """The method's log Z with evidence, and which samples are lost, (*batch), whose numbers mean nothing."""
-    sound, lost = without_lost(system)
+    sound, lost = without_lost(system, symmetric=method.symmetric)
     value, evidence = method.log_partition(sound)
     # What a later backward pass finds out is told in the same way.
     evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
