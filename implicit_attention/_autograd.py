@@ -123,6 +123,16 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
+def readable(tensor: Tensor, *, wait: bool = False) -> Tensor | None:
+    """`tensor` as what all torch.func transforms made it of, in whatever order its axes then are, for the host to read;
+    None where the host cannot look, or, without `wait`, would have to wait for another device."""
+    if not (wait or tensor.device.type == "cpu"):
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.detach()
+
+
 def vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[..., Any]]:
     """torch.func.vjp, (outputs, pullback), with one type."""
     outputs, pullback = torch.func.vjp(function, *primals)[:2]

@@ -105,7 +105,7 @@ class AnchoredEnergy(Energy):
         return mean if self._forgets else between(mean, self.field, self._anchor)
 
     def gradient(self, z: Tensor) -> Tensor:
-        return z - self._map(self.potential.mean(z))
+        return z - self._map(self.potential.mean(z), z)
 
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
         return v - (1 - self._anchor) * self.potential.covariance_product(z, v)

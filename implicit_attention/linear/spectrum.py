@@ -125,10 +125,20 @@ def spectral_radius(matvec: LinearMap, start: Tensor, steps: int = 30) -> Tensor
     Reference: Arnoldi (1951).
 
     """
+    return ritz_radius(matvec, start, steps).value
+
+
+def ritz_radius(matvec: LinearMap, start: Tensor, steps: int) -> Eigenvalue:
+    """`spectral_radius`, and the residual |A y - theta y| of the unit Ritz vector y that belongs to it: an error bound
+    for normal maps, an indication for others."""
     with torch.no_grad():
-        clean, broken = _without_nan(arnoldi(matvec, start, steps)[1])
-        moduli: Tensor = torch.linalg.eigvals(clean).abs()
-        return moduli.amax(-1).masked_fill(broken, torch.nan)
+        _, hessenberg, last = arnoldi(matvec, start, steps)
+        clean, broken = _without_nan(hessenberg)
+        values, vectors = torch.linalg.eig(clean)
+        moduli = values.abs()
+        radius, which = moduli.max(-1)
+        error = last * vectors[..., -1, :].abs().gather(-1, which.unsqueeze(-1)).squeeze(-1)
+        return Eigenvalue(radius.masked_fill(broken, torch.nan), error.masked_fill(broken, torch.nan))
 
 
 def arnoldi(matvec: LinearMap, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from .._autograd import is_batched
 from .._types import LinearMap
-from ..linear import extreme_eigenvalues
+from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
 from ..potentials.spin import Response
 
-#: Lanczos steps towards an extreme eigenvalue of N D.
-STEPS = 24
+#: Lanczos steps towards an extreme eigenvalue of N D; for a verdict as many more as it takes to be certain.
+STEPS = (24, 96, 384)
 
 
 def covariance_roots(
@@ -30,15 +33,38 @@ def covariance_roots(
     return lambda v: scaled(v, across, along), lambda v: scaled(v, *inverse)
 
 
-def extremes(product: LinearMap, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest eigenvalue of a symmetric map of states, (*batch), each from inside the spectrum."""
-    low, high = extreme_eigenvalues(
-        lambda v: product(v.reshape(like.shape)).flatten(-2), torch.zeros_like(like.flatten(-2)), STEPS
-    )
-    return low.value, high.value
+def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:
+    """An estimate of the smallest eigenvalue of a symmetric map of states, (*batch), from inside the spectrum."""
+    return extreme_eigenvalues(_rows(product, like), torch.zeros_like(like.flatten(-2)), STEPS[0])[0].value
 
 
-def above_one(eigenvalue: Tensor) -> Tensor:
-    """Whether it is, beyond rounding."""
-    above: Tensor = eigenvalue > 1 + torch.finfo(eigenvalue.dtype).eps ** 0.5
+def exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
+    """Whether the largest eigenvalue of a symmetric map of states is above 1 beyond rounding, (*batch).
+
+    An estimate above 1 is certain, being from inside the spectrum; one below is taken where its error does not reach 1.
+    Else there are more vectors. With N D > 384 an eigenvalue very near to 1 may be missed.
+    """
+    rows, start = _rows(product, like), torch.zeros_like(like.flatten(-2))
+    return _above_one(lambda steps: extreme_eigenvalues(rows, start, steps)[1], like)
+
+
+def radius_exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
+    """`exceeds_one` for the spectral radius of a map that need not be symmetric."""
+    rows, start = _rows(product, like), torch.zeros_like(like.flatten(-2))
+    return _above_one(lambda steps: ritz_radius(rows, start, steps), like)
+
+
+def _above_one(estimate: Callable[[int], Eigenvalue], like: Tensor) -> Tensor:
+    """Whether an estimate, by a number of vectors, is above 1, from as few vectors as tell."""
+    look, limit = not is_batched(like), 1 + torch.finfo(like.dtype).eps ** 0.5
+    # Where the host cannot look, all vectors are taken at once.
+    for steps in STEPS if look else STEPS[-1:]:
+        value, error = estimate(steps)
+        above: Tensor = value > limit
+        if steps >= like.shape[-2:].numel() or (look and not bool(((value + error > limit) & ~above).any())):
+            break
     return above
+
+
+def _rows(product: LinearMap, like: Tensor) -> LinearMap:
+    return lambda v: product(v.reshape(like.shape)).flatten(-2)

@@ -72,20 +72,42 @@ class Bethe(FixedPointMethod):
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         field, bonds, _ = _in_units(system)
-        total, cavity = _cavity(state, field)
-        equal = bonds + _log_cosh(cavity + cavity.mT)
-        opposite = -bonds + _log_cosh(cavity - cavity.mT)
-        m = torch.tanh(total)
-        size = (1 - m.square()).clamp(min=0).sqrt()
-        scale = size[..., :, None] * size[..., None, :]
-        # Connected correlation of each pair, in units of the two standard deviations.
-        pair = torch.tanh((equal - opposite) / 2) - m[..., :, None] * m[..., None, :]
-        r = torch.where((scale > 0) & (bonds != 0), pair / scale, 0.0)
-        bent = r.square() / (1 - r.square())
-        inverse = torch.diag_embed(1 + bent.sum(-1)) - r / (1 - r.square())
-        unclear = torch.finfo(inverse.dtype).eps ** 0.5 * inverse.diagonal(dim1=-2, dim2=-1)
-        indefinite: Tensor = torch.linalg.cholesky_ex(inverse + torch.diag_embed(unclear)).info > 0
-        return indefinite
+        cavity = _cavity(state, field)[1]
+        # A pair has the weights exp(+-bonds +- cavity +- cavity^T); of its two spins r is the correlation coefficient.
+        along, across = _log_cosh(cavity + cavity.mT), _log_cosh(cavity - cavity.mT)
+        variance = torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity))
+        # log |r| and log(1 - r^2), of which no digit is lost where bonds are strong.
+        size = _log_sinh(2 * bonds.abs()) - (variance + variance.mT) / 2
+        rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
+        rest = rest - variance - variance.mT
+        weights = torch.exp((size - rest).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
+        r = torch.exp(size)
+        # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by what its rows add up to.
+        own = 1 - (r / (1 + r)).sum(-1)
+        return _indefinite(own + torch.finfo(own.dtype).eps ** 0.5, torch.sign(bonds) * weights)
+
+
+def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
+    """Whether the matrix diag(own_i + sum_j |b_ij|) - b, (*batch, N, N), has a negative eigenvalue, (*batch).
+
+    By elimination in terms of these numbers, which subtracts no large ones: it holds to the rounding of `own`, however
+    large b is.
+
+    Reference: O'Cinneide (1996), for b without negative entries.
+    """
+    found = torch.zeros_like(own[..., 0], dtype=torch.bool)
+    for _ in range(own.shape[-1]):
+        row, rest = bonds[..., 0, 1:], bonds[..., 1:, 1:]
+        pivot = own[..., :1] + row.abs().sum(-1, keepdim=True)
+        found = found | (pivot[..., 0] < 0)
+        # Past a negative pivot any numbers do.
+        part = row / torch.where(pivot > 0, pivot, torch.inf)
+        joined = row[..., :, None] * part[..., None, :]
+        joined = joined - torch.diag_embed(joined.diagonal(dim1=-2, dim2=-1))
+        cancelled = torch.where(rest * joined < 0, torch.minimum(rest.abs(), joined.abs()), 0.0)
+        own = own[..., 1:] + part.abs() * own[..., :1] + 2 * cancelled.sum(-1)
+        bonds = rest + joined
+    return found
 
 
 def _in_units(system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,6 +150,11 @@ def _log_partition(messages: Tensor, field: Tensor, bonds: Tensor) -> Tensor:
 def _softplus(x: Tensor) -> Tensor:
     # Torch's own threshold of 20 would leave an error of 2e-9.
     return F.softplus(x, threshold=50.0)
+
+
+def _log_sinh(x: Tensor) -> Tensor:
+    """Of x >= 0."""
+    return x + torch.log(-torch.expm1(-2 * x)) - math.log(2.0)
 
 
 def _log_cosh(x: Tensor) -> Tensor:

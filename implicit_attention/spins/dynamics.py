@@ -12,19 +12,15 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import exact_precision
 from .._reporting import check_on_failure, report_failures, warn_of_saddles
-from .._types import OnFailure
-from ..linear import spectral_radius
+from .._types import LinearMap, OnFailure
 from ..potentials.spin import BesselResponse, Response
 from ..problem import widened
 from ..solution import Evidence
 from ..status import Status
-from ._curvature import above_one
+from ._curvature import radius_exceeds_one
 from ._lost import fill, without_lost
 from .method import Check, FixedPointMethod, LogPartition, Method, check_check
 from .system import SpinSystem
-
-#: Towards the spectral radius of N D rows.
-ARNOLDI_STEPS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +68,7 @@ class DynamicalMethod(FixedPointMethod):
     A subclass defines `problem`, `start`, `state_at`, `moments`, and what it cannot do in `check`.
     """
 
+    symmetric = False
     response: Response = dataclasses.field(default_factory=BesselResponse)
 
     def __post_init__(self) -> None:
@@ -88,9 +85,11 @@ class DynamicalMethod(FixedPointMethod):
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         # The solution is a fixed point of the map from one step to the next: small deviations have to shrink.
-        jacobian = self.problem(system).linearize(state).product
-        start = torch.zeros_like(state.flatten(-2))
-        return above_one(spectral_radius(lambda v: jacobian(v.reshape(state.shape)).flatten(-2), start, ARNOLDI_STEPS))
+        return radius_exceeds_one(self.step_jacobian(system, state), state)
+
+    def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
+        """The Jacobian of the closure's step in time at a solution; here that of the problem's map."""
+        return self.problem(system).linearize(state).product
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         """What a solution of the problem says."""

@@ -9,7 +9,8 @@ from einops import einsum
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import vjp
+from .._autograd import jvp_by_vjp, vjp
+from .._types import LinearMap
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Problem
 from .dynamics import DynamicalMethod, Moments
@@ -76,6 +77,13 @@ class KineticPlefka(DynamicalMethod):
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
         return m if self.order == 1 else self.response.inverse(m, system.sample_beta, system.radius)
 
+    def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
+        problem = self.problem(system)
+        # To second order theta is in its own equation, which a step solves: the problem's map is no step.
+        return (
+            problem.step_jacobian(state) if isinstance(problem, PlefkaProblem) else super().step_jacobian(system, state)
+        )
+
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         if self.order == 1:
             site = Site(self.response, system.live_field + system.coupled(state), system)
@@ -103,17 +111,37 @@ class PlefkaProblem(Problem):
         self.squared_shift = squared_shift
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        site = Site(self.response, z, self.system)
-        local = self.system.live_field + self.system.coupled(site.mean)
+        return self.next(z, z)
+
+    def next(self, z: Tensor, before: Tensor) -> Tensor:
+        """The right-hand side for spins that are in the fields z, and were in the fields `before` a step ago."""
+        past = Site(self.response, before, self.system)
+        site = past if z is before else Site(self.response, z, self.system)
+        local = self.system.live_field + self.system.coupled(past.mean)
         weights = self.system.live_couplings.square()
         # Of the second moment M of the field, M theta and tr M are all that counts.
-        along = (weights @ site.tau[..., None]) * z + (weights * site.slope[..., None, :] * site.overlap) @ z
-        trace = (weights @ site.trace[..., None])[..., 0]
+        along = (weights @ past.tau[..., None]) * z + (weights * past.slope[..., None, :] * (z @ before.mT)) @ before
+        trace = (weights @ past.trace[..., None])[..., 0]
         if self.squared_shift:
             shift = local - z
             along = along + shift * (shift * z).sum(-1, keepdim=True)
             trace = trace + shift.square().sum(-1)
         return local + site.onsager(along, trace)
+
+    def step_jacobian(self, theta: Tensor) -> LinearMap:
+        """Of the step that leads from the fields `before` to z = next(z, before), at a fixed point theta."""
+        _, own = vjp(lambda z: self.next(z, theta), theta)
+        basis = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
+        # A site's equation has its own theta alone on the right-hand side: row by row a D x D matrix for each.
+        rows = [own(axis.expand(theta.shape))[0] for axis in basis]
+        inverse = torch.linalg.inv_ex(basis - torch.stack(rows, -2)).inverse
+
+        def product(v: Tensor) -> Tensor:
+            moved = jvp_by_vjp(lambda before: self.next(theta, before), (theta,), (v,))
+            result: Tensor = (inverse @ moved[..., None])[..., 0]
+            return result
+
+        return product
 
 
 class Site:

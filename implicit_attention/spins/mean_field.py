@@ -13,7 +13,7 @@ from .. import _validate
 from .._autograd import sum_to_shape
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Linearization, Problem
-from ._curvature import above_one, covariance_roots, extremes
+from ._curvature import covariance_roots, exceeds_one, lowest_eigenvalue
 from .method import FixedPointMethod
 from .system import SpinSystem, couple
 
@@ -122,7 +122,7 @@ class MeanField(FixedPointMethod):
         field, couplings = system.live_field.detach(), system.live_couplings.detach()
         # Numbers couple the components of the spins alike: one of them has all eigenvalues.
         like = field if system.block else field[..., :1]
-        lowest = extremes(lambda v: couple(couplings, v, block=system.block), like)[0]
+        lowest = lowest_eigenvalue(lambda v: couple(couplings, v, block=system.block), like)
         beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).detach()
         steep = beta * system.radius**2 / system.dim * -lowest
         # A power of two, so that rounding in other company does not lead another way.
@@ -131,6 +131,8 @@ class MeanField(FixedPointMethod):
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         field = system.live_field + system.coupled(state)
-        root, _ = covariance_roots(self.response, field, system.sample_beta, system.radius)
+        beta = system.sample_beta
+        root, _ = covariance_roots(self.response, field, beta, system.radius)
+        rows = beta[..., None, None] if isinstance(beta, Tensor) else beta
         # The Hessian Cov^{-1} - beta J of beta F in m is positive where this map has no eigenvalue above 1.
-        return above_one(system.sample_beta * extremes(lambda v: root(system.coupled(root(v))), state)[1])
+        return exceeds_one(lambda v: rows * root(system.coupled(root(v))), state)

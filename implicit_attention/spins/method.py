@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple, NoReturn, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,12 +39,17 @@ class Method:
 
     log Z has to be differentiable with respect to field, couplings and beta, each with the others fixed, as often as
     derivatives of F are wanted: magnetizations are the first with respect to the field, susceptibilities the second.
-    The numbers that it gets are finite: samples with others are taken out, and their answers NaN.
+    The numbers that it gets are finite: samples with others are taken out, and their answers NaN. So are, unless
+    `symmetric` is False, samples whose couplings are not symmetric, where `check` could not look at them.
     """
+
+    #: Whether couplings have to be symmetric, J_ij = J_ji^T.
+    symmetric: ClassVar[bool] = True
 
     def check(self, system: SpinSystem) -> None:
         """Raise where the method does not hold for such a system."""
-        _require_symmetric(self, system)
+        if self.symmetric:
+            system.check_symmetric(type(self).__name__)
 
     def site_response(self) -> Response:
         """How a lone spin answers its field."""
@@ -195,10 +200,6 @@ def _no_branches(method: Method) -> NoReturn:
     name = type(method).__name__
     remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianField or KineticPlefka"
     raise ValueError(_validate.message("initial", f"be None for {name}, which has one answer", "a tensor", remedy))
-
-
-def _require_symmetric(method: Method, system: SpinSystem) -> None:
-    system.check_symmetric(type(method).__name__)
 
 
 def require_ising(method: Method, system: SpinSystem) -> None:

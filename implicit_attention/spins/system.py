@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from .. import _validate
+from .._autograd import readable
 from .._declared import Declared
 
 #: Couplings that depend on the field: (*batch, N, D) -> (*batch, N, N) or (N, N, D, D), with `mask=` if it has that.
@@ -175,22 +176,29 @@ class SpinSystem(Declared):
         clone.field, clone.couplings, clone.beta = field, couplings, beta
         return clone
 
-    def check_symmetric(self, method: str) -> None:
-        """Raise unless J_ij = J_ji^T, where the host can look without waiting."""
-        couplings = self.live_couplings.detach()
-        if couplings.device.type != "cpu" or torch._C._are_functorch_transforms_active():
-            return
-        twin = couplings.transpose(-4, -3).mT if self.block else couplings.mT
-        scale = float(couplings.abs().nan_to_num().amax()) if couplings.numel() else 0.0
-        apart = (couplings - twin).abs()
-        worst = float(apart.nan_to_num(nan=0.0, posinf=0.0).amax()) if apart.numel() else 0.0
+    def asymmetric(self) -> Bool[Tensor, "*batch"]:
+        """Where J_ij differs from J_ji^T beyond rounding."""
+        return (self._asymmetry() > 0).expand(self.batch)
+
+    def check_symmetric(self, method: str, *, wait: bool = False) -> None:
+        """Raise unless J_ij = J_ji^T, where the host can look without waiting, or where it may wait."""
+        found = None if readable(self.couplings, wait=wait) is None else readable(self._asymmetry(), wait=wait)
+        worst = float(found.amax()) if found is not None and found.numel() else 0.0
         _validate.require(
-            worst <= 64 * torch.finfo(couplings.dtype).eps * scale,
+            worst == 0,
             "couplings",
             f"be symmetric (J_ij = J_ji^T) for {method}",
             f"a difference of {worst:.1e}",
             "symmetrise them, or use GaussianField or KineticPlefka for the dynamics of asymmetric couplings",
         )
+
+    def _asymmetry(self) -> Tensor:
+        """The largest |J_ij - J_ji^T| of every set of couplings; 0 where it is rounding, or no number."""
+        couplings, axes = self.live_couplings.detach(), (-4, -3, -2, -1) if self.block else (-2, -1)
+        twin = couplings.transpose(-4, -3).mT if self.block else couplings.mT
+        apart = (couplings - twin).abs().nan_to_num(0.0, 0.0).amax(axes)
+        rounding = 64 * torch.finfo(apart.dtype).eps * couplings.abs().nan_to_num().amax(axes)
+        return torch.where(apart > rounding, apart, 0.0)
 
 
 class _Undeclared:

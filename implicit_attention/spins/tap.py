@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..potentials.spin import BesselResponse, Response
-from ._curvature import above_one, covariance_roots, extremes
+from ._curvature import covariance_roots, exceeds_one
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
 from .method import FixedPointMethod
 from .system import SpinSystem
@@ -87,7 +87,7 @@ class TAP(FixedPointMethod):
         root, inverse = covariance_roots(self.response, state, 1.0, system.radius)
         # With S the covariances of sites the transposed Jacobian is S A, and S^{-1} - A the Hessian of beta F in m.
         transposed = problem.linearize(state).transposed
-        return above_one(extremes(lambda v: inverse(transposed(root(v))), state)[1])
+        return exceeds_one(lambda v: inverse(transposed(root(v))), state)
 
     def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor:
         beyond: Tensor = self.problem(system).instability(state) > 1

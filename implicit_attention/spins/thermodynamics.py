@@ -242,7 +242,7 @@ def _answer(
     method: Method, system: SpinSystem, initial: Tensor | None, check: Check, on_failure: OnFailure
 ) -> tuple[LogPartition, Tensor]:
     """The method's log Z with evidence, and which samples are lost, (*batch), whose numbers mean nothing."""
-    sound, lost = without_lost(system)
+    sound, lost = without_lost(system, symmetric=method.symmetric)
     if isinstance(method, FixedPointMethod):
         value, evidence = method.log_partition(sound, initial=initial, check=check)
     else:

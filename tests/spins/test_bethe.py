@@ -100,6 +100,56 @@ def test_low_temperature_does_not_overflow():
     torch.testing.assert_close(found.magnetization, truth.magnetization, rtol=1e-10, atol=1e-10)
 
 
+def unstable(couplings, field, beta):
+    system = SpinSystem(couplings, field, beta)
+    solution = Bethe().solution(system, Bethe().start(system))
+    return Bethe().unstable(system, solution.value.detach())
+
+
+@pytest.mark.parametrize("beta", [3.0, 10.0, 20.0, 100.0])
+def test_trees_are_stable_however_strong_their_bonds_are(beta):
+    for seed in range(5):
+        couplings = tree(12, 10, seed=seed)
+        assert not bool(unstable(couplings, 0.1 * random(10, 12, 1, seed=seed + 50), beta).any())
+        assert not bool(unstable(couplings.sign(), torch.zeros(10, 12, 1).double(), beta).any())
+
+
+@pytest.mark.parametrize("sites", [3, 4, 5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_without_a_field_all_coupled_sites_are_unstable_where_the_inverse_covariance_says_so(sites, sign):
+    """Its smallest eigenvalue is 1 - (n - 1) r/(1 + r), or 1 + (n - 1) r^2/(1 - r^2) + r/(1 - r^2) > 0 for r < 0."""
+    couplings = sign * (torch.ones(sites, sites) - torch.eye(sites)).double()
+    critical = np.arctanh(1 / (sites - 2)) if sites > 3 else np.inf
+    beta = torch.tensor([0.1, critical * (1 - 1e-6), critical * (1 + 1e-6), 5.0, 20.0, 300.0]).double()
+    found = unstable(couplings, torch.zeros(6, sites, 1).double(), beta.nan_to_num(posinf=1.0))
+    # A triangle becomes unstable at r = 1 only.
+    assert found.tolist() == [False, False, *[sign > 0 and sites > 3] * 4]
+
+
+def test_verdicts_are_those_of_the_dense_inverse_covariance():
+    """Random graphs of bonds of either sign, or of one, with a small field and without."""
+    kind = torch.arange(200)[:, None, None]
+    bonds = 1.2 * random(200, 6, 6, seed=4) * (random(200, 6, 6, seed=5) > 0)
+    bonds = torch.triu(bonds.where(kind < 100, bonds.abs()), 1)
+    field = 0.02 * random(200, 6, 1, seed=7) * (kind % 2)
+    system = SpinSystem(bonds + bonds.mT, field, 1.0)
+    state = Bethe().solution(system, Bethe().start(system)).value
+    couplings = system.couplings
+    total = system.field[..., 0] + state.sum(-2)
+    cavity = total[..., :, None] - state.mT
+    spins = torch.tensor([1.0, -1.0]).double()
+    s, t = spins[:, None], spins
+    weight = couplings[..., None, None] * s * t + cavity[..., None, None] * s + cavity.mT[..., None, None] * t
+    law = weight.flatten(-2).softmax(-1).unflatten(-1, (2, 2))
+    one, other = (law * s).sum((-2, -1)), (law * t).sum((-2, -1))
+    r = ((law * s * t).sum((-2, -1)) - one * other) / ((1 - one.square()) * (1 - other.square())).sqrt()
+    off = r / (1 - r.square())
+    inverse = torch.diag_embed(1 + (r * off).sum(-1)) - off
+    lowest = torch.linalg.eigvalsh(inverse)[:, 0]
+    assert 5 < int((lowest < 0).sum()) < 195
+    assert torch.equal(Bethe().unstable(system, state), lowest < 0)
+
+
 def outputs(field, couplings, beta):
     system = SpinSystem((couplings + couplings.mT) / 2, field, beta)
     found = thermodynamics(system, Bethe())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import Anderson, ConvergenceWarning, FixedPointMap, Picard, Status, solve
+from implicit_attention.potentials.spin import AmosResponse
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
@@ -136,6 +137,73 @@ def test_what_is_checked_is_one_of_two():
             function(system, MeanField(), check="all")
     with pytest.raises(ValueError, match="`check` must be one of 'none', 'stability', got None"):
         stationary_state(system, GaussianField(), check=None)
+
+
+def verdict(method, system):
+    """The solution and whether it is called unstable."""
+    state = method.solution(system, method.start(system)).value.detach()
+    return state, method.unstable(system, state)
+
+
+NEAR = torch.tensor([-1e-3, -1e-5, 1e-5, 1e-4, 3e-4, 3e-3]).double()
+
+
+@pytest.mark.parametrize("method", [MeanField(), KineticPlefka()], ids=repr)
+def test_a_long_chain_is_told_apart_just_above_and_just_below_its_transition(method):
+    """Its slowest modes lie as near to each other as to the transition."""
+    chain = torch.diag(torch.ones(255).double(), 1)
+    chain = chain + chain.mT
+    critical = 1 / float(torch.linalg.eigvalsh(chain)[-1])
+    _, unstable = verdict(method, SpinSystem(chain, torch.zeros(6, 256, 1).double(), critical * (1 + NEAR)))
+    assert unstable.tolist() == [False, False, True, True, True, True]
+
+
+def test_a_long_ring_is_told_apart_just_above_and_just_below_its_transition():
+    """At m = 0 the Hessian of TAP is 1 + beta^2 sum_j J_ij^2 - beta J, with 16 equal neighbours."""
+    apart = (torch.arange(256)[:, None] - torch.arange(256)).abs()
+    ring = ((apart.minimum(256 - apart) <= 8) & (apart > 0)).double()
+    critical = (1 - (1 - 4 / 16) ** 0.5) / 2
+    _, unstable = verdict(TAP(), SpinSystem(ring, torch.zeros(6, 256, 1).double(), critical * (1 + NEAR)))
+    assert unstable.tolist() == [False, False, True, True, True, True]
+
+
+def test_the_second_order_of_dynamics_is_stable_where_its_own_steps_come_back():
+    """theta is in its own equation, m' = tanh(beta f - beta^2 m' V): a step solves it, and dm'/dm follows from it."""
+    count, n = 60, 12
+    couplings, field = random(count, n, n, seed=1) / n**0.5, 0.3 * random(count, n, 1, seed=2)
+    couplings[::4], field[::8] = 1 / n, 0.0
+    beta = torch.linspace(0.3, 2.0, count).double()[:, None]
+    method, system = KineticPlefka(order=2), SpinSystem(couplings, field, beta[:, 0])
+    theta, unstable = verdict(method, system)
+    found = method.solution(system, method.start(system)).converged
+    m = torch.tanh(beta * theta[..., 0])
+    variance = 1 - m.square()
+    reaction = (couplings.square() @ variance[..., None])[..., 0]
+    by_mean = beta[..., None] * couplings + 2 * beta[..., None] ** 2 * m[..., None] * couplings.square() * m[:, None]
+    jacobian = (variance / (1 + beta**2 * reaction * variance))[..., None] * by_mean
+    radius = torch.linalg.eigvals(jacobian[found]).abs().amax(-1)
+    assert len(radius) > 50
+    assert 3 < int((radius > 1).sum()) < 40
+    assert torch.equal(unstable[found], radius > 1 + 1e-8)
+
+
+@pytest.mark.parametrize("squared_shift", [False, True])
+def test_steps_of_vectors_are_linearised_as_they_are_made(squared_shift):
+    system = SpinSystem(random(4, 4, seed=3) / 3, random(4, 3, seed=4), 0.8)
+    method = KineticPlefka(order=2, squared_shift=squared_shift, response=AmosResponse())
+    problem = method.problem(system)
+    theta = method.solution(system, method.start(system)).value
+
+    def step(before):
+        z = before
+        for _ in range(60):
+            z = 0.5 * z + 0.5 * problem.next(z, before)
+        return z
+
+    torch.testing.assert_close(step(theta), theta, rtol=1e-9, atol=1e-9)
+    v = random(4, 3, seed=5)
+    moved = (step(theta + 1e-5 * v) - step(theta - 1e-5 * v)) / 2e-5
+    torch.testing.assert_close(method.step_jacobian(system, theta)(v), moved, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("method", [MeanField(), TAP(), AdaTAP()], ids=repr)

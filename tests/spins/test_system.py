@@ -7,16 +7,19 @@ import re
 import pytest
 import torch
 
+from implicit_attention import Status
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Bethe,
     Enumeration,
+    KineticPlefka,
     MeanField,
     SaddlePoint,
     SpinSystem,
     free_energy,
     magnetization,
+    stationary_state,
     thermodynamics,
 )
 from implicit_attention.spins.method import Method
@@ -435,3 +438,61 @@ def test_a_beta_that_leaves_its_range_inside_a_transform_gives_nan_to_its_sample
 def test_a_method_without_a_log_partition_function_says_so():
     with pytest.raises(NotImplementedError, match=r"Method must define log_partition\(system\)"):
         free_energy(SpinSystem(symmetric(N, N), random(N, D)), Method())
+
+
+SKEW = random(N, N, seed=8)
+TRANSFORMED = {
+    "grad": lambda value, couplings, field: torch.func.grad(lambda h: value(couplings, h).sum())(field),
+    "grad by couplings": lambda value, couplings, field: torch.func.grad(lambda j: value(j, field).sum())(couplings),
+    "jvp": lambda value, couplings, field: torch.func.jvp(lambda j: value(j, field), (couplings,), (couplings,)),
+    "vmap": lambda value, couplings, field: torch.vmap(lambda h: value(couplings, h))(field),
+    "vmap by couplings": lambda value, couplings, field: torch.vmap(value, in_dims=(1, 0))(
+        couplings[:, None].expand(N, B, N), field
+    ),
+    "hessian": lambda value, couplings, field: torch.func.hessian(lambda h: value(couplings, h).sum())(field),
+    "vmap of grad": lambda value, couplings, field: torch.vmap(torch.func.grad(value, argnums=1), in_dims=(None, 0))(
+        couplings, field
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_asymmetric_couplings_are_refused_inside_every_transform(transform):
+    def value(couplings, field):
+        return free_energy(SpinSystem(couplings, field), MeanField())
+
+    field = random(B, N, D)
+    transform(value, SKEW + SKEW.mT, field)
+    apart = float((SKEW - SKEW.mT).abs().max())
+    with pytest.raises(ValueError, match=re.escape(f"(J_ij = J_ji^T) for MeanField, got a difference of {apart:.1e}")):
+        transform(value, SKEW, field)
+
+
+def test_small_couplings_are_asymmetric_beside_large_ones():
+    couplings = torch.stack([1e15 * (SKEW + SKEW.mT), SKEW])
+    with pytest.raises(ValueError, match="`couplings` must be symmetric"):
+        free_energy(SpinSystem(couplings, random(B, N, D), 1e-16), SaddlePoint())
+
+
+@pytest.mark.parametrize("method", [MeanField(), SaddlePoint()], ids=repr)
+@pytest.mark.parametrize("block", [False, True])
+def test_where_the_host_cannot_look_asymmetric_couplings_lose_their_sample_alone(method, block, monkeypatch):
+    """As on an accelerator, which the host does not wait for."""
+    couplings = (blocks() if block else symmetric(B, N, N, seed=4)) / 5
+    field = random(B, N, D, seed=5).requires_grad_()
+    truth = thermodynamics(SpinSystem(couplings, field, 0.4), method)
+    for module in ("system", "_lost"):
+        monkeypatch.setattr(f"implicit_attention.spins.{module}.readable", lambda *_, **__: None)
+    skew = couplings.clone()
+    skew[1, 0] += 0.1
+    found = thermodynamics(SpinSystem(skew, field, 0.4), method, on_failure="ignore")
+    lost = [True, True] if block else [False, True]
+    assert (found.evidence.status == Status.NONFINITE).tolist() == lost
+    assert found.free_energy.isnan().tolist() == lost
+    assert found.magnetization.isnan().all(-1).all(-1).tolist() == lost
+    if not block:
+        assert torch.equal(found.free_energy[0], truth.free_energy[0])
+        slopes = [torch.autograd.grad(x.free_energy[0], field)[0][0] for x in (found, truth)]
+        assert torch.equal(*slopes)
+    spared = KineticPlefka()
+    assert bool(stationary_state(SpinSystem(skew, field, 0.4), spared).magnetization.isfinite().all())

@@ -76,7 +76,7 @@ def heat_bath(
 
 def check_boltzmann(system: SpinSystem, name: str) -> None:
     """Raise unless exp(-beta E) exists and its one-site laws are von Mises-Fisher."""
-    system.check_symmetric(name)
+    system.check_symmetric(name, wait=True)
     if not system.block or system.dim == 1:
         return
     own = system.live_couplings.detach().diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
