@@ -16,6 +16,7 @@ from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_shape, transforms_active
 from .._stop import Stop
 from .._types import Impl
+from ..ops._door import by_attention, checked
 from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, sdpa
 from ..ops._fold import Fold
 from ..ops._hopfield import Hopfield
@@ -115,8 +116,12 @@ class LogSumExp(KeyPotential):
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read(z)
+        found = None
         if z.device.type == "cpu" and flash_with_logsumexp is not None and self._may_flash(z):
-            mean, logsumexp = self._flash(z, read, flash_with_logsumexp)
+            run = partial(self._flash, z, read, flash_with_logsumexp)
+            found = by_attention(self.impl, read.keys, run, mask=read.pairs is not None)
+        if found is not None:
+            mean, logsumexp = found
         else:
             scores = self._scores(z, read)
             mean, logsumexp = read.fold.product(scores.softmax(-1), read.keys), scores.logsumexp(-1)
@@ -221,13 +226,12 @@ class LogSumExp(KeyPotential):
         self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop, *, impl: Impl
     ) -> tuple[Tensor, ...]:
         """The same as an operation that the compiler keeps in its graph, with a first derivative: `Solved`."""
-        from ..ops._door import chosen
         from ..ops.hopfield_solve.ops import hopfield_solve_op
 
         energy, poison = self._laid_out(field, anchor)
         if poison is not None:
             initial = initial + poison[..., None]
-        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, chosen(impl, energy))
+        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, checked(impl, energy))
         return found
 
     def adjoint_anchored(

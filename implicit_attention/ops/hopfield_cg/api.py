@@ -7,11 +7,10 @@ from torch import Tensor
 
 from ... import _validate
 from ..._types import Impl
-from .._door import Chosen, chosen, laid_out, state_of
+from .._door import by_triton, checked, laid_out, state_of
 from .._hopfield import Hopfield
-from ..hopfield_solve.api import dispatch as dispatch_solve
 from ..hopfield_solve.rule import Stop
-from .rule import MAX_STEPS, Adjoint, CGStop, default_rtol, nothing
+from .rule import MAX_STEPS, Adjoint, CGStop, nothing
 
 
 def hopfield_cg(
@@ -60,35 +59,49 @@ def hopfield_cg(
     """
     problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
     state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
-    which = chosen(impl, problem)
-    rtol = default_rtol(keys.dtype, which) if rtol is None else rtol
-    _validate.check_number("rtol", rtol, low=0.0)
+    if rtol is not None:
+        _validate.check_number("rtol", rtol, low=0.0)
     _validate.check_integer("max_steps", max_steps, low=0)
     from .ops import hopfield_cg_op
 
-    return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, which))
+    return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, checked(impl, problem)))
 
 
 def run(
     problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, impl: Impl, leave_out: bool = False
 ) -> Adjoint:
     """The same for a problem that is laid out; with `leave_out` failed queries have u = 0 and carry no gradient."""
-    return dispatch(problem, state, cotangent, stop, chosen(impl, problem), leave_out=leave_out)
+    return dispatch(problem, state, cotangent, *stop, checked(impl, problem), leave_out=leave_out)
 
 
 def dispatch(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, which: Chosen, *, leave_out: bool = False
+    problem: Hopfield,
+    state: Tensor,
+    cotangent: Tensor,
+    rtol: float | None,
+    max_steps: int,
+    impl: Impl,
+    *,
+    leave_out: bool = False,
 ) -> Adjoint:
     """Run the implementation."""
     if state.numel() == 0:
         return nothing(problem, state)
-    if which == "triton":
-        from .triton import solve_adjoint as fused_solve_adjoint
 
-        there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2), which)
-        return fused_solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop, leave_out=leave_out)
-    if which == "sdpa":
-        from . import sdpa as module
+    def fused() -> Adjoint:
+        from ..hopfield_solve.triton import solve
+        from .triton import solve_adjoint
+
+        there = solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2))
+        stop = CGStop.of(rtol, max_steps, products=problem.keys.dtype)
+        return solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop, leave_out=leave_out)
+
+    found = by_triton(impl, "hopfield_cg", problem, fused, special=leave_out)
+    if found is not None:
+        return found
+    if impl == "reference":
+        from . import reference as module
     else:
-        from . import reference as module  # type: ignore[no-redef]
+        from . import sdpa as module  # type: ignore[no-redef]
+    stop = CGStop.of(rtol, max_steps, products=state.dtype)
     return module.solve_adjoint(problem, state, cotangent, stop, leave_out=leave_out)

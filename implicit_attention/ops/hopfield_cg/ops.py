@@ -10,20 +10,18 @@ from torch import Tensor
 from .._hopfield import Hopfield
 from .._registration import PROBLEM, batched
 from .api import dispatch
-from .rule import CGStop
 
 hopfield_cg_op = torch.library.custom_op(
     "implicit_attention::hopfield_cg",
     lambda *args: _solve(*args),
     mutates_args=(),
-    schema=f"({PROBLEM}, Tensor state, Tensor cotangent, float rtol, int max_steps, str which) -> "
+    schema=f"({PROBLEM}, Tensor state, Tensor cotangent, float? rtol, int max_steps, str impl) -> "
     f"({', '.join(['Tensor'] * 8)})",
 )
 
 
 def _solve(*args: Any) -> tuple[Tensor, ...]:
-    state, cotangent, rtol, max_steps, which = args[6:]
-    found = dispatch(Hopfield(*args[:6]), state, cotangent, CGStop(rtol, max_steps), which)
+    found = dispatch(Hopfield(*args[:6]), *args[6:])
     # Results of an operation share no memory.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in found)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import _validate
 from ..._types import Impl
-from .._door import Chosen, chosen, laid_out, state_of
+from .._door import by_triton, checked, laid_out, state_of
 from .._hopfield import Hopfield
 from .rule import Solved, Stop, nothing
 
@@ -72,25 +72,32 @@ def hopfield_solve(
         )
     from .ops import hopfield_solve_op
 
-    which = chosen(impl, problem)
-    return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, which))
+    impl = checked(impl, problem)
+    return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, impl))
 
 
 def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl, keep_mean: bool = True) -> Solved:
     """The same for a problem that is laid out, as plain computation; the mean may be left out where it costs extra."""
-    return dispatch(problem, initial, stop, chosen(impl, problem), keep_mean=keep_mean)
+    return dispatch(problem, initial, stop, checked(impl, problem), keep_mean=keep_mean)
 
 
-def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, which: Chosen, *, keep_mean: bool = True) -> Solved:
+def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, impl: Impl, *, keep_mean: bool = True) -> Solved:
     """Run the implementation."""
     if initial.numel() == 0:
         return nothing(initial)
-    if which == "sdpa":
-        from .sdpa import solve as solve_sdpa
+    if impl == "reference":
+        from .reference import solve as solve_reference
 
-        return solve_sdpa(problem, initial, stop, keep_mean=keep_mean)
-    if which == "triton":
+        return solve_reference(problem, initial, stop)
+
+    def fused() -> Solved:
         from .triton import solve
-    else:
-        from .reference import solve
-    return solve(problem, initial, stop)
+
+        return solve(problem, initial, stop)
+
+    found = by_triton(impl, "hopfield_solve", problem, fused, special=stop.fixed_budget)
+    if found is not None:
+        return found
+    from .sdpa import solve as solve_sdpa
+
+    return solve_sdpa(problem, initial, stop, impl=impl, keep_mean=keep_mean)
