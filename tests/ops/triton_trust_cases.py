@@ -9,6 +9,7 @@ import torch
 import triton_harness as harness
 from triton_harness import FP32, case, cases
 
+from implicit_attention import Anderson, equilibrium_attention
 from implicit_attention.errors import KernelWarning, UnsupportedImplementation
 from implicit_attention.ops import _door, _trust, hopfield_cg, hopfield_hvp, hopfield_solve, kernel_checks
 
@@ -171,6 +172,22 @@ def trust_sound(dtype=FP32, few=False, **options):
             assert {"mean", "logsumexp", "residual"} <= set(check.errors) or {"by_keys", "residual"} <= set(
                 check.errors
             )
+
+
+@case
+def trust_in_attention():
+    (query, keys), _ = given()
+
+    def attended(impl):
+        leaf = keys[:, None].clone().requires_grad_()
+        out = equilibrium_attention(query[:, None], leaf, leaf, anchor=0.6, solver=Anderson(rtol=1e-6), impl=impl)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaf)
+
+    expected = attended("reference")
+    with untried((SOLVE, "writes nothing"), (ADJOINT, "fails to compile")) as (_, told):
+        equal(attended("auto"), expected)
+        assert len(told) == 2, [str(t.message) for t in told]
+        raises("is NaN", attended, "triton")
 
 
 @case

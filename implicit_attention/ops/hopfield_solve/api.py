@@ -46,14 +46,15 @@ def hopfield_solve(
         max_steps: largest number of updates of a query.
         plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
         impl: "reference" (every product written out), "sdpa" (torch's attention kernels), "triton" (one kernel), or
-            "auto", the fastest of them that can do it.
+            "auto", the fastest of them that can do it and is right on this machine (`kernel_checks`).
 
     Returns:
         `Solved`: state, and what was measured there. In half precision the state is float32; the products of
         impl="triton" are those of the keys' precision.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, and why.
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, or is
+            wrong on this machine, and why.
 
     Gradients: of `state`, exact where it converged, first order, with respect to query, keys, beta and anchor; not to
     an additive mask. `implicit_attention.solve` has all orders.
