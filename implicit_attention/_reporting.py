@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from . import _validate
 from ._autograd import is_batched
 from ._types import OnFailure
-from .errors import ConvergenceError, ConvergenceWarning
+from .errors import ConvergenceError, ConvergenceWarning, outside
 from .solution import sentence
 from .status import Status
 
@@ -41,7 +40,7 @@ def report_failures(
     )
     if on_failure == "raise":
         raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
-    warnings.warn(message, ConvergenceWarning, stacklevel=_outside())
+    warnings.warn(message, ConvergenceWarning, stacklevel=outside())
 
 
 def warn_of_saddles(on_failure: OnFailure, what: str, status: Tensor) -> None:
@@ -54,13 +53,4 @@ def warn_of_saddles(on_failure: OnFailure, what: str, status: Tensor) -> None:
             f"{what} ended on an unstable solution (status SADDLE) for {count} of {status.numel()} problems: "
             "a small field, or another solver, may lead to a stable one"
         )
-        warnings.warn(message, ConvergenceWarning, stacklevel=_outside())
-
-
-def _outside() -> int:
-    """Stack level of the first caller outside this package and torch, so that a warning points at the user's line."""
-    frame, level = sys._getframe(1), 1
-    inside = (__name__.partition(".")[0], "torch")
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
-        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    return level
+        warnings.warn(message, ConvergenceWarning, stacklevel=outside())

@@ -1,9 +1,14 @@
-"""What every operation does first: check its arguments, lay them out, choose an implementation."""
+"""What every operation does first: check its arguments, lay them out, choose an implementation.
+
+What is known of shapes and dtypes is refused at once; which kernels are trusted is asked where an operation runs.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,12 +16,16 @@ from torch import Tensor
 from .. import _validate
 from .._types import Impl
 from ..errors import UnsupportedImplementation
+from . import _trust
 from ._flash import FLASH_KEYS, has_kernel
 from ._hopfield import Hopfield, carries
 from ._triton_support import unsupported
 
-Chosen = Literal["reference", "sdpa", "triton"]
+_R = TypeVar("_R")
+
 IMPLEMENTATIONS = ("auto", "reference", "sdpa", "triton")
+# Where "auto" tries the Triton kernels.
+TRITON_DEVICES = ("cuda",)
 
 
 def laid_out(
@@ -86,20 +95,44 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if torch.finfo(dtype).bits < 32 else dtype
 
 
-def chosen(impl: Impl, problem: Hopfield) -> Chosen:
-    """The implementation that `impl` names, or for "auto" the fastest that can do it."""
+def checked(impl: Impl, problem: Hopfield) -> Impl:
+    """`impl`, unless it is named and cannot do the problem; nothing is read or run, so that torch may trace this."""
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
-    if impl == "reference":
-        return "reference"
-    if impl == "triton":
-        if (reason := unsupported(problem)) is not None:
-            raise UnsupportedImplementation(f"`impl='triton'`: {reason}")
-        return "triton"
-    if impl == "auto" and problem.field.device.type == "cuda" and unsupported(problem) is None:
-        return "triton"
+    if impl == "triton" and (reason := unsupported(problem)) is not None:
+        raise UnsupportedImplementation(f"`impl='triton'`: {reason}")
     if impl == "sdpa" and (reason := without_kernel(problem)) is not None:
         raise UnsupportedImplementation(f"`impl='sdpa'`: {reason}; use impl='auto' or 'reference'")
-    return "sdpa"
+    return impl
+
+
+def by_triton(
+    impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R], *, fixed_budget: bool = False
+) -> _R | None:
+    """What `run`, the Triton kernels of an operation, answers if `impl` wants them and they are trusted, else None."""
+    if impl != "triton" and not (
+        impl == "auto" and problem.field.device.type in TRITON_DEVICES and unsupported(problem) is None
+    ):
+        return None
+    from . import _checks
+
+    check, kernels = _checks.TRITON[operation]
+    variant = _checks.triton_variant(problem, kernels, fixed_budget=fixed_budget)
+    use = _trust.Use(f"{operation} (triton)", problem.field.device, variant)
+    insists = "triton" if impl == "triton" else None
+    return _trust.answer(use, partial(check, problem, fixed_budget), run, insists=insists)
+
+
+def by_attention(impl: Impl, keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:
+    """What `run`, which calls torch's attention kernel with the log-sum-exp, answers if that is trusted, else None."""
+    if torch.compiler.is_compiling():
+        # What is traced cannot be verified; the operations, which are not traced, do not come here.
+        return None
+    from . import _checks
+
+    variant = _checks.attention_variant(keys, mask=mask, causal=causal)
+    use = _trust.Use("attention with log-sum-exp (torch)", keys.device, variant)
+    insists = "sdpa" if impl == "sdpa" else None
+    return _trust.answer(use, partial(_checks.attention, variant, keys.device), run, insists=insists)
 
 
 def without_kernel(problem: Hopfield) -> str | None:

@@ -17,6 +17,7 @@ from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_sha
 from .._stop import Stop
 from .._types import Impl, OnFailure
 from ..errors import UnsupportedImplementation
+from ..ops._door import by_attention, checked
 from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
 from ..ops._fold import Fold
 from ..ops._hopfield import Hopfield, carries
@@ -116,8 +117,12 @@ class LogSumExp(KeyPotential):
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read(z)
+        found = None
         if z.device.type == "cpu" and has_kernel("cpu") and self._may_flash(z):
-            mean, logsumexp = self._flash(z, read, flash_with_logsumexp)
+            run = partial(self._flash, z, read, flash_with_logsumexp)
+            found = by_attention(self.impl, read.keys, run, mask=read.pairs is not None)
+        if found is not None:
+            mean, logsumexp = found
         else:
             scores = self._scores(z, read)
             mean, logsumexp = read.fold.product(scores.softmax(-1), read.keys), scores.logsumexp(-1)
@@ -225,13 +230,12 @@ class LogSumExp(KeyPotential):
 
         A backward pass that fails is told as `on_failure` says.
         """
-        from ..ops._door import chosen
         from ..ops.hopfield_solve.ops import hopfield_solve_op
 
         energy, poison = self._laid_out(field, anchor)
         if poison is not None:
             initial = initial + poison[..., None]
-        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, chosen(impl, energy), on_failure)
+        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, checked(impl, energy), on_failure)
         return found
 
     def adjoint_anchored(

@@ -151,7 +151,7 @@ def adjoint_agrees_with_the_reference():
     _, z, mean, logsumexp = at_solution(problem)
     cotangent = torch.randn(z.shape).to(harness.DEVICE)
     stop = CGStop(1e-5, 60)
-    ours, theirs = (dispatch(problem, z, cotangent, stop, which) for which in ("triton", "reference"))
+    ours, theirs = (dispatch(problem, z, cotangent, *stop, which) for which in ("triton", "reference"))
     for name in ("value", "status", "negative_curvature", "by_beta", "by_keys"):
         assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, atol=1e-4), name
     ours, theirs = (dispatch_product(problem, z, cotangent, mean, logsumexp, w) for w in ("triton", "reference"))

@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import triton_adjoint_cases  # noqa: F401 - its cases register themselves
 import triton_harness as harness
 import triton_solve_cases  # noqa: F401
+import triton_trust_cases  # noqa: F401
 
 CASES = harness.CASES
 # Each takes a process; the name of a case begins with that of its part.
-PARTS = ("solve_shape", "solve", "hvp", "adjoint_shape", "adjoint")
+PARTS = ("solve_shape", "solve", "hvp", "adjoint_shape", "adjoint", "trust")
 
 
 def part_of(name):

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import _trust
 from .._hopfield import Hopfield
 from .._triton_kernels import (
     HEADROOM,
@@ -53,7 +54,7 @@ def gradient_of_keys(problem: Hopfield, layout: Layout, operands: Operands, out:
     key_tiles = torch.Size(lead).numel() * triton.cdiv(count, chosen.keys)
     work = torch.Size(readers).numel() * triton.cdiv(rows, chosen.rows)
     splits = max(min(PROGRAMS // key_tiles, work // 2, MOST_SPLITS), 1)
-    parts = out if splits == 1 else torch.empty((splits, *out.shape), dtype=out.dtype, device=out.device)
+    parts = out if splits == 1 else _trust.empty(splits, *out.shape, dtype=out.dtype, device=out.device)
     with on_device(out):
         _keys_kernel[(key_tiles * splits,)](
             *(problem.keys, layout.keys, problem.beta, layout.beta, readable_mask(problem), layout.mask),

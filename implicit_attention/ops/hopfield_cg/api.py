@@ -9,12 +9,11 @@ from torch import Tensor
 from ... import _validate
 from ..._types import Impl
 from ...status import Status
-from .._door import Chosen, chosen, laid_out, state_of
+from .._door import by_triton, checked, laid_out, state_of
 from .._hopfield import Hopfield
 from .._registration import refuse_tangents
-from ..hopfield_solve.api import dispatch as dispatch_solve
 from ..hopfield_solve.rule import Stop
-from .rule import MAX_STEPS, Adjoint, CGStop, default_rtol, nothing
+from .rule import MAX_STEPS, Adjoint, CGStop, nothing
 
 
 def hopfield_cg(
@@ -64,36 +63,43 @@ def hopfield_cg(
     problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
     state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
     refuse_tangents("hopfield_cg", *problem, state, cotangent)
-    which = chosen(impl, problem)
-    rtol = default_rtol(keys.dtype, which) if rtol is None else rtol
-    _validate.check_number("rtol", rtol, low=0.0)
+    if rtol is not None:
+        _validate.check_number("rtol", rtol, low=0.0)
     _validate.check_integer("max_steps", max_steps, low=0)
     from .ops import hopfield_cg_op
 
-    return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, which, "ignore"))
+    return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, checked(impl, problem), "ignore"))
 
 
 def run(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, impl: Impl) -> Adjoint:
     """The same for a problem that is laid out."""
-    return dispatch(problem, state, cotangent, stop, chosen(impl, problem))
+    return dispatch(problem, state, cotangent, *stop, checked(impl, problem))
 
 
-def dispatch(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, which: Chosen) -> Adjoint:
+def dispatch(
+    problem: Hopfield, state: Tensor, cotangent: Tensor, rtol: float | None, max_steps: int, impl: Impl
+) -> Adjoint:
     """Run the implementation."""
     if state.numel() == 0:
         return nothing(problem, state)
-    if which == "reference":
-        from .reference import solve_adjoint
 
-        return solve_adjoint(problem, state, cotangent, stop)
+    def fused() -> Adjoint:
+        from ..hopfield_solve.triton import solve
+        from .triton import solve_adjoint
+
+        there = solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2))
+        stop = CGStop.of(rtol, max_steps, products=problem.keys.dtype)
+        return solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop)
+
+    found, stop = by_triton(impl, "hopfield_cg", problem, fused), CGStop.of(rtol, max_steps, products=state.dtype)
+    if impl == "reference":
+        from .reference import solve_adjoint as dense_solve_adjoint
+
+        return dense_solve_adjoint(problem, state, cotangent, stop)
     from .sdpa import solve_adjoint as tiled_solve_adjoint
 
-    if which == "sdpa":
+    if found is None:
         return tiled_solve_adjoint(problem, state, cotangent, stop)
-    from .triton import solve_adjoint as fused_solve_adjoint
-
-    there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2), which)
-    found = fused_solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop)
     stalled = found.status == Status.STALLED
     if not may_look(state):
         return _unanswered(found, stalled)

@@ -11,21 +11,20 @@ from ..._reporting import report_failures
 from .._hopfield import Hopfield
 from .._registration import PROBLEM, batched
 from .api import dispatch, may_look
-from .rule import CGStop
 
 hopfield_cg_op = torch.library.custom_op(
     "implicit_attention::hopfield_cg",
     lambda *args: _solve(*args),
     mutates_args=(),
-    schema=f"({PROBLEM}, Tensor state, Tensor cotangent, float rtol, int max_steps, str which, str on_failure) -> "
+    schema=f"({PROBLEM}, Tensor state, Tensor cotangent, float? rtol, int max_steps, str impl, str on_failure) -> "
     f"({', '.join(['Tensor'] * 8)})",
 )
 
 
 def _solve(*args: Any) -> tuple[Tensor, ...]:
-    state, cotangent, rtol, max_steps, which, on_failure = args[6:]
-    found = dispatch(Hopfield(*args[:6]), state, cotangent, CGStop(rtol, max_steps), which)
-    if may_look(state):
+    *given, on_failure = args[6:]
+    found = dispatch(Hopfield(*args[:6]), *given)
+    if may_look(found.status):
         # Here, because this runs where a compiled graph does: nobody else sees what a backward pass did in there.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
         report_failures(on_failure, what, found.status, found.residual, found.tolerance, found.num_steps)

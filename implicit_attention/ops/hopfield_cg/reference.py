@@ -28,7 +28,7 @@ def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGS
     finite = torch.isfinite(hessian).all(-1).all(-1)
     hessian = hessian.where(finite[:, None, None], torch.eye(z.shape[-1], dtype=z.dtype, device=z.device))
     negative = (torch.linalg.eigvalsh(hessian)[:, 0] <= 0) & finite
-    u = torch.linalg.solve(hessian, g)
+    u = torch.linalg.solve_ex(hessian, g).result
     residual = torch.linalg.vector_norm(g - (hessian @ u[..., None]).squeeze(-1), dim=-1)
     finite &= torch.isfinite(residual)
     tolerance = stop.rtol * torch.linalg.vector_norm(g, dim=-1)

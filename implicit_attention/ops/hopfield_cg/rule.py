@@ -15,16 +15,16 @@ RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bf
 MAX_STEPS = 500
 
 
-def default_rtol(keys: torch.dtype, which: str) -> float:
-    """The tolerance for keys of a precision; all but the Triton kernels form products in float32 at least."""
-    return RTOL[keys if which == "triton" or keys not in (torch.float16, torch.bfloat16) else torch.float32]
-
-
 class CGStop(NamedTuple):
     """Tolerance of |g - A u| <= rtol |g| and the largest number of products A p."""
 
     rtol: float
     max_steps: int
+
+    @classmethod
+    def of(cls, rtol: float | None, max_steps: int, products: torch.dtype) -> CGStop:
+        """By default the tolerance of the precision in which products are formed."""
+        return cls(RTOL[products] if rtol is None else rtol, max_steps)
 
 
 class Adjoint(NamedTuple):

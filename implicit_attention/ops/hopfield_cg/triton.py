@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...status import Status
+from .. import _trust
 from .._hopfield import Hopfield
 from .._triton_kernels import LOG2E, batch_offset, covariance_product, narrow, power_of_two, rounded, score_shift
 from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
@@ -48,7 +49,7 @@ def solve_adjoint(
     *lead, rows, dim = state.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=keys.device)
+        return _trust.empty(*shape, dtype=dtype, device=keys.device)
 
     answer = Adjoint(
         value=empty(*lead, rows, dim),

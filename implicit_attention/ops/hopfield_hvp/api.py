@@ -8,10 +8,9 @@ from torch import Tensor
 
 from ... import _validate
 from ..._types import Impl
-from .._door import Chosen, chosen, laid_out, state_of
+from .._door import by_triton, checked, laid_out, state_of
 from .._hopfield import Hopfield
 from .._registration import refuse_tangents
-from ..hopfield_solve.api import dispatch as dispatch_solve
 from ..hopfield_solve.rule import Stop
 
 
@@ -67,7 +66,7 @@ def hopfield_hvp(
     refuse_tangents("hopfield_hvp", *problem, state, vector, mean, logsumexp)
     from .ops import hopfield_hvp_op
 
-    product: Tensor = hopfield_hvp_op(*problem, state, vector, mean, logsumexp, chosen(impl, problem))
+    product: Tensor = hopfield_hvp_op(*problem, state, vector, mean, logsumexp, checked(impl, problem))
     return product
 
 
@@ -75,24 +74,30 @@ def run(
     problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor | None, logsumexp: Tensor | None, *, impl: Impl
 ) -> Tensor:
     """The same for a problem that is laid out."""
-    return dispatch(problem, state, vector, mean, logsumexp, chosen(impl, problem))
+    return dispatch(problem, state, vector, mean, logsumexp, checked(impl, problem))
 
 
 def dispatch(
-    problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor | None, logsumexp: Tensor | None, which: Chosen
+    problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor | None, logsumexp: Tensor | None, impl: Impl
 ) -> Tensor:
     """Run the implementation."""
     if state.numel() == 0:
         return torch.zeros_like(vector)
-    if which == "triton":
-        from .triton import hessian_product as fused_product
 
-        if mean is None or logsumexp is None:
-            there = dispatch_solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2), which)
-            mean, logsumexp = there.mean, there.logsumexp
-        return fused_product(problem, state, vector, mean, logsumexp)
-    if which == "sdpa":
-        from . import sdpa as module
+    def fused() -> Tensor:
+        from ..hopfield_solve.triton import solve
+        from .triton import hessian_product
+
+        if mean is not None and logsumexp is not None:
+            return hessian_product(problem, state, vector, mean, logsumexp)
+        there = solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2))
+        return hessian_product(problem, state, vector, there.mean, there.logsumexp)
+
+    found = by_triton(impl, "hopfield_hvp", problem, fused)
+    if found is not None:
+        return found
+    if impl == "reference":
+        from . import reference as module
     else:
-        from . import reference as module  # type: ignore[no-redef]
+        from . import sdpa as module  # type: ignore[no-redef]
     return module.hessian_product(problem, state, vector)

@@ -15,7 +15,7 @@ hopfield_hvp_op = torch.library.custom_op(
     "implicit_attention::hopfield_hvp",
     lambda *args: _product(*args),
     mutates_args=(),
-    schema=f"({PROBLEM}, Tensor state, Tensor vector, Tensor? mean, Tensor? logsumexp, str which) -> Tensor",
+    schema=f"({PROBLEM}, Tensor state, Tensor vector, Tensor? mean, Tensor? logsumexp, str impl) -> Tensor",
 )
 
 
@@ -35,14 +35,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             "`hopfield_hvp` has derivatives with respect to `vector` only, got another input that requires grad; "
             "differentiate AnchoredEnergy.hessian_product instead"
         )
-    ctx.is_causal, ctx.which = inputs[5], inputs[-1]
+    ctx.is_causal, ctx.impl = inputs[5], inputs[-1]
     ctx.save_for_backward(*inputs[:5], inputs[6], inputs[8], inputs[9])
 
 
 def _backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     *problem, state, mean, logsumexp = ctx.saved_tensors
     refuse_tangents("hopfield_hvp", cotangent)
-    by_vector = hopfield_hvp_op(*problem, ctx.is_causal, state, cotangent, mean, logsumexp, ctx.which)
+    by_vector = hopfield_hvp_op(*problem, ctx.is_causal, state, cotangent, mean, logsumexp, ctx.impl)
     return (*(None,) * 7, by_vector, None, None, None)
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import _trust
 from .._hopfield import Hopfield
 from .._triton_kernels import LOG2E, batch_offset, covariance_product, rounded, score_shift
 from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
@@ -19,7 +20,7 @@ def hessian_product(problem: Hopfield, state: Tensor, vector: Tensor, mean: Tens
     problem = in_memory(problem)
     keys = problem.keys
     rows = state.shape[-2]
-    out = torch.empty_like(vector, dtype=torch.float32, memory_format=torch.contiguous_format)
+    out = _trust.empty(*vector.shape, dtype=torch.float32, device=vector.device)
     if vector.numel() == 0:
         return out
     layout = Layout.of(problem)

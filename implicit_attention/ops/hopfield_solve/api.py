@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import _validate
 from ..._types import Impl
-from .._door import Chosen, chosen, laid_out, state_of
+from .._door import by_triton, checked, laid_out, state_of
 from .._hopfield import Hopfield
 from .._registration import refuse_tangents
 from .rule import Solved, Stop, nothing
@@ -47,14 +47,15 @@ def hopfield_solve(
         max_steps: largest number of updates of a query.
         plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
         impl: "reference" (every product written out), "sdpa" (torch's attention kernels), "triton" (one kernel), or
-            "auto", the fastest of them that can do it.
+            "auto", the fastest of them that can do it and is right on this machine (`kernel_checks`).
 
     Returns:
         `Solved`: state, and what was measured there. In half precision the state is float32; the products of
         impl="triton" are those of the keys' precision.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, and why.
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do it, or is
+            wrong on this machine, and why.
 
     Gradients: of `state`, exact where it converged, at saddles too, with respect to query, keys, beta and anchor, not
     to an additive mask; first order, by backward passes, of which one that fails warns. `implicit_attention.solve` has
@@ -75,25 +76,32 @@ def hopfield_solve(
     from .ops import hopfield_solve_op
 
     refuse_tangents("hopfield_solve", *problem, start)
-    which = chosen(impl, problem)
-    return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, which, "warn"))
+    impl = checked(impl, problem)
+    return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, impl, "warn"))
 
 
 def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl, keep_mean: bool = True) -> Solved:
     """The same for a problem that is laid out, as plain computation; the mean may be left out where it costs extra."""
-    return dispatch(problem, initial, stop, chosen(impl, problem), keep_mean=keep_mean)
+    return dispatch(problem, initial, stop, checked(impl, problem), keep_mean=keep_mean)
 
 
-def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, which: Chosen, *, keep_mean: bool = True) -> Solved:
+def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, impl: Impl, *, keep_mean: bool = True) -> Solved:
     """Run the implementation."""
     if initial.numel() == 0:
         return nothing(initial)
-    if which == "sdpa":
-        from .sdpa import solve as solve_sdpa
+    if impl == "reference":
+        from .reference import solve as solve_reference
 
-        return solve_sdpa(problem, initial, stop, keep_mean=keep_mean)
-    if which == "triton":
+        return solve_reference(problem, initial, stop)
+
+    def fused() -> Solved:
         from .triton import solve
-    else:
-        from .reference import solve
-    return solve(problem, initial, stop)
+
+        return solve(problem, initial, stop)
+
+    found = by_triton(impl, "hopfield_solve", problem, fused, fixed_budget=stop.fixed_budget)
+    if found is not None:
+        return found
+    from .sdpa import solve as solve_sdpa
+
+    return solve_sdpa(problem, initial, stop, impl=impl, keep_mean=keep_mean)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._hopfield import Hopfield
 from .._registration import PROBLEM, batched, refuse_tangents, sum_to
 from ..hopfield_cg.ops import hopfield_cg_op
-from ..hopfield_cg.rule import MAX_STEPS, default_rtol
+from ..hopfield_cg.rule import MAX_STEPS
 from .api import dispatch
 from .rule import Stop
 
@@ -18,14 +18,14 @@ hopfield_solve_op = torch.library.custom_op(
     "implicit_attention::hopfield_solve",
     lambda *args: _solve(*args),
     mutates_args=(),
-    schema=f"({PROBLEM}, Tensor initial, float rtol, float atol, int max_steps, int plain_steps, str which, "
+    schema=f"({PROBLEM}, Tensor initial, float rtol, float atol, int max_steps, int plain_steps, str impl, "
     f"str on_failure) -> ({', '.join(['Tensor'] * 8)})",
 )
 
 
 def _solve(*args: Any) -> tuple[Tensor, ...]:
-    problem, initial, which = Hopfield(*args[:6]), args[6], args[-2]
-    found = dispatch(problem, initial, Stop(*args[7:-2]), which)
+    problem, initial, impl = Hopfield(*args[:6]), args[6], args[-2]
+    found = dispatch(problem, initial, Stop(*args[7:-2]), impl)
     # Results of an operation share no memory.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in found)
 
@@ -40,7 +40,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.is_causal, ctx.which, ctx.on_failure = inputs[5], *inputs[-2:]
+    ctx.is_causal, ctx.impl, ctx.on_failure = inputs[5], *inputs[-2:]
     ctx.save_for_backward(*inputs[:5], output[0], output[1])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -57,8 +57,7 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     read = lost & (cotangent != 0).any(-1, keepdim=True)
     state, mean, field = (t.masked_fill(lost, 0.0) for t in (state, mean, field))
     cotangent = cotangent.masked_fill(read, torch.nan)
-    rtol = default_rtol(keys.dtype, ctx.which)
-    u, *_, by_beta, by_keys = hopfield_cg_op(*problem, state, cotangent, rtol, MAX_STEPS, ctx.which, ctx.on_failure)
+    u, *_, by_beta, by_keys = hopfield_cg_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure)
     by_anchor = (u * (field - mean)).sum(-1)
     gradients = (
         (anchor * u).to(field.dtype),

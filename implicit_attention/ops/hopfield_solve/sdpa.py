@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from .._door import without_kernel
+from ..._types import Impl
+from .._door import by_attention, without_kernel
 from .._hopfield import Hopfield
 from .iterate import iterate
 from .rule import Solved, Stop
 
 
-def solve(problem: Hopfield, initial: Tensor, stop: Stop, *, keep_mean: bool = True) -> Solved:
+def solve(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl = "auto", keep_mean: bool = True) -> Solved:
     """Solve from `initial`, (*batch, N, D); what the kernels cannot do is multiplied out."""
-    fused = without_kernel(problem) is None
-    return iterate(problem.to(initial.dtype), initial, stop, fused=fused, compact=True, keep_mean=keep_mean)
+    problem = problem.to(initial.dtype)
+    run = partial(iterate, problem, initial, stop, compact=True, keep_mean=keep_mean)
+    found = None
+    if without_kernel(problem) is None:
+        masked, causal = problem.mask is not None, problem.is_causal
+        found = by_attention(impl, problem.keys, partial(run, fused=True), mask=masked, causal=causal)
+    return run(fused=False) if found is None else found

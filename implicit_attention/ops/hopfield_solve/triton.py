@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...status import Status
+from .. import _trust
 from .._hopfield import Hopfield
 from .._triton_kernels import attend, batch_offset
 from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
@@ -35,7 +36,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
     *lead, rows, dim = field.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=field.device)
+        return _trust.empty(*shape, dtype=dtype, device=field.device)
 
     answer = Solved(
         state=empty(*lead, rows, dim),

@@ -1,0 +1,201 @@
+"""Cases for trust in the Triton kernels: one that is broken by hand is found at its first use and not used."""
+
+import contextlib
+import importlib
+import warnings
+
+import pytest
+import torch
+import triton_harness as harness
+from triton_harness import FP32, case, cases
+
+from implicit_attention import Anderson, equilibrium_attention
+from implicit_attention.errors import KernelWarning, UnsupportedImplementation
+from implicit_attention.ops import _door, _trust, hopfield_cg, hopfield_hvp, hopfield_solve, kernel_checks
+
+SOLVE, ADJOINT, PRODUCT = "hopfield_solve (triton)", "hopfield_cg (triton)", "hopfield_hvp (triton)"
+BROKEN = {
+    SOLVE: ("hopfield_solve.triton", "_solve_kernel"),
+    ADJOINT: ("hopfield_cg.triton", "_adjoint_kernel"),
+    "keys": ("hopfield_cg._triton_keys", "_keys_kernel"),
+    PRODUCT: ("hopfield_hvp.triton", "_product_kernel"),
+}
+# Where in its arguments a kernel writes a result of many numbers.
+OUTPUT = {SOLVE: 12, ADJOINT: 12, "keys": 12, PRODUCT: 12}
+
+
+class Broken:
+    """A kernel that is launched, and more or less than that: it counts launches."""
+
+    def __init__(self, kernel, fault, output):
+        self.kernel, self.fault, self.output, self.launches = kernel, fault, output, 0
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.launches += 1
+            if self.fault == "fails to compile" or (self.fault == "fails later" and self.launches > 1):
+                raise RuntimeError("out of resource: shared memory")
+            if self.fault != "writes nothing":
+                self.kernel[grid](*arguments, **options)
+            if self.fault == "one number is wrong":
+                arguments[self.output].view(-1)[-1] += 0.05
+
+        return launch
+
+
+@contextlib.contextmanager
+def untried(*broken):
+    """No kernel has been tried, "auto" tries them on this device, and (kernel, fault) are broken."""
+    with contextlib.ExitStack() as stack:
+
+        def replaced(owner, name, value):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        replaced(_trust, "_found", {})
+        replaced(_trust, "_told", set())
+        replaced(_door, "TRITON_DEVICES", ("cpu", "cuda"))
+        kernels = []
+        for name, fault in broken:
+            file, kernel = BROKEN[name]
+            module = importlib.import_module(f"implicit_attention.ops.{file}")
+            kernels.append(Broken(getattr(module, kernel), fault, OUTPUT[name]))
+            replaced(module, kernel, kernels[-1])
+        told = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always", KernelWarning)
+        yield kernels, told
+
+
+def given(dtype=FP32, **options):
+    torch.manual_seed(0)
+    query, keys = (torch.randn(2, size, 8).to(harness.DEVICE, dtype) for size in (9, 20))
+    return (query, keys), {"beta": 0.2, "anchor": 0.6, **options}
+
+
+def solved(impl, **options):
+    """The state and its gradients."""
+    tensors, options = given(**options)
+    query, keys = (t.requires_grad_() for t in tensors)
+    found = hopfield_solve(query, keys, **options, rtol=1e-6, impl=impl)
+    gradients = torch.autograd.grad(found.state.square().sum(), (query, keys))
+    return (found.state.detach(), found.residual, *gradients)
+
+
+def product(operation, impl):
+    (query, keys), options = given()
+    z = hopfield_solve(query, keys, **options, impl="reference").state
+    found = operation(query, keys, z, query, **options, impl=impl)
+    return (found,) if isinstance(found, torch.Tensor) else (found.value, found.by_keys, found.by_beta)
+
+
+def equal(found, expected, dtype=FP32):
+    tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype == FP32 else {"rtol": 0.05, "atol": 0.05}
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def raises(words, function, *arguments):
+    with pytest.raises(UnsupportedImplementation) as caught:
+        function(*arguments)
+    assert str(caught.value).startswith("`impl='triton'`: ")
+    assert words in str(caught.value)
+
+
+FAULTS = {
+    "wrong": ("one number is wrong", " is off by "),
+    "unwritten": ("writes nothing", "is NaN"),
+    "uncompiled": ("fails to compile", "it failed with RuntimeError: out of resource: shared memory"),
+    "unlaunched": ("fails later", "it failed with RuntimeError: out of resource: shared memory"),
+}
+
+
+def check_refused(kernel, refused, fault, words, run):
+    """`run(impl)` with a broken kernel, on which the operations `refused` depend."""
+    expected = run("reference")
+    with untried((kernel, fault)) as ((broken,), told):
+        equal(run("auto"), expected)
+        messages = [str(warning.message) for warning in told]
+        assert [name for message in messages for name in refused if f"the kernel {name}" in message] == refused, (
+            messages
+        )
+        assert len(messages) == len(refused)
+        assert all(words in message and f"torch {torch.__version__}" in message for message in messages), messages
+        launches = broken.launches
+        equal(run("auto"), expected)
+        assert (len(told), broken.launches) == (len(refused), launches), "tried or told again"
+        checks = [check for check in kernel_checks() if check.verdict == "refused"]
+        assert [check.use.partition(" on ")[0] for check in checks] == refused
+        assert all(words in str(check) for check in checks)
+        raises(checks[0].reason, run, "triton")
+        assert broken.launches == launches
+
+
+@cases(**{name: dict(fault=fault, words=words) for name, (fault, words) in FAULTS.items()})
+def trust_broken_solve(fault, words):
+    check_refused(SOLVE, [SOLVE, ADJOINT], fault, words, solved)
+
+
+@cases(**{name: dict(fault=fault, words=words) for name, (fault, words) in FAULTS.items()})
+def trust_broken_adjoint(fault, words):
+    check_refused(ADJOINT, [ADJOINT], fault, words, solved)
+
+
+@cases(wrong=dict(fault="one number is wrong"), unwritten=dict(fault="writes nothing"))
+def trust_broken_gradient_of_keys(fault):
+    check_refused("keys", [ADJOINT], fault, "by_keys is ", lambda impl: product(hopfield_cg, impl))
+
+
+@cases(wrong=dict(fault="one number is wrong"), unwritten=dict(fault="writes nothing"))
+def trust_broken_product(fault):
+    check_refused(PRODUCT, [PRODUCT], fault, "product is ", lambda impl: product(hopfield_hvp, impl))
+
+
+@cases(fp32=dict(dtype=FP32), bf16=dict(dtype=harness.BF16), causal=dict(is_causal=True), few=dict(few=True))
+def trust_sound(dtype=FP32, few=False, **options):
+    if few:
+        options = {"mask": (torch.arange(20) < 7).to(harness.DEVICE)}
+    expected = solved("reference", dtype=dtype, **options)
+    with untried((SOLVE, None), (ADJOINT, None)) as ((forward, backward), told):
+        equal(solved("auto", dtype=dtype, **options), expected, dtype)
+        first = forward.launches, backward.launches
+        # Each check launches the adjoint kernel once, and the user's problem does.
+        assert first[1] == 2
+        equal(solved("triton", dtype=dtype, **options), expected, dtype)
+        # One solve, one evaluation for the gradient, one adjoint: nothing is verified again.
+        assert (forward.launches - first[0], backward.launches - first[1]) == (2, 1)
+        assert not told
+        checks = {check.use.partition(" on ")[0]: check for check in kernel_checks()}
+        assert set(checks) == {SOLVE, ADJOINT}
+        for check in checks.values():
+            assert check.verdict == "verified", check
+            assert all(error <= allowed for error, allowed in check.errors.values())
+            assert {"mean", "logsumexp", "residual"} <= set(check.errors) or {"by_keys", "residual"} <= set(
+                check.errors
+            )
+
+
+@case
+def trust_in_attention():
+    (query, keys), _ = given()
+
+    def attended(impl):
+        leaf = keys[:, None].clone().requires_grad_()
+        out = equilibrium_attention(query[:, None], leaf, leaf, anchor=0.6, solver=Anderson(rtol=1e-6), impl=impl)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaf)
+
+    expected = attended("reference")
+    with untried((SOLVE, "writes nothing"), (ADJOINT, "fails to compile")) as (_, told):
+        equal(attended("auto"), expected)
+        assert len(told) == 2, [str(t.message) for t in told]
+        raises("is NaN", attended, "triton")
+
+
+@case
+def trust_in_a_compiled_graph():
+    expected = solved("reference")
+    with untried((ADJOINT, "writes nothing")) as ((broken,), told):
+        step = torch.compile(solved, backend="aot_eager")
+        equal(step("auto"), expected)
+        equal(step("auto"), expected)
+        assert len(told) == 1, [str(t.message) for t in told]
+        assert broken.launches == 1
