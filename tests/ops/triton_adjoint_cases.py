@@ -265,7 +265,7 @@ def adjoint_negative_curvature():
     # The operation has another method answer them, and says what they are.
     from implicit_attention.ops.hopfield_cg import api
 
-    whole = api.dispatch(problem, z, cotangent, CGStop(1e-5, 60), "triton")
+    whole = api.dispatch(problem, z, cotangent, 1e-5, 60, "triton")
     assert bool((whole.status[saddle] == Status.SADDLE).all())
     assert bool((whole.status[~saddle] == Status.CONVERGED).all())
     assert error(whole.value, exact) < 1e-4
