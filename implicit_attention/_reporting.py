@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor
 
 from . import _validate
@@ -14,6 +15,8 @@ from .solution import sentence
 from .status import Status
 
 SHOWN = 3
+# Relative errors of gradients beyond the first are warned of; beyond the second, first order says no more than that.
+UNSURE, UNKNOWN = 0.05, 0.5
 
 
 def check_on_failure(on_failure: str) -> None:
@@ -41,6 +44,37 @@ def report_failures(
     if on_failure == "raise":
         raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
     warnings.warn(message, ConvergenceWarning, stacklevel=outside())
+
+
+def report_gradients(
+    on_failure: OnFailure,
+    what: str,
+    error: Tensor | None,
+    status: Tensor,
+    residual: Tensor,
+    tolerance: Tensor,
+    steps: Tensor,
+) -> None:
+    """`report_failures` of backward solves, and a warning of gradients that the residual of their states leaves unsure.
+
+    One look of the host where all is well.
+    """
+    if on_failure == "ignore" or is_batched(status):
+        return
+    failed = status > Status.SADDLE
+    unsure = torch.zeros_like(failed) if error is None else (error > UNSURE) & ~failed
+    if not bool((failed | unsure).any()):
+        return
+    report_failures(on_failure, what, status, residual, tolerance, steps)
+    if error is not None and (count := int(unsure.sum())):
+        worst = float(error[unsure].max())
+        share = f"{100 * worst:.0f} %" if worst < UNKNOWN else "any amount"
+        message = (
+            f"the gradients of {count} of {status.numel()} problems may be off by up to {share}, as their states are "
+            "solved to a residual only and the problems are nearly singular there (a fold; see "
+            "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
+        )
+        warnings.warn(message, ConvergenceWarning, stacklevel=_outside())
 
 
 def warn_of_saddles(on_failure: OnFailure, what: str, status: Tensor) -> None:

@@ -43,6 +43,13 @@ class AdjointReport:
         residual, tolerance: (*lead), of the linear system.
         num_steps: (*lead), matrix-vector products.
         negative_curvature: (*lead), whether a direction of negative curvature was met.
+        gradient_error: (*lead), an estimate, to first order, of the relative error of the gradient that comes from the
+            state, which is solved to a residual only: |r| sqrt(n)/|z|, the change of the state in units of the size of
+            its n entries, times the square of what the backward solve found of |(I - J)^-1|. Near a fold that is large
+            though the status is CONVERGED; from 0.5 on it says no more than that. It takes f for one that bends on the
+            scale of its state, and is too large for one that is nearly linear. A value above 0.05 is warned of. None
+            with on_failure="ignore", inside torch.func, and in a compiled graph.
+        state_residual: (*lead), the residual of the states, from which that is estimated.
         lead: the shape to write the fields in, where it is not that of the problems that are solved.
         on_failure: how a backward solve that fails is told: "raise", "warn" or "ignore".
         awaited: whether the value that was returned has a graph, whose backward pass fills this.
@@ -55,6 +62,8 @@ class AdjointReport:
     tolerance: Tensor | None = None
     num_steps: Tensor | None = None
     negative_curvature: Tensor | None = None
+    gradient_error: Tensor | None = None
+    state_residual: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
     awaited: bool = False
@@ -70,7 +79,8 @@ class AdjointReport:
             if self.in_graph:
                 return "AdjointReport(not kept by a compiled graph, whose backward pass warns of what fails)"
             return "AdjointReport(no backward pass yet)"
-        return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)})"
+        told = "" if self.gradient_error is None else f"; gradient error <= {_largest(self.gradient_error):.1e}"
+        return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{told})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
@@ -161,6 +171,10 @@ def _status(code: int) -> Status:
 
 def sentence(status: Tensor, residual: Tensor, tolerance: Tensor, steps: Tensor) -> str:
     return _status(int(status)).sentence.format(residual=float(residual), tolerance=float(tolerance), steps=int(steps))
+
+
+def _largest(numbers: Tensor) -> float:
+    return float(numbers.max()) if numbers.numel() else 0.0
 
 
 def summarize(status: Tensor, residual: Tensor, num_evals: Tensor) -> str:

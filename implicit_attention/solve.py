@@ -69,6 +69,8 @@ def solve(
         adjoint=request.report,
         energy_function=problem.energy if problem.has_energy else None,
     )
+    if on_failure != "ignore" and not transforms_active():
+        request.report.state_residual = solution.residual
     report_failures(
         on_failure,
         f"{type(solver).__name__}",

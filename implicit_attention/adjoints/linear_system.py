@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._reporting import report_failures
+from .._autograd import transforms_active
+from .._reporting import report_gradients
 from .._types import LinearMap
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
@@ -22,6 +23,8 @@ from .base import Request
 # batch entry, so that the matrix products are worth their call.
 TILE = 1024
 TILE_ROWS = 64
+# The part of a state that is told from zero where only an absolute tolerance says so: the default rtol.
+SCALE = 1e-4
 
 
 class _Answer(NamedTuple):
@@ -42,7 +45,7 @@ def solve_system(
     with torch.no_grad():
         method = method or _default_method(problem, z.dtype)
         answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
-        _report(request, method, answer)
+        _report(request, method, answer, problem, z, rhs)
     return answer.value
 
 
@@ -64,7 +67,7 @@ def adjoint_gradients(
         answer, gradients = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
     else:
         answer, gradients = _Answer(*found[:-1]), found.gradients
-    _report(request, chosen, answer)
+    _report(request, chosen, answer, problem, z, cotangent)
     return gradients
 
 
@@ -203,27 +206,51 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
     return norm(states.flatten(states.ndim - event_ndim) if event_ndim else states[..., None])
 
 
-def _report(request: Request, method: LinearSolver[Any], answer: _Answer) -> None:
+def _gradient_error(request: Request, answer: _Answer, problem: Problem, z: Tensor, rhs: Tensor) -> Tensor | None:
+    """`AdjointReport.gradient_error`, (*lead)."""
+    residual, solver = request.report.state_residual, request.solver
+    if residual is None or transforms_active() or residual.shape != answer.status.shape:
+        return None
+    lead = residual.ndim
+    u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
+    size = norm(g)[..., None]
+    u, g = u / size, g / size
+    square = u.square().sum(-1)
+    inverse = square.sqrt()
+    if problem.symmetric:
+        # The quotient of Rayleigh at u is nearer to the smallest eigenvalue than |g|/|u|, unless there are two signs.
+        inverse = torch.where(answer.negative_curvature, inverse, square / (u * g).sum(-1))
+    # What atol takes for zero is no scale: as large as where it takes over from rtol.
+    least = solver.atol / (solver.rtol or SCALE)
+    scale = torch.linalg.vector_norm(z, dim=-1).clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
+    return torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
+
+
+def _report(
+    request: Request, method: LinearSolver[Any], answer: _Answer, problem: Problem, z: Tensor, rhs: Tensor
+) -> None:
     report = request.report
     fields = answer._asdict()
     del fields["value"]
+    if (error := _gradient_error(request, answer, problem, z, rhs)) is not None:
+        fields["gradient_error"] = error
     if report.lead is not None and report.lead.numel() == answer.status.numel():
         fields = {name: field.reshape(report.lead) for name, field in fields.items()}
     elif report.lead is not None and answer.status.shape[-len(report.lead) or answer.status.ndim :] == report.lead:
         fields = _worst(fields, answer.status.ndim - len(report.lead))
     told = [fields[name] for name in ("status", "residual", "tolerance", "num_steps")]
-    status = fields["status"]
+    status, error, before = fields["status"], fields.get("gradient_error"), report.gradient_error
     if report.status is not None and report.status.shape == status.shape:
         # Of several solves (second derivatives make more) the worst is kept, problem by problem.
         worse = status >= report.status
+        fields.pop("gradient_error", None)
         fields = {name: torch.where(worse, new, getattr(report, name)) for name, new in fields.items()}
+        if error is not None:
+            fields["gradient_error"] = error if before is None else torch.maximum(error, before)
     for name, field in fields.items():
         setattr(report, name, field)
-    report_failures(
-        report.on_failure,
-        f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,",
-        *told,
-    )
+    what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
+    report_gradients(report.on_failure, what, error, *told)
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:

@@ -40,6 +40,8 @@ def gradient(condition, dtype, method):
     return problem.inputs[0].grad, solution.adjoint
 
 
+# The estimate takes the map for one that bends, and this one is linear.
+@pytest.mark.filterwarnings("ignore:the gradients of 8 of 8 problems may be off:implicit_attention.ConvergenceWarning")
 @pytest.mark.parametrize("method", [None, CG(rtol=1e-5), GMRES(rtol=1e-5)])
 def test_what_rounding_leaves_is_no_failure(method):
     condition = 3e4
