@@ -15,6 +15,12 @@ class Unrolled(Adjoint):
 
     Memory grows with the number of steps. The one choice for fixed budgets (rtol = atol = 0), and the baseline of
     unrolled networks. Inside torch.vmap all `max_steps` steps are made, as the host cannot see who has finished.
+
+    A problem that an accelerated solver brings to a residual of exactly 0 keeps its weights from there on. One that
+    starts there has none: they would be 0/0, and depend on the direction in which the residual leaves 0, so that in
+    general the accelerated steps have no derivative. The gradient is then that of as many plain steps. (With a
+    tolerance no step is made, and the initial state alone gets a gradient.) Steps that only move rounding errors have
+    the gradient of those: let a tolerance end what converges.
     """
 
     def check(self, request: Request) -> None:

@@ -131,6 +131,8 @@ class Safeguarded(Solver):
             good = self._descends(state, point)
         else:
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
+            # Nothing is better than 0, and a step from there that is given up would leave plain ones in its place.
+            good = good | (point.residual == 0)
         if problem.monotone or guard == "residual":
             # A plain step needs no test: it descends, or there is nothing better to fall back on.
             return (good & finite) | ~state.accelerated
@@ -168,7 +170,12 @@ class Safeguarded(Solver):
         if point.step < warm_up:
             return Update(state, point.mapped)
         fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
+        # Where r was 0 nothing moved, and nothing is learned. But what is made of r has a derivative: that of plain
+        # steps, were the history 0/0, which need not converge, and of 4 r one that grows without bound.
+        moved = (point.z != state.z).any(-1)
         history = self.remember(problem, state.history, point.z - state.z, point.r - state.r, fresh)
+        if torch.is_grad_enabled():
+            history = _held(moved, history, state.history)
         base = state._replace(
             z=rows_where(accepted, point.z, state.z),
             r=rows_where(accepted, point.r, state.r),
@@ -177,7 +184,7 @@ class Safeguarded(Solver):
         )
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        downward = fresh & (((point.z - state.z) * (point.r - state.r)).sum(-1) >= 0)
+        downward = fresh & moved & (((point.z - state.z) * (point.r - state.r)).sum(-1) >= 0)
         point = point._replace(z=base.z, r=base.r, residual=base.residual)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         memory, stalled = self._after(problem, state, base, proposal, accepted)
@@ -204,3 +211,13 @@ def _cut(norm: Tensor, longest: Tensor) -> Tensor:
     """The factor that makes a step of this norm no longer than `longest`; without 0/0, whose gradient is NaN."""
     too_long = norm > longest
     return torch.where(too_long, longest / torch.where(too_long, norm, 1.0), 1.0)
+
+
+def _held(moved: Tensor, new: Any, old: Any) -> Any:
+    """The new history where something `moved`, else the old, which may have fewer columns."""
+    if not isinstance(new, tuple):
+        before = torch.zeros_like(new) if old is None else old
+        return torch.where(moved.reshape((*moved.shape, *(1,) * (new.ndim - moved.ndim))), new, before)
+    missing = (None,) * len(new)
+    items = [_held(moved, *pair) for pair in zip(new, (*(old or ()), *missing), strict=False)]
+    return type(new)(*items) if hasattr(new, "_fields") else tuple(items)

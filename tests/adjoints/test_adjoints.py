@@ -324,3 +324,52 @@ def test_vmapped_linear_solves_do_not_mix():
 def test_wrong_options_are_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def scaled_tanh(scale, shift):
+    return FixedPointMap(lambda z, a, b: a * torch.tanh(z) + b, scale, shift, event_ndim=1)
+
+
+@pytest.mark.parametrize("kind", [Anderson, Broyden])
+@pytest.mark.parametrize("make", ["energy", -3.0, -1.5, 0.9])
+def test_unrolled_steps_beyond_a_residual_of_zero_keep_the_gradient(kind, make):
+    keys, shift = random(7, 3), random(2, 3 if make == "energy" else 1, seed=1)
+    scale = None if make == "energy" else torch.tensor(make, dtype=torch.float64)
+
+    def answer(shift, scale, steps):
+        energy = scale is None
+        problem = AnchoredEnergy(LogSumExp(keys, 0.5), shift, 0.5) if energy else scaled_tanh(scale, shift)
+        solver = kind(rtol=0, atol=0, max_steps=steps)
+        return solve(problem, torch.zeros_like(shift), solver=solver, adjoint=Unrolled())
+
+    cotangent = random(*shift.shape, seed=9)
+    shift.requires_grad_()
+    solution = answer(shift, scale, 60)
+    assert (solution.residual <= 2e-16).all()
+    (found,) = torch.autograd.grad(solution.value, shift, cotangent)
+    problem = AnchoredEnergy(LogSumExp(keys, 0.5), shift, 0.5) if scale is None else scaled_tanh(scale, shift)
+    (*_, expected) = (t for t in dense_gradients(problem, solution.value.detach(), cotangent) if t is not None)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Anderson, Broyden])
+def test_from_an_exact_solution_accelerated_steps_have_no_derivative_and_plain_ones_give_theirs(kind):
+    weight, start = 0.4 * random(3, 3), torch.zeros(1, 3, dtype=torch.float64)
+
+    def answer(shift, solver):
+        problem = FixedPointMap(lambda z, b: torch.tanh(z @ weight + b), shift, event_ndim=1)
+        return solve(problem, start, solver=solver, adjoint=Unrolled()).value
+
+    accelerated, plain = (k(rtol=0, atol=0, max_steps=3) for k in (kind, Picard))
+
+    def change(direction):
+        return (answer(1e-6 * direction, accelerated) - answer(-1e-6 * direction, accelerated)) / 2e-6
+
+    first, second = torch.eye(3, dtype=torch.float64)[:2]
+    apart, together = change(first) + change(second), change(first + second)
+    assert (apart - together).norm() > 1e-3 * together.norm()
+    gradients = []
+    for solver in (accelerated, plain):
+        shift = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        gradients.append(torch.autograd.grad(answer(shift, solver).sum(), shift)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
