@@ -78,8 +78,11 @@ def test_a_model_that_attends_by_itself_in_parts_is_refused_or_warned_of(kind, a
     model = unweighted(kind)
     with pytest.raises(ValueError, match=rf'stays what it is: {attention} \(.*partial="warn" accepts'):
         attach(model)
-    with pytest.warns(UserWarning, match=rf"stays what it is: {attention} \([^)]*\)(; integrations.multihead.*)?$"):
+    with pytest.warns(
+        UserWarning, match=rf"stays what it is: {attention} \([^)]*\)(; integrations.multihead.*)?$"
+    ) as told:
         assert attach(model, partial="warn") is model
+    assert told[0].filename == __file__
     assert model.config.equilibrium_anchors == {"equilibrium": 0.5}
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ... import _validate
-from ..._reporting import _outside
 from ..._types import Impl, OnFailure
 from ...adjoints import Adjoint
 from ...solvers import Solver
@@ -125,13 +124,13 @@ def load(
 
 
 def _put(model: PreTrainedModel, name: str, settings: Settings, partial: Partial) -> None:
-    found = checked(model, partial)
+    found = checked(model, partial, stacklevel=4)
     settings = resolved(settings, model, found)
     saved.written(settings)  # what cannot be saved is refused before anything is changed
     saved.keep(model, seated(model, name, found), name, settings)
 
 
-def checked(model: Any, partial: Partial) -> Reach:
+def checked(model: Any, partial: Partial, stacklevel: int) -> Reach:
     """What of a model can be reached; it is refused, or warned of, with the names of what cannot."""
     _validate.check_choice("partial", partial, ("refuse", "warn"))
     _check_model(model)
@@ -140,7 +139,7 @@ def checked(model: Any, partial: Partial) -> Reach:
     if message and (partial == "refuse" or not usable):
         raise ValueError(message)
     if message:
-        warnings.warn(message, UserWarning, stacklevel=_outside())
+        warnings.warn(message, UserWarning, stacklevel=stacklevel)
     return found
 
 

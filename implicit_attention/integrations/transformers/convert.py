@@ -115,7 +115,7 @@ def convert(
     anchors = _checked(schedule, inputs)
     for anchor in anchors:
         Settings().override({**given, "anchor": anchor}, "options")
-    found = checked(model, partial)
+    found = checked(model, partial, stacklevel=3)
     before = resolved(settings_of(model, name), model, found)
     assert not callable(before.layers)
     configs = seated(model, name, found)
