@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers_models import MODELS, attentions, batch, logits, make
 
-from implicit_attention import CG, Anderson, Implicit, ImplicitAttention, Picard
+from implicit_attention import CG, Anderson, Implicit, ImplicitAttention, Picard, SciPy
 from implicit_attention.integrations.transformers import attach, convert, evidence, load, override, register, report
 
 HEADS = torch.tensor([0.3, 0.5, 0.7, 0.9])
@@ -81,6 +81,16 @@ def test_a_copy_and_a_pickle_keep_the_options():
     expected = logits(model, given)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(other, given), expected)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed():
+    model = make("llama")
+    before = model.config._attn_implementation
+    for options in ({"layers": {2: {"anchor": 0.9}}}, {"solver": SciPy("hybr", {"jac": object()})}, {"anchor": 2.0}):
+        with pytest.raises(ValueError, match=r"`(layers|solver|anchor)` must"):
+            attach(model, **options)
+        assert model.config._attn_implementation == before
+        assert not hasattr(model.config, "equilibrium_anchors")
 
 
 def test_an_unknown_layer_is_refused_at_the_door():

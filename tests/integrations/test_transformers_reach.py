@@ -78,8 +78,11 @@ def test_a_model_that_attends_by_itself_in_parts_is_refused_or_warned_of(kind, a
     model = unweighted(kind)
     with pytest.raises(ValueError, match=rf'stays what it is: {attention} \(.*partial="warn" accepts'):
         attach(model)
-    with pytest.warns(UserWarning, match=rf"stays what it is: {attention} \([^)]*\)(; integrations.multihead.*)?$"):
+    with pytest.warns(
+        UserWarning, match=rf"stays what it is: {attention} \([^)]*\)(; integrations.multihead.*)?$"
+    ) as told:
         assert attach(model, partial="warn") is model
+    assert told[0].filename == __file__
     assert model.config.equilibrium_anchors == {"equilibrium": 0.5}
 
 
@@ -120,6 +123,47 @@ def test_informer_attends_as_it_does_eagerly_or_says_why_not(kind, capsys):
         ours = attach(model, max_steps=0)(**given)[0]
     assert len(report(model)) == 6
     torch.testing.assert_close(ours, eager, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("forward", "kind"),
+    [
+        ("return torch.softmax(q @ k.mT, -1) @ v", "own"),
+        ("return self.read(F.softmax(torch.einsum('nd,md->nm', q, k), -1), v)", "own"),
+        ("return weigh(q @ k.mT).softmax(-1) @ v", "own"),
+        ("return F.scaled_dot_product_attention(q, k, v)", "own"),
+        (
+            "return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)(self, q, k, v)",
+            "asks",
+        ),
+        ("return eager(self, q, k, v)", "own"),
+        ("return (q @ k.mT).softmax(-1)", None),
+        ("return q.softmax(-1) @ k @ v", None),
+        ("return (q @ k.mT) @ v", None),
+    ],
+)
+def test_attention_is_a_softmax_between_two_products_whatever_it_is_called(forward, kind):
+    text = f"""
+class Base(nn.Module):
+    def forward(self, q, k, v):
+        return q
+
+    def read(self, weights, v):
+        return torch.matmul(weights, v)
+
+class Mixer(Base):
+    def forward(self, q, k, v):
+        {forward}
+
+def weigh(scores):
+    return scores / 2
+
+def eager(module, q, k, v):
+    return torch.matmul(nn.Softmax(dim=-1)(torch.matmul(q, k.mT)), v)
+"""
+    source = reading.parsed(text)
+    assert reading.kind_of([(source, source.classes[name]) for name in ("Mixer", "Base")]) == kind
+    assert reading.kind_of([(source, source.classes["Base"])]) is None
 
 
 # A sweep by other means: regular expressions over the text of every class.

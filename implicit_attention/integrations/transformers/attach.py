@@ -66,8 +66,7 @@ def attach(
         TypeError, ValueError: options that do not fit; a model that attends by itself, with its modules named.
     """
     settings = settings_from(anchor, max_steps, solver, adjoint, impl, on_failure, layers, ignore)
-    found, configs = join(model, name, partial)
-    saved.keep(model, configs, name, resolved(settings, model, found))
+    _put(model, name, settings, partial)
     return model
 
 
@@ -120,13 +119,19 @@ def load(
         raise ValueError(_validate.message("solver", required, None, remedy))
     general = settings_from(0.5, None, None, adjoint, impl, on_failure, None, ignore)
     settings = saved.of_config(model.config, name, general, solver)
-    found, configs = join(model, name, partial)
-    saved.keep(model, configs, name, resolved(settings, model, found))
+    _put(model, name, settings, partial)
     return model
 
 
-def join(model: Any, name: str, partial: Partial) -> tuple[Reach, list[PreTrainedConfig]]:
-    """Give a model this attention, and configurations of its own; what cannot be reached is named first."""
+def _put(model: PreTrainedModel, name: str, settings: Settings, partial: Partial) -> None:
+    found = checked(model, partial, stacklevel=4)
+    settings = resolved(settings, model, found)
+    saved.written(settings)  # what cannot be saved is refused before anything is changed
+    saved.keep(model, seated(model, name, found), name, settings)
+
+
+def checked(model: Any, partial: Partial, stacklevel: int) -> Reach:
+    """What of a model can be reached; it is refused, or warned of, with the names of what cannot."""
     _validate.check_choice("partial", partial, ("refuse", "warn"))
     _check_model(model)
     found = reach(model)
@@ -134,7 +139,12 @@ def join(model: Any, name: str, partial: Partial) -> tuple[Reach, list[PreTraine
     if message and (partial == "refuse" or not usable):
         raise ValueError(message)
     if message:
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warnings.warn(message, UserWarning, stacklevel=stacklevel)
+    return found
+
+
+def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedConfig]:
+    """Give a model this attention; its configurations, which are its own from here on."""
     if not is_ours(name):
         register(name)
     configs = own_configs(model)
@@ -145,16 +155,18 @@ def join(model: Any, name: str, partial: Partial) -> tuple[Reach, list[PreTraine
         for config, attention in before:
             config._attn_implementation_internal = attention
         raise ValueError(
-            f"{type(model).__name__}.set_attn_implementation does not reach all attention: {listed(deaf)}; set it in "
-            "the parts that can take it"
+            f"{type(model).__name__}.set_attn_implementation does not reach all attention: {listed(deaf)}; attach to "
+            "the parts that it reaches"
         )
-    return found, configs
+    return configs
 
 
 def settings_of(model: PreTrainedModel, name: str) -> Settings:
     """What holds for a model before it is told otherwise: its own, those of its file, those of the name."""
     held: dict[str, Settings] = getattr(model, SETTINGS, None) or {}
-    return held[name] if name in held else saved.of_config(model.config, name, registered(name))
+    if name in held:
+        return held[name]
+    return saved.of_config(model.config, name, registered(name) if is_ours(name) else Settings())
 
 
 def resolved(settings: Settings, model: nn.Module, found: Reach) -> Settings:

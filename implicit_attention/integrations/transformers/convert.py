@@ -18,7 +18,7 @@ from ...adjoints import Adjoint
 from ...solution import Evidence
 from ...solvers import Solver
 from . import saved
-from .attach import Partial, join, resolved, settings_of
+from .attach import Partial, checked, resolved, seated, settings_of
 from .attention import COMPARE, LAST, Last
 from .override import override
 from .report import aligned, evidence, last_calls
@@ -115,10 +115,11 @@ def convert(
     anchors = _checked(schedule, inputs)
     for anchor in anchors:
         Settings().override({**given, "anchor": anchor}, "options")
-    found, configs = join(model, name, partial)
-    inputs = _inputs(model) if inputs is None else inputs
+    found = checked(model, partial, stacklevel=3)
     before = resolved(settings_of(model, name), model, found)
     assert not callable(before.layers)
+    configs = seated(model, name, found)
+    inputs = _inputs(model) if inputs is None else inputs
     stages: list[Stage] = []
     for anchor in anchors:
         options = {**given, "anchor": anchor}

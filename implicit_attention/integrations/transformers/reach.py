@@ -132,8 +132,9 @@ class _Steps:
             return
         if isinstance(node, ast.FunctionDef):
             self.seen.add(node)
-        # What a call is made of is computed before it.
-        for child in ast.iter_child_nodes(node):
+        # What a call is made of is computed before it, its arguments before a method of this class.
+        parts = [*node.args, *node.keywords, node.func] if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
+        for child in parts:
             yield from self.of(source, child)
         if isinstance(node, ast.Name) and node.id == _INTERFACE:
             yield "i"

@@ -22,7 +22,7 @@ NAME = "attn_implementation"
 
 def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, settings: Settings) -> None:
     """Let the modules of a model have these settings for a name, and its configurations what of them is the model's."""
-    saved = _written(settings)
+    saved = written(settings)
     for config in configs:
         for attribute, value in saved.items():
             known = {key: other for key, other in (getattr(config, attribute, None) or {}).items() if key != name}
@@ -58,7 +58,7 @@ def of_config(config: Any, name: str, general: Settings, instead: Solver | None 
     return dataclasses.replace(found, layers=read)
 
 
-def _written(settings: Settings) -> dict[str, Any]:
+def written(settings: Settings) -> dict[str, Any]:
     """Anchors and solvers as a configuration holds them."""
     layers = settings.layers
     assert not callable(layers)
