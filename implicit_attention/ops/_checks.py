@@ -167,7 +167,8 @@ def hopfield_solve(problem: Hopfield, fixed_budget: bool) -> Errors:
         # The equilibrium is reached long before: where f is z, up to the rounding of f.
         found.add("equilibrium", z, *mapped)
     steps, evals = solved.num_steps, solved.num_evals
-    found.none("unsolved", solved.status != int(stop.exhausted if fixed_budget else Status.CONVERGED))
+    failed = (solved.residual > solved.tolerance) & (not fixed_budget)
+    found.none("unsolved", failed | (solved.status != int(stop.exhausted if fixed_budget else Status.CONVERGED)))
     found.none("miscounted", (steps < 0) | (steps > stop.max_steps) | (evals <= steps) | (evals > stop.max_steps + 1))
     return found.errors
 
