@@ -74,7 +74,7 @@ def report_gradients(
             "solved to a residual only and the problems are nearly singular there (a fold; see "
             "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
         )
-        warnings.warn(message, ConvergenceWarning, stacklevel=_outside())
+        warnings.warn(message, ConvergenceWarning, stacklevel=outside())
 
 
 def warn_of_saddles(on_failure: OnFailure, what: str, status: Tensor) -> None:
