@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import exact_precision, is_batched, is_differentiated, transforms_active, uncompiled
+from ._autograd import exact_precision, is_batched, is_differentiated, is_fake, transforms_active, uncompiled
 from ._reporting import report_failures
 from ._types import OnFailure
 from .adjoints import Implicit, Unrolled
@@ -109,11 +109,11 @@ def attend(
     the map. Its residual is evaluated only if `measure`; `weigh` returns the weights of the read-out.
 
     Under torch.compile the solve is one operation of the graph where there is one for it; its failures are then told by
-    the evidence alone. Otherwise the graph breaks once.
+    the evidence alone. Otherwise the graph breaks once. Tensors that are shapes alone (meta, fake) go the same way.
     """
     inputs = _Inputs(query, keys, values, beta, anchor, mask, bias, initial)
     request = _Request(potential, options, dropout_p, grouped, trace, measure, weigh)
-    if torch.compiler.is_compiling() and _fits_graph(inputs, request):
+    if (torch.compiler.is_compiling() or is_fake(query)) and _fits_graph(inputs, request):
         return _by_heads(inputs, request, _in_graph)
     return _outside_graph(inputs, request)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...status import Status
+from .._fold import BLOCK
 from .._hopfield import Hopfield
-from .._rows import BLOCK, Rows, dot
+from .._rows import Rows, dot
 from .rule import Adjoint, CGStop
 
 # Attention weights held at once: about what stays in a processor's cache.
