@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from . import _validate
@@ -19,6 +21,11 @@ _R = TypeVar("_R")
 def transforms_active() -> bool:
     """Whether a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is open."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether there is a shape, but no numbers: on the device meta, or under torch's FakeTensorMode."""
+    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -57,8 +64,10 @@ def backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def exact_precision(tensor: Tensor) -> torch.autocast:
+def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast does not lower the precision of what is computed from `tensor`."""
+    if tensor.device.type == "meta":
+        return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._autograd import is_fake
+
 
 def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
     """Raise ValueError "`argument` must requirement, got received; remedy" unless condition holds."""
@@ -21,13 +23,21 @@ def message(argument: str, requirement: str, received: object, remedy: str = "")
 
 
 def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
-    """A floating-point tensor with at least `min_ndim` axes."""
+    """A dense tensor of at least 16 bits with at least `min_ndim` axes."""
     if not isinstance(value, Tensor):
         raise TypeError(message(argument, "be a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor"))
+    if value.is_nested:
+        remedy = "pad it with torch.nested.to_padded_tensor(tensor, 0.0), and mask what is added"
+        raise TypeError(message(argument, "be one dense tensor", "a nested one", remedy))
+    if value.layout != torch.strided:
+        raise TypeError(message(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()"))
     if not value.is_floating_point():
         raise TypeError(
             message(argument, "have a floating-point dtype", value.dtype, f"convert it with {argument}.float()")
         )
+    if value.dtype.itemsize < 2:
+        required = "have at least 16 bits"
+        raise TypeError(message(argument, required, value.dtype, f"convert it with {argument}.bfloat16()"))
     if value.ndim < min_ndim:
         raise ValueError(message(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}"))
 
@@ -119,11 +129,24 @@ def inside(value: Tensor, *, low: float, high: float = math.inf, open_low: bool 
     return torch.where(fits, value, torch.nan)
 
 
+def can_look(tensor: Tensor) -> bool:
+    """Whether the host can read the numbers, without waiting and without breaking a graph."""
+    hidden = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or is_fake(tensor)
+    return tensor.device.type == "cpu" and not hidden
+
+
+def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
+    """Not a tensor that has a shape alone."""
+    if is_fake(tensor):
+        received = "a tensor on the device meta" if tensor.device.type == "meta" else "a FakeTensor"
+        raise ValueError(message(argument, "hold numbers", received, remedy))
+
+
 def check_range(
     argument: str, value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
 ) -> None:
     """All entries in [low, high], where the host can look without waiting; NaN is bad data, not a bad argument."""
-    if value.device.type != "cpu" or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    if not can_look(value):
         return
     inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
     if not bool(inside.all()):

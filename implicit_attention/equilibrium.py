@@ -15,6 +15,7 @@ from ._autograd import (
     exact_precision,
     is_batched,
     is_differentiated,
+    is_fake,
     may_have_tangent,
     transforms_active,
     uncompiled,
@@ -126,7 +127,7 @@ def attend(
     the map. Its residual is evaluated only if `measure`; `weigh` returns the weights of the read-out.
 
     Under torch.compile the solve is one operation of the graph where there is one for it; its failures are then told by
-    the evidence alone. Otherwise the graph breaks once.
+    the evidence alone. Otherwise the graph breaks once. Tensors that are shapes alone (meta, fake) go the same way.
     """
     inputs = _Inputs(query, keys, values, beta, anchor, mask, bias, initial)
     request = _Request(potential, options, dropout_p, grouped, trace, measure, weigh)
@@ -135,7 +136,7 @@ def attend(
             "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
             "torch.compile; call them outside of it"
         )
-    if torch.compiler.is_compiling() and _fits_graph(inputs, request):
+    if (torch.compiler.is_compiling() or is_fake(query)) and _fits_graph(inputs, request):
         return _by_heads(inputs, request, _in_graph)
     return _outside_graph(inputs, request)
 

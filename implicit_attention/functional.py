@@ -85,7 +85,8 @@ def equilibrium_attention(
         _check_heads_match(query, key)
     _check_pattern_shapes(query, key, value)
     if scale is None:
-        scale = query.shape[-1] ** -0.5
+        # Without a dimension all scores are 0 at any scale.
+        scale = max(query.shape[-1], 1) ** -0.5
     elif isinstance(scale, Tensor):
         _validate.check_float_tensor("scale", scale)
         _validate.check_range(

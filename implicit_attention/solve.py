@@ -89,7 +89,8 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     for name, tensor in (*named, ("initial", initial)):
         if tensor.is_complex():
             raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
-        _validate.require(tensor.device.type != "meta", name, "hold numbers", "a tensor on the device meta")
+        # How often f is evaluated depends on them.
+        _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
     floating = [t.dtype for _, t in named if t.is_floating_point()]
     if initial.dtype in floating or not floating or not (floating[0] in HALF and initial.dtype == torch.float32):
         _validate.check_same_kind([*named, ("initial", initial)])

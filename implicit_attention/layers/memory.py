@@ -145,6 +145,8 @@ class MemoryLookup(Remembering):
         rows = len(self.patterns) if self.learned else max(len(patterns), 1)
         required = f"have shape ({rows}, {self.dim})" if self.learned else f"have shape (M, {self.dim}) with M > 0"
         _validate.require(patterns.shape == (rows, self.dim), "patterns", required, f"shape {tuple(patterns.shape)}")
+        if self.auto:
+            _validate.check_numbers("patterns", patterns, "beta='auto' reads them; pass a number for beta")
         held = self.targets
         width = None if held is None else held.shape[1]
         if targets is None and self.learned:

@@ -6,11 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 8
+# Torch multiplies matrices by itself where rows, inner and outer size have a product below this.
+SMALL_PRODUCT = 400
+
 
 def aligned(size: int, dtype: torch.dtype) -> int:
     """The next size at which rows begin at multiples of 16 bytes, on which the bits of products depend."""
     count = 16 // dtype.itemsize
     return -(-size // count) * count
+
+
+def row_block(inner: int, outer: int, dtype: torch.dtype) -> int:
+    """Rows come in multiples of this, so that a row's bits do not depend on how many others there are.
+
+    Attention was measured to give a row the same bits for all multiples of 8 on a CPU, but for products so small that
+    torch multiplies them by itself, in another order: there are so many rows that none is.
+    """
+    return -(-SMALL_PRODUCT // (BLOCK * aligned(inner, dtype) * aligned(outer, dtype))) * BLOCK
 
 
 def widened(tensor: Tensor, size: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ._flash import mean_and_logsumexp
-from ._fold import Fold, addressable, aligned, widened
+from ._fold import Fold, addressable, aligned, row_block, widened
 from ._hopfield import Hopfield
 
 # Masks are laid out for at most so many pairs at once; a larger working set is evaluated in parts.
@@ -21,9 +21,6 @@ COMPACT_BELOW, WORTH = 0.9, 256
 # Smaller weights count as zero: they are invisible at that precision, and products of subnormal numbers cost ten times
 # as much on a CPU.
 LEAST = {torch.float32: math.exp(-40), torch.float64: math.exp(-300)}
-# Rows come in multiples of this, so that a row's bits do not depend on how many others there are: attention was
-# measured to give a row the same bits for all multiples of 8 on a CPU.
-BLOCK = 8
 
 
 class Rows:
@@ -45,6 +42,7 @@ class Rows:
         self.keys = widened(keys, aligned(self.dim, keys.dtype)).contiguous()
         self.fused = fused
         self.device = keys.device
+        self.block = row_block(self.dim, keys.shape[-2], keys.dtype)
         self.ids = torch.arange(self.sets * self.count, device=self.device)
         self.beta, self.anchor = self._laid(problem.beta), self._laid(problem.anchor)
         #: Anchor and beta as numbers, where they are such that the host knows.
@@ -160,11 +158,11 @@ class Rows:
             yield part, flat
 
     def padded(self, filler: int) -> tuple[Self, Tensor | None]:
-        """This working set up to a multiple of `BLOCK`, and the rows of this one that it holds (None: the same).
+        """This working set up to a multiple of `block`, and the rows of this one that it holds (None: the same).
 
         The copies of the last row that fill it up have the number `filler`.
         """
-        count = -(-self.count // BLOCK) * BLOCK
+        count = -(-self.count // self.block) * self.block
         if count == self.count:
             return self, None
         local = torch.arange(count, device=self.device)
@@ -186,7 +184,7 @@ class Rows:
 
         All rows of it are distinct: finished ones fill it up and are carried along.
         """
-        most = -(-max(counts) // BLOCK) * BLOCK
+        most = -(-max(counts) // self.block) * self.block
         live = [entry for entry, count in enumerate(counts) if count]
         freed = len(active) - most * len(live)
         if freed < (1 - below) * len(active) or freed < min(WORTH, len(active) // 2):

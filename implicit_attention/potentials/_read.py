@@ -9,7 +9,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from .._autograd import transforms_active
+from .._autograd import is_fake, transforms_active
 from ..ops._fold import Fold
 
 # Scores below half of this are lost in rounding beside a bias of this / eps.
@@ -65,7 +65,7 @@ def surely_finite(*tensors: Tensor) -> bool:
     """Whether all numbers are known to be finite, where the host can look without waiting."""
     looked_at = transforms_active() or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     # What records operations must not record an answer that is true of these numbers only.
-    if looked_at or torch._C._len_torch_dispatch_stack() or any(t.device.type != "cpu" for t in tensors):
+    if looked_at or torch._C._len_torch_dispatch_stack() or any(t.device.type != "cpu" or is_fake(t) for t in tensors):
         return False
     return all(math.isfinite(float(t.detach().sum())) for t in tensors)
 

@@ -19,7 +19,7 @@ from .._types import Impl, OnFailure
 from ..errors import UnsupportedImplementation
 from ..ops._door import by_attention, checked
 from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
-from ..ops._fold import Fold
+from ..ops._fold import Fold, row_block
 from ..ops._hopfield import Hopfield, carries
 from ..ops.hopfield_cg.api import run as run_hopfield_cg
 from ..ops.hopfield_cg.rule import CGStop
@@ -31,9 +31,6 @@ from .base import CovarianceMap
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
 # of subnormal numbers cost ten times as much on a CPU.
 _CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
-
-# Torch multiplies matrices by itself where rows, inner and outer size have a product below 400, with other bits.
-_LEAST_PRODUCT = 64
 
 
 class LogSumExp(KeyPotential):
@@ -274,12 +271,12 @@ class LogSumExp(KeyPotential):
         keys, pairs, poison = self.keys, self.mask if self.bias is None else self.bias, None
         if self.bias is not None and self.mask is not None:
             pairs = self.bias.where(self.mask, -torch.inf)
-        if pairs is not None and not surely_finite(keys):
-            attended = pairs if pairs.dtype == torch.bool else torch.ne(pairs, -torch.inf)
-            (keys, _), poison = without_nan([keys, keys], attended, field.dtype)
         axes = field.ndim
         keys = keys[(None,) * (axes - keys.ndim)]
         pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
+        if pairs is not None and not surely_finite(keys):
+            attended = pairs if pairs.dtype == torch.bool else torch.ne(pairs, -torch.inf)
+            (keys, _), poison = without_nan([keys, keys], attended, field.dtype)
         numbers = []
         if isinstance(anchor, Tensor):
             anchor = _validate.inside(anchor, low=0.0, high=1.0)[..., None, None]
@@ -293,9 +290,8 @@ class LogSumExp(KeyPotential):
 
     @property
     def row_block(self) -> int:  # type: ignore[override]
-        # On a CPU multiples of 8 were measured to do, but for products so small that torch multiplies them by itself.
-        small = self.keys.shape[-2] * self.keys.shape[-1] < _LEAST_PRODUCT
-        return super().row_block if small or self.keys.device.type != "cpu" else 8
+        keys = self.keys
+        return row_block(keys.shape[-1], keys.shape[-2], keys.dtype) if keys.device.type == "cpu" else super().row_block
 
     def lipschitz(self) -> Tensor:
         """beta diam(K)^2/4, Popoviciu's bound on the variance along any direction, (*batch)."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from ... import _validate
 from ..._types import Impl
 from .._door import by_triton, checked, laid_out, state_of
+from .._fold import widened
 from .._hopfield import Hopfield
 from .._registration import refuse_tangents
 from .rule import Solved, Stop, nothing
@@ -87,6 +88,11 @@ def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl, keep_mean
 
 def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, impl: Impl, *, keep_mean: bool = True) -> Solved:
     """Run the implementation."""
+    if problem.field.shape[-1] == 0 < initial.shape[:-1].numel():
+        # Rows without entries still have weights: those of one entry that is 0.
+        field, keys, initial = (widened(t, 1) for t in (problem.field, problem.keys, initial))
+        found = dispatch(problem._replace(field=field, keys=keys), initial, stop, impl, keep_mean=keep_mean)
+        return found._replace(state=found.state[..., :0], mean=found.mean[..., :0])
     if initial.numel() == 0:
         return nothing(initial)
     if impl == "reference":
