@@ -16,7 +16,7 @@ from .status import Status
 
 SHOWN = 3
 # Relative errors of gradients beyond the first are warned of; beyond the second, first order says no more than that.
-UNSURE, UNKNOWN = 0.05, 0.5
+UNSURE, UNKNOWN = 0.1, 0.25
 
 
 def check_on_failure(on_failure: str) -> None:
@@ -68,9 +68,9 @@ def report_gradients(
     report_failures(on_failure, what, status, residual, tolerance, steps)
     if error is not None and (count := int(unsure.sum())):
         worst = float(error[unsure].max())
-        share = f"{100 * worst:.0f} %" if worst < UNKNOWN else "any amount"
+        share = f"{100 * min(worst, UNKNOWN):.0f} %{' or more' if worst > UNKNOWN else ''}"
         message = (
-            f"the gradients of {count} of {status.numel()} problems may be off by up to {share}, as their states are "
+            f"the gradients of {count} of {status.numel()} problems may be off by {share}, as their states are "
             "solved to a residual only and the problems are nearly singular there (a fold; see "
             "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
         )

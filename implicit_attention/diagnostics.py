@@ -11,9 +11,12 @@ from torch import Tensor
 from . import _validate
 from ._autograd import exact_precision
 from ._types import LinearMap
+from .energies import AnchoredEnergy
 from .linear import extreme_eigenvalues
 from .linear import spectral_radius as arnoldi_radius
+from .ops._hopfield import common
 from .potentials import LogSumExp
+from .potentials._keys import in_double
 from .problem import Problem, widened
 from .solution import Solution
 from .solvers.iterate import flat, unflat
@@ -32,7 +35,8 @@ class Diagnosis:
         saddle: whether that is negative.
         distinct: number of different fixed points along the last leading axis, (*lead[:-1]).
         effective_keys: exp(entropy) of the attention at the solution; None where the potential is not LogSumExp.
-        certified_error: bound on the distance to the solution; inf where no Lipschitz bound below 1 is known.
+        certified_error: bound on the distance to the solution, rounding included; inf where no Lipschitz bound below 1
+            is known.
     """
 
     spectral_radius: Tensor
@@ -178,16 +182,44 @@ def energy_trace(solution: Solution) -> Tensor:
 
 @torch.no_grad()
 def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lead"]:
-    """A bound on |z - z*| that holds: |r|/(1 - L), with L a Lipschitz constant of f everywhere.
+    """A bound on |z - z*| that holds: (|r| + e)/(1 - L), with L a Lipschitz constant of f everywhere.
 
     For the anchored log-sum-exp energy L = (1 - anchor) beta diam(K)^2/4. Where L >= 1 or none is known the bound is
-    inf: the spectral radius at one point would certify nothing.
+    inf: the spectral radius at one point would certify nothing. The residual r is evaluated anew in float64, as the one
+    that the solver saw has the rounding of its precision, and e bounds what rounding is left.
     """
-    lipschitz = widened(problem)[0].lipschitz()
-    if lipschitz is None or not solution.residual.ndim:
-        return torch.full_like(solution.residual, torch.inf)
-    bound = lipschitz[..., None].expand_as(solution.residual)
-    return torch.where(bound < 1, solution.residual / (1 - bound).clamp(min=torch.finfo(bound.dtype).tiny), torch.inf)
+    nothing = torch.full_like(solution.residual, torch.inf)
+    # Lipschitz constants belong to a batch entry: there is one more axis.
+    if problem.lipschitz() is None or not solution.residual.ndim:
+        return nothing
+    with exact_precision(solution.value):
+        problem = problem.replace(*(in_double(t) if t.is_floating_point() else t for t in problem.tensors()))
+        z = in_double(solution.value)
+        f, lipschitz = _mapped(problem, z), problem.lipschitz()
+        assert lipschitz is not None
+        # So many numbers at most are summed up, each a few times of rounding away.
+        tensors = [t for t in problem.tensors() if t.is_floating_point()]
+        unit = 4 * (z.shape[-1] + max(max(t.shape, default=1) for t in tensors)) * torch.finfo(z.dtype).eps
+        largest = sum(t.masked_fill(~t.isfinite(), 0.0).abs().max() for t in tensors if t.numel()) * z.shape[-1] ** 0.5
+        bound = (lipschitz * (1 + unit))[..., None].expand(z.shape[:-1])
+        size = torch.linalg.vector_norm(z, dim=-1) + torch.linalg.vector_norm(f, dim=-1) + largest
+        error = torch.linalg.vector_norm(f - z, dim=-1) + unit * (1 + 4 * bound) * size
+        error = torch.where(bound < 1, error / (1 - bound).clamp(min=torch.finfo(z.dtype).tiny), torch.inf)
+    return (error * (1 + 2 * torch.finfo(nothing.dtype).eps)).to(nothing)
+
+
+def _mapped(problem: Problem, z: Tensor) -> Tensor:
+    """f(z), of attention over keys without what they have in common, in which its rounding grows."""
+    potential = getattr(problem, "potential", None)
+    if type(problem) is not AnchoredEnergy or type(potential) is not LogSumExp:
+        return problem.fixed_point_map(z)
+    shared = common(potential.keys.nan_to_num(0.0, 0.0, 0.0))
+    centred = LogSumExp(potential.keys - shared, potential.beta, mask=potential.mask, bias=potential.bias).mean(z)
+    anchor = problem.anchor[..., None, None] if isinstance(problem.anchor, Tensor) else problem.anchor
+    # A query that attends to nothing has the mean 0.
+    nothing = (potential.mean(z) == 0).all(-1, keepdim=True)
+    mean = (centred + shared).masked_fill(nothing, 0.0)
+    return mean if problem._forgets else mean + anchor * (problem.field - mean)
 
 
 def _negligible(z: Tensor) -> float:

@@ -95,6 +95,52 @@ def test_certified_error_bounds_the_true_error_and_is_tight():
         assert (bound < 3 * error).all()
 
 
+def offset(shift, beta, dtype=torch.float32, anchor=0.5):
+    """Keys and queries that have `shift` in common, whose neighbours are what matters; as they are in float32."""
+    keys = (random(4, 40, 6, dtype=torch.float32) / 2 + shift).to(dtype)
+    query = (random(4, 40, 6, seed=1, dtype=torch.float32) / 2 + shift).to(dtype)
+    return AnchoredEnergy(LogSumExp(keys, beta), query, anchor)
+
+
+@pytest.mark.parametrize("shift", [0.0, 30.0, 300.0, 3000.0])
+def test_a_certificate_holds_in_float32_for_keys_that_have_much_in_common(shift):
+    energy, exact = offset(shift, 0.3), offset(shift, 0.3, torch.float64)
+    solution = solve(energy, energy.field, solver=Picard(rtol=1e-6))
+    truth = solve(exact, solution.value.double(), solver=Picard(rtol=0, atol=1e-11, max_steps=1000)).value
+    error = (solution.value.double() - truth).norm(dim=-1)
+    bound = certified_error(energy, solution)
+    assert bound.dtype == torch.float32
+    assert bound.isfinite().all()
+    assert (error <= bound).all()
+    # Not by being of no use.
+    assert (bound <= 3 * error + 1e-7 * (1 + shift)).all()
+
+
+def test_a_certificate_of_queries_that_attend_to_nothing_and_of_keys_hidden_from_all():
+    keys, query = random(70, 6) / 2 + 50, random(9, 6, seed=1)
+    mask = torch.ones(9, 70, dtype=torch.bool)
+    mask[:, 40:], mask[3] = False, False
+    energy = AnchoredEnergy(LogSumExp(keys, 0.1, mask=mask), query, 0.5)
+    solution = solve(energy, query, solver=Picard(max_steps=3, rtol=0, atol=0))
+    truth = solve(energy, query, solver=Picard(rtol=1e-15, atol=1e-13, max_steps=1000), on_failure="ignore").value
+    error, bound = (solution.value - truth).norm(dim=-1), certified_error(energy, solution)
+    assert (error <= bound + 1e-12).all()
+    assert bound[3] < 1e-9
+
+
+@pytest.mark.parametrize("shift", [300.0, 3000.0])
+def test_what_keys_have_in_common_makes_no_saddle(shift):
+    energy, exact = offset(shift, 2.0), offset(shift, 2.0, torch.float64)
+    z = energy.field
+    assert not is_saddle(exact, z.double()).any()
+    assert not is_saddle(energy, z).any()
+    expected = smallest_curvature(exact, z.double())
+    assert (smallest_curvature(energy, z).double() - expected).abs().max() < 2e-3
+    v = random(*z.shape, seed=2, dtype=torch.float32)
+    product, truth = (e.hessian_product(z.to(v.dtype), v) for e, v in ((energy, v), (exact, v.double())))
+    assert (product.double() - truth).norm() < 1e-2 * truth.norm()
+
+
 def test_no_certificate_where_the_map_may_not_contract():
     energy = hopfield_energy(queries=3, keys=20, dim=8, sharpness=4.0)
     assert certified_error(energy, solve(energy, energy.field)).isinf().all()

@@ -72,7 +72,7 @@ ALLOWED = {
         "adjoints",
         "solution",
     },
-    "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "solution"},
+    "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
     "plotting": {"energies", "potentials", "solve", "solution", "diagnostics"},
     "cli": {
         "plotting",

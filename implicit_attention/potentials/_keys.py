@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from ..ops._hopfield import common
 from .base import Potential
 
 
@@ -59,10 +60,18 @@ class KeyPotential(Potential):
             _validate.check_broadcast("beta", self.beta.shape, z.shape[:-2], f"the leading axes of `{argument}`")
 
     def diameter(self) -> Tensor:
-        """The largest distance between two keys of a set, (*batch); blocks of keys, no (M, M, D) tensor."""
-        keys = self.keys.detach()
+        """The largest distance between two keys of a set, (*batch), or slightly more; blocks, no (M, M, D) tensor."""
+        keys = in_double(self.keys)
+        # Matrix products tell no distance that is small beside the keys themselves.
+        keys = keys - common(keys)
         blocks = [torch.cdist(part, keys).amax(dim=(-1, -2)) for part in torch.split(keys, 512, dim=-2)]
-        return torch.stack(blocks).amax(0)
+        largest = torch.stack(blocks).amax(0) * (1 + 8 * keys.shape[-1] * torch.finfo(keys.dtype).eps)
+        return (largest * (1 + 2 * torch.finfo(self.keys.dtype).eps)).to(self.keys)
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """The same numbers in float64, where the device has it."""
+    return tensor.detach().to("cpu" if tensor.device.type == "mps" else tensor.device, torch.float64)
 
 
 def check_pairs(argument: str, pairs: Tensor, keys: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape, transforms_active
+from ..ops._hopfield import common
 from .base import CovarianceMap, Potential
 
 
@@ -86,9 +87,9 @@ class GaussianMixture(Potential):
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess G(eta) v, per row: within the components and between them."""
-        pushed = self._pushed(z)
-        p = self._scores(z, pushed).softmax(-1)
-        return _average(p, self._pushed(v)) + self._mixed(self._changes(p, pushed, v), pushed)
+        own, pushed = self._centred(), self._pushed(z)
+        p = own._scores(z, pushed).softmax(-1)
+        return _average(p, self._pushed(v)) + own._mixed(own._changes(p, pushed, v), pushed)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         pushed = self._pushed(z)
@@ -102,14 +103,14 @@ class GaussianMixture(Potential):
     def linearize(self, z: Tensor) -> CovarianceMap | None:
         if not self._has_only("means", "covariances", "log_weights"):
             return None
-        pushed = self._pushed(z)
-        p = self._scores(z, pushed).softmax(-1)
+        own, pushed = self._centred(), self._pushed(z)
+        p = own._scores(z, pushed).softmax(-1)
 
         def product(v: Tensor) -> Tensor:
-            return _average(p, self._pushed(v)) + self._mixed(self._changes(p, pushed, v), pushed)
+            return _average(p, self._pushed(v)) + own._mixed(own._changes(p, pushed, v), pushed)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            changes = self._changes(p, pushed, u)
+            changes = own._changes(p, pushed, u)
             by_means = p.mT @ u + changes.mT @ z
             # Per component, or summed over them where the matrix is shared: (*batch, N, M or 1, D).
             one = pushed.shape[-2] == 1
@@ -126,6 +127,10 @@ class GaussianMixture(Potential):
 
     def select(self, index: Tensor) -> Self | None:
         return self if self._has_only("means", "covariances", "log_weights") else None
+
+    def _centred(self) -> Self:
+        """The same for responsibilities and their changes, which no shift of all means changes, but their rounding."""
+        return self.replace(self.means - common(self.means), *self.tensors()[1:])
 
     def _pushed(self, z: Tensor) -> Tensor:
         """Sigma_n eta, (*batch, N, M, D), with an axis of 1 for M where Sigma is shared."""

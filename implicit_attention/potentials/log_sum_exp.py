@@ -20,7 +20,7 @@ from ..errors import UnsupportedImplementation
 from ..ops._door import by_attention, checked
 from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
 from ..ops._fold import Fold, row_block
-from ..ops._hopfield import Hopfield, carries
+from ..ops._hopfield import Hopfield, carries, common
 from ..ops.hopfield_cg.api import run as run_hopfield_cg
 from ..ops.hopfield_cg.rule import CGStop
 from ..ops.hopfield_solve.api import run as run_hopfield_solve
@@ -106,7 +106,7 @@ class LogSumExp(KeyPotential):
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess Phi(z) v = beta [K^T (p * K v) - mean <mean, v>], per row."""
-        read = self._read(z)
+        read = self._centred(self._read(z))
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
         p = self._scores(z, read).softmax(-1)
         mean, second = fold.product(p, keys), fold.product(p * fold.product(v, keys.mT), keys)
@@ -177,7 +177,7 @@ class LogSumExp(KeyPotential):
     def linearize(self, z: Tensor) -> CovarianceMap | None:
         if not self._is_own():
             return None
-        read = self._read(z)
+        read = self._centred(self._read(z))
         fold, keys = read.fold, read.keys
         cutoff = _CUTOFF[z.dtype]
         shifted = self._scores(z, read).log_softmax(-1).clamp_(min=-cutoff)
@@ -341,6 +341,11 @@ class LogSumExp(KeyPotential):
                 held, poison = without_nan(held, attended, z.dtype)
         held = [fold.rows(t) for t in held]
         return Read(fold, held[0], held[-1], mask if bias is None else bias, empty, poison)
+
+    @staticmethod
+    def _centred(read: Read) -> Read:
+        """The same for weights and covariances, which do not change when all keys are shifted, but their rounding."""
+        return read._replace(keys=read.keys - common(read.keys))
 
     def _products(self, z: Tensor, read: Read) -> Tensor:
         return read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)

@@ -8,7 +8,7 @@ import torch
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, solve
 from implicit_attention.potentials.gaussian_mixture import GaussianMixture
-from implicit_attention.testing.numerics import random
+from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract
 
 tensor = functools.partial(torch.tensor, dtype=torch.float64)
@@ -243,3 +243,14 @@ def test_bad_data_is_no_bad_argument():
     # Rounding may leave a singular matrix with a small negative eigenvalue.
     thin = random(2, 1).float()
     GaussianMixture(MU.float(), thin @ thin.mT, PI.log().float())
+
+
+def test_what_means_have_in_common_costs_the_hessian_no_digits():
+    means, matrix = random(12, 5, dtype=torch.float32) + 300, torch.eye(5) / 10
+    z, v = random(7, 5, seed=1, dtype=torch.float32) / 3, random(7, 5, seed=2, dtype=torch.float32)
+    narrow, wide = (
+        GaussianMixture(*(t.to(d) for t in (means, matrix, torch.zeros(12)))) for d in (z.dtype, torch.float64)
+    )
+    truth = wide.covariance_product(z.double(), v.double())
+    assert relative_error(narrow.covariance_product(z, v).double(), truth) < 1e-5
+    assert relative_error(narrow.linearize(z).product(v).double(), truth) < 1e-5

@@ -296,3 +296,13 @@ def test_a_solve_of_whole_blocks_does_not_copy_the_mask_per_head():
     with Allocations() as seen:
         solve(energy, x)
     assert seen.largest < 2 * 8 * 32 * 256
+
+
+def test_the_diameter_is_that_of_the_keys_whatever_they_have_in_common():
+    for dtype in (torch.float32, torch.float64):
+        keys = (random(3, 600, 5, dtype=torch.float32) + 1000).to(dtype)
+        exact = (keys.double()[:, :, None] - keys.double()[:, None]).norm(dim=-1).amax((1, 2))
+        found = LogSumExp(keys, 1.0).diameter()
+        assert found.dtype == dtype
+        assert (found.double() >= exact).all()
+        assert (found.double() <= exact * (1 + 4 * torch.finfo(dtype).eps + 1e-12)).all()

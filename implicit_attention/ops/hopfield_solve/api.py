@@ -91,8 +91,8 @@ def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, impl: Impl, *, keep
     if problem.field.shape[-1] == 0 < initial.shape[:-1].numel():
         # Rows without entries still have weights: those of one entry that is 0.
         field, keys, initial = (widened(t, 1) for t in (problem.field, problem.keys, initial))
-        found = dispatch(problem._replace(field=field, keys=keys), initial, stop, impl, keep_mean=keep_mean)
-        return found._replace(state=found.state[..., :0], mean=found.mean[..., :0])
+        wide = dispatch(problem._replace(field=field, keys=keys), initial, stop, impl, keep_mean=keep_mean)
+        return wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
     if initial.numel() == 0:
         return nothing(initial)
     if impl == "reference":
