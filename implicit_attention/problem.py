@@ -154,6 +154,9 @@ class Problem(Declared, general=True):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
+    #: Whether `without` leaves nothing that is not finite to those left out.
+    knows_own: bool = False
+
     def without(self, left_out: Tensor) -> Self:
         """The same problems, those `left_out` (*lead) reading nothing of their own that may not be finite."""
         return self
@@ -223,6 +226,38 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
             )
         )
     return found
+
+
+def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Tensor]:
+    """Problem and state with those `left_out` (*lead) reading nothing that is not finite.
+
+    What they add to a gradient is 0, and 0 * NaN would be NaN in all that they share. Of a problem that does not know
+    which numbers are whose, those that are not finite become 1 where f of all others stays the same.
+    """
+    batched = any(is_batched(t) for t in (left_out, z, *problem.tensors()))
+    if not batched and z.device.type == "cpu" and not bool(left_out.any()):
+        return problem, z
+    rows = left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim))
+    z, problem = z.masked_fill(rows, 0.0), problem.without(left_out)
+    if problem.knows_own or batched or not bool(left_out.any()):
+        return problem, z
+
+    def others(problem: Problem) -> Tensor:
+        with torch.no_grad():
+            return problem.fixed_point_map(z.detach()).detach().masked_fill(rows, 0.0)
+
+    expected = others(problem)
+    for good in (torch.isfinite, lambda t: ~torch.isnan(t)):
+        filled = problem.replace(*(t.where(good(t), 1.0) if t.is_floating_point() else t for t in problem.tensors()))
+        if same(others(filled), expected):
+            return filled, z
+    return problem, z
+
+
+def lost_rows(z: Tensor, event_ndim: int) -> Tensor:
+    """Which problems (*lead) have no finite number in their state."""
+    finite = torch.isfinite(z)
+    return ~(finite.flatten(z.ndim - event_ndim).any(-1) if event_ndim else finite)
 
 
 def check_kept(problem: Problem, now: Tensor, before: Tensor) -> None:

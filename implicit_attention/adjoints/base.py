@@ -38,5 +38,5 @@ class Adjoint:
 
 
 def attach(value: Tensor, graph: Tensor) -> Tensor:
-    """`value`, bit for bit, with the derivatives of `graph`."""
-    return torch.where(torch.isfinite(graph), value + (graph - graph.detach()), value)
+    """`value`, bit for bit, with the derivatives of `graph` where both are finite."""
+    return torch.where(torch.isfinite(graph) & torch.isfinite(value), value + (graph - graph.detach()), value)

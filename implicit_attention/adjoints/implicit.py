@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
-from ..problem import Problem, VmappedProblem, pullback
+from ..problem import Problem, VmappedProblem, isolated, pullback
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request
 from .linear_system import adjoint_gradients, solve_system
@@ -143,10 +143,7 @@ class _FixedPoint(torch.autograd.Function):
         # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
         left_out = ~_any(torch.isfinite(z) | (cotangents[0] != 0), problem.event_ndim)
         plain = not torch.is_grad_enabled() and not transforms_active()
-        # Nothing is copied where the host can see that there is none.
-        if not plain or z.device.type != "cpu" or bool(left_out.any()):
-            z = z.masked_fill(left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim)), 0.0)
-            problem = problem.without(left_out)
+        problem, z = isolated(problem, z, left_out)
         with exact_precision(z):
             if plain:
                 gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..problem import isolated, lost_rows
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request, attach
 from .implicit import fixed_point
@@ -20,7 +21,8 @@ class OneStep(Adjoint):
 
     def run(self, request: Request) -> Outcome:
         outcome = detached_outcome(request)
-        return outcome._replace(value=attach(outcome.value, request.problem.fixed_point_map(outcome.value)))
+        problem, z = isolated(request.problem, outcome.value, lost_rows(outcome.value, request.problem.event_ndim))
+        return outcome._replace(value=attach(outcome.value, problem.fixed_point_map(z)))
 
 
 def detached_outcome(request: Request) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .. import _validate
+from ..problem import isolated, lost_rows
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request, attach
 from .one_step import detached_outcome
@@ -33,8 +34,8 @@ class Phantom(Adjoint):
 
     def run(self, request: Request) -> Outcome:
         outcome = detached_outcome(request)
-        z = outcome.value
+        problem, z = isolated(request.problem, outcome.value, lost_rows(outcome.value, request.problem.event_ndim))
         for _ in range(self.steps):
-            mapped = request.problem.fixed_point_map(z)
+            mapped = problem.fixed_point_map(z)
             z = mapped if self.damping == 0 else mapped + self.damping * (z - mapped)
         return outcome._replace(value=attach(outcome.value, z))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from .. import _validate
+from .._autograd import is_batched
+from ..problem import isolated
 from ..solvers.iterate import Outcome
-from .base import Adjoint, Request
+from ..status import Status
+from .base import Adjoint, Request, attach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,4 +36,11 @@ class Unrolled(Adjoint):
         )
 
     def run(self, request: Request) -> Outcome:
-        return request.solver.run(request.problem, request.initial, trace=request.trace, graph=True)
+        outcome = request.solver.run(request.problem, request.initial, trace=request.trace, graph=True)
+        lost = outcome.status == Status.NONFINITE
+        if is_batched(lost) or not outcome.value.requires_grad or not bool(lost.any()):
+            return outcome
+        # Once more, without what those read: NaN in their steps would be NaN in the gradients of all that they share.
+        problem, initial = isolated(request.problem, request.initial, lost)
+        value = request.solver.run(problem, initial, graph=True).value
+        return outcome._replace(value=attach(outcome.value.detach(), value))

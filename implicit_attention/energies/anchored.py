@@ -167,14 +167,24 @@ class AnchoredEnergy(Energy):
         clone.field = self.field.gather(-2, index[..., None].expand(*index.shape, self.field.shape[-1]))
         return clone
 
+    @property
+    def knows_own(self) -> bool:  # type: ignore[override]
+        """Potentials of this library make a NaN of every NaN that counts, so that the others do not read it."""
+        return type(self) is AnchoredEnergy and bool(vars(type(self.potential)).get("declares_all", False))
+
     def without(self, left_out: Tensor) -> Self:
-        clone = self.replace(*self.tensors())
+        tensors = self.tensors()
+        if self.knows_own:
+            # A bias of -inf masks.
+            good = (torch.isfinite(t) | (t == -torch.inf) for t in tensors)
+            tensors = tuple(t.where(g, 1.0) if t.is_floating_point() else t for t, g in zip(tensors, good, strict=True))
+        clone = self.replace(*tensors)
         clone.field = self.field.masked_fill(left_out[..., None], 0.0)
         return clone
 
     def check_closure(self, z: Tensor) -> None:
         # Potentials of this library declare what they read by construction; a subclass or one's own may not.
-        if type(self) is not AnchoredEnergy or not vars(type(self.potential)).get("declares_all", False):
+        if not self.knows_own:
             super().check_closure(z)
 
     def check_state(self, z: Tensor) -> None:

@@ -135,7 +135,8 @@ def _live(tensor: Any, *, active: Tensor) -> Any:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
     where = active.reshape((*active.shape, *(1,) * (tensor.ndim - active.ndim)))
-    return torch.where(where, tensor, tensor.detach())
+    # 0 * NaN is NaN: what diverged must not reach what the problems share.
+    return torch.where(where, tensor, tensor.detach().nan_to_num(0.0, 0.0, 0.0))
 
 
 def _evaluate(

@@ -56,8 +56,6 @@ class AdjointContract:
     #: Whether maps with a non-symmetric Jacobian can be differentiated.
     any_map: ClassVar[bool] = True
     solver: ClassVar[Solver] = Anderson(rtol=0.0, atol=1e-13, max_steps=500)
-    #: Whether the gradient is that of steps of the map, in which a NaN reaches what is shared, as in any torch graph.
-    approximates_by_steps: ClassVar[bool] = False
     #: Whether gradients flow to the initial state.
     through_initial: ClassVar[bool] = False
 
@@ -234,12 +232,38 @@ class AdjointContract:
             loss = solution.value[good].square().sum()
             return torch.autograd.grad(loss, (keys, beta, anchor, bias), create_graph=create_graph)
 
-        if self.approximates_by_steps:
-            return
         expected = gradients(inputs[1].detach(), False)
         for create_graph in (False, True):
             for gradient, truth in zip(gradients(field, create_graph), expected, strict=True):
                 torch.testing.assert_close(gradient, truth, rtol=1e-8, atol=1e-9)
+
+    @pytest.mark.parametrize("where", ["beta", "anchor", "bias", "keys", "map"])
+    def test_a_nan_of_a_sample_that_the_loss_leaves_out_reaches_nobody(self, where: str) -> None:
+        if where == "map" and not self.any_map:
+            return
+        keys, field, beta, anchor, bias = (t.detach() for t in attention_inputs())
+        shared = (0.3 * random(5, 5)).requires_grad_()
+
+        def gradient(poison: float, create_graph: bool) -> Tensor:
+            own = {"beta": beta, "anchor": anchor, "bias": bias, "keys": keys, "map": field}[where].clone()
+            own.view(2, -1)[1, 0] += poison
+            parts = {"keys": keys, "beta": beta, "anchor": anchor, "bias": bias} | {where: own}
+            # What is shared by all samples is a weight that makes the keys, and the weight of the map.
+            made = parts["keys"] if where == "keys" else parts["keys"][:1] @ shared
+            tensors = (made, field, parts["beta"], parts["anchor"], parts["bias"])
+            if where == "keys":
+                problem: Problem = attention_energy(made, field, shared[0, 0].abs(), parts["anchor"], parts["bias"])
+            else:
+                problem = rotation_map(shared, own) if where == "map" else attention_energy(*tensors)
+            found = solve(problem, 0 * field, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
+            assert found.value[0].isfinite().all()
+            assert found.value[1].isnan().any() == (poison != 0)
+            (by_shared,) = torch.autograd.grad(found.value[0].square().sum(), shared, create_graph=create_graph)
+            return by_shared
+
+        for create_graph in (False, True):
+            expected = gradient(0.0, create_graph)
+            torch.testing.assert_close(gradient(torch.nan, create_graph), expected, rtol=1e-8, atol=1e-9)
 
     def test_gradients_flow_in_eval_mode(self) -> None:
         layer = nn.Linear(5, 5).double().eval()

@@ -67,7 +67,6 @@ class TestUnrolledPicard(AdjointContract):
     adjoint = Unrolled()
     solver = Picard(rtol=0.0, atol=0.0, max_steps=60)
     through_initial = True
-    approximates_by_steps = True
 
 
 class TestUnrolledAnderson(AdjointContract):
@@ -76,19 +75,16 @@ class TestUnrolledAnderson(AdjointContract):
     any_map = False
     accuracy = 1e-6
     through_initial = True
-    approximates_by_steps = True
 
 
 class TestOneStep(AdjointContract):
     adjoint = OneStep()
     accuracy = 1.0
-    approximates_by_steps = True
 
 
 class TestPhantom(AdjointContract):
     adjoint = Phantom(steps=5, damping=0.1)
     accuracy = 0.3
-    approximates_by_steps = True
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
