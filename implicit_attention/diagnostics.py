@@ -126,6 +126,12 @@ def distinct_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1
     Returns:
         (*batch) integers.
     """
+    return first_fixed_points(value, event_ndim=event_ndim, rtol=rtol).sum(-1)
+
+
+@torch.no_grad()
+def first_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1e-2) -> Bool[Tensor, "*batch N"]:
+    """Which solutions along the last leading axis differ from all before them; arguments as `distinct_fixed_points`."""
     _validate.require(
         value.ndim > event_ndim, "value", "have a leading axis of problems", f"shape {tuple(value.shape)}"
     )
@@ -133,15 +139,15 @@ def distinct_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1
     norms = torch.linalg.vector_norm(rows, dim=-1)
     finite = torch.isfinite(norms)
     rows = torch.where(finite[..., None], rows, 0.0)
-    count = torch.zeros(rows.shape[:-2], dtype=torch.int64, device=value.device)
+    first = []
     index = torch.arange(rows.shape[-2], device=value.device)
     for part in torch.split(index, TILE):
         # cdist by matrix products loses the small distances that matter here.
         near = torch.cdist(rows[..., part, :], rows, compute_mode="donot_use_mm_for_euclid_dist")
         scale = torch.maximum(norms[..., part, None], norms[..., None, :]) + 1e-3
         earlier = (near <= rtol * scale) & finite[..., None, :] & (index < part[:, None])
-        count += (finite[..., part] & ~earlier.any(-1)).sum(-1)
-    return count
+        first.append(finite[..., part] & ~earlier.any(-1))
+    return torch.cat(first, dim=-1)
 
 
 @torch.no_grad()

@@ -6,18 +6,19 @@ import dataclasses
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import _validate
 from .._reporting import check_on_failure, report_failures
 from .._types import LinearMap, OnFailure
-from ..diagnostics import distinct_fixed_points
-from ..linear import extreme_eigenvalues, spectral_radius
+from ..diagnostics import first_fixed_points
+from ..linear import extreme_eigenvalues, lanczos, spectral_radius
 from ..potentials.spin import Response
 from ..problem import widened
 from ..solution import Evidence
 from ..status import Status
+from ._lost import fill
 from .adaptive_tap import AdaTAP
 from .bethe import Bethe
 from .enumeration import Enumeration
@@ -47,6 +48,9 @@ class Stability:
             always 1 for methods that have but one.
         free_energies: F on the branch that every start led to, (*batch, starts + 1), the method's own first; NaN where
             it did not converge.
+        magnetizations: m there, (*batch, starts + 1, N, D): `initial=magnetizations[..., k, :, :]` leads to the branch
+            of start k.
+        first: whether a start was the first to find its minimum, (*batch, starts + 1): `branches` of them are.
         closure: the method to trust: an exact one where there is one for all samples (a sum over states, a chain, a
             tree), else the one that was measured to be nearest to the truth over all temperatures, `AdaTAP` for D = 1
             and one loop for vectors. Where `reliable` is False it is a guess, and a sample is better.
@@ -59,6 +63,8 @@ class Stability:
     almeida_thouless: Tensor
     branches: Int[Tensor, "*batch"]
     free_energies: Float[Tensor, "*batch starts"]
+    magnetizations: Float[Tensor, "*batch starts N D"]
+    first: Bool[Tensor, "*batch starts"]
     closure: Method
     evidence: Evidence
 
@@ -67,6 +73,12 @@ class Stability:
         """F less that of the lowest branch found, (*batch): 0 where the method's answer is the most probable one."""
         lowest = self.free_energies.nan_to_num(nan=torch.inf).amin(-1)
         return self.free_energies[..., 0] - lowest
+
+    @property
+    def lowest(self) -> Float[Tensor, "*batch N D"]:
+        """m on the lowest branch found, from which `thermodynamics(..., initial=)` starts; NaN if there is none."""
+        which = self.free_energies.nan_to_num(nan=torch.inf).argmin(-1)[..., None, None, None]
+        return self.magnetizations.take_along_dim(which, -3)[..., 0, :, :]
 
     @property
     def reliable(self) -> Tensor:
@@ -91,7 +103,8 @@ def stability(
     Args:
         system: the spins.
         method: such as `TAP()`.
-        starts: how many random starts are tried beside the method's own.
+        starts: how many starts are tried beside the method's own: two along the strongest mode of the couplings, in
+            which an antiferromagnet alternates, and random ones.
         steps: number of Krylov vectors; eigenvalues are exact from N D on, else estimates from inside the spectrum.
         generator: of the starts; None is one of seed 0.
         on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
@@ -126,14 +139,16 @@ def stability(
 
     start = torch.zeros_like(m.flatten(-2))
     radius = spectral_radius(_flat(jacobian, m.shape), start, min(steps, start.shape[-1]))
-    energies, branches = _branches(system, method, found, starts, generator)
+    energies, states, first = _branches(system, method, found, starts, generator)
     return Stability(
         spectral_radius=radius,
         smallest_eigenvalue=_extremes(precision, m, system, steps)[0],
         susceptibility=(lowest, highest),
         almeida_thouless=_almeida_thouless(system, local, steps),
-        branches=branches,
+        branches=first.sum(-1),
         free_energies=energies,
+        magnetizations=states,
+        first=first,
         closure=_closure(system),
         evidence=found.evidence,
     )
@@ -246,28 +261,55 @@ def _almeida_thouless(system: SpinSystem, local: _LocalCovariance, steps: int) -
 
 def _branches(
     system: SpinSystem, method: Method, found: Thermodynamics, starts: int, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """F of the branch that each start leads to, (*batch, starts + 1), and how many of them differ, (*batch)."""
-    lost = ~torch.isfinite(found.magnetization).flatten(-2).all(-1)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """F, m and whether it is a new minimum of what each start leads to, (*batch, starts + 1, ...)."""
+    m = found.magnetization.detach()
+    lost = ~torch.isfinite(m).flatten(-2).all(-1)
     if not isinstance(method, FixedPointMethod):
-        energies = found.free_energy.detach().masked_fill(~found.evidence.converged, torch.nan)
-        return energies[..., None], found.evidence.converged.to(torch.int64)
+        known = found.evidence.converged[..., None]
+        energies = found.free_energy.detach()[..., None].masked_fill(~known, torch.nan)
+        return energies, m[..., None, :, :].masked_fill(~known[..., None, None], torch.nan), known
     generator = generator or torch.Generator().manual_seed(0)
     field = system.field
     noise = torch.randn(starts, *field.shape, dtype=field.dtype, device=generator.device, generator=generator)
+    noise = noise.to(field.device)
+    if starts:
+        mode = _strongest_mode(system, noise[0])
+        noise = torch.cat((mode[None], -mode[None], noise[2:]))[:starts]
     # A field as strong as all couplings together starts a solve anywhere.
     size = couple(system.live_couplings.abs(), torch.ones_like(field), block=system.block) * system.radius
     strength = field.abs() + size
-    drawn = torch.cat((field[None], noise.to(field.device) * strength.nan_to_num()))
+    drawn = torch.cat((field[None], noise * strength.nan_to_num()))
     beta = system.sample_beta
 
     def spread(field: Tensor) -> SpinSystem:
         return system.at(field, system.couplings, beta.expand(field.shape[:-2]) if isinstance(beta, Tensor) else beta)
 
-    many = spread(field.expand(drawn.shape))
-    solution = method.solution(many, method.start(spread(drawn)), check="stability")
-    free = -(method.value(many, solution.value) + system.base_measure()) / beta
-    minimum = ((solution.status == Status.CONVERGED) & ~lost)[..., None, None]
-    states = torch.where(minimum, solution.value, torch.nan).movedim(0, len(system.batch))
-    count = distinct_fixed_points(states, event_ndim=2)
-    return free.masked_fill(~solution.converged | lost, torch.nan).movedim(0, -1), count
+    field = field.expand(drawn.shape)
+    solution = method.solution(spread(field), method.start(spread(drawn)), check="stability")
+
+    def log_z(field: Tensor) -> tuple[Tensor, Tensor]:
+        value = method.value(spread(field), solution.value)
+        return value.sum(), value
+
+    # log Z is stationary in the state, so that m is its slope at a fixed one.
+    slope, value = torch.func.grad(log_z, has_aux=True)(field)
+    failed = ~solution.converged | lost
+    free = fill(-(value + system.base_measure()) / beta, failed, torch.nan)
+    m = fill(slope / (beta[..., None, None] if isinstance(beta, Tensor) else beta), failed, torch.nan)
+    minima = fill(solution.value, failed | (solution.status == Status.SADDLE), torch.nan).movedim(0, len(system.batch))
+    return free.movedim(0, -1), m.movedim(0, -3), first_fixed_points(minima, event_ndim=2)
+
+
+def _strongest_mode(system: SpinSystem, start: Tensor) -> Tensor:
+    """The eigenvector of the largest eigenvalue of J, (*batch, N, D), from a start; the longest of its vectors is 1."""
+    shape = start.shape
+    vector = start.flatten(-2)
+    found = lanczos(_flat(system.coupled, shape), vector, min(64, vector.shape[-1]), keep_basis=True)
+    tridiagonal = found.alphas.diag_embed() + found.betas.diag_embed(-1) + found.betas.diag_embed(1)
+    weights = torch.linalg.eigh(tridiagonal.nan_to_num()).eigenvectors[..., -1]
+    assert found.basis is not None
+    mode = (weights[..., None, :] @ found.basis)[..., 0, :].reshape(shape).nan_to_num()
+    longest = torch.linalg.vector_norm(mode, dim=-1, keepdim=True).amax(-2, keepdim=True)
+    scaled: Tensor = mode / torch.where(longest > 0, longest, 1.0)
+    return scaled

@@ -1,21 +1,27 @@
 """Where there are several solutions: the stable one is found, and an unstable one is called that."""
 
 import dataclasses
+import math
 import re
 
 import pytest
 import torch
 
-from implicit_attention import Anderson, ConvergenceWarning, FixedPointMap, Picard, Status, solve
+from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, FixedPointMap, Picard, Status, solve
 from implicit_attention.potentials.spin import AmosResponse
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Bethe,
+    DiscretePrior,
+    Enumeration,
     GaussianField,
+    GaussianPrior,
     KineticPlefka,
     MeanField,
+    SaddlePoint,
     SpinSystem,
+    TransferMatrix,
     free_energy,
     magnetization,
     stability,
@@ -235,3 +241,145 @@ def test_maps_may_save_a_declared_tensor_as_it_is():
     step = 1e-5 * random(3, 3, seed=2)
     moved = (curvature(couplings + step) - curvature(couplings - step)) / 2
     torch.testing.assert_close((slope * step).sum(), moved, rtol=1e-5, atol=1e-12)
+
+
+# Branches that are chosen.
+
+
+def ring(n, field, beta, dim=1):
+    """An antiferromagnet: neighbours on a ring, in a field."""
+    couplings, i = torch.zeros(n, n).double(), torch.arange(n)
+    couplings[i, (i + 1) % n] = couplings[(i + 1) % n, i] = -1.0
+    return SpinSystem(couplings, torch.full((n, dim), field).double(), beta)
+
+
+def two_sublattices(field, beta):
+    """(F per site, m of both) of a ring's alternating mean-field solution."""
+    other = lambda m: math.tanh(beta * (field - 2 * m))  # noqa: E731
+    a = -1.0
+    # Two steps increase with m, so that from the lowest value they climb to the lowest solution.
+    for _ in range(1000):
+        a = other(other(a))
+    b = other(a)
+    assert a < 0 < b
+    log_z = (math.log(math.cosh(beta * (field - 2 * a))) + math.log(math.cosh(beta * (field - 2 * b)))) / 2
+    return -log_z / beta - a * b, a, b
+
+
+def test_stability_finds_the_branches_of_an_antiferromagnet_and_they_can_be_chosen():
+    n, field, beta = 32, 0.3, 2.0
+    system = ring(n, field, beta)
+    truth, a, b = two_sublattices(field, beta)
+    for seed in range(2):
+        found = stability(system, MeanField(), starts=4, generator=torch.Generator().manual_seed(seed))
+        assert found.evidence.status == Status.SADDLE
+        assert float(found.free_energies.nan_to_num(nan=torch.inf).amin()) == pytest.approx(n * truth, rel=1e-9)
+        assert int(found.first.sum()) == int(found.branches) >= 2
+    m = found.lowest[:, 0]
+    torch.testing.assert_close(
+        m.sort().values, torch.tensor([a] * (n // 2) + [b] * (n // 2)).double(), atol=1e-8, rtol=0
+    )
+    assert bool((m * m.roll(1) < 0).all())
+    assert float(free_energy(system, MeanField())) > n * truth + 1
+    chosen = thermodynamics(system, MeanField(), initial=found.lowest)
+    assert chosen.evidence.status == Status.CONVERGED
+    torch.testing.assert_close(chosen.magnetization, found.lowest, rtol=0, atol=1e-8)
+    for k in found.first.nonzero().flatten().tolist():
+        free = free_energy(system, MeanField(), initial=found.magnetizations[k], check="stability")
+        torch.testing.assert_close(free, found.free_energies[k], rtol=1e-8, atol=1e-8)
+
+
+SPIN_ONE = AdaTAP(prior=DiscretePrior((-1, 0, 1), (1, 0.5, 1)))
+DYNAMICS = [KineticPlefka(), KineticPlefka(order=2), GaussianField()]
+
+
+@pytest.mark.parametrize("method", [MeanField(), TAP(), Bethe(), AdaTAP(), SPIN_ONE, *DYNAMICS], ids=repr)
+def test_magnetizations_choose_the_branch_against_a_field_and_lead_back_to_it(method):
+    field = 0.01 * torch.tensor([1.0, -1.0]).double()[:, None, None].expand(2, N, 1)
+    system = SpinSystem(MAGNET, field, 4.0 if isinstance(method, AdaTAP) else 2.0)
+    own = magnetization(system, method, check="stability")
+    assert bool((own * field > 0.3 * 0.01).all())
+    torch.testing.assert_close(magnetization(system, method, initial=own), own, rtol=0, atol=1e-7)
+    against = magnetization(system, method, initial=(-own).requires_grad_(), check="stability")
+    assert bool((against * field < -0.3 * 0.01).all())
+    # The field costs it some of its length.
+    assert bool((against.abs() < own.abs()).all())
+    torch.testing.assert_close(magnetization(system, method, initial=against), against, rtol=0, atol=1e-7)
+    # By symmetry the two samples have opposite answers.
+    torch.testing.assert_close(against[0], -against[1], rtol=0, atol=1e-8)
+    assert not against.requires_grad
+    slope = torch.func.grad(lambda m: magnetization(system, method, initial=m).sum())(-own)
+    assert not slope.any()
+
+
+@pytest.mark.parametrize("method", [MeanField(), KineticPlefka(), GaussianField()], ids=repr)
+def test_magnetizations_choose_how_often_vectors_wind_around_a_ring(method):
+    n, turns = 12, torch.tensor([0.0, 1.0]).double()
+    system = SpinSystem(-ring(n, 0.0, 1.5).couplings, torch.zeros(2, n, 2).double(), 1.5)
+    angle = 2 * math.pi * turns[:, None] * torch.arange(n) / n
+    m = magnetization(system, method, initial=torch.stack((angle.cos(), angle.sin()), -1))
+    length = m.norm(dim=-1)
+    assert bool((length > 0.1).all())
+    cosine = (m * m.roll(1, -2)).sum(-1) / length.square()
+    torch.testing.assert_close(cosine, (2 * math.pi * turns / n).cos()[:, None].expand(2, n), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize("method", [MeanField(), TAP(), Bethe(), AdaTAP(), *DYNAMICS], ids=repr)
+def test_a_solution_is_its_own_start(method, dim):
+    if isinstance(method, Bethe):
+        dim = 1
+    system = SpinSystem(0.6 * MAGNET, random(2, N, dim), torch.tensor([0.5, 0.9]).double())
+    found = answered(system, method)
+    m = magnetization(system, method)
+    again = answered(system, method, initial=m)
+    assert bool((found.num_evals > 4).all())
+    assert bool((again.num_evals <= 3).all())
+
+
+@pytest.mark.parametrize("method", [MeanField(), TAP(), Bethe(), AdaTAP(), KineticPlefka(order=2)], ids=repr)
+def test_one_start_changes_no_other_sample_and_padding_changes_nothing(method):
+    mask = torch.arange(N) < N - 2
+    system = SpinSystem(MAGNET, torch.full((2, N, 1), 0.01).double(), 2.0, mask=mask)
+    start = 0.9 * torch.ones(2, N, 1).double()
+    truth = magnetization(system, method, initial=start)
+    start[:, ~mask] = torch.nan
+    assert torch.equal(magnetization(system, method, initial=start), truth)
+    # No spin is longer than R: one loop may answer with such magnetizations.
+    long = magnetization(system, method, initial=torch.full_like(start, 3.0))
+    torch.testing.assert_close(long, truth, rtol=0, atol=1e-8)
+    start[1, 0] = torch.nan
+    lost = magnetization(system, method, initial=start, on_failure="ignore")
+    assert torch.equal(lost[0], truth[0])
+    with pytest.raises(ConvergenceError, match=re.escape("failed for 1 of 2 problems, first at 1")):
+        magnetization(system, method, initial=start)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [SaddlePoint(), SaddlePoint(one_loop=True), Enumeration(), TransferMatrix(), AdaTAP(prior=GaussianPrior())],
+    ids=repr,
+)
+def test_methods_with_one_answer_refuse_a_start(method):
+    system = SpinSystem(torch.diag(torch.full((3,), 0.1), 1).double(), random(4, 1), 0.5)
+    system = system.at(system.field, system.couplings + system.couplings.mT, 0.5)
+    for function in (magnetization, thermodynamics, free_energy):
+        with pytest.raises(
+            ValueError, match=f"`initial` must be None for {type(method).__name__}, which has one answer"
+        ):
+            function(system, method, initial=torch.zeros(4, 1).double())
+
+
+def test_a_start_is_checked_at_the_door():
+    system = SpinSystem(MAGNET, random(2, N, 1), 0.8)
+    for function, method in ((magnetization, MeanField()), (stationary_state, GaussianField())):
+        for initial, error, text in (
+            (torch.zeros(N, 1), ValueError, r"have the field's shape (2, 10, 1), got shape (10, 1)"),
+            (torch.zeros(2, N, 1, dtype=torch.int64), TypeError, "have a floating-point dtype"),
+            ([0.0], TypeError, "be a torch.Tensor"),
+            (torch.zeros(2, N, 1, device="meta"), ValueError, "be on the field's cpu, got meta"),
+        ):
+            with pytest.raises(error, match=re.escape(f"`initial` must {text}")):
+                function(system, method, initial=initial)
+    # Any precision will do.
+    assert magnetization(system, MeanField(), initial=torch.zeros(2, N, 1).half()).dtype == torch.float64

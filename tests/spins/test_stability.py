@@ -15,6 +15,7 @@ from implicit_attention.spins import (
     SpinSystem,
     TransferMatrix,
     free_energy,
+    magnetization,
     thermodynamics,
 )
 from implicit_attention.spins.stability import stability
@@ -129,8 +130,14 @@ def test_methods_with_one_solution_have_one_branch():
         found = stability(system, method)
         assert found.branches.tolist() == [1, 1]
         close(found.free_energies[..., 0], free_energy(system, method))
-    found = stability(system, Bethe(), starts=3)
-    assert found.free_energies.shape == (2, 4)
+        close(found.lowest, magnetization(system, method))
+    for starts in (0, 1, 3):
+        found = stability(system, Bethe(), starts=starts)
+        assert found.free_energies.shape == found.first.shape == (2, starts + 1)
+        # One branch: all starts lead to it.
+        truth = magnetization(system, Bethe())[:, None].expand(2, starts + 1, 5, 1)
+        torch.testing.assert_close(found.magnetizations, truth, rtol=0, atol=1e-8)
+        assert found.first.tolist() == [[True] + starts * [False]] * 2
 
 
 def test_a_sample_that_is_lost_is_told_and_leaves_the_others_alone():
@@ -141,6 +148,8 @@ def test_a_sample_that_is_lost_is_told_and_leaves_the_others_alone():
         stability(SpinSystem(symmetric(5), field, 0.8), MeanField())
     found = stability(SpinSystem(symmetric(5), field, 0.8), MeanField(), on_failure="ignore")
     assert found.branches.tolist() == [1, 0]
+    assert found.lowest[1].isnan().all()
+    assert found.magnetizations[0].isfinite().all()
     for name in ("spectral_radius", "smallest_eigenvalue", "almeida_thouless", "excess"):
         value = getattr(found, name)
         assert value[1].isnan(), name
