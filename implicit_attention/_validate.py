@@ -26,11 +26,7 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
     """A dense tensor of at least 16 bits with at least `min_ndim` axes."""
     if not isinstance(value, Tensor):
         raise TypeError(message(argument, "be a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor"))
-    if value.is_nested:
-        remedy = "pad it with torch.nested.to_padded_tensor(tensor, 0.0), and mask what is added"
-        raise TypeError(message(argument, "be one dense tensor", "a nested one", remedy))
-    if value.layout != torch.strided:
-        raise TypeError(message(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()"))
+    check_dense(argument, value)
     if not value.is_floating_point():
         raise TypeError(
             message(argument, "have a floating-point dtype", value.dtype, f"convert it with {argument}.float()")
@@ -48,6 +44,15 @@ def check_rows(argument: str, value: Any, z: Tensor) -> None:
         received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         error = ValueError if isinstance(value, Tensor) else TypeError
         raise error(message(argument, f"return one number per row, shape {tuple(z.shape[:-1])}", received))
+
+
+def check_dense(argument: str, value: Tensor) -> None:
+    """One tensor whose entries all lie in memory."""
+    if value.is_nested:
+        remedy = "pad it with torch.nested.to_padded_tensor(tensor, 0.0), and mask what is added"
+        raise TypeError(message(argument, "be one dense tensor", "a nested one", remedy))
+    if value.layout != torch.strided:
+        raise TypeError(message(argument, "be dense", value.layout, f"convert it with {argument}.to_dense()"))
 
 
 def check_same_kind(tensors: Iterable[tuple[str, Tensor]]) -> None:

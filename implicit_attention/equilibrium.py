@@ -373,6 +373,7 @@ def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor
                 argument, "be boolean (True = attend) or additive floating-point", received, f"use {argument}.bool()"
             )
         )
+    _validate.check_dense(argument, mask)
     remedy = "move it with .to(device)"
     _validate.require(mask.device == like.device, argument, f"be on {like.device}", mask.device, remedy)
     if mask.dtype == torch.bool:

@@ -7,6 +7,7 @@ them belongs to the suite (`test_layouts.py`).
 import argparse
 import collections
 import json
+import multiprocessing
 import time
 import traceback
 
@@ -38,17 +39,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     doors, layouts, wrong = collections.Counter(), collections.Counter(), []
     began = time.perf_counter()
-    for seed in range(options.seed, options.seed + options.calls):
-        door, used, message = call(seed)
-        doors[door] += 1
-        layouts.update(used)
-        if message is not None:
-            wrong.append({"seed": seed, "door": door, "layouts": used, "message": message})
+    seeds = range(options.seed, options.seed + options.calls)
+    with multiprocessing.Pool(options.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for seed, (door, used, message) in zip(seeds, pool.imap(call, seeds, chunksize=20), strict=True):
+            doors[door] += 1
+            layouts.update(used)
+            if message is not None:
+                wrong.append({"seed": seed, "door": door, "layouts": used, "message": message})
     summary = {
         "calls": options.calls,
         "seed": options.seed,

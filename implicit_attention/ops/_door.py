@@ -71,6 +71,7 @@ def laid_out(
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
             received = getattr(mask, "dtype", type(mask).__name__)
             raise TypeError(_validate.message("mask", "be boolean (True = attend) or added to the scores", received))
+        _validate.check_dense("mask", mask)
         _validate.check_broadcast("mask", mask.shape, pairs, "(*batch, N, M)")
         _validate.require(mask.device == query.device, "mask", f"be on {query.device}", mask.device)
         if mask.dtype != torch.bool:

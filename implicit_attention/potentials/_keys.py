@@ -91,5 +91,6 @@ def check_mask(mask: Tensor, keys: Tensor) -> None:
                 "pass additive masks as `bias`",
             )
         )
+    _validate.check_dense("mask", mask)
     _validate.check_same_kind([("keys", keys), ("mask", mask)])
     check_pairs("mask", mask, keys)

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from ..ops._fold import SMALL_PRODUCT
 from ._keys import KeyPotential, check_mask
 
 
@@ -55,6 +56,12 @@ class Quadratic(KeyPotential):
             shape = mask.shape[:-2] if mask.ndim > 1 else mask.shape[:0]
             _validate.check_broadcast("mask", shape, keys.shape[:-2], "the leading axes of `keys`")
         self.mask = mask
+
+    @property
+    def row_block(self) -> int:  # type: ignore[override]
+        # As many as make no product so small that torch multiplies it by itself, with other bits.
+        count, dim = self.keys.shape[-2:]
+        return -(-max(SMALL_PRODUCT // max(count * dim, 1), 1) // 32) * 32
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""

@@ -243,6 +243,7 @@ def _is_block(couplings: Tensor, field: Tensor) -> bool:
 
 def _check_field(field: Any) -> None:
     _validate.check_float_tensor("field", field, min_ndim=2)
+    _validate.check_numbers("field", field)
     shape = tuple(field.shape)
     _validate.require(min(shape[-2:]) > 0, "field", "have at least one site and one dimension", f"shape {shape}")
 

@@ -256,6 +256,19 @@ def test_a_query_alone_has_the_bits_it_has_among_others(anchor, queries, dtype, 
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (3, 2), (9, 2), (12, 4), (7, 8)], ids=str)
+def test_a_query_alone_has_its_bits_over_the_smallest_keys(size, dtype, impl):
+    """Matrices so small that torch multiplies them by itself, in an order that depends on how many rows there are."""
+    for seed in range(4):
+        query, keys = random(3, 130, size[1], seed=seed, dtype=dtype), random(3, *size, seed=seed + 9, dtype=dtype)
+        whole = hopfield_solve(query, keys, beta=2.0, anchor=0.3, rtol=1e-6, impl=impl)
+        for rows in (slice(0, 1), slice(1, 18), slice(0, None, 2)):
+            alone = hopfield_solve(query[:, rows], keys, beta=2.0, anchor=0.3, rtol=1e-6, impl=impl)
+            assert torch.equal(alone.state, whole.state[:, rows])
+
+
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("case", ["plain", "causal and padded", "grouped and masked", "one memory of all samples"])
 def test_a_head_has_the_bits_it_has_beside_harder_ones(case, impl):
     query, keys, options = make(case)

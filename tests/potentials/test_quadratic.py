@@ -45,3 +45,14 @@ def test_masks_per_query_and_biases_are_refused():
         Quadratic(keys, 1.0, mask=[True] * 7)
     with pytest.raises(ValueError, match="`mask` must broadcast to the leading axes of `keys`"):
         Quadratic(keys, 1.0, mask=torch.ones(3, 1, 7, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 2), (2, 5)], ids=str)
+def test_a_row_has_its_bits_alone_over_the_smallest_keys(size):
+    """Matrices so small that torch multiplies them by itself, in an order that depends on how many rows there are."""
+    for seed in range(4):
+        keys, field = 0.3 * random(*size, seed=seed), random(250, size[1], seed=seed + 9)
+        whole = solve(AnchoredEnergy(Quadratic(keys, 0.5), field, 0.3), field).value
+        for rows in (slice(0, 1), slice(1, 18), slice(0, None, 2)):
+            alone = solve(AnchoredEnergy(Quadratic(keys, 0.5), field[rows], 0.3), field[rows]).value
+            assert torch.equal(alone, whole[rows])
