@@ -39,15 +39,17 @@ class Hopfield(NamedTuple):
         return Hopfield(field, keys, beta, anchor, mask, self.is_causal)
 
 
-def common(keys: Tensor) -> Tensor:
+def common(keys: Tensor, attended: Tensor | None = None) -> Tensor:
     """What keys (*batch, M, D) have in common, (*batch, 1, D): their mean, large ones counting less.
 
     Softmax weights and covariances do not change when it is taken from all keys, but their rounding, which grows with
-    the square of it, does. A masked key may hold any number, and one that is far off is no guide: it counts by the
-    inverse square of its length.
+    the square of it, does. A key that is far off is no guide and counts by the inverse square of its length; one that
+    nobody attends to, `attended` (*#batch, M), changes no bit, whatever it holds.
     """
     keys = keys.detach()
-    tiny = torch.finfo(keys.dtype).tiny
     lengths: Tensor = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
-    share = (lengths.amin(-2, keepdim=True) / lengths.clamp(min=tiny)).square()
+    if attended is not None:
+        lengths = lengths.masked_fill(~attended[..., None], torch.inf)
+    tiny = torch.finfo(keys.dtype).tiny
+    share = (lengths.amin(-2, keepdim=True) / lengths.clamp(min=tiny)).square().nan_to_num(0.0)
     return (share.mT @ keys) / share.sum(-2, keepdim=True).clamp(min=tiny)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from ._flash import mean_and_logsumexp
 from ._fold import Fold, addressable, aligned, row_block, widened
-from ._hopfield import Hopfield
+from ._hopfield import Hopfield, common
 
 # Masks are laid out for at most so many pairs at once; a larger working set is evaluated in parts.
 MOST_PAIRS = 2**24
@@ -116,6 +116,30 @@ class Rows:
     def _rows_of_each_set(self) -> Tensor | None:
         rows = self.mask_rows
         return rows if rows is None or self.shared == 1 else rows.repeat_interleave(self.shared, 0)
+
+    def without_common(self) -> Self:
+        """The same for weights and covariances, which do not change when all keys are shifted, but their rounding."""
+        new = copy.copy(self)
+        new.keys = self.keys - common(self.keys, self._attended())
+        return new
+
+    def _attended(self) -> Tensor | None:
+        """Which keys somebody attends to, (#E, M)."""
+        keys = torch.arange(self.keys.shape[1], device=self.device)
+        inside = (keys < self.length)[None] if self.is_causal else None
+        if self.mask is None or self.mask_rows is None:
+            return inside
+        attended = self.mask if self.mask.dtype == torch.bool else self.mask != -torch.inf
+        own, lower = self.mask_rows.shape[1] > 1, None
+        if self.is_causal and own:
+            lower = (self.ids % self.length)[: self.count, None] >= keys
+        size = max(MOST_PAIRS // (self.mask_rows.shape[1] * len(keys)), 1)
+        parts = []
+        for rows in torch.split(self.mask_rows.squeeze(-1), size):
+            pairs = attended[rows]
+            parts.append((pairs if lower is None else pairs & lower).any(1))
+        found = torch.cat(parts).repeat_interleave(self.shared, 0)
+        return found if inside is None else found & inside
 
     # The working set.
 

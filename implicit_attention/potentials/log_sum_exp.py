@@ -345,7 +345,12 @@ class LogSumExp(KeyPotential):
     @staticmethod
     def _centred(read: Read) -> Read:
         """The same for weights and covariances, which do not change when all keys are shifted, but their rounding."""
-        return read._replace(keys=read.keys - common(read.keys))
+        attended = None
+        if read.pairs is not None:
+            pairs = read.pairs if read.pairs.dtype == torch.bool else torch.ne(read.pairs, -torch.inf)
+            rows = tuple(range(read.fold.kept, pairs.ndim - 1))
+            attended = (pairs.any(rows) if rows else pairs).expand(*pairs.shape[: read.fold.kept], read.keys.shape[-2])
+        return read._replace(keys=read.keys - common(read.keys, attended))
 
     def _products(self, z: Tensor, read: Read) -> Tensor:
         return read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)

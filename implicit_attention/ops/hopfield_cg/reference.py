@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...linear._vectors import normalised
 from ...status import Status
-from .._hopfield import Hopfield, common
+from .._hopfield import Hopfield
 from .._rows import Rows, dot
 from .rule import Adjoint, CGStop
 
@@ -15,8 +15,7 @@ from .rule import Adjoint, CGStop
 @torch.no_grad()
 def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop) -> Adjoint:
     """Solve A u = cotangent for every query by a factorisation of A; of `stop` only the tolerance is read."""
-    rows = Rows(problem.to(state.dtype), fused=False)
-    rows.keys = rows.keys - common(rows.keys)
+    rows = Rows(problem.to(state.dtype), fused=False).without_common()
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
     g, unit = normalised(g)
     weights = rows.weights(z)

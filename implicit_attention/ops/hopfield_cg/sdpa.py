@@ -14,7 +14,7 @@ from ...linear._sweeps import FLOAT32_RTOL
 from ...linear._vectors import normalised
 from ...status import Status
 from .._fold import BLOCK
-from .._hopfield import Hopfield, common
+from .._hopfield import Hopfield
 from .._rows import Rows, dot
 from .rule import Adjoint, CGStop
 
@@ -74,8 +74,7 @@ class Tile(NamedTuple):
 @torch.no_grad()
 def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, size: int = TILE) -> Adjoint:
     """Solve A u = cotangent for every query; what stalls, saddles above all, is finished by MINRES."""
-    rows = Rows(problem.to(state.dtype), fused=False)
-    rows.keys = rows.keys - common(rows.keys)
+    rows = Rows(problem.to(state.dtype), fused=False).without_common()
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
     g, unit = normalised(g)
     count = g[:, 0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._hopfield import Hopfield, common
+from .._hopfield import Hopfield
 from .._rows import Rows, dot
 
 
 def hessian_product(problem: Hopfield, state: Tensor, vector: Tensor) -> Tensor:
     """A v = v - (1 - anchor) beta Cov(z) v, (*batch, N, D)."""
-    rows = Rows(problem.to(state.dtype), fused=False)
-    rows.keys = rows.keys - common(rows.keys)
+    rows = Rows(problem.to(state.dtype), fused=False).without_common()
     z, v = rows.laid(state), rows.laid(vector)
     weights = rows.weights(z.flatten(0, 1))
     mean = weights @ rows.keys

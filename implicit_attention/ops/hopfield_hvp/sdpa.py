@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._hopfield import Hopfield, common
+from .._hopfield import Hopfield
 from .._rows import Rows
 from ..hopfield_cg.sdpa import TILE, Tile, tiles
 
@@ -13,8 +13,7 @@ from ..hopfield_cg.sdpa import TILE, Tile, tiles
 @torch.no_grad()
 def hessian_product(problem: Hopfield, state: Tensor, vector: Tensor, *, size: int = TILE) -> Tensor:
     """A v = v - (1 - anchor) beta Cov(z) v, (*batch, N, D)."""
-    rows = Rows(problem.to(state.dtype), fused=False)
-    rows.keys = rows.keys - common(rows.keys)
+    rows = Rows(problem.to(state.dtype), fused=False).without_common()
     z, v = (rows.laid(t).flatten(0, 1) for t in (state, vector))
     product = torch.empty_like(v)
     for part, _ in tiles(rows, size):
