@@ -62,8 +62,8 @@ def hopfield_cg(
     state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
     which = chosen(impl, problem)
     rtol = default_rtol(keys.dtype, which) if rtol is None else rtol
-    _validate.check_number("rtol", rtol, low=0.0)
-    _validate.check_integer("max_steps", max_steps, low=0)
+    rtol = _validate.check_number("rtol", rtol, low=0.0)
+    max_steps = _validate.check_integer("max_steps", max_steps, low=0)
     from .ops import hopfield_cg_op
 
     return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, which))
