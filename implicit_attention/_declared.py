@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from typing_extensions import Self
 
 
@@ -17,7 +18,12 @@ def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _copied(module: nn.Module, new: dict[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
     """The same module tree, shared parts shared, reading the tensors `new[id(old)]`."""
     if id(module) not in copies:
-        clone = copies[id(module)] = copy.copy(module)
+        if parametrize._cache_enabled and parametrize.is_parametrized(module):
+            raise ValueError(
+                "parametrize.cached() must not be open around a solve, which reads other tensors than those it keeps"
+            )
+        # As copy.copy, which parametrized modules refuse.
+        clone = copies[id(module)] = type(module).__new__(type(module))
         state = clone.__dict__ = dict(module.__dict__)
         for kind in ("_parameters", "_buffers"):
             state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}

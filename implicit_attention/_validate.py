@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +88,27 @@ def check_broadcast(argument: str, shape: torch.Size | tuple[int, ...], target: 
         raise ValueError(message(argument, f"broadcast to {meaning} = {tuple(target)}", f"shape {tuple(shape)}"))
 
 
+def plain(value: Any) -> Any:
+    """A number of numpy's, or of another library, as Python's own: tensors take no others."""
+    if type(value) in (bool, int, float):
+        return value
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, int | float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def store_plain(options: Any) -> None:
+    """Store the numbers of a frozen dataclass as Python's own."""
+    if torch.compiler.is_compiling():
+        return
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if (number := plain(value)) is not value:
+            object.__setattr__(options, field.name, number)
+
+
 def check_number(
     argument: str,
     value: Any,
@@ -93,8 +117,9 @@ def check_number(
     high: float = math.inf,
     open_low: bool = False,
     remedy: str = "",
-) -> None:
-    """A finite real number in [low, high] (or (low, high] with `open_low`)."""
+) -> Any:
+    """A finite real number in [low, high] (or (low, high] with `open_low`), returned as Python's own."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(message(argument, "be a number", repr(value), remedy))
     bounds = (
@@ -105,12 +130,16 @@ def check_number(
     finite = torch.compiler.is_compiling() or math.isfinite(value)
     inside = (value > low if open_low else value >= low) and value <= high and finite
     require(inside, argument, f"be {bounds}", value, remedy)
+    return value
 
 
-def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> None:
+def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> Any:
+    """An integer >= low, returned as Python's own."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(message(argument, "be an integer", repr(value), remedy))
     require(value >= low, argument, f"be >= {low}", value, remedy)
+    return value
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[Any]) -> None:

@@ -80,7 +80,7 @@ def equilibrium_attention(
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
     _validate.check_same_kind(tensors)
-    _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0)
+    dropout_p = _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0)
     if not enable_gqa:
         _check_heads_match(query, key)
     _check_pattern_shapes(query, key, value)
@@ -93,7 +93,7 @@ def equilibrium_attention(
             "scale", scale, low=0.0, open_low=True, remedy="parametrise it, for example exponentially"
         )
     else:
-        _validate.check_number("scale", scale, low=0.0, open_low=True)
+        scale = _validate.check_number("scale", scale, low=0.0, open_low=True)
     mask, bias = split_mask("attn_mask", attn_mask, query)
     if is_causal:
         check_causal("attn_mask", attn_mask, "is_causal")

@@ -34,6 +34,7 @@ class SolveOptions:
     on_failure: OnFailure = "warn"
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         for name, kind in (("solver", Solver), ("adjoint", Adjoint)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):

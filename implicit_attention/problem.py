@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ class Linearization(NamedTuple):
     """The Jacobian J = df/dz of a problem at one state, as three linear maps without graph.
 
     product: v -> J v; transposed: u -> J^T u; pullback: u -> (df/dt)^T u for each t of `problem.tensors()`
-    (None for tensors that are not floating-point).
+    (None for tensors that are not floating-point, and maybe for those that do not require grad where others do).
     """
 
     product: LinearMap
@@ -290,10 +290,18 @@ def _writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def pullback(problem: Problem, z: Tensor, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-    """(df/dt)^T u at fixed z for every tensor t of the problem; differentiable when derivatives are recorded."""
+def pullback(
+    problem: Problem, z: Tensor, cotangent: Tensor, needed: Sequence[bool] | None = None
+) -> tuple[Tensor | None, ...]:
+    """(df/dt)^T u at fixed z for every tensor t that is `needed`; differentiable when derivatives are recorded.
+
+    None are those that require grad, or all if none does. What torch cannot differentiate, such as the running mean of
+    a normalisation, may be among the others.
+    """
     tensors = problem.tensors()
-    where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+    if needed is None and any(t.requires_grad for t in tensors):
+        needed = [t.requires_grad for t in tensors]
+    where = [i for i, t in enumerate(tensors) if t.is_floating_point() and (needed is None or needed[i])]
 
     def unchecked(*floating: Tensor) -> Tensor:
         new = list(tensors)
@@ -323,7 +331,7 @@ class UserProblem(Problem):
             raise TypeError(
                 _validate.message("function", "be callable", type(function).__name__, "pass f(z, *tensors)")
             )
-        _validate.check_integer("event_ndim", event_ndim, low=0)
+        event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
         self.function = function
         self.inputs = inputs
         self.event_ndim = event_ndim

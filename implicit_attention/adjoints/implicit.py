@@ -8,6 +8,7 @@ it can be differentiated again.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -145,11 +146,14 @@ class _FixedPoint(torch.autograd.Function):
         plain = not torch.is_grad_enabled() and not transforms_active()
         problem, z = isolated(problem, z, left_out)
         with exact_precision(z):
+            needed = _needed(ctx, tensors)
             if plain:
+                marked = (t.detach().requires_grad_(n) for t, n in zip(problem.tensors(), needed, strict=True))
+                problem = problem.replace(*marked)
                 gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])
             else:
                 u = _apply(_AdjointSolve, call, True, z, cotangents[0], *problem.tensors())
-                gradients = pullback(problem, z, u)
+                gradients = pullback(problem, z, u, needed)
         return (None, None, *gradients)
 
     @staticmethod
@@ -193,7 +197,7 @@ class _AdjointSolve(torch.autograd.Function):
         with exact_precision(z):
             v = _apply(_AdjointSolve, call, not ctx.transpose, z, cotangent, *tensors)
             left, right = (x, v) if ctx.transpose else (v, x)
-            by_z, *by_tensors = _bilinear_gradient(call.problem, z, tensors, left, right)
+            by_z, *by_tensors = _bilinear_gradient(call.problem, z, tensors, left, right, _needed(ctx, tensors))
         return (None, None, by_z, v, *by_tensors)
 
     @staticmethod
@@ -202,7 +206,7 @@ class _AdjointSolve(torch.autograd.Function):
         call = cast(_Call, ctx.call)
         _, _, dz, drhs, *dtensors = tangents
         transpose = ctx.transpose
-        where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+        where = [i for i, t in enumerate(tensors) if t.is_floating_point() and dtensors[i] is not None]
 
         def product(z: Tensor, *floating: Tensor) -> Tensor:
             problem = call.problem.replace(*_filled(tensors, where, floating))
@@ -230,6 +234,21 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
+def _needed(ctx: Any, tensors: list[Tensor]) -> list[bool]:
+    """Of which tensors, the last inputs of an autograd function, a gradient is asked for."""
+    if transforms_active():
+        return [_is_tracked(t) for t in tensors]
+    return list(ctx.needs_input_grad[-len(tensors) :]) if tensors else []
+
+
+def _is_tracked(tensor: Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
 def _pushforward(problem: Problem, z: Tensor, tensors: list[Tensor], tangents: tuple[Any, ...]) -> Tensor | None:
     """(df/dt) dt at fixed z, or None if no tensor moves."""
     where = [i for i, d in enumerate(tangents) if d is not None and tensors[i].is_floating_point()]
@@ -243,10 +262,10 @@ def _pushforward(problem: Problem, z: Tensor, tensors: list[Tensor], tangents: t
 
 
 def _bilinear_gradient(
-    problem: Problem, z: Tensor, tensors: list[Tensor], left: Tensor, right: Tensor
+    problem: Problem, z: Tensor, tensors: list[Tensor], left: Tensor, right: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of <left, J right> with respect to z and each tensor."""
-    where = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+    """Gradients of <left, J right> with respect to z and each tensor that is `needed`."""
+    where = [i for i, t in enumerate(tensors) if t.is_floating_point() and needed[i]]
 
     def bilinear(z: Tensor, *floating: Tensor) -> Tensor:
         _, by_state = vjp(problem.replace(*_filled(tensors, where, floating)).fixed_point_map, z)

@@ -79,7 +79,7 @@ def _by_rows(
     tiles: Iterable[Tensor | None],
 ) -> tuple[_Answer, tuple[Tensor | None, ...]]:
     """Answers and gradients from the rows of each tile (None: all of them), one linearisation at a time."""
-    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in problem.tensors()]
+    tensors = [t.detach().requires_grad_(t.requires_grad) for t in problem.tensors()]
     live = problem.replace(*tensors)
     answers = []
     for index in tiles:

@@ -28,6 +28,7 @@ class Phantom(Adjoint):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         _validate.check_integer("steps", self.steps, low=1)
         _validate.check_number("damping", self.damping, low=0.0, high=1.0)
         _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 no gradient would flow")

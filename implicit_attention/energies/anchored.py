@@ -55,7 +55,7 @@ class AnchoredEnergy(Energy):
             _validate.check_broadcast("anchor", anchor.shape, field.shape[:-2], "the leading axes of `field`")
             _validate.check_range("anchor", anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
         else:
-            _validate.check_number("anchor", anchor, low=0.0, high=1.0)
+            anchor = _validate.check_number("anchor", anchor, low=0.0, high=1.0)
         self.potential = potential
         self.field = field
         self.anchor = anchor

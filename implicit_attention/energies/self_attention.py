@@ -46,8 +46,8 @@ class _SelfAttention(Problem):
             if pairs is not None:
                 _validate.check_broadcast(name, pairs.shape, (*field.shape[:-1], field.shape[-2]), "(*batch, N, N)")
         self.field = field
-        self.beta = beta
-        self.anchor = anchor
+        self.beta = _validate.plain(beta)
+        self.anchor = _validate.plain(anchor)
         self.mask = mask
         self.bias = bias
 
@@ -178,7 +178,7 @@ class SelfAttentionEnergy(_SelfAttention, Energy):
         bias: Float[Tensor, "..."] | None = None,
     ) -> None:
         super().__init__(field, beta, anchor, mask, bias)
-        _validate.check_number("weight", weight, low=0.0, open_low=True)
+        weight = _validate.check_number("weight", weight, low=0.0, open_low=True)
         self.weight = weight
 
     def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:

@@ -108,7 +108,7 @@ class ImplicitAttention(Remembering):
         self._check_sizes(head_dim, projection_bias)
         self.head_dim = dim // heads if head_dim is None else head_dim
         _validate.check_choice("readout", readout, ("values", "state"))
-        _validate.check_number("dropout", dropout, low=0.0, high=1.0)
+        dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
         if readout == "state":
             _validate.require(
                 not values_inside,
@@ -355,7 +355,7 @@ class ImplicitAttention(Remembering):
             remedy = f"use a divisor of {self.dim}, or pass head_dim"
             _validate.require(self.dim % self.heads == 0, "heads", f"divide dim = {self.dim}", self.heads, remedy)
         else:
-            _validate.check_integer("head_dim", head_dim, low=1)
+            head_dim = _validate.check_integer("head_dim", head_dim, low=1)
         remedy = f"use a divisor of {self.heads}"
         required = f"divide heads = {self.heads}"
         _validate.require(self.heads % self.kv_heads == 0, "kv_heads", required, self.kv_heads, remedy)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +119,16 @@ class KeyValueCache:
             assert keys is not None
             self.held = Held(keys, values, key_mask)
         self.state, self.num_evals = (None if t is None else t[index] for t in (self.state, self.num_evals))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueCache:
+        """A cache with tensors of its own, through which gradients flow as through this one's."""
+        clone = memo[id(self)] = copy.copy(self)
+        for tensor in self.held or ():
+            # Of what is computed with a graph torch copies nothing by itself.
+            if tensor is not None and not tensor.is_leaf:
+                memo[id(tensor)] = tensor.clone()
+        clone.__dict__.update(copy.deepcopy(vars(self), memo))
+        return clone
 
     def __repr__(self) -> str:
         kind = "fixed" if self.fixed else "growing"

@@ -94,7 +94,7 @@ class MemoryLookup(Remembering):
     ) -> None:
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        _validate.check_integer("dim", dim, low=1)
+        dim = _validate.check_integer("dim", dim, low=1)
         _validate.check_choice("similarity", similarity, ("distance", "dot"))
         beta = ("learned" if learned else "auto") if beta is None else beta
         anchor = ("learned" if learned else 0.0) if anchor is None else anchor
@@ -103,7 +103,7 @@ class MemoryLookup(Remembering):
         if learned:
             if size is None:
                 raise ValueError(_validate.message("size", "be given with learned=True", None, "say how many patterns"))
-            _validate.check_integer("size", size, low=1)
+            size = _validate.check_integer("size", size, low=1)
             _validate.require(
                 not self.auto,
                 "beta",
@@ -304,7 +304,7 @@ class AttentionPooling(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, queries: int = 1, **attention: Any) -> None:
         super().__init__()
-        _validate.check_integer("queries", queries, low=1)
+        queries = _validate.check_integer("queries", queries, low=1)
         _check_no_order(attention.get("causal"))
         rotary = attention.get("rotary")
         _validate.require(rotary is None, "rotary", "be None in pooling: a set has no positions", rotary)

@@ -60,7 +60,7 @@ class LearnedAnchor(nn.Module):
     @torch.no_grad()
     def set(self, value: float) -> None:
         """Move all of them to `value`."""
-        _validate.check_number("anchor", value, low=0.0, high=1.0)
+        value = _validate.check_number("anchor", value, low=0.0, high=1.0)
         _validate.require(
             MARGIN < value < 1 - MARGIN,
             "anchor",
@@ -93,7 +93,7 @@ class LearnedBeta(nn.Module):
     @torch.no_grad()
     def set(self, value: float) -> None:
         """Move all of them to `value`."""
-        _validate.check_number("beta", value, low=0.0, open_low=True)
+        value = _validate.check_number("beta", value, low=0.0, open_low=True)
         self.log_scale.fill_(math.log(value / self.initial))
 
     def extra_repr(self) -> str:
@@ -110,7 +110,9 @@ def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
     if isinstance(given, str):
         _validate.require(given == "learned", name, "be 'learned' or a number", repr(given))
         return learned
-    _validate.check_number(name, given, low=0.0, high=1.0 if name == "anchor" else math.inf, open_low=name == "beta")
+    given = _validate.check_number(
+        name, given, low=0.0, high=1.0 if name == "anchor" else math.inf, open_low=name == "beta"
+    )
     return Fixed(float(given))
 
 
@@ -127,7 +129,7 @@ class Rotary(nn.Module):
 
     def __init__(self, base: float = 10000.0) -> None:
         super().__init__()
-        _validate.check_number("base", base, low=0.0, open_low=True)
+        base = _validate.check_number("base", base, low=0.0, open_low=True)
         self.base = base
 
     def forward(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:

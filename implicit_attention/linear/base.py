@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._types import LinearMap
-from .._validate import check_integer, check_number
+from .._validate import check_integer, check_number, store_plain
 from . import _sweeps
 from ._solution import LinearSolution
 from ._vectors import freeze
@@ -72,6 +72,7 @@ class LinearSolver(abc.ABC, Generic[S]):
     keeps_direction: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        store_plain(self)
         check_number("rtol", self.rtol, low=0.0, high=1.0)
         check_number("atol", self.atol, low=0.0)
         if self.max_steps is not None:

@@ -61,7 +61,7 @@ def laid_out(
             number = _validate.inside(number, low=0.0, high=high, open_low=name == "beta")
             numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
         else:
-            _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
+            number = _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
             if name == "anchor":
                 required = f"leave 1 - anchor its digits in {wide}"
                 _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")

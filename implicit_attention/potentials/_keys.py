@@ -33,7 +33,7 @@ class KeyPotential(Potential):
                 "beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example as an exponential"
             )
         else:
-            _validate.check_number("beta", beta, low=0.0, open_low=True)
+            beta = _validate.check_number("beta", beta, low=0.0, open_low=True)
         self.beta = beta
 
     @property

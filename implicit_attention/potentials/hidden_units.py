@@ -68,8 +68,8 @@ class GaussianUnits(Units):
     spread: float
 
     def __init__(self, mean: float, variance: float) -> None:
-        _validate.check_number("mean", mean)
-        _validate.check_number("variance", variance, low=0.0)
+        mean = _validate.check_number("mean", mean)
+        variance = _validate.check_number("variance", variance, low=0.0)
         object.__setattr__(self, "center", mean)
         object.__setattr__(self, "spread", variance)
 
@@ -102,6 +102,7 @@ class BernoulliUnits(Units):
     linear_growth: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         _validate.check_number("p", self.p)
         _validate.require(0 < self.p < 1, "p", "be between 0 and 1", self.p, "use ConstantUnits(0.0 or 1.0) for these")
 
@@ -155,6 +156,7 @@ class PoissonUnits(Units):
     rate: float
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         _validate.check_number("rate", self.rate, low=0.0, open_low=True)
 
     def cumulant(self, t: Tensor) -> Tensor:
@@ -178,6 +180,7 @@ class ExponentialUnits(Units):
     rate: float
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         _validate.check_number("rate", self.rate, low=0.0, open_low=True)
 
     def cumulant(self, t: Tensor) -> Tensor:
@@ -204,6 +207,7 @@ class LaplaceUnits(Units):
     scale: float
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         _validate.check_number("scale", self.scale, low=0.0, open_low=True)
 
     def cumulant(self, t: Tensor) -> Tensor:
@@ -234,6 +238,7 @@ class ConstantUnits(Units):
     linear_growth: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         _validate.check_number("value", self.value)
 
     @property

@@ -55,7 +55,7 @@ class SoftcapLogSumExp(LogSumExp):
         bias: Float[Tensor, "..."] | None = None,
     ) -> None:
         super().__init__(keys, beta, mask=mask, bias=bias)
-        _validate.check_number("cap", cap, low=0.0, open_low=True)
+        cap = _validate.check_number("cap", cap, low=0.0, open_low=True)
         self.cap = cap
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:

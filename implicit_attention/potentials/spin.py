@@ -178,7 +178,7 @@ class Response:
         _validate.check_float_tensor(argument, vectors, min_ndim=2)
         dim = vectors.shape[-1]
         _validate.require(dim > 0, argument, "have at least one dimension", f"shape {tuple(vectors.shape)}")
-        _validate.check_number("radius", radius, low=0.0, open_low=True)
+        radius = _validate.check_number("radius", radius, low=0.0, open_low=True)
         self.check(argument, dim, radius)
         return _wide(vectors)
 
@@ -327,7 +327,7 @@ def _column(rows: float | Tensor) -> float | Tensor:
 def _rows(beta: float | Tensor, vectors: Tensor, name: str) -> float | Tensor:
     """Beta with one entry per row of `vectors`, in the precision of the computation."""
     if not isinstance(beta, Tensor):
-        _validate.check_number("beta", beta, low=0.0, open_low=True)
+        beta = _validate.check_number("beta", beta, low=0.0, open_low=True)
         return beta
     _validate.check_float_tensor("beta", beta)
     _validate.check_same_kind([(name, vectors), ("beta", beta)])

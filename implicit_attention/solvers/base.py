@@ -55,6 +55,7 @@ class Solver:
     differentiable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        _validate.store_plain(self)
         _validate.check_number("rtol", self.rtol, low=0.0)
         _validate.check_number("atol", self.atol, low=0.0)
         _validate.check_integer("max_steps", self.max_steps, low=0)

@@ -66,7 +66,7 @@ class SpinSystem(Declared):
             _validate.check_broadcast("beta", beta.shape, field.shape[:-2], "the leading axes of `field`")
             _validate.check_range("beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example by exp")
         else:
-            _validate.check_number("beta", beta, low=0.0, open_low=True)
+            beta = _validate.check_number("beta", beta, low=0.0, open_low=True)
         _validate.check_choice("measure", measure, ("uniform", "counting"))
         dim = field.shape[-1]
         remedy = "the count of states is infinite for D > 1; use measure='uniform'"
@@ -278,5 +278,5 @@ def _radius(radius: str | float, dim: int) -> float:
         remedy = "use radius='sqrt_dim' or a number"
         _validate.require(dim > 2, "radius", "be 'sqrt_dim' or a number for D <= 2", f"'bessel' with D = {dim}", remedy)
         return math.sqrt(dim / 2 - 1)
-    _validate.check_number("radius", radius, low=0.0, open_low=True)
+    radius = _validate.check_number("radius", radius, low=0.0, open_low=True)
     return float(radius)

@@ -178,6 +178,21 @@ def test_caches_and_layers_are_copied_together():
             twin(x, cache=cache)
 
 
+def test_a_cache_made_with_grad_is_copied_with_its_gradients():
+    made, x = layer(), tokens()
+    cache = made.new_cache()
+    made(x[:, :4], cache=cache)
+    held = copy.deepcopy(cache).held
+    assert torch.equal(held.keys, cache.held.keys)
+    assert held.keys.data_ptr() != cache.held.keys.data_ptr()
+    for part in ("keys", "values"):
+        parameters = [p for p in made.parameters() if p.requires_grad]
+        sums = [getattr(h, part).square().sum() for h in (held, cache.held)]
+        gradients = [torch.autograd.grad(s, parameters, allow_unused=True, retain_graph=True) for s in sums]
+        assert any(g is not None and g.any() for g in gradients[0])
+        torch.testing.assert_close(*gradients)
+
+
 def test_wrong_caches_are_named():
     made, other, x = layer(), layer(seed=1), tokens()
     with pytest.raises(ValueError, match=r"got the cache of another layer; give .* its own, from layer\.new_cache"):

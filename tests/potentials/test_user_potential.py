@@ -189,6 +189,22 @@ def test_a_value_that_detaches_the_state_is_refused():
     torch.testing.assert_close(solution.value, field / 2, rtol=1e-12, atol=1e-12)
 
 
+def test_a_value_that_returns_nothing_is_named():
+    class Forgetful(LogCosh):
+        def value(self, z):
+            super().value(z)
+
+    class Closed(Forgetful):
+        def mean(self, z):
+            return torch.tanh(z @ self.weights) @ self.weights.mT
+
+    for kind in (Forgetful, Closed):
+        energy = AnchoredEnergy(kind(random(5, 4)), random(2, 3, 5), 0.5)
+        words = rf"`{kind.__name__}\.value` must return one number per row, shape \(2, 3\), got NoneType"
+        with pytest.raises(TypeError, match=words):
+            solve(energy, energy.field)
+
+
 class WithoutGraph(Potential):
     """Log-sum-exp in closed form: exact to the first derivative, but of a mean that records none."""
 

@@ -63,9 +63,8 @@ def hopfield_cg(
     problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
     state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
     refuse_tangents("hopfield_cg", *problem, state, cotangent)
-    if rtol is not None:
-        _validate.check_number("rtol", rtol, low=0.0)
-    _validate.check_integer("max_steps", max_steps, low=0)
+    rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
+    max_steps = _validate.check_integer("max_steps", max_steps, low=0)
     from .ops import hopfield_cg_op
 
     return Adjoint(*hopfield_cg_op(*problem, state, cotangent, rtol, max_steps, checked(impl, problem), "ignore"))

@@ -66,10 +66,10 @@ def hopfield_solve(
     """
     problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
     start = state_of(problem, "initial", query if initial is None else initial)
-    _validate.check_number("rtol", rtol, low=0.0)
-    _validate.check_number("atol", atol, low=0.0)
-    _validate.check_integer("max_steps", max_steps, low=0)
-    _validate.check_integer("plain_steps", plain_steps, low=2)
+    rtol = _validate.check_number("rtol", rtol, low=0.0)
+    atol = _validate.check_number("atol", atol, low=0.0)
+    max_steps = _validate.check_integer("max_steps", max_steps, low=0)
+    plain_steps = _validate.check_integer("plain_steps", plain_steps, low=2)
     if mask is not None and mask.requires_grad:
         raise ValueError(
             _validate.message("mask", "not require grad", "one that does", "use solve() with LogSumExp(bias=mask)")
