@@ -16,7 +16,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import report, spin_baseline, spin_random, spin_scaling, spin_timed, spins  # noqa: E402
+from benchmarks import report, spin_baseline, spin_random, spin_scaling, spin_timed, spin_verdict, spins  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
 from benchmarks.spin_problems import (  # noqa: E402
     FIELDS,
@@ -28,7 +28,8 @@ from benchmarks.spin_problems import (  # noqa: E402
     random_systems,
 )
 from benchmarks.targets import SPINS  # noqa: E402
-from implicit_attention.spins import SaddlePoint, SpinSystem, TransferMatrix  # noqa: E402
+from implicit_attention.spins import GaussianField, SaddlePoint, SpinSystem, TransferMatrix  # noqa: E402
+from implicit_attention.spins.dynamics import DynamicalMethod  # noqa: E402
 
 TINY = Timed(1.0, batch=2, sites=12, dim=5)
 SETTINGS = [
@@ -261,3 +262,16 @@ def test_the_full_run_has_the_settings_of_the_targets():
     assert all(s.groups * s.per_group == 1000 for s in full if isinstance(s, Many))
     assert {target.id for target in SPINS} <= set(spins.METRICS)
     assert len(spins.settings_of(True)) < len(full)
+
+
+def test_a_forward_is_timed_with_and_without_verdicts(monkeypatch):
+    asked = []
+    monkeypatch.setattr(DynamicalMethod, "unstable", lambda self, *_: asked.append(True))
+    monkeypatch.setattr(DynamicalMethod, "out_of_range", lambda self, *_: asked.append(False))
+    called = spin_verdict.functions(one_system(8, 2, chain=False), GaussianField())
+    answers = {}
+    for name, expected in (("bare", []), ("none", [False]), ("stability", [True, False])):
+        asked.clear()
+        answers[name] = called[name]()
+        assert asked == expected
+    assert all(torch.equal(m, answers["bare"]) for m in answers.values())
