@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .._autograd import uncompiled
 from .._types import LinearMap
 from ..potentials.prior import Prior
-from ..problem import Linearization, Problem, pullback
+from ..problem import Linearization, Problem, pullback, restricted
 from ._newton import Multipliers, inverse_and_logdet, minimise
 
 #: Least part of the slope's promise that a step has to keep (Armijo).
@@ -40,6 +41,7 @@ class SiteEquations(Problem):
     """
 
     event_ndim = 2
+    row_block = 1
 
     def __init__(self, field: Tensor, couplings: Tensor, prior: Prior, radius: float) -> None:
         self.field = field
@@ -148,6 +150,9 @@ class SiteEquations(Problem):
         sites = self.prior.log_partition(theta, v, self.radius) - v * m.square().sum(-1) / 2
         pairs = _dot(m, self.field - theta + self.coupled(m) / 2)
         return (sites.sum(-1) + pairs - self.copies * logdet / 2).masked_fill(~positive, torch.nan)
+
+    def select(self, index: Tensor) -> Self:
+        return restricted(self, index, field=2, couplings=2)
 
     def check_closure(self, z: Tensor) -> None:
         """Nothing is read but attributes."""

@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 import torch
 from einops import einsum
 from torch import Tensor
+from typing_extensions import Self
 
 from .._autograd import vjp
 from ..potentials.spin import Response
-from ..problem import Linearization, Problem, pullback
+from ..problem import Linearization, Problem, pullback, restricted
 from .system import couple
 
 # Power steps towards the largest eigenvalue of a matrix without negative entries.
@@ -45,6 +46,7 @@ class Expansion(Problem):
     """
 
     event_ndim = 2
+    row_block = 1
     block = False
 
     def __init__(self, field: Tensor, bonds: Tensor, *, response: Response, radius: float, order: int) -> None:
@@ -79,6 +81,9 @@ class Expansion(Problem):
             # Not the Rayleigh quotient: where sites fall into two classes, minus the eigenvalue is one, too.
             size = torch.linalg.vector_norm(vector, dim=-1)
         return size
+
+    def select(self, index: Tensor) -> Self:
+        return restricted(self, index, field=2, bonds=4 if self.block else 2)
 
     def check_closure(self, z: Tensor) -> None:
         """Nothing is read but attributes."""
@@ -145,6 +150,9 @@ class VectorExpansion(Expansion):
         super().__init__(field, bonds, response=response, radius=radius, order=order)
         self.onsite = onsite
         self.block = onsite is not None
+
+    def select(self, index: Tensor) -> Self:
+        return restricted(self, index, field=2, bonds=4 if self.block else 2, onsite=3)
 
     def correction(self, x: Tensor) -> Tensor:
         return self._correction(x, self._ladder(x, self.order))

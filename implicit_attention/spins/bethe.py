@@ -8,8 +8,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Self
 
-from ..problem import FixedPointMap
+from ..problem import Problem, restricted
 from .method import FixedPointMethod, require_ising
 from .system import SpinSystem
 
@@ -47,9 +48,8 @@ class Bethe(FixedPointMethod):
         super().check(system)
         require_ising(self, system)
 
-    def problem(self, system: SpinSystem) -> FixedPointMap:
-        field, bonds, _ = _in_units(system)
-        return FixedPointMap(_passed_on, field, bonds, event_ndim=2)
+    def problem(self, system: SpinSystem) -> Problem:
+        return _Messages(*_in_units(system)[:2])
 
     def start(self, system: SpinSystem) -> Tensor:
         field, bonds, _ = _in_units(system)
@@ -85,6 +85,26 @@ class Bethe(FixedPointMethod):
         # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by what its rows add up to.
         own = 1 - (r / (1 + r)).sum(-1)
         return _indefinite(own + torch.finfo(own.dtype).eps ** 0.5, torch.sign(bonds) * weights)
+
+
+class _Messages(Problem):
+    """u = what u leads to, for fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
+
+    event_ndim = 2
+    row_block = 1
+
+    def __init__(self, field: Tensor, bonds: Tensor) -> None:
+        self.field = field
+        self.bonds = bonds
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return _passed_on(z, self.field, self.bonds)
+
+    def select(self, index: Tensor) -> Self:
+        return restricted(self, index, field=1, bonds=2)
+
+    def check_closure(self, z: Tensor) -> None:
+        """Nothing is read but attributes."""
 
 
 def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:

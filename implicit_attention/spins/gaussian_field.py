@@ -8,6 +8,7 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import _validate
 from ..potentials.spin import BesselResponse, Response
@@ -76,6 +77,7 @@ class GaussianFieldProblem(Problem):
     """
 
     event_ndim = 2
+    row_block = 1
 
     def __init__(self, system: SpinSystem, response: Response) -> None:
         self.system = system
@@ -87,6 +89,11 @@ class GaussianFieldProblem(Problem):
         variance = system.radius**2 - m.square().sum(-1, keepdim=True)
         spread = (system.live_couplings.square() @ variance)[..., 0]
         return system.live_field + system.coupled(m), spread
+
+    def select(self, index: Tensor) -> Self:
+        clone = self.replace(*self.tensors())
+        clone.system = self.system.select(index)
+        return clone
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         f, spread = self.local(z)

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from einops import einsum
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import jvp_by_vjp, vjp
@@ -104,11 +105,17 @@ class PlefkaProblem(Problem):
     """
 
     event_ndim = 2
+    row_block = 1
 
     def __init__(self, system: SpinSystem, response: Response, *, squared_shift: bool) -> None:
         self.system = system
         self.response = response
         self.squared_shift = squared_shift
+
+    def select(self, index: Tensor) -> Self:
+        clone = self.replace(*self.tensors())
+        clone.system = self.system.select(index)
+        return clone
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.next(z, z)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from einops import einsum
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape
 from ..potentials.spin import BesselResponse, Response
-from ..problem import Linearization, Problem
+from ..problem import Linearization, Problem, restricted
 from ._curvature import covariance_roots, exceeds_one, lowest_eigenvalue
 from .method import FixedPointMethod
 from .system import SpinSystem, couple
@@ -27,6 +28,7 @@ class MeanFieldProblem(Problem):
     """
 
     event_ndim = 2
+    row_block = 1
 
     def __init__(self, system: SpinSystem, response: Response) -> None:
         self.field = system.live_field
@@ -66,6 +68,9 @@ class MeanFieldProblem(Problem):
             return tuple(gradients)
 
         return Linearization(product, transposed, pullback)
+
+    def select(self, index: Tensor) -> Self:
+        return restricted(self, index, field=2, couplings=4 if self.block else 2, beta=0)
 
     def check_closure(self, z: Tensor) -> None:
         """Nothing is read but attributes."""

@@ -7,11 +7,12 @@ from typing import ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import _validate
 from ..adjoints import Adjoint
 from ..potentials.spin import BesselResponse, Response
-from ..problem import FixedPointMap, Problem
+from ..problem import Problem, restricted
 from ..solution import Evidence, Solution
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
@@ -176,13 +177,33 @@ def _settled(problem: Problem, start: Tensor, damping: float | Tensor) -> tuple[
     held = problem.replace(*(t.detach() for t in problem.tensors()))
     step = torch.as_tensor(damping, dtype=start.dtype, device=start.device).detach()
 
-    def damped(z: Tensor, step: Tensor, *tensors: Tensor) -> Tensor:
-        return z + step[..., None, None] * (held.replace(*tensors).fixed_point_map(z) - z)
-
-    easier = FixedPointMap(damped, step, *held.tensors(), event_ndim=problem.event_ndim)
-    near = solve(easier, start, solver=_SETTLING, on_failure="ignore")
+    near = solve(_Damped(held, step), start, solver=_SETTLING, on_failure="ignore")
     sound = torch.isfinite(near.value).flatten(-2).all(-1)[..., None, None]
     return torch.where(sound, near.value, start), near.num_evals
+
+
+class _Damped(Problem):
+    """z = z + step (f(z) - z), for a part (*#batch) of every step."""
+
+    def __init__(self, problem: Problem, step: Tensor) -> None:
+        self.problem = problem
+        self.step = step
+        self.event_ndim = problem.event_ndim
+        self.row_block = problem.row_block
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return z + self.step[..., None, None] * (self.problem.fixed_point_map(z) - z)
+
+    def select(self, index: Tensor) -> Self | None:
+        inner = self.problem.select(index)
+        if inner is None:
+            return None
+        clone = restricted(self, index, step=0)
+        clone.problem = inner
+        return clone
+
+    def check_closure(self, z: Tensor) -> None:
+        self.problem.check_closure(z)
 
 
 # Near enough for an accelerated solver to stay in the same valley.

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import readable
 from .._declared import Declared
+from ..problem import restricted
 
 #: Couplings that depend on the field: (*batch, N, D) -> (*batch, N, N) or (N, N, D, D), with `mask=` if it has that.
 CouplingFunction: TypeAlias = Callable[..., Tensor]
@@ -175,6 +176,10 @@ class SpinSystem(Declared):
         clone = copy.copy(self)
         clone.field, clone.couplings, clone.beta = field, couplings, beta
         return clone
+
+    def select(self, index: Tensor) -> Self:
+        """The samples `index` (*batch[:-1], K) of the last axis of the batch; couplings do not follow the field."""
+        return restricted(self, index, field=2, couplings=4 if self.block else 2, beta=0, mask=1)
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
         """Where J_ij differs from J_ji^T beyond rounding."""

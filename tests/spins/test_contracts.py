@@ -1,9 +1,25 @@
 """What every method has to do, for every method."""
 
+import pytest
+import torch
+
+from implicit_attention import Picard
 from implicit_attention.potentials.prior import GaussianPrior
 from implicit_attention.potentials.spin import AmosResponse
-from implicit_attention.spins import TAP, AdaTAP, Bethe, Enumeration, MeanField, SaddlePoint, TransferMatrix
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    Bethe,
+    Enumeration,
+    GaussianField,
+    KineticPlefka,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    TransferMatrix,
+)
 from implicit_attention.testing.method import MethodContract
+from implicit_attention.testing.numerics import random
 
 
 class TestMeanFieldOfIsingSpins(MethodContract):
@@ -114,3 +130,52 @@ class TestChain(MethodContract):
 
     def make(self):
         return TransferMatrix()
+
+
+PLAIN = Picard(rtol=1e-12, atol=1e-12, max_steps=1000)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["couplings per sample", "shared couplings"])
+@pytest.mark.parametrize(
+    ("method", "dim"),
+    [
+        (MeanField(), 3),
+        (TAP(solver=PLAIN), 1),
+        (TAP(solver=PLAIN, order=3, response=AmosResponse()), 2),
+        (Bethe(solver=PLAIN), 1),
+        (KineticPlefka(solver=PLAIN), 3),
+        (KineticPlefka(solver=PLAIN, order=2), 1),
+        (GaussianField(solver=PLAIN), 3),
+        (AdaTAP(solver=PLAIN), 1),
+    ],
+    ids=repr,
+)
+def test_samples_that_are_done_are_left_out_of_the_work(method, dim, own, monkeypatch):
+    """Two of twelve samples are near a transition, in a batch with two axes, a mask and a beta per sample."""
+    couplings = torch.ones(*(2, 6) * own, 7, 7).double() / 7
+    couplings = couplings - torch.diag_embed(couplings.diagonal(dim1=-2, dim2=-1))
+    field, beta = 0.01 * random(2, 6, 7, dim, seed=2), torch.full((6,), 0.1).double()
+    mask = torch.ones(2, 1, 7, dtype=torch.bool)
+    mask[0, 0, 6] = False
+    worked, held = [], type(method.problem(SpinSystem(couplings, field))).fixed_point_map
+
+    def counted(problem, z):
+        worked.append(z.shape[:-2].numel())
+        return held(problem, z)
+
+    def solved(beta):
+        system = SpinSystem(couplings, field, beta, mask=mask)
+        return method.solution(system, method.start(system))
+
+    # Verdicts on stability evaluate the map, too.
+    monkeypatch.setattr(type(method), "unstable", lambda *_: None)
+    easy = solved(beta)
+    beta[4] = 1.0
+    monkeypatch.setattr(type(method.problem(SpinSystem(couplings, field))), "fixed_point_map", counted)
+    found = solved(beta)
+    others = torch.arange(6) != 4
+    evals = found.num_evals[:, 4].amax(), easy.num_evals.amax()
+    assert evals[0] > 2 * evals[1]
+    assert sum(worked) <= 2 * int(evals[0]) + 12 * (int(evals[1]) + 3)
+    for name in ("value", "residual", "num_evals", "status"):
+        torch.testing.assert_close(getattr(found, name)[:, others], getattr(easy, name)[:, others], rtol=0, atol=0)
