@@ -39,6 +39,27 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
         raise TypeError(message(argument, required, value.dtype, f"convert it with {argument}.bfloat16()"))
     if value.ndim < min_ndim:
         raise ValueError(message(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}"))
+    check_local(argument, value)
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether `value` is a DTensor, told by what it has: to ask by class would import torch.distributed.tensor."""
+    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def check_local(argument: str, value: Tensor) -> None:
+    """A tensor of this process alone: a solve does not communicate."""
+    if is_distributed(value):
+        raise TypeError(
+            message(
+                argument,
+                "be a tensor of this process",
+                f"a DTensor of shape {tuple(value.shape)}",
+                "pass .to_local() where it is sharded over samples or heads, .full_tensor() where it is over tokens; "
+                "ImplicitAttention takes parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and "
+                "RowwiseParallel() for out_proj",
+            )
+        )
 
 
 def check_rows(argument: str, value: Any, z: Tensor) -> None:

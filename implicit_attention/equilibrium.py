@@ -129,6 +129,7 @@ def attend(
     Under torch.compile the solve is one operation of the graph where there is one for it; its failures are then told by
     the evidence alone. Otherwise the graph breaks once. Tensors that are shapes alone (meta, fake) go the same way.
     """
+    _check_whole()
     inputs = _Inputs(query, keys, values, beta, anchor, mask, bias, initial)
     request = _Request(potential, options, dropout_p, grouped, trace, measure, weigh)
     if torch.compiler.is_compiling() and any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
@@ -360,6 +361,16 @@ def _merge_heads(solution: Solution) -> Solution:
 
 
 # Checks.
+
+
+def _check_whole() -> None:
+    """Inside `context_parallel` each process has some of the tokens, and only torch's own attention knows."""
+    if "context_parallel" in (torch.nn.functional.scaled_dot_product_attention.__module__ or ""):
+        raise ValueError(
+            "equilibrium attention inside `context_parallel` would attend to the tokens of this process only: an "
+            "equilibrium needs all keys at every evaluation; keep sequences whole and shard samples (DDP, FSDP) or "
+            "heads (parallelize_module with ColwiseParallel and RowwiseParallel)"
+        )
 
 
 def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -25,9 +25,9 @@ from .projections import (
     Scalar,
     anchor_or_beta,
     merge_heads,
-    split_heads,
 )
 from .remembering import Remembering
+from .sharding import head_shard, projected
 
 Readout: TypeAlias = Literal["values", "state"]
 
@@ -41,6 +41,10 @@ class ImplicitAttention(Remembering):
 
     `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` are those of `equilibrium_attention`; a call may override
     each.
+
+    Tensor parallel: `parallelize_module` with `ColwiseParallel()` for q_proj, k_proj and v_proj and `RowwiseParallel()`
+    for out_proj gives each process an equal part of the heads, whose solution and weights it returns. Other ways to
+    shard heads, and `context_parallel`, are refused.
 
     Args:
         dim: width of input and output.
@@ -204,8 +208,13 @@ class ImplicitAttention(Remembering):
         query = self._query(x, positions)
         held = self._held(x, context, values, key_mask, positions, cache)
         keys, read = held.keys, held.values
+        projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
+        shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
         pairs, bias = pairs_and_bias(mask, held.key_mask, causal=causal, first=first, shape=shape, like=keys)
+        beta, anchor = self.beta(), self.anchor()
+        if shard is not None:
+            beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
         if self.values_inside:
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
@@ -214,8 +223,8 @@ class ImplicitAttention(Remembering):
             query,
             keys,
             read,
-            beta=self.beta(),
-            anchor=self.anchor(),
+            beta=beta,
+            anchor=anchor,
             mask=pairs,
             bias=bias,
             potential=self.potential,
@@ -304,8 +313,7 @@ class ImplicitAttention(Remembering):
             cache.check_batch(tuple(x.shape[:-2]))
 
     def _query(self, x: Tensor, positions: Tensor) -> Tensor:
-        query = x if self.q_proj is None else self.q_proj(x)
-        query = _normed(self.q_norm, split_heads(query, self.heads))
+        query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)
         return query if self.rotary is None else self.rotary(query, positions)
 
     def _held(
@@ -335,16 +343,14 @@ class ImplicitAttention(Remembering):
             f"have one row for each of the {context.shape[-2]} tokens attended to",
             f"shape {tuple(values.shape)}",
         )
-        keys = context if self.k_proj is None else self.k_proj(context)
-        keys = _normed(self.k_norm, split_heads(keys, self.kv_heads))
+        keys = projected(self.k_proj, self.k_norm, context, self.head_dim, self.kv_heads)
         if self.rotary is not None:
             keys = self.rotary(keys, positions)
         # Read at every evaluation: laid out once.
         keys = keys.contiguous()
         if self.readout == "state":
             return keys, None
-        values = split_heads(values if self.v_proj is None else self.v_proj(values), self.kv_heads)
-        return keys, values.contiguous()
+        return keys, projected(self.v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
 
     # Housekeeping.
 
@@ -379,13 +385,6 @@ class ImplicitAttention(Remembering):
         options = self.options
         parts += [f"{n}={v}" for n in ("solver", "adjoint", "max_steps") if (v := getattr(options, n)) is not None]
         return ", ".join(parts)
-
-
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    if norm is None:
-        return x
-    normed: Tensor = norm(x)
-    return normed
 
 
 def _check_tokens(argument: str, x: Tensor, size: int) -> None:

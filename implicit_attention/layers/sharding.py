@@ -1,0 +1,109 @@
+"""Heads spread over processes: `parallelize_module` with column-wise query, key and value, and row-wise output."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .. import _validate
+from .projections import split_heads
+
+T = TypeVar("T", float, Tensor, Tensor | None, float | Tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShard:
+    """Which heads this process has: part `index` of `count` equal ones, over the processes of `mesh`."""
+
+    mesh: Any
+    index: int
+    count: int
+
+    def own(self, given: T, axis: int = -1) -> T:
+        """What of `given` belongs to this process's heads, which lie along `axis`; one for all heads stays whole."""
+        if not isinstance(given, Tensor) or given.ndim < -axis or given.shape[axis] == 1:
+            return given
+        here = given.shape[axis] // self.count
+        return self.shared(given).narrow(axis, self.index * here, here)
+
+    def shared(self, given: Tensor) -> Tensor:
+        """`given`, which all processes have; its gradient is the sum of theirs."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if not given.requires_grad:
+            return given
+        everywhere = DTensor.from_local(given, self.mesh, [Replicate()], run_check=False)
+        return everywhere.to_local(grad_placements=[Partial()])
+
+
+def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int) -> Tensor:
+    """The heads that a projection makes of x on this process, normalised, (*batch, heads or fewer, N, head_dim)."""
+    if projection is None:
+        made = split_heads(x, heads)
+    else:
+        flat = projection(x)
+        _validate.check_local("a projection of x", flat)
+        fits = flat.shape[:-1] == x.shape[:-1] and flat.shape[-1] % head_dim == 0
+        if not fits:
+            raise ValueError(_refusal(f"shape {tuple(flat.shape)} from x of shape {tuple(x.shape)}", heads))
+        made = split_heads(flat, flat.shape[-1] // head_dim)
+    if norm is None:
+        return made
+    if made.shape[-3] == heads or projection is None:
+        whole: Tensor = norm(made)
+        return whole
+    shard = _shard_of([projection], heads)
+    part: Tensor = functional_call(norm, {name: shard.shared(p) for name, p in norm.named_parameters()}, (made,))
+    return part
+
+
+def head_shard(
+    found: tuple[Tensor, Tensor, Tensor | None], projections: Sequence[nn.Module | None], heads: int, kv_heads: int
+) -> HeadShard | None:
+    """The shard that the heads of `found` (queries, keys, values) are, or None if they are all there are.
+
+    Args:
+        found: (*batch, heads of this process, N or M, head_dim).
+        projections: of queries, keys, values and the output; None where there is none.
+        heads: of queries, over all processes.
+        kv_heads: of keys and values, over all processes.
+    """
+    queries, keys, values = found
+    here = [t.shape[-3] for t in (queries, keys, keys if values is None else values)]
+    if here == [heads, kv_heads, kv_heads]:
+        return None
+    *inward, outward = projections
+    shard = _shard_of([p for p in inward if p is not None], heads, kv_heads)
+    if [n * shard.count for n in here] != [heads, kv_heads, kv_heads] or _placed(outward) != (shard.mesh, 1):
+        raise ValueError(_refusal(f"{here[0]} heads of queries, {here[1]} of keys, {here[2]} of values", heads))
+    return shard
+
+
+def _shard_of(inward: Sequence[nn.Module], *heads: int) -> HeadShard:
+    placed = [_placed(projection) for projection in inward]
+    mesh, axis = placed[0]
+    if axis != 0 or any(other != placed[0] for other in placed) or any(n % mesh.size() for n in heads):
+        axes = ", ".join("not sharded" if axis is None else f"sharded on axis {axis}" for _, axis in placed)
+        raise ValueError(_refusal(f"weights that are {axes}", *heads))
+    return HeadShard(mesh, mesh.get_local_rank(), mesh.size())
+
+
+def _placed(projection: nn.Module | None) -> tuple[Any, int | None]:
+    """(mesh, axis on which the weight is sharded) on a mesh of one dimension, else (None, None)."""
+    weight: Any = getattr(projection, "weight", None)
+    if not _validate.is_distributed(weight) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard():
+        return None, None
+    return weight.device_mesh, weight.placements[0].dim
+
+
+def _refusal(received: str, *heads: int) -> str:
+    required = (
+        "be sharded alike by ColwiseParallel(), and `out_proj` by RowwiseParallel(), over a number of processes that "
+        f"divides the heads ({' and '.join(map(str, heads))}), each of which sees all tokens"
+    )
+    remedy = "leave the layer out of the plan, or gather x before it (PrepareModuleInput)"
+    return _validate.message("q_proj`, `k_proj` and `v_proj", required, received, remedy)
