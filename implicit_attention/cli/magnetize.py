@@ -175,6 +175,7 @@ def magnetize(settings: Settings, progress: Progress) -> Magnetization:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise InputError(f"`--methods` must list one that holds for this system, got none ({reasons}); leave it out")
     _compare(rows, found, system)
+    _average(rows, system)
     sweep, betas = _sweep(settings, entries, system, progress)
     completions = None
     if digits is not None:
@@ -238,6 +239,21 @@ def _compare(rows: list[dict[str, Any]], found: dict[str, Tensor], system: SpinS
             apart = (found[row["method"]] - found[name]).square().sum(-1).mean(-1).sqrt() / system.radius
             row["distance"] = apart.tolist()
             row["distance_from"] = name
+
+
+def _average(rows: list[dict[str, Any]], system: SpinSystem) -> None:
+    """Mark the samples that means are over: those answered in every row, but for rows without any answer."""
+    averaged = torch.ones(system.batch, dtype=torch.bool)
+    answered = [row for row in rows if "mean_length" in row]
+    for row in answered:
+        known = ~torch.as_tensor(row.get("failed", False)).expand(system.batch)
+        for name in (*methods.SCALARS, "entropy_production", "mean_length"):
+            if row.get(name) is not None:
+                known = known & torch.as_tensor(row[name], dtype=torch.float64).isfinite()
+        if bool(known.any()):
+            averaged = averaged & known
+    for row in answered:
+        row["averaged"] = averaged.tolist()
 
 
 def _judge(rows: list[dict[str, Any]], digits: Digits, completions: Completions) -> None:

@@ -42,12 +42,13 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def answered(row: dict[str, Any], name: str) -> float | None:
-    """The mean of a quantity over the samples with an answer."""
+    """The mean of a quantity over the samples that all rows are averaged over."""
     if row.get(name) is None:
         return None
     values = torch.tensor(row[name], dtype=torch.float64).flatten()
     failed = torch.tensor(row.get("failed", False)).flatten().expand(values.shape)
-    values = values[~failed & values.isfinite()]
+    compared = torch.tensor(row.get("averaged", True)).flatten().expand(values.shape)
+    values = values[compared & ~failed & values.isfinite()]
     return float(values.mean()) if len(values) else None
 
 
@@ -158,7 +159,11 @@ def notes(result: Magnetization) -> list[str]:
     """What the columns mean, and what the reader must know of this run."""
     lines = [f"  {c.header.replace(chr(10), ' ')}: {c.note}" for c in columns_of(result)]
     if result.system.batch.numel() > 1:
-        lines.append("  numbers are means over the samples that have an answer; thermodynamics.json has every sample")
+        averaged = next((torch.tensor(row["averaged"]) for row in result.rows if "averaged" in row), torch.zeros(0))
+        which = (
+            f"the {int(averaged.sum())} of {result.system.batch.numel()} samples to which all methods have an answer"
+        )
+        lines.append(f"  numbers are means over {which}; thermodynamics.json has every sample")
     if result.completions is not None:
         rates = {row["method"]: row["right"] for row in result.completions.rows}
         lines.append(f"  lower %, without any physics: {100 * rates[DATA]:.1f} by the {DATA}")

@@ -219,7 +219,8 @@ def evaluate_sampler(
 
 
 def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
-    """Everything against beta, lists of (K, *batch), from one batch of all temperatures; NaN where a solve failed."""
+    """Everything against beta, lists of (K, *batch), from one batch of all temperatures; NaN where a solve failed
+    or ended on a saddle."""
     many = at_all(system, betas)
 
     def measured() -> Answer:
@@ -233,8 +234,9 @@ def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
             }
         # Read after the susceptibility, whose linear solves are evidence as well.
         evidence = evidence_of(found.evidence)
-        failed = torch.as_tensor(evidence["failed"])
-        row = {name: evidence[name] for name in ("status", "failed")}
+        # What is no minimum, or does not come back, is a solution but no state of the system.
+        failed = torch.as_tensor(evidence["failed"]) | (found.evidence.status == Status.SADDLE)
+        row = {"status": evidence["status"], "failed": failed.tolist()}
         return row | {name: value.masked_fill(failed, torch.nan).tolist() for name, value in numbers.items()}, None
 
     return _timed(entry.name, measured, max_seconds=0.0)[0]

@@ -24,6 +24,8 @@ WRAP = 5
 #: Where there is no number: a colour of no palette.
 NOTHING = "#F3DDC7"
 NEGATIVE_TO_POSITIVE = "RdBu_r"
+#: Smaller numbers are drawn as the zeros that solvers have made them of.
+ROUNDING = 1e-9
 #: Of arrows, which have to be seen whatever their third component.
 UNDER_TO_OVER = "viridis"
 
@@ -173,7 +175,7 @@ def phase_figure(
 
     Args:
         betas: (K,).
-        curves: by method, then by quantity, (K,). NaN is a gap.
+        curves: by method, then by quantity, (K,). NaN is a gap, what is below 1e-9 a zero.
         panels: the axis label by quantity, in order; a method may lack some.
         exact: methods that are drawn as broad black lines, under the others.
         failed: by method, (K,) bool: a cross at the lower edge says where there is no answer.
@@ -201,6 +203,7 @@ def phase_figure(
             if quantity not in values:
                 continue
             y = values[quantity].detach().double().cpu()
+            y = y.masked_fill(y.abs() < ROUNDING, 0.0)
             _validate.require(y.shape == x.shape, "curves", f"have K = {len(x)} points", (name, tuple(y.shape)))
             finite.append(y[y.isfinite()])
             axes.plot(

@@ -16,6 +16,18 @@ from ..potentials.spin import Response
 STEPS = (24, 96, 384)
 
 
+def local_field(response: Response, m: Tensor, beta: float | Tensor, radius: float) -> tuple[Tensor, Tensor]:
+    """The field in which a lone spin has the mean m, (*batch, N, D), and where |m| is R to rounding, (*batch, N).
+
+    There it is the weakest field that makes it so; NaN where |m| is larger.
+    """
+    square = (m / radius).square().sum(-1)
+    rounding = 8 * torch.finfo(m.dtype).eps
+    saturated = (square - 1).abs() <= rounding
+    shorter = ((1 - rounding) / torch.where(saturated, square, 1.0)).sqrt()
+    return response.inverse(m * torch.where(saturated, shorter, 1.0)[..., None], beta, radius), saturated
+
+
 def covariance_roots(
     response: Response, field: Tensor, beta: float | Tensor, radius: float
 ) -> tuple[LinearMap, LinearMap]:

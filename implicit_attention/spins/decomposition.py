@@ -13,6 +13,7 @@ from .. import _validate
 from .._autograd import exact_precision
 from .._types import OnFailure
 from ..problem import widened
+from ._curvature import local_field
 from .method import Method
 from .system import SpinSystem
 from .thermodynamics import free_energy, magnetization
@@ -47,7 +48,8 @@ def decompose(system: SpinSystem, method: Method, *, on_failure: OnFailure = "ra
 
     A lone spin with <s_i> needs the local field f_i = h_i + sum_j J_ij <s_j> + o_i. This defines the Onsager term o_i
     of any method, zero in naive mean field. As <s_i> = gain_i f_i, with a number gain_i = R A(beta R |f_i|)/|f_i|, the
-    magnetization falls into the same parts.
+    magnetization falls into the same parts. Where |<s_i>| is R to rounding, it is the weakest field, or, if h_i + sum_j
+    J_ij <s_j> is strong enough, that.
 
     Args:
         system: the spins. A diagonal that is given counts to the couplings (and is taken back by the Onsager term).
@@ -55,7 +57,7 @@ def decompose(system: SpinSystem, method: Method, *, on_failure: OnFailure = "ra
         on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
 
     Returns:
-        A `Decomposition`; NaN at sites where the method gives |<s_i>| >= R.
+        A `Decomposition`; NaN at sites where the method gives |<s_i>| > R beyond rounding.
 
     Raises:
         ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
@@ -67,10 +69,15 @@ def decompose(system: SpinSystem, method: Method, *, on_failure: OnFailure = "ra
     response, radius, beta = method.site_response(), system.radius, system.sample_beta
     rows = beta[..., None] if isinstance(beta, Tensor) else beta
     with exact_precision(direct):
-        local = response.inverse(direct, beta, radius)
-        gain = rows * radius**2 * response.gain((rows * radius) ** 2 * local.square().sum(-1), system.dim)
         others = system.coupled(direct)
-        parts = (system.live_field, others, local - system.live_field - others)
+        bare = system.live_field + others
+        local, saturated = local_field(response, direct, beta, radius)
+        # A mean of R does not tell its field. Where the bare one is strong enough, nothing is to be corrected.
+        apart = torch.linalg.vector_norm(response.magnetization(bare, beta, radius).detach() - direct.detach(), dim=-1)
+        enough = saturated & (apart <= 16 * torch.finfo(direct.dtype).eps * radius)
+        local = torch.where(enough[..., None], bare, local)
+        gain = rows * radius**2 * response.gain((rows * radius) ** 2 * local.square().sum(-1), system.dim)
+        parts = (system.live_field, others, local - bare)
         field, coupling, onsager = (gain[..., None] * part for part in parts)
     if system.mask is not None:
         # Where there is no site the others may still be coupled to, in a field of zero.

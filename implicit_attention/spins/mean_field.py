@@ -80,7 +80,8 @@ class MeanFieldProblem(Problem):
 class MeanField(FixedPointMethod):
     """log Z = sum_i log Z_1(h_i + sum_j J_ij m_j) - (beta/2) sum_ij m_i J_ij m_j, stationary at m = response(h + J m).
 
-    The free energy of independent spins: with the exact response it is an upper bound on F. Off by O((beta J)^2).
+    The free energy of independent spins, off by O((beta J)^2). With the exact response it is an upper bound on F,
+    unless some J_ii is negative: it counts with |m_i|^2 here, and with R^2 in truth.
 
     Args:
         response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()` or `LargeDResponse()`.

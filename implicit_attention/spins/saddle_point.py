@@ -31,13 +31,16 @@ class SaddlePoint(Method):
     spins. m = R b A^{-1} g, and <s_i . s_j> = R^2 (A^{-1} + m m^T/R^2)_ij. One loop adds -1/2 log det 2 Hess, where
     Hess = 1/2 A^{-1} o A^{-1} + A^{-1} o (m m^T)/R^2 is the Hessian in lambda, o the product entry by entry.
 
+    In the cold A is nearly singular, and derivatives of log Z lose 1/A of their digits: float32 is solved in float64,
+    where the device has it.
+
     All couplings go: a number for each pair at a cost of O(N^3) for each step, and a matrix for each pair, where A is
     made of blocks and lambda_i fixes <|s_i|^2> all the same, at O((N D)^3). D = 1 goes, but then 1/D is not small.
 
     Args:
         shared: one multiplier for all sites of a sample, the spherical model: only sum_i <|s_i|^2> = N R^2.
         one_loop: add the fluctuations of the multipliers.
-        rtol: largest error of <|s_i|^2>/R^2, or of its mean if shared; what the dtype cannot resolve is not asked for.
+        rtol: largest error of <|s_i|^2>/R^2, or of its mean if shared; what rounding does not resolve is not asked for.
             The error of log Z is of second order in it.
         max_steps: largest number of steps tried, shortened ones included.
 
@@ -77,12 +80,12 @@ class SaddlePoint(Method):
         # A minimum at which A or the Hessian is not positive in the precision has no log Z.
         nowhere = evidence.converged & value.detach().isnan()
         status = evidence.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
-        return LogPartition(value, dataclasses.replace(evidence, status=status))
+        return LogPartition(value.to(system.field.dtype), dataclasses.replace(evidence, status=status))
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
         self.check(system)
-        return self._solved(self._problem(system)[0])[0].multipliers()
+        return self._solved(self._problem(system)[0])[0].multipliers().to(system.field.dtype)
 
     def _solved(self, problem: Multipliers) -> tuple[Minimum, Evidence]:
         t, evidence = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
@@ -91,12 +94,12 @@ class SaddlePoint(Method):
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
         """The convex problem, and how many copies of it log Z is made of: D, or 1 where couplings mix dimensions."""
         n, d, radius = system.num_sites, system.dim, system.radius
-        field, couplings, tie = system.live_field, system.live_couplings, 1
+        field, couplings, tie = _wide(system.live_field), _wide(system.live_couplings), 1
         if system.block:
             # N D sites of one dimension each, D of which share a multiplier. The field of a site is spread over them.
             couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
             field, tie = field.flatten(-2)[..., None] * math.sqrt(d), d
-        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device)[..., None, None]
+        beta = _wide(torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device))[..., None, None]
         scale = beta * radius**2 / d
         # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
         scaled = scale * (couplings + couplings.mT) / 2
@@ -111,3 +114,8 @@ class SaddlePoint(Method):
         rows = scaled.shape[-1]
         scaled = scaled.expand(*system.batch, rows, rows)
         return Multipliers(scaled, scale * field / radius, tie, live), 1 if system.block else d
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float64, but on a device that has none."""
+    return tensor if tensor.device.type == "mps" else tensor.double()

@@ -18,6 +18,7 @@ from ..potentials.spin import Response
 from ..problem import widened
 from ..solution import Evidence
 from ..status import Status
+from ._curvature import local_field
 from ._lost import fill
 from .adaptive_tap import AdaTAP
 from .bethe import Bethe
@@ -193,7 +194,7 @@ class _LocalCovariance:
     def __init__(self, system: SpinSystem, response: Response, m: Tensor) -> None:
         beta = system.sample_beta
         self.beta = beta[..., None, None] if isinstance(beta, Tensor) else beta
-        self.field = response.inverse(m, beta, system.radius)
+        self.field = local_field(response, m, beta, system.radius)[0]
         tau, slope = response.covariance_terms(self.field, beta, system.radius)
         live = 1.0 if system.mask is None else system.mask.to(tau.dtype)
         # Of sites that do not exist nothing varies.

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ from typer.testing import CliRunner
 
 from implicit_attention.cli import main, spin_methods
 from implicit_attention.cli.digits import energies, load, named
-from implicit_attention.cli.magnetize import Settings
+from implicit_attention.cli.magnetize import Settings, _average
+from implicit_attention.cli.magnetize_table import answered
 from implicit_attention.cli.spin_file import Sweep, load_system, parse_sweep
 from implicit_attention.cli.spin_methods import Entry, at_all, evaluate, largest_susceptibility
-from implicit_attention.spins import Enumeration, SaddlePoint, SpinSystem, thermodynamics
+from implicit_attention.spins import Enumeration, MeanField, SaddlePoint, SpinSystem, thermodynamics
 from implicit_attention.spins.exact import stationary_law
 from implicit_attention.testing.numerics import random
 
@@ -196,7 +198,7 @@ def test_vectors_in_a_batch_with_their_own_temperatures(tmp_path):
     apart = (m["one-loop"] - m["heat-bath"]).norm(dim=-1).square().mean(-1).sqrt()
     assert rows["one-loop"]["distance"] == pytest.approx(apart.tolist(), rel=1e-5)
     assert "2 systems of 4 spins in 3 dimensions, R = 1.73205, beta 0.5 to 1, uniform measure" in result.stdout
-    assert "means over the samples that have an answer" in result.stdout
+    assert "samples to which all methods have an answer" in result.stdout
 
 
 def test_blocks_and_options_are_obeyed(tmp_path):
@@ -503,3 +505,29 @@ def test_digits_are_named_by_the_largest_probability():
 def test_settings_say_where_the_numbers_come_from():
     assert Settings().source == "Ising systems fitted to scikit-learn's digits"
     assert Settings(methods="a, b").chosen == ["a", "b"]
+
+
+def test_saddles_are_no_points_of_a_sweep():
+    """Without a field m = 0 solves mean field at every temperature; below the transition it is no minimum."""
+    magnet = SpinSystem((torch.ones(10, 10) - torch.eye(10)).double() / 10, torch.zeros(10, 1).double())
+    betas = torch.tensor([0.5, 1.0, 1.5, 3.0]).double()
+    row = spin_methods.sweep(Entry("mean-field", MeanField()), magnet, betas)
+    assert row["status"] == {"CONVERGED": 2, "SADDLE": 2}
+    assert row["failed"] == [False, False, True, True]
+    assert torch.tensor(row["heat_capacity"]).isnan().tolist() == row["failed"]
+    assert torch.tensor(row["mean_length"]).isnan().tolist() == row["failed"]
+
+
+def test_all_means_of_a_table_are_over_the_same_samples():
+    magnets = SpinSystem(torch.zeros(2, 2).double(), torch.zeros(4, 2, 1).double())
+    lost, length = [False] * 4, [0.1] * 4
+    rows = [
+        {"free_energy": [1.0, 2.0, 4.0, 8.0], "mean_length": length, "failed": [False, True, False, False]},
+        {"free_energy": [1.0, 2.0, 4.0, 8.0], "mean_length": [0.1, 0.2, math.nan, 0.3], "failed": lost},
+        {"free_energy": [math.nan] * 4, "mean_length": length, "failed": [True] * 4},
+        {"error": "ValueError", "message": "not for this one"},
+    ]
+    _average(rows, magnets)
+    assert [row.get("averaged") for row in rows] == [[True, False, False, True]] * 3 + [None]
+    assert [answered(row, "free_energy") for row in rows[:3]] == [4.5, 4.5, None]
+    assert answered(rows[1], "mean_length") == pytest.approx(0.2)

@@ -152,3 +152,12 @@ def test_curves_of_another_length_and_no_panels_are_refused():
         phase_figure(BETAS, {"a": {"m": BETAS[1:]}}, panels={"m": "m"})
     with pytest.raises(ValueError, match="`panels` must name at least one quantity"):
         phase_figure(BETAS, {}, panels={})
+
+
+def test_what_is_left_of_a_zero_by_rounding_is_no_peak():
+    rounding = torch.tensor([1e-16, 3e-17, 1e-14, 2e-17, 1e-16])
+    for curve in (rounding, torch.tensor([1e-16, 3e-17, 1e-14, 0.5, 0.9])):
+        axes = phase_figure(BETAS, {"a": {"m": curve}}, panels={"m": "m"}).axes[0]
+        assert axes.get_yscale() == "linear"
+        assert axes.lines[0].get_ydata()[:3].tolist() == [0.0, 0.0, 0.0]
+    assert float(axes.lines[0].get_ydata()[4]) == pytest.approx(0.9)

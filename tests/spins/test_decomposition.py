@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from implicit_attention import ConvergenceError
-from implicit_attention.potentials.spin import AmosResponse
-from implicit_attention.spins import Bethe, Enumeration, MeanField, SaddlePoint, SpinSystem, free_energy, magnetization
+from implicit_attention.potentials.spin import AmosResponse, BesselResponse
+from implicit_attention.spins import (
+    Bethe,
+    Enumeration,
+    MeanField,
+    SaddlePoint,
+    SpinSystem,
+    free_energy,
+    magnetization,
+    stability,
+)
+from implicit_attention.spins._curvature import local_field
 from implicit_attention.spins.decomposition import decompose, extensivity
 from implicit_attention.testing.numerics import random
 
@@ -143,3 +153,31 @@ def test_extensivity_says_what_it_needs():
         extensivity(make, MeanField(), (3, 4))
     value = extensivity(make, MeanField(), (3, 3))[0]
     close(value, free_energy(make(3), MeanField()) / 3)
+
+
+@pytest.mark.parametrize("method", [MeanField(), Enumeration()], ids=repr)
+@pytest.mark.parametrize("beta", [50.0, 200.0])
+def test_spins_that_saturate_are_taken_apart_like_others(method, beta):
+    couplings = random(5, 5, seed=3)
+    couplings = (couplings + couplings.mT) * (1 - torch.eye(5)) / 2
+    system = SpinSystem(couplings, random(5, 1, seed=4), beta)
+    m = magnetization(system, method)
+    assert bool((m.abs() == 1).any())
+    parts = decompose(system, method)
+    torch.testing.assert_close(parts.total, m, rtol=1e-14, atol=1e-14)
+    frozen = m.abs() == 1
+    assert bool((parts.onsager[frozen] == 0).all())
+    torch.testing.assert_close(parts.gain[frozen[:, 0]], 1 / (system.field + couplings @ m)[frozen].abs())
+    found = stability(system, method)
+    for number in (found.spectral_radius, found.smallest_eigenvalue, found.almeida_thouless):
+        assert bool(number.isfinite())
+    assert float(found.spectral_radius) < 1e-6
+    assert float(found.smallest_eigenvalue) > 1e6
+
+
+def test_a_mean_that_no_field_gives_is_still_told():
+    response, m = BesselResponse(), torch.tensor([[1.0], [1 + 1e-12], [1 - 1e-12]], dtype=torch.float64)
+    field, saturated = local_field(response, m, 2.0, 1.0)
+    assert saturated.tolist() == [True, False, False]
+    assert field.isnan().flatten().tolist() == [False, True, False]
+    torch.testing.assert_close(torch.tanh(2 * field[0]), m[0], rtol=0, atol=1e-14)

@@ -220,3 +220,17 @@ def test_what_cannot_be_factorised_has_no_log_determinant_and_changes_no_other()
     assert logdet.isnan().tolist() == [True, True, False]
     torch.testing.assert_close(inverse[2], torch.linalg.inv(fit))
     torch.testing.assert_close(logdet[2], torch.linalg.det(fit).log())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_single_precision_is_as_good_in_the_cold(method):
+    """A is singular to 1/beta there, and the heat capacity has two more powers of it."""
+    beta = double([1.0, 100.0, 1000.0, 10000.0])
+    couplings = random(4, 24, 24, seed=6).float().double()
+    couplings, field = (couplings + couplings.mT) / 8, 0.1 * random(4, 24, 16, seed=7).float().double()
+    wide = thermodynamics(SpinSystem(couplings, field, beta), method)
+    narrow = thermodynamics(SpinSystem(couplings.float(), field.float(), beta.float()), method)
+    for name in ("log_partition", "internal_energy", "heat_capacity", "magnetization"):
+        found, truth = getattr(narrow, name), getattr(wide, name)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), truth, rtol=2e-6, atol=1e-6)
