@@ -16,7 +16,7 @@ from .status import Status
 
 SHOWN = 3
 # Relative errors of gradients beyond the first are warned of; beyond the second, first order says no more than that.
-UNSURE, UNKNOWN = 0.1, 0.25
+UNSURE, UNKNOWN = 0.15, 0.25
 
 
 def check_on_failure(on_failure: str) -> None:

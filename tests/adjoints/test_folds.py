@@ -86,7 +86,7 @@ def test_the_report_knows_how_far(solver, dim):
     assert (ratio > 1 / 3).all()
     assert (ratio < 3).all()
     # Beyond first order it says no more than that.
-    assert (estimate[~first_order] > 0.1).all()
+    assert (estimate[~first_order] > 0.15).all()
 
 
 def test_the_estimate_of_maps_that_are_not_declared_symmetric():
@@ -118,7 +118,7 @@ def test_an_unsure_gradient_is_warned_of_and_no_failure(on_failure):
     (warning,) = caught
     assert warning.category is ConvergenceWarning
     assert warning.filename == __file__
-    count = int((solution.adjoint.gradient_error > 0.1).sum())
+    count = int((solution.adjoint.gradient_error > 0.15).sum())
     assert f"the gradients of {count} of 6 problems may be off by 25 % or more" in str(warning.message)
     assert "gradient error <=" in repr(solution.adjoint)
 
