@@ -365,7 +365,9 @@ def _merge_heads(solution: Solution) -> Solution:
 
 def _check_whole() -> None:
     """Inside `context_parallel` each process has some of the tokens, and only torch's own attention knows."""
-    if "context_parallel" in (torch.nn.functional.scaled_dot_product_attention.__module__ or ""):
+    replaced = torch.nn.functional.scaled_dot_product_attention
+    # By identity first, which the compiler can follow.
+    if replaced is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in replaced.__module__:
         raise ValueError(
             "equilibrium attention inside `context_parallel` would attend to the tokens of this process only: an "
             "equilibrium needs all keys at every evaluation; keep sequences whole and shard samples (DDP, FSDP) or "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ TASKS = ("half-masked", "noisy")
 #: Standard deviation of the noise; for a user's data in units of the data's own.
 NOISE = 0.5
 SUFFIXES = (".npy", ".npz", ".pt")
+#: Bytes that are read from a file: of what an archive expands to, and of its numbers as float64.
+LARGEST = 2**31
 
 
 def load_digits() -> Tensor:
@@ -41,7 +42,9 @@ def load_file(path: Path) -> Tensor:
         raise InputError(f"{name} must be an existing file, got {str(path)!r}; check the path")
     try:
         array = _read_tensor(name, path) if path.suffix == ".pt" else _read_numpy(name, path)
-    except (OSError, EOFError, ValueError, RuntimeError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # a damaged file may end anywhere in what reads it
         raise InputError(
             f"{name} must hold one plain array, got a file that is damaged or could be read only by running its code "
             f"({type(error).__name__}); save numbers with numpy.save or torch.save(tensor)"
@@ -53,19 +56,39 @@ def load_file(path: Path) -> Tensor:
     return array.to(torch.float64)
 
 
+def check_size(name: str, size: int) -> None:
+    if size > LARGEST:
+        required = f"at most {LARGEST / 2**20:.3g} MiB, expanded and as float64"
+        raise InputError(f"{name} must hold {required}, got {size / 2**20:.3g} MiB; store fewer or shorter arrays")
+
+
+def check_archive(name: str, path: Path) -> None:
+    """Look at what a zip archive says it expands to, of which no more is read, before it is expanded."""
+    with zipfile.ZipFile(path) as archive:
+        check_size(name, sum(member.file_size for member in archive.infolist()))
+
+
 def _read_numpy(name: str, path: Path) -> Tensor:
     import numpy as np
 
-    with path.open("rb") as file:  # numpy leaves a damaged archive open
-        loaded: Any = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.lib.npyio.NpzFile):
-            loaded = loaded[_only(name, list(loaded.files))]
+    loaded: Any
+    if zipfile.is_zipfile(path):
+        check_archive(name, path)
+        with path.open("rb") as file:  # numpy leaves a damaged archive open
+            archive = np.load(file, allow_pickle=False)
+            loaded = archive[_only(name, list(archive.files))]
+    else:
+        # Mapped: a header that promises more than the file holds is refused before anything is allocated.
+        loaded = np.lib.format.open_memmap(path, mode="r")
+    check_size(name, 8 * loaded.size)
     if loaded.dtype.kind not in "biuf":
         raise InputError(f"{name} must hold real numbers, got dtype {loaded.dtype}; convert it with .astype('float32')")
-    return torch.from_numpy(np.ascontiguousarray(loaded, dtype=np.float64))
+    return torch.from_numpy(np.array(loaded, dtype=np.float64, order="C"))
 
 
 def _read_tensor(name: str, path: Path) -> Tensor:
+    if zipfile.is_zipfile(path):
+        check_archive(name, path)
     loaded = torch.load(path, weights_only=True, map_location="cpu")
     if isinstance(loaded, dict):
         loaded = loaded[_only(name, list(loaded))]
@@ -74,6 +97,7 @@ def _read_tensor(name: str, path: Path) -> Tensor:
     if loaded.is_complex() or loaded.is_quantized or loaded.layout != torch.strided:
         kind = f"dtype {loaded.dtype}, layout {loaded.layout}"
         raise InputError(f"{name} must hold dense real numbers, got {kind}; convert it with .to_dense() and .float()")
+    check_size(name, 8 * loaded.numel())  # an expanded tensor is small in the file only
     return loaded.detach()
 
 

@@ -7,8 +7,21 @@ import importlib.util
 INSTALL = 'pip install -e ".[cli]"'
 
 
+#: More of a message, such as the names of thousands of arrays, is not shown.
+LONGEST = 600
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with escapes for what would act on a terminal."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST // 2]} ... {shown[-LONGEST // 2 :]}"
+
+
 class InputError(Exception):
     """An argument or a file that cannot be used; the message is the one line that the user sees."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 def missing(modules: tuple[str, ...]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import zipfile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..spins import SpinSystem
+from .data import check_archive, check_size
 from .errors import InputError
 
 ARRAYS = ("J", "h", "beta")
@@ -113,13 +113,16 @@ def _read(name: str, path: Path) -> dict[str, Tensor]:
         raise InputError(f"{name} must be an existing file, got {str(path)!r}; check the path")
     arrays: dict[str, Any] = {}
     try:
+        check_archive(name, path)
         with path.open("rb") as file:  # numpy leaves a damaged archive open
             loaded = np.load(file, allow_pickle=False)
             found = list(loaded.files)
             absent = [key for key in ARRAYS if key not in found]
             if not absent:
                 arrays = {key: loaded[key] for key in ARRAYS}
-    except (OSError, EOFError, ValueError, AttributeError, KeyError, zipfile.BadZipFile) as error:
+    except InputError:
+        raise
+    except Exception as error:  # a damaged file may end anywhere in what reads it
         raise InputError(
             f"{name} must hold plain arrays, got a file that is not ({type(error).__name__}); {remedy}"
         ) from (None)
@@ -127,6 +130,7 @@ def _read(name: str, path: Path) -> dict[str, Tensor]:
         held = ", ".join(found) or "no array"
         raise InputError(f"{name} must hold the arrays J, h and beta, got {held}; add {' and '.join(absent)}")
     for key, array in arrays.items():
+        check_size(name, 8 * array.size)
         if array.dtype.kind not in "biuf":
             raise InputError(f"{name} must hold real numbers, got dtype {array.dtype} in {key}; use .astype(float)")
     return {

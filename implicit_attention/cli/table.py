@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from .errors import printable
 from .methods import STEP_SIZE
 
 if TYPE_CHECKING:
@@ -293,4 +294,4 @@ def _threads(comparison: Comparison) -> str:
 
 
 def _source(settings: Settings) -> str:
-    return "scikit-learn's digits" if settings.data is None else settings.data.name
+    return "scikit-learn's digits" if settings.data is None else printable(settings.data.name)

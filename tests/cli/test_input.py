@@ -1,3 +1,6 @@
+import io
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -80,3 +83,83 @@ def test_without_typer_the_entry_point_prints_the_install_line(monkeypatch, caps
     with pytest.raises(SystemExit, match="2"):
         main._app()()
     assert 'in the checkout: pip install -e ".[cli]"' in capsys.readouterr().err
+
+
+def header(shape):
+    """An .npy file of 128 bytes that promises an array of this shape."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def archive(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, content in members.items():
+            made.writestr(name, content)
+
+
+def bomb(path, *names):
+    """A few megabytes that expand to more than is read."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        for name in names:
+            with made.open(f"{name}.npy", "w") as member:
+                member.write(header((2**18, 2**10)))
+                for _ in range(64):
+                    member.write(bytes(2**20))
+
+
+def hostile(folder):
+    (folder / "promise.npy").write_bytes(header((10**6, 10**6)))
+    (folder / "overflow.npy").write_bytes(header((2**62, 2**62)))
+    archive(folder / "promise.npz", {"x.npy": header((10**6, 10**6))})
+    archive(folder / "deep.npz", {"x.npy": b"\x93NUMPY\x01\x00\x76\x00" + b"(" * 118})
+    torch.save(torch.zeros(1).expand(10**6, 10**6), folder / "expanded.pt")
+    bomb(folder / "bomb.npz", "x")
+    np.savez(folder / "names.npz", **{"\x1b[31mred\x07": np.zeros(2), "two\nlines": np.zeros(2)})
+    torch.save({"\x1b]0;title\x07": torch.zeros(2), "b": torch.zeros(2)}, folder / "names.pt")
+    np.savez(folder / "many.npz", **{f"array{i}": np.zeros(1) for i in range(1000)})
+    np.save(folder / "\x1b[31mred.npy", np.zeros((2, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("promise.npy", "damaged"),
+        ("overflow.npy", "damaged"),
+        ("promise.npz", "damaged"),
+        ("deep.npz", "damaged"),
+        ("expanded.pt", "must hold at most 32 MiB"),
+        ("bomb.npz", "must hold at most 32 MiB"),
+        ("names.npz", r"\x1b[31mred\x07, two\nlines"),
+        ("names.pt", r"\x1b]0;title\x07"),
+        ("many.npz", " ... "),
+        ("\x1b[31mred.npy", r"`--data` \x1b[31mred.npy must have shape"),
+    ],
+)
+def test_a_hostile_file_is_one_line_and_takes_no_memory(tmp_path, monkeypatch, file, expected):
+    monkeypatch.setattr("implicit_attention.cli.data.LARGEST", 2**25)
+    hostile(tmp_path)
+    result = invoke("--data", str(tmp_path / file))
+    assert result.exit_code == 2, result.exception
+    assert expected in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.removesuffix("\n").isprintable()
+    assert len(result.stderr) < 700
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("promise", "not"), ("bomb", "at most 32 MiB"), ("names", r"\x1b[31mred")]
+)
+def test_a_hostile_file_of_spins_is_one_line(tmp_path, monkeypatch, kind, expected):
+    monkeypatch.setattr("implicit_attention.cli.data.LARGEST", 2**25)
+    if kind == "promise":
+        archive(tmp_path / "spins.npz", {f"{name}.npy": header((10**6, 10**6)) for name in ("J", "h", "beta")})
+    elif kind == "bomb":
+        bomb(tmp_path / "spins.npz", "J", "h", "beta")
+    else:
+        np.savez(tmp_path / "spins.npz", **{"\x1b[31mred": np.zeros(2)})
+    result = CliRunner().invoke(main.app, ["magnetize", str(tmp_path / "spins.npz")])
+    assert result.exit_code == 2, result.exception
+    assert expected in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.removesuffix("\n").isprintable()
