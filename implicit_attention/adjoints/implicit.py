@@ -150,7 +150,7 @@ class _FixedPoint(torch.autograd.Function):
             if plain:
                 marked = (t.detach().requires_grad_(n) for t, n in zip(problem.tensors(), needed, strict=True))
                 problem = problem.replace(*marked)
-                gradients = adjoint_gradients(call.request, call.linear_solver, problem, z, cotangents[0])
+                gradients = adjoint_gradients(call.request, call.linear_solver, problem, z.detach(), cotangents[0])
             else:
                 u = _apply(_AdjointSolve, call, True, z, cotangents[0], *problem.tensors())
                 gradients = pullback(problem, z, u, needed)
