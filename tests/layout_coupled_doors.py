@@ -74,15 +74,17 @@ def map_of_ones_own(draw):
 
     problem = ia.FixedPointMap(function, matrix, shift, event_ndim=draw.rng.choice((1, 2)))
     initial = leaf(draw.tensor(*lead, n, d))
-    options = {"solver": solver(draw)}
-    if draw.rng.random() < 0.3:
-        rtol = 1e-12 if draw.dtype == torch.float64 else 1e-6
-        options = {"solver": ia.Picard(rtol=rtol, atol=1e-12), "adjoint": ia.Unrolled()}
+    chosen, unrolled = solver(draw), draw.rng.random() < 0.3
+    options = {"solver": chosen}
+    if unrolled:
+        # Derivatives take steps of their own to converge, however near the start is.
+        options = {"solver": ia.Picard(rtol=0, atol=0, max_steps=150), "adjoint": ia.Unrolled()}
     solution = ia.solve(problem, initial, **options)
     held = [copied(matrix), copied(shift)]
     z = fixed_point(lambda z: function(z, *held), copied(initial))
     same("state", solution.value, z, draw.dtype)
-    converged(solution, solution.value, lambda z: function(z, *held))
+    if not unrolled:
+        converged(solution, solution.value, lambda z: function(z, *held))
     cotangent, got = gradients(draw, solution.value, [matrix, shift])
     all_same(("matrix", "shift"), got, implicit_gradients(function, z, held, cotangent)[1], draw.dtype)
 
