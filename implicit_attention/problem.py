@@ -142,7 +142,7 @@ class Problem(Declared, general=True):
     def adjoint_fused(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
         """The adjoint solve in one operation, by conjugate gradients, or None.
 
-        What it could not solve has a failing status, and the gradient 0 nowhere: an approximation, or NaN.
+        A problem that it could not solve has a failing status and an approximate gradient, or NaN, but never 0.
         """
         return None
 

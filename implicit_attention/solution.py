@@ -47,7 +47,8 @@ class AdjointReport:
             state, which is solved to a residual only: |r| sqrt(n)/|z|, the change of the state in units of the size of
             its n entries, times the square of what the backward solve found of |(I - J)^-1|. Near a fold that is large
             though the status is CONVERGED; from 0.25 on it says no more than that. It takes f for one that bends on the
-            scale of its state, and is too large for one that is nearly linear. Beyond 0.15 there is a warning. None
+            scale of its state, and is too large for one that is nearly linear. Beyond 0.15 the residual is looked at
+            once more, as only its part along the flat direction counts, and what is left beyond it is warned of. None
             with on_failure="ignore", inside torch.func, and in a compiled graph.
         state_residual: (*lead), the residual of the states, from which that is estimated.
         lead: the shape to write the fields in, where it is not that of the problems that are solved.

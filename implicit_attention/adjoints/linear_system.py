@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import transforms_active
-from .._reporting import report_gradients
+from .._reporting import UNSURE, report_gradients
 from .._types import LinearMap
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
@@ -206,12 +206,13 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
     return norm(states.flatten(states.ndim - event_ndim) if event_ndim else states[..., None])
 
 
+@torch.no_grad()
 def _gradient_error(request: Request, answer: _Answer, problem: Problem, z: Tensor, rhs: Tensor) -> Tensor | None:
     """`AdjointReport.gradient_error`, (*lead)."""
     residual, solver = request.report.state_residual, request.solver
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
         return None
-    lead = residual.ndim
+    lead, states = residual.ndim, z
     u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
     size = norm(g)[..., None]
     u, g = u / size, g / size
@@ -223,7 +224,13 @@ def _gradient_error(request: Request, answer: _Answer, problem: Problem, z: Tens
     # What atol takes for zero is no scale: as large as where it takes over from rtol.
     least = solver.atol / (solver.rtol or SCALE)
     scale = torch.linalg.vector_norm(z, dim=-1).clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
-    return torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
+    error = torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
+    if not bool((error > UNSURE).any()):
+        return error
+    # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
+    r = (problem.fixed_point_map(states) - states).reshape(u.shape)
+    along = (r * u).sum(-1).abs() / (torch.linalg.vector_norm(r, dim=-1) * torch.linalg.vector_norm(u, dim=-1))
+    return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error)
 
 
 def _report(
