@@ -77,6 +77,9 @@ def _inverses(tolerance: float, *, attach: bool) -> Callable[[Tensor, Tensor, Te
     return forward
 
 
+# Lengths are known to about so many times eps.
+RESOLVED = 32
+
 CONTENDERS = {
     "ours": Contender("free_energy and its gradient", lambda data, tolerance: _training(data, _ours)),
     "ours_forward": Contender("free_energy", lambda data, tolerance: _forward(data, _ours)),
@@ -99,8 +102,8 @@ def measured(setting: Timed, *, repeats: int, max_seconds: float) -> Row:
     data = draw(setting)
     truth = baseline.reference(data)
     evidence = METHOD.log_partition(SpinSystem(data.couplings, data.field, data.beta)).evidence
-    # What the library asks for, or what the dtype lets it ask for.
-    tolerance = float(evidence.tolerance.max())
+    # What the library asks for, or what the rival, which stays in the dtype, can resolve there.
+    tolerance = max(float(evidence.tolerance.max()), RESOLVED * torch.finfo(data.field.dtype).eps)
     rival = baseline.newton(Convex.of(*data[1:]), tolerance)
     functions, found, first = {}, {}, {}
     for name, contender in CONTENDERS.items():

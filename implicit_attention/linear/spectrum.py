@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._autograd import exact_precision
 from .._types import LinearMap
 from .._validate import check_integer, require
 from ._sweeps import check_arguments, checked
@@ -181,10 +182,11 @@ def _orthogonalised(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         # The kernel for a single matrix rounds in another way than that for several.
         basis, vector = basis.expand(2, *basis.shape), vector.expand(2, *vector.shape)
     coordinates = torch.zeros_like(basis[..., 0])
-    for _ in range(2):
-        part = (basis @ vector[..., None])[..., 0]
-        vector = vector - (part[..., None, :] @ basis)[..., 0, :]
-        coordinates = coordinates + part
+    with exact_precision(basis):
+        for _ in range(2):
+            part = (basis @ vector[..., None])[..., 0]
+            vector = vector - (part[..., None, :] @ basis)[..., 0, :]
+            coordinates = coordinates + part
     return (coordinates[0], vector[0]) if shape.numel() == 1 else (coordinates, vector)
 
 

@@ -80,7 +80,10 @@ class SaddlePoint(Method):
         # A minimum at which A or the Hessian is not positive in the precision has no log Z.
         nowhere = evidence.converged & value.detach().isnan()
         status = evidence.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
-        return LogPartition(value.to(system.field.dtype), dataclasses.replace(evidence, status=status))
+        dtype = system.field.dtype
+        residual, tolerance = evidence.residual.to(dtype), evidence.tolerance.to(dtype)
+        evidence = dataclasses.replace(evidence, status=status, residual=residual, tolerance=tolerance)
+        return LogPartition(value.to(dtype), evidence)
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
