@@ -332,7 +332,7 @@ def pullback(
         for i, t in zip(where, floating, strict=True):
             # Under nested transforms torch loses an input that an operation of the map saves as it is.
             new[i] = t.view_as(t)
-        return problem.replace(*new).fixed_point_map(z)
+        return problem.replace(*new).fixed_point_map(z.view_as(z))
 
     def mapped(*floating: Tensor) -> Tensor:
         result = unchecked(*floating)
