@@ -55,10 +55,7 @@ def report_gradients(
     tolerance: Tensor,
     steps: Tensor,
 ) -> None:
-    """`report_failures` of backward solves, and a warning of gradients that the residual of their states leaves unsure.
-
-    One look of the host where all is well.
-    """
+    """`report_failures` of backward solves, and a warning of gradients that the states' residual leaves unsure."""
     if on_failure == "ignore" or is_batched(status):
         return
     failed = status > Status.SADDLE

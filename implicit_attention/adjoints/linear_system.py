@@ -207,11 +207,13 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
 
 
 @torch.no_grad()
-def _gradient_error(request: Request, answer: _Answer, problem: Problem, z: Tensor, rhs: Tensor) -> Tensor | None:
-    """`AdjointReport.gradient_error`, (*lead)."""
+def _gradient_error(
+    request: Request, answer: _Answer, problem: Problem, z: Tensor, rhs: Tensor
+) -> tuple[Tensor | None, bool]:
+    """`AdjointReport.gradient_error`, (*lead), and whether something may have to be told: one look of the host."""
     residual, solver = request.report.state_residual, request.solver
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
-        return None
+        return None, True
     lead, states = residual.ndim, z
     u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
     size = norm(g)[..., None]
@@ -225,12 +227,12 @@ def _gradient_error(request: Request, answer: _Answer, problem: Problem, z: Tens
     least = solver.atol / (solver.rtol or SCALE)
     scale = torch.linalg.vector_norm(z, dim=-1).clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
     error = torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
-    if not bool((error > UNSURE).any()):
-        return error
+    if not bool(((error > UNSURE) | (answer.status > Status.SADDLE)).any()):
+        return error, False
     # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
     r = (problem.fixed_point_map(states) - states).reshape(u.shape)
     along = (r * u).sum(-1).abs() / (torch.linalg.vector_norm(r, dim=-1) * torch.linalg.vector_norm(u, dim=-1))
-    return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error)
+    return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
 
 
 def _report(
@@ -239,7 +241,8 @@ def _report(
     report = request.report
     fields = answer._asdict()
     del fields["value"]
-    if (error := _gradient_error(request, answer, problem, z, rhs)) is not None:
+    error, doubtful = _gradient_error(request, answer, problem, z, rhs)
+    if error is not None:
         fields["gradient_error"] = error
     if report.lead is not None and report.lead.numel() == answer.status.numel():
         fields = {name: field.reshape(report.lead) for name, field in fields.items()}
@@ -256,8 +259,9 @@ def _report(
             fields["gradient_error"] = error if before is None else torch.maximum(error, before)
     for name, field in fields.items():
         setattr(report, name, field)
-    what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
-    report_gradients(report.on_failure, what, error, *told)
+    if doubtful:
+        what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
+        report_gradients(report.on_failure, what, error, *told)
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:
