@@ -34,7 +34,7 @@ from .system import couple
 POWER_STEPS = 30
 
 
-class Expansion(Problem):
+class Expansion(Problem, general=True):
     """x = field + K m(x) + dG/dm for the natural fields x of all sites: log Z is stationary there.
 
     Args:
