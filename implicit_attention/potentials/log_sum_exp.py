@@ -105,12 +105,15 @@ class LogSumExp(KeyPotential):
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
-        """Hess Phi(z) v = beta [K^T (p * K v) - mean <mean, v>], per row."""
+        """Hess Phi(z) v = beta sum_j p_j (k_j - mean) <k_j - mean, v>, per row."""
         read = self._centred(self._read(z))
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
         p = self._scores(z, read).softmax(-1)
-        mean, second = fold.product(p, keys), fold.product(p * fold.product(v, keys.mT), keys)
-        return self._scale * read.finish(second - mean * (mean * v).sum(-1, keepdim=True), rows=True)
+        mean = fold.product(p, keys)
+        # Both sides are centred: where one key has all the weight, little is left of numbers that cancel.
+        weighted = p * (fold.product(v, keys.mT) - (mean * v).sum(-1, keepdim=True))
+        spread = fold.product(weighted, keys) - mean * weighted.sum(-1, keepdim=True)
+        return self._scale * read.finish(spread, rows=True)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read(z)
@@ -186,8 +189,9 @@ class LogSumExp(KeyPotential):
 
         def product(v: Tensor) -> Tensor:
             v = fold.moved(v)
-            weighted = fold.product(fold.product(v, keys.mT).mul_(p), keys)
-            return self._scale * fold.restored(weighted.addcmul_(mean, (mean * v).sum(-1, keepdim=True), value=-1.0))
+            weighted = fold.product(v, keys.mT).sub_((mean * v).sum(-1, keepdim=True)).mul_(p)
+            spread = fold.product(weighted, keys)
+            return self._scale * fold.restored(spread.addcmul_(mean, weighted.sum(-1, keepdim=True), value=-1.0))
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             u = fold.moved(u)
