@@ -16,7 +16,7 @@ GRADIENT_ERROR = {"float32": 1e-2, "float16": 2e-2, "bfloat16": 5e-2}
 
 
 class Compared(NamedTuple):
-    """Evidence of all contenders, by name, and times of those that may be timed."""
+    """SolveReport of all contenders, by name, and times of those that may be timed."""
 
     evidence: dict[str, dict[str, Any]]
     times: dict[str, Timing]

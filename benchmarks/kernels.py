@@ -74,10 +74,10 @@ def anchored(data: Data) -> Any:
 
 def fused_solve(data: Data, *, rtol: float, max_steps: int) -> Any:
     """State, mean, log-sum-exp and evaluations per query of the fused solve; with rtol 0 exactly `max_steps` steps."""
-    from implicit_attention._stop import Stop
+    from implicit_attention._fused_rule import FusedRule
     from implicit_attention.ops.hopfield_solve.api import run
 
-    stop = Stop(rtol=rtol, atol=0.0, max_steps=max_steps, plain_steps=PLAIN_STEPS)
+    stop = FusedRule(rtol=rtol, atol=0.0, max_steps=max_steps, plain_steps=PLAIN_STEPS)
     return run(anchored(data), data.queries.float(), stop, impl="triton")
 
 

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attention.solution import Evidence
+from implicit_attention.solution import SolveReport
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
+    Approximation,
     Bethe,
-    GaussianField,
+    GaussianClosure,
     KineticPlefka,
     MeanField,
-    Method,
     SaddlePoint,
     SpinSystem,
     stationary_state,
 )
+from implicit_attention.spins.approximation import FixedPointApproximation
 from implicit_attention.spins.dynamics import DynamicalMethod
-from implicit_attention.spins.method import FixedPointMethod
 
 from .spin_problems import Many, random_systems
 from .spin_scaling import statuses
@@ -43,14 +43,14 @@ SADDLE_POINTS = {
     "SaddlePoint(shared=True)": SaddlePoint(shared=True),
     "SaddlePoint(shared=True, one_loop=True)": SaddlePoint(shared=True, one_loop=True),
 }
-METHODS: dict[str, Method] = {
+METHODS: dict[str, Approximation] = {
     **SADDLE_POINTS,
     "MeanField()": MeanField(),
     "TAP(order=2)": TAP(order=2),
     "TAP(order=3)": TAP(order=3),
     "AdaTAP()": AdaTAP(),
     "Bethe()": Bethe(),
-    "GaussianField()": GaussianField(),
+    "GaussianClosure()": GaussianClosure(),
     "KineticPlefka(order=1)": KineticPlefka(order=1),
     "KineticPlefka(order=2)": KineticPlefka(order=2),
 }
@@ -67,7 +67,7 @@ def measured(setting: Many) -> dict[str, Any]:
     """The row of one method: how its solves of all groups ended, and what they cost."""
     method = METHODS[setting.method]
     saddle = setting.method in SADDLE_POINTS
-    found: list[Evidence] = []
+    found: list[SolveReport] = []
     wrong, worst, refused, skipped = 0, 0.0, 0, 0
     begin = time.perf_counter()
     for system in random_systems(setting):
@@ -97,15 +97,15 @@ def measured(setting: Many) -> dict[str, Any]:
     return row
 
 
-def _asking(method: Method) -> Callable[[SpinSystem], Evidence]:
+def _asking(method: Approximation) -> Callable[[SpinSystem], SolveReport]:
     if isinstance(method, DynamicalMethod):
-        return lambda system: stationary_state(system, method, check="stability", on_failure="ignore").evidence
-    if isinstance(method, FixedPointMethod):
-        return lambda system: method.log_partition(system, check="stability").evidence
-    return lambda system: method.log_partition(system).evidence
+        return lambda system: stationary_state(system, method, check="stability", on_failure="ignore").report
+    if isinstance(method, FixedPointApproximation):
+        return lambda system: method.log_partition(system, check="stability").report
+    return lambda system: method.log_partition(system).report
 
 
-def summary(found: list[Evidence]) -> dict[str, Any]:
+def summary(found: list[SolveReport]) -> dict[str, Any]:
     """Counts by status, and the distribution of steps and evaluations."""
     if not found:
         return {"systems": 0, "failed": 0, "status": {}}

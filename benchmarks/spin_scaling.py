@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from implicit_attention.potentials.spin import AmosResponse
-from implicit_attention.solution import Evidence
+from implicit_attention.solution import SolveReport
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
+    Approximation,
     Bethe,
     Enumeration,
-    GaussianField,
+    GaussianClosure,
     KineticPlefka,
     MeanField,
-    Method,
     SaddlePoint,
     SpinSystem,
     TransferMatrix,
@@ -45,7 +45,7 @@ GROWTH, GROWTHS = 2.0, (1.0, 4.0)
 class Case(NamedTuple):
     """A method, and what its systems are like."""
 
-    method: Method
+    method: Approximation
     dim: int
     chain: bool = False
     sizes: tuple[int, ...] = SIZES
@@ -62,7 +62,7 @@ CASES = {
     "AdaTAP()": Case(AdaTAP(), 8),
     "AdaTAP(), D 1": Case(AdaTAP(), 1),
     "Bethe()": Case(Bethe(), 1),
-    "GaussianField()": Case(GaussianField(), 8),
+    "GaussianClosure()": Case(GaussianClosure(), 8),
     "KineticPlefka(order=1)": Case(KineticPlefka(order=1), 8),
     "KineticPlefka(order=2)": Case(KineticPlefka(order=2), 8),
     "TransferMatrix()": Case(TransferMatrix(), 8, chain=True),
@@ -96,14 +96,14 @@ def measured(setting: Sized, *, repeats: int, max_seconds: float, cap: float = C
     }
 
 
-def _asking(method: Method) -> Callable[[SpinSystem], Evidence]:
+def _asking(method: Approximation) -> Callable[[SpinSystem], SolveReport]:
     if isinstance(method, DynamicalMethod):
-        return lambda system: stationary_state(system, method, on_failure="ignore").evidence
-    return lambda system: thermodynamics(system, method, on_failure="ignore").evidence
+        return lambda system: stationary_state(system, method, on_failure="ignore").report
+    return lambda system: thermodynamics(system, method, on_failure="ignore").report
 
 
 def _point(
-    ask: Callable[[SpinSystem], Evidence], system: SpinSystem, repeats: int, max_seconds: float
+    ask: Callable[[SpinSystem], SolveReport], system: SpinSystem, repeats: int, max_seconds: float
 ) -> dict[str, Any]:
     """Seconds: the median of several calls but the first, or the first where it is slow."""
     seconds: list[float] = []

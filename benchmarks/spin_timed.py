@@ -101,7 +101,7 @@ def measured(setting: Timed, *, repeats: int, max_seconds: float) -> Row:
     """The row of one setting: evidence first, then times in turns, then ratios."""
     data = draw(setting)
     truth = baseline.reference(data)
-    evidence = METHOD.log_partition(SpinSystem(data.couplings, data.field, data.beta)).evidence
+    evidence = METHOD.log_partition(SpinSystem(data.couplings, data.field, data.beta)).report
     # What the library asks for, or what the rival, which stays in the dtype, can resolve there.
     tolerance = max(float(evidence.tolerance.max()), RESOLVED * torch.finfo(data.field.dtype).eps)
     rival = baseline.newton(Convex.of(*data[1:]), tolerance)

@@ -9,22 +9,22 @@ from unittest.mock import patch
 
 import torch
 
-from implicit_attention.spins import TAP, GaussianField, KineticPlefka, MeanField, SpinSystem, magnetization
-from implicit_attention.spins.method import FixedPointMethod
+from implicit_attention.spins import TAP, GaussianClosure, KineticPlefka, MeanField, SpinSystem, magnetization
+from implicit_attention.spins.approximation import FixedPointApproximation
 
 from .measure import interleaved, once
 from .spin_problems import one_system
 
-METHODS = (MeanField(), TAP(), GaussianField(), KineticPlefka(), KineticPlefka(order=2))
+METHODS = (MeanField(), TAP(), GaussianClosure(), KineticPlefka(), KineticPlefka(order=2))
 SITES, DIM = 256, 64
 
 
-def functions(system: SpinSystem, method: FixedPointMethod) -> dict[str, Callable[[], Any]]:
+def functions(system: SpinSystem, method: FixedPointApproximation) -> dict[str, Callable[[], Any]]:
     """One forward without the code of verdicts, with verdicts not asked for, and with them."""
     ask = partial(magnetization, system, method, on_failure="ignore")
 
     def bare() -> Any:
-        with patch.object(FixedPointMethod, "_judged", lambda self, system, solution, check: solution):
+        with patch.object(FixedPointApproximation, "_judged", lambda self, system, solution, check: solution):
             return ask()
 
     return {"bare": bare, "none": ask, "stability": partial(ask, check="stability")}

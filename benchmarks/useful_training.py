@@ -158,7 +158,7 @@ def failures(block: Block) -> tuple[int, int]:
         return 0, 0
     evidence = block.attention[0].last_solve
     backward = evidence.adjoint.status
-    return int(evidence.failed.sum()), 0 if backward is None else int((backward > Status.SADDLE).sum())
+    return int(evidence.failed.sum()), 0 if backward is None else int((backward > Status.UNSTABLE).sum())
 
 
 def restored(model: Model, task: Task, weights: bytes) -> Block:

@@ -8,7 +8,7 @@ from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementat
 from .functional import equilibrium_attention
 from .layers import AttentionPooling, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
 from .linear import CG, GMRES, MINRES, Neumann
-from .potentials import LogSumExp, Potential, Quadratic
+from .potentials import LogSumExp, Potential, SquaredScores
 from .problem import FixedPointMap
 from .solution import Solution
 from .solve import solve
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         AdaTAP,
         Bethe,
         Enumeration,
-        GaussianField,
+        GaussianClosure,
         KineticPlefka,
         MeanField,
         SaddlePoint,
@@ -50,7 +50,7 @@ __all__ = [
     "Rotary",
     "LogSumExp",
     "SoftcapLogSumExp",
-    "Quadratic",
+    "SquaredScores",
     "HiddenUnits",
     "GaussianMixture",
     "Potential",
@@ -91,7 +91,7 @@ __all__ = [
     "Bethe",
     "Enumeration",
     "TransferMatrix",
-    "GaussianField",
+    "GaussianClosure",
     "KineticPlefka",
     "ConvergenceError",
     "ConvergenceWarning",

@@ -29,7 +29,7 @@ def report_failures(
     """Raise or warn if any problem failed. Inside vmap, where the host cannot look, the status itself must be read."""
     if on_failure == "ignore" or is_batched(status):
         return
-    failed = status > Status.SADDLE
+    failed = status > Status.UNSTABLE
     if not bool(failed.any()):
         return
     indices = failed.nonzero()
@@ -58,7 +58,7 @@ def report_gradients(
     """`report_failures` of backward solves, and a warning of gradients that the states' residual leaves unsure."""
     if on_failure == "ignore" or is_batched(status):
         return
-    failed = status > Status.SADDLE
+    failed = status > Status.UNSTABLE
     unsure = torch.zeros_like(failed) if error is None else (error > UNSURE) & ~failed
     if not bool((failed | unsure).any()):
         return
@@ -78,10 +78,10 @@ def warn_of_saddles(on_failure: OnFailure, what: str, status: Tensor) -> None:
     """Warn of solutions that are unstable: they solve the equations, but are hardly what was asked for."""
     if on_failure == "ignore" or is_batched(status):
         return
-    count = int((status == Status.SADDLE).sum())
+    count = int((status == Status.UNSTABLE).sum())
     if count:
         message = (
-            f"{what} ended on an unstable solution (status SADDLE) for {count} of {status.numel()} problems: "
+            f"{what} ended on an unstable solution (status UNSTABLE) for {count} of {status.numel()} problems: "
             "a small field, or another solver, may lead to a stable one"
         )
         warnings.warn(message, ConvergenceWarning, stacklevel=outside())

@@ -245,6 +245,6 @@ def _jacobian(problem: Problem, z: Tensor) -> tuple[LinearMap, Tensor]:
 
     def product(v: Tensor) -> Tensor:
         with exact_precision(v):
-            return flat(linear.product(unflat(v, event)), event)
+            return flat(linear.jvp(unflat(v, event)), event)
 
     return product, start.expand(*lead, event.numel())

@@ -32,14 +32,14 @@ from .potentials import LogSumExp
 from .potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
 from .problem import HALF, Problem
 from .read_out import PotentialFactory, at_least_single, explicit_read_out, made_by, read_out, weights_of, with_anchor
-from .solution import AdjointReport, Evidence, Solution, Trace
+from .solution import AdjointReport, Solution, SolveReport, Trace
 from .solve import solve
 from .solvers import Picard
 from .status import Status
 
 
 class Measured(NamedTuple):
-    """The fields of `Evidence` as they come out of a compiled graph, which the host has not looked at."""
+    """The fields of `SolveReport` as they come out of a compiled graph, which the host has not looked at."""
 
     status: Tensor
     residual: Tensor
@@ -47,18 +47,18 @@ class Measured(NamedTuple):
     num_steps: Tensor
     num_evals: Tensor
 
-    def evidence(self, on_failure: OnFailure) -> Evidence:
-        """As `Evidence`, with a warning if a problem failed."""
+    def report(self, on_failure: OnFailure) -> SolveReport:
+        """As `SolveReport`, with a warning if a problem failed."""
         report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *self[:4])
-        return Evidence(**self._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
+        return SolveReport(**self._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
 
 
-def is_repetition(remembered: Evidence | Measured | None) -> bool:
+def is_repetition(remembered: SolveReport | Measured | None) -> bool:
     """Whether what is solved now repeats what is remembered, in a backward pass whose evidence goes to the first solve.
 
     Checkpointing that is not reentrant computes again what a graph did not keep; the gradient is then that graph's.
     """
-    return isinstance(remembered, Evidence) and remembered.adjoint.awaited and backward_running()
+    return isinstance(remembered, SolveReport) and remembered.adjoint.awaited and backward_running()
 
 
 class Attended(NamedTuple):
@@ -70,12 +70,12 @@ class Attended(NamedTuple):
 
     output: Tensor
     solution: Any
-    evidence: Evidence | Measured | None
+    report: SolveReport | Measured | None
     weights: Tensor | None
 
 
 def _attended(output: Tensor, solution: Solution, weights: Tensor | None) -> Attended:
-    return Attended(output, solution, None if is_batched(solution.status) else solution.evidence(), weights)
+    return Attended(output, solution, None if is_batched(solution.status) else solution.report, weights)
 
 
 class _Inputs(NamedTuple):
@@ -163,8 +163,8 @@ def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Re
     attended = answer(_Inputs(query, keys, values, beta, anchor, mask, bias, initial), request)
     output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
     assert output is not None
-    if isinstance(attended.evidence, Measured):
-        measured = Measured(*(t.flatten(-3, -2) for t in attended.evidence))
+    if isinstance(attended.report, Measured):
+        measured = Measured(*(t.flatten(-3, -2) for t in attended.report))
         return Attended(output, attended.solution.flatten(-4, -3), measured, weights)
     return _attended(output, _merge_heads(attended.solution), weights)
 
@@ -250,7 +250,7 @@ class _Monotone(Problem):
     """What a solver must know of an AnchoredEnergy of LogSumExp to say how it would stop."""
 
     event_ndim = 1
-    symmetric = has_energy = monotone = True
+    symmetric = has_energy = plain_steps_descend = True
 
 
 _MONOTONE = _Monotone()

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from . import _validate
 from ._autograd import check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared, Withdrawn
-from ._stop import Stop
+from ._fused_rule import FusedRule
 from ._types import LinearMap
 
 HALF = (torch.float16, torch.bfloat16)
@@ -22,13 +22,13 @@ _P = TypeVar("_P", bound=Declared)
 class Linearization(NamedTuple):
     """The Jacobian J = df/dz of a problem at one state, as three linear maps without graph.
 
-    product: v -> J v; transposed: u -> J^T u; pullback: u -> (df/dt)^T u for each t of `problem.tensors()`
+    jvp: v -> J v; vjp: u -> J^T u; vjp_tensors: u -> (df/dt)^T u for each t of `problem.tensors()`
     (None for tensors that are not floating-point, and maybe for those that do not require grad where others do).
     """
 
-    product: LinearMap
-    transposed: LinearMap
-    pullback: Callable[[Tensor], tuple[Tensor | None, ...]]
+    jvp: LinearMap
+    vjp: LinearMap
+    vjp_tensors: Callable[[Tensor], tuple[Tensor | None, ...]]
 
 
 class Evaluation(NamedTuple):
@@ -59,7 +59,7 @@ _OF_ALL = (
     "lipschitz",
     "select",
     "row_block",
-    "monotone",
+    "plain_steps_descend",
 )
 
 
@@ -91,7 +91,7 @@ class Problem(Declared, general=True):
     #: kernels promise nothing there; attention was measured to give a row the same bits for all multiples of 32.
     row_block: int = 32
     #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed, so that plain steps need no test.
-    monotone: bool = False
+    plain_steps_descend: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -132,7 +132,7 @@ class Problem(Declared, general=True):
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
 
-    def solve_fused(self, initial: Tensor, stop: Stop) -> tuple[Tensor, ...] | None:
+    def solve_fused(self, initial: Tensor, stop: FusedRule) -> tuple[Tensor, ...] | None:
         """The whole solve in one operation, (value, status, residual, tolerance, num_steps, num_evals), or None.
 
         An operation stops each problem by the same rule as the loop, and returns the state that it measured.
@@ -165,7 +165,7 @@ class Problem(Declared, general=True):
         """Raise if `z` cannot be a state of this problem."""
         _validate.check_float_tensor("initial", z, min_ndim=self.event_ndim)
 
-    def check_closure(self, z: Tensor) -> None:
+    def check_undeclared(self, z: Tensor) -> None:
         """Raise if f reads a tensor whose gradient would silently be zero: one not declared, or kept from before."""
         tensors = self.tensors()
         detached = self.replace(*(t.detach() for t in tensors))
@@ -439,7 +439,7 @@ class VmappedProblem(Problem):
         self.in_dims = in_dims
         self.event_ndim = inner.event_ndim
         self.symmetric = inner.symmetric
-        self.monotone = inner.monotone
+        self.plain_steps_descend = inner.plain_steps_descend
         self.has_energy = inner.has_energy
 
     def _vmap(self, method: str, z: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ._autograd import exact_precision
 from ._types import OnFailure
 from .status import Status
 
-__all__ = ["AdjointReport", "Evidence", "Solution", "Status", "Trace", "summarize"]
+__all__ = ["AdjointReport", "Solution", "SolveReport", "Status", "Trace", "summarize"]
 
 
 #: Residuals above this part of the value are told although they reached the tolerance.
@@ -34,12 +34,12 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass(repr=False)
 class AdjointReport:
-    """Evidence of the linear solves behind a gradient, per problem; empty until a backward pass has run.
+    """SolveReport of the linear solves behind a gradient, per problem; empty until a backward pass has run.
 
     Of several solves (repeated passes, second derivatives) the worst is kept.
 
     Attributes:
-        status: (*lead), int8 codes of `Status`; SADDLE where the solution has negative curvature.
+        status: (*lead), int8 codes of `Status`; UNSTABLE where the solution has negative curvature.
         residual, tolerance: (*lead), of the linear system.
         num_steps: (*lead), matrix-vector products.
         negative_curvature: (*lead), whether a direction of negative curvature was met.
@@ -73,7 +73,7 @@ class AdjointReport:
     @property
     def failed(self) -> Tensor | None:
         """(*lead), True where the gradient is wrong; None before a backward pass."""
-        return None if self.status is None else self.status > Status.SADDLE
+        return None if self.status is None else self.status > Status.UNSTABLE
 
     def __repr__(self) -> str:
         if self.status is None or self.residual is None or self.num_steps is None:
@@ -85,7 +85,7 @@ class AdjointReport:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
-class Evidence:
+class SolveReport:
     """What is known about a solve, problem by problem. `lead` are the axes that number problems.
 
     Attributes:
@@ -107,12 +107,12 @@ class Evidence:
     @property
     def converged(self) -> Tensor:
         """(*lead), True where the residual reached the tolerance."""
-        return (self.status == Status.CONVERGED) | (self.status == Status.SADDLE)
+        return (self.status == Status.CONVERGED) | (self.status == Status.UNSTABLE)
 
     @property
     def failed(self) -> Tensor:
         """(*lead), True where the value is not an answer."""
-        return self.status > Status.SADDLE
+        return self.status > Status.UNSTABLE
 
     def message(self, *index: int) -> str:
         """The sentence for one problem: what happened and what to do."""
@@ -123,8 +123,8 @@ class Evidence:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
-class Solution(Evidence):
-    """The answer to a fixed-point problem, problem by problem, with its `Evidence`.
+class Solution(SolveReport):
+    """The answer to a fixed-point problem, problem by problem, with its `SolveReport`.
 
     Attributes:
         value: z, of the initial state's shape; float32 where the inputs are half precision.
@@ -161,9 +161,10 @@ class Solution(Evidence):
         told = f"; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else ""
         return f"{super().__repr__()[:-1]}{told})"
 
-    def evidence(self) -> Evidence:
-        """The evidence alone, without the value and what it was computed from."""
-        return Evidence(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Evidence)})
+    @property
+    def report(self) -> SolveReport:
+        """How the solve went, without its value and what that was computed from."""
+        return SolveReport(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SolveReport)})
 
 
 def _status(code: int) -> Status:

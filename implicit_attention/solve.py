@@ -60,7 +60,7 @@ def solve(
     request = Request(problem, initial, solver, trace, AdjointReport(on_failure=on_failure))
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
-        problem.check_closure(initial)
+        problem.check_undeclared(initial)
     with exact_precision(initial):
         outcome = adjoint.run(request)
     request.report.awaited = outcome.value.requires_grad and not backward_running()

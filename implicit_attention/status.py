@@ -8,7 +8,7 @@ import enum
 class Status(enum.IntEnum):
     """How one problem of a batch ended; `sentence` says it in words.
 
-    Tensors of status hold the integer codes. Codes up to `SADDLE` are answers, larger ones failures.
+    Tensors of status hold the integer codes. Codes up to `UNSTABLE` are answers, larger ones failures.
     """
 
     sentence: str
@@ -25,7 +25,7 @@ class Status(enum.IntEnum):
         "explicit: no step was asked for (max_steps=0), the initial state is returned; residual {residual:.1e}",
     )
     BUDGET = 2, "fixed budget of {steps} steps used as asked (rtol = atol = 0); residual {residual:.1e}"
-    SADDLE = (
+    UNSTABLE = (
         3,
         (
             "converged to a stationary point with negative curvature (a saddle): residual {residual:.1e}; "
@@ -68,4 +68,4 @@ class Status(enum.IntEnum):
     @property
     def failed(self) -> bool:
         """Whether the value that carries this status is not an answer."""
-        return self > Status.SADDLE
+        return self > Status.UNSTABLE

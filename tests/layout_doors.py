@@ -226,7 +226,7 @@ POTENTIALS = {
     ),
     "softcap": (lambda keys, beta, pairs: ia.SoftcapLogSumExp(keys, beta, 3.0, **split(pairs)), _softcap_mean),
     "quadratic": (
-        lambda keys, beta, pairs: ia.Quadratic(keys, beta),
+        lambda keys, beta, pairs: ia.SquaredScores(keys, beta),
         lambda z, keys, beta, pairs: column(beta) * (z @ keys.mT) @ keys,
     ),
     "hidden units": (
@@ -321,4 +321,4 @@ def read_outs(draw):
         covariance = potential.linearize(z.detach())
         same("linearized", covariance.product(v), copied(want), draw.dtype)
     by_keys = torch.autograd.grad(p @ k64, k64, copied(v))[0]
-    same("pulled back", covariance.pullback(v)[0], by_keys, draw.dtype)
+    same("pulled back", covariance.vjp_tensors(v)[0], by_keys, draw.dtype)

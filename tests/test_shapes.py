@@ -9,9 +9,9 @@ from implicit_attention import (
     AnchoredEnergy,
     LogSumExp,
     Picard,
-    Quadratic,
     RepeatedSelfAttention,
     SelfAttentionEnergy,
+    SquaredScores,
     diagnostics,
     equilibrium_attention,
     solve,
@@ -20,7 +20,7 @@ from implicit_attention.testing.numerics import random
 
 METHODS = {
     LogSumExp: ("__init__", "value", "mean", "covariance_product"),
-    Quadratic: ("__init__", "value", "mean", "covariance_product"),
+    SquaredScores: ("__init__", "value", "mean", "covariance_product"),
     AnchoredEnergy: ("__init__", "energy", "fixed_point_map"),
     SelfAttentionEnergy: ("__init__", "energy", "fixed_point_map", "probabilities"),
     RepeatedSelfAttention: ("__init__", "fixed_point_map", "probabilities"),
@@ -49,7 +49,7 @@ def test_annotations_hold():
     for potential in (
         LogSumExp(keys, 0.5),
         LogSumExp(keys, beta, mask=mask, bias=random(7)),
-        Quadratic(0.1 * keys, beta),
+        SquaredScores(0.1 * keys, beta),
     ):
         for energy in (AnchoredEnergy(potential, x, 0.5), AnchoredEnergy(potential, x, anchor)):
             potential.covariance_product(x, potential.mean(x))

@@ -106,7 +106,9 @@ def _failures(layer: ImplicitAttention) -> int:
     """Solves of the last batch, forward and backward, that did not reach their tolerance."""
     evidence = layer.last_solve
     backward = evidence.adjoint
-    return int(evidence.failed.sum()) + (0 if backward.status is None else int((backward.status > Status.SADDLE).sum()))
+    return int(evidence.failed.sum()) + (
+        0 if backward.status is None else int((backward.status > Status.UNSTABLE).sum())
+    )
 
 
 @torch.no_grad()

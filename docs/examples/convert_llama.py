@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import implicit_attention
-from implicit_attention.integrations.transformers import convert, evidence
+from implicit_attention.integrations.transformers import convert, last_solves
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "convert_llama.json", HERE.parent / "examples.md"
@@ -153,7 +153,10 @@ class Training:
 def failures(model: LlamaForCausalLM) -> int:
     """Solves of the last batch, forward and backward, that did not reach their tolerance."""
     found = [
-        failed for one in evidence(model).values() for failed in (one.failed, one.adjoint.failed) if failed is not None
+        failed
+        for one in last_solves(model).values()
+        for failed in (one.failed, one.adjoint.failed)
+        if failed is not None
     ]
     return sum(int(failed.sum()) for failed in found)
 
@@ -173,7 +176,7 @@ def measure(model: LlamaForCausalLM, text: Text) -> Measured:
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
         losses = nn.functional.cross_entropy(logits.mT, batch[:, 1:], reduction="none")
         bits.append(losses.double().mean(1) / math.log(2))
-        for found in evidence(model).values():
+        for found in last_solves(model).values():
             evals.append(found.num_evals.flatten())
             converged.append(found.converged.flatten())
     model.train()

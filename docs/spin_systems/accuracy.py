@@ -78,7 +78,7 @@ def measure():
                     found = thermodynamics(system, method, on_failure="ignore")
                 except ValueError:
                     continue
-                good = found.evidence.status == 0
+                good = found.report.status == 0
                 off = (found.magnetization - truth).square().sum(-1).mean(-1)[good] / dim
                 row = {
                     "family": name,

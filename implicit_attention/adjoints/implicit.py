@@ -31,7 +31,7 @@ class Implicit(Adjoint):
         linear_solver: method for the linear system: `CG()`, `MINRES()`, `GMRES()` or `Neumann()` with their tolerances,
             which are relative to the cotangent. None is CG for symmetric problems (energies) and GMRES for others, with
             rtol 1e-5 in float32 and 1e-10 in float64, or what rounding of the answer itself leaves, if that is more.
-            Where CG meets negative curvature the problem sits on a saddle: MINRES finishes and the status says SADDLE.
+            Where CG meets negative curvature the problem sits on a saddle: MINRES finishes, status UNSTABLE.
 
     Gradients: with respect to every tensor of the problem, to any order, under torch.func.grad, vjp, jvp and vmap too.
     The initial state gets the gradient zero: the solution does not depend on it.

@@ -89,7 +89,7 @@ def _by_rows(
         with torch.no_grad():
             linear = part.linearize(_rows(z, index))
             answer = _solve(method, part, linear, _rows(z, index), _rows(cotangent, index), transpose=True)
-            gradients = linear.pullback(answer.value)
+            gradients = linear.vjp_tensors(answer.value)
         answers.append(answer)
         # Restricting to rows is differentiable: this adds the gradients of the tile up in the whole tensors.
         pairs = [(t, g) for t, g in zip(part.tensors(), gradients, strict=True) if t.requires_grad and g is not None]
@@ -162,7 +162,7 @@ def _solve(
 
 def _flat_system(problem: Problem, linear: Linearization, rhs: Tensor, transpose: bool) -> tuple[LinearMap, Tensor]:
     """The map v -> v - J v on (*lead, n), and the right-hand side in that shape."""
-    product = linear.transposed if transpose else linear.product
+    product = linear.vjp if transpose else linear.jvp
     lead = rhs.shape[: rhs.ndim - problem.event_ndim]
     flat = rhs.reshape(*lead, rhs.shape[len(lead) :].numel())
     return lambda v: v - product(v.reshape(rhs.shape)).reshape(v.shape), flat
@@ -184,7 +184,7 @@ def _finish_with_minres(
     mask = chosen.reshape((*chosen.shape, *(1,) * problem.event_ndim))
     given = torch.where(mask, _rows(rhs, index), 0.0)
     second = again.solve(*_flat_system(part, linear, given, transpose=True))
-    status = torch.where(second.converged, int(Status.SADDLE), second.status.to(torch.int64)).to(torch.int8)
+    status = torch.where(second.converged, int(Status.UNSTABLE), second.status.to(torch.int64)).to(torch.int8)
 
     num_steps = _rows(first.num_steps, index) + second.num_steps
     return first._replace(
@@ -227,7 +227,7 @@ def _gradient_error(
     least = solver.atol / (solver.rtol or SCALE)
     scale = torch.linalg.vector_norm(z, dim=-1).clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
     error = torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
-    if not bool(((error > UNSURE) | (answer.status > Status.SADDLE)).any()):
+    if not bool(((error > UNSURE) | (answer.status > Status.UNSTABLE)).any()):
         return error, False
     # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
     r = (problem.fixed_point_map(states) - states).reshape(u.shape)

@@ -81,7 +81,9 @@ def _maximum(name: str) -> Any:
 
 def _verdict(row: dict[str, Any]) -> str:
     unsure = sum(torch.tensor(row.get("failed", False)).flatten().tolist())
-    solved = sum(count for name, count in row["status"].items() if name in ("CONVERGED", "SADDLE", "EXACT", "SAMPLED"))
+    solved = sum(
+        count for name, count in row["status"].items() if name in ("CONVERGED", "UNSTABLE", "EXACT", "SAMPLED")
+    )
     total = sum(row["status"].values())
     # A solve that converged, and a derivative of it that did not.
     return _status(row) + ("\n" + f"{unsure - (total - solved)} RESPONSE" if unsure > total - solved else "")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..linear import Eigenvalue, extreme_eigenvalues
 from ..potentials.spin import AmosResponse
-from ..solution import Evidence
+from ..solution import SolveReport
 from ..spins import (
     Bethe,
     Enumeration,
@@ -23,12 +23,12 @@ from ..spins import (
     thermodynamics,
 )
 from ..spins.adaptive_tap import AdaTAP
+from ..spins.approximation import Approximation
 from ..spins.dynamics import DynamicalMethod, StationaryState, stationary_state
 from ..spins.exact import LARGEST as LARGEST_CHAIN
 from ..spins.exact import stationary_law
-from ..spins.gaussian_field import GaussianField
+from ..spins.gaussian_closure import GaussianClosure
 from ..spins.kinetic_plefka import KineticPlefka
-from ..spins.method import Method
 from ..spins.sampling import Samples, heat_bath, synchronous
 from ..spins.tap import TAP
 from ..status import Status
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     """A method by the name that `--methods` knows; `vectors`: it says something of its own only for D > 1."""
 
     name: str
-    method: Method
+    method: Approximation
     vectors: bool = False
 
 
@@ -77,11 +77,11 @@ def dynamical_methods() -> list[Entry]:
     return [
         Entry("plefka-1", KineticPlefka(order=1)),
         Entry("plefka-2", KineticPlefka(order=2)),
-        Entry("gaussian-field", GaussianField()),
+        Entry("gaussian-field", GaussianClosure()),
     ]
 
 
-#: What is not a `Method`: Monte Carlo, and the exact law of a small chain.
+#: What is not a `Approximation`: Monte Carlo, and the exact law of a small chain.
 SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
 #: Exact ones first: the first that is there is what magnetizations are compared with.
 REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
@@ -132,7 +132,7 @@ def evaluate(entry: Entry, system: SpinSystem, *, max_seconds: float) -> Answer:
     def measured() -> Answer:
         found, numbers = _solved(entry, system)
         row = {name: number.tolist() for name, number in numbers.items()}
-        return row | evidence_of(found.evidence) | size_of(found.magnetization, system), found.magnetization
+        return row | evidence_of(found.report) | size_of(found.magnetization, system), found.magnetization
 
     return _timed(entry.name, measured, max_seconds)
 
@@ -233,9 +233,9 @@ def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
                 "largest_susceptibility_error": largest.error_bound,
             }
         # Read after the susceptibility, whose linear solves are evidence as well.
-        evidence = evidence_of(found.evidence)
+        evidence = evidence_of(found.report)
         # What is no minimum, or does not come back, is a solution but no state of the system.
-        failed = torch.as_tensor(evidence["failed"]) | (found.evidence.status == Status.SADDLE)
+        failed = torch.as_tensor(evidence["failed"]) | (found.report.status == Status.UNSTABLE)
         row = {"status": evidence["status"], "failed": failed.tolist()}
         return row | {name: value.masked_fill(failed, torch.nan).tolist() for name, value in numbers.items()}, None
 
@@ -277,13 +277,13 @@ def size_of(m: Tensor, system: SpinSystem) -> dict[str, Any]:
     return {"mean_length": mean_length(m, system.radius).tolist()}
 
 
-def failed_of(evidence: Evidence) -> Tensor:
+def failed_of(evidence: SolveReport) -> Tensor:
     """(*batch), True where the solve failed, or a linear solve behind one of its derivatives did."""
     response = evidence.adjoint.failed
     return evidence.failed if response is None else evidence.failed | response.reshape(evidence.failed.shape)
 
 
-def evidence_of(evidence: Evidence) -> dict[str, Any]:
+def evidence_of(evidence: SolveReport) -> dict[str, Any]:
     """Counts by status, the largest residual that is a number, the median and the largest number of steps."""
     codes = Counter(evidence.status.flatten().tolist())
     residual = evidence.residual[evidence.residual.isfinite()]

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import check_graph, sum_to_shape
-from .._stop import Stop
+from .._fused_rule import FusedRule
 from ..potentials import Potential
 from ..problem import Adjoined, Evaluation, Linearization
 from .base import Energy
@@ -61,7 +61,7 @@ class AnchoredEnergy(Energy):
         self.anchor = anchor
 
     @property
-    def monotone(self) -> bool:  # type: ignore[override]
+    def plain_steps_descend(self) -> bool:  # type: ignore[override]
         """Plain steps descend for every convex potential and every anchor."""
         return self.potential.convex
 
@@ -125,14 +125,14 @@ class AnchoredEnergy(Energy):
             return (1 - self._anchor) * cov.product(v)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            gradients = [*cov.pullback((1 - self._anchor) * u), self._anchor * u]
+            gradients = [*cov.vjp_tensors((1 - self._anchor) * u), self._anchor * u]
             if isinstance(self.anchor, Tensor):
                 gradients.append(self._by_anchor(z, u))
             return tuple(gradients)
 
         return Linearization(product, product, pullback)
 
-    def solve_fused(self, initial: Tensor, stop: Stop) -> tuple[Tensor, ...] | None:
+    def solve_fused(self, initial: Tensor, stop: FusedRule) -> tuple[Tensor, ...] | None:
         if type(self) is not AnchoredEnergy:
             return None
         return self.potential.solve_anchored(self.field, self.anchor, initial, stop)
@@ -182,10 +182,10 @@ class AnchoredEnergy(Energy):
         clone.field = self.field.masked_fill(left_out[..., None], 0.0)
         return clone
 
-    def check_closure(self, z: Tensor) -> None:
+    def check_undeclared(self, z: Tensor) -> None:
         # Potentials of this library declare what they read by construction; a subclass or one's own may not.
         if not self.knows_own:
-            super().check_closure(z)
+            super().check_undeclared(z)
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)

@@ -127,10 +127,10 @@ class _SelfAttention(Problem):
             z.shape == self.field.shape, "initial", f"have the field's shape {tuple(self.field.shape)}", tuple(z.shape)
         )
 
-    def check_closure(self, z: Tensor) -> None:
+    def check_undeclared(self, z: Tensor) -> None:
         # The two classes here read nothing but their attributes; a subclass may.
         if type(self) not in (SelfAttentionEnergy, RepeatedSelfAttention):
-            super().check_closure(z)
+            super().check_undeclared(z)
 
 
 class SelfAttentionEnergy(_SelfAttention, Energy):

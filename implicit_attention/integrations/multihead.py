@@ -62,7 +62,7 @@ class ImplicitMultiheadAttention(Remembering):
 
     Attributes:
         options: the `SolveOptions` made of the last five; replaced, they count from the next call on.
-        last_solve: the `Evidence` of the last call, as in `ImplicitAttention`.
+        last_solve: the `SolveReport` of the last call, as in `ImplicitAttention`.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.

@@ -49,7 +49,7 @@ class EquilibriumAttention(Remembering):
         anchor: "learned" (per head, from .5) or a number in [0, 1]. With 0 the queries get no gradient from the solve.
 
     Attributes:
-        last_solve: the `Evidence` of the last call, (B, heads, N), detached.
+        last_solve: the `SolveReport` of the last call, (B, heads, N), detached.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.

@@ -21,7 +21,7 @@ from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..potentials.softcap import SoftcapLogSumExp
 from ..read_out import PotentialFactory, at_least_single
-from ..solution import Evidence
+from ..solution import SolveReport
 from ..solvers import Solver
 from ._zero_key import with_zero_key
 
@@ -78,7 +78,7 @@ class EquilibriumAttend(Remembering):
         anchor: "learned" (per head, from .5) or a number in [0, 1]. With 0 the queries get no gradient from the solve.
 
     Attributes:
-        last_solve: the `Evidence` of the last call, (*batch, heads, N), detached.
+        last_solve: the `SolveReport` of the last call, (*batch, heads, N), detached.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
@@ -370,7 +370,7 @@ def _tiled(tensor: Tensor | None, tiles: tuple[int, int], axis: int) -> Any:
     return tensor.unflatten(axis, (1, 1) if tensor.shape[axis] == 1 else tiles)  # type: ignore[no-untyped-call]
 
 
-def _untiled(evidence: Evidence | Measured | None) -> Evidence | Measured | None:
+def _untiled(evidence: SolveReport | Measured | None) -> SolveReport | Measured | None:
     """With one axis of heads again."""
     if evidence is None:
         return None

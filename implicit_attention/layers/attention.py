@@ -68,7 +68,7 @@ class ImplicitAttention(Remembering):
         bare: no projections and one head: the energy itself, over raw inputs; values are the context.
 
     Attributes:
-        last_solve: the `Evidence` of the last call, detached: status, residual, evaluations per query, and of its
+        last_solve: the `SolveReport` of the last call, detached: status, residual, evaluations per query, and of its
             backward solve once that has run. Not part of the state dict, of copies and of pickles.
 
     Raises:

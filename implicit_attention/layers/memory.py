@@ -19,7 +19,7 @@ from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..problem import HALF
 from ..read_out import at_least_single
-from ..solution import Evidence
+from ..solution import SolveReport
 from ..solvers import Solver
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
@@ -63,7 +63,7 @@ class MemoryLookup(Remembering):
         patterns: (M, dim).
         targets: (M, target_dim), or None: then a lookup gives the patterns' mean.
         found_beta: with beta="auto", what was found for the patterns that are stored; float32 in half precision, too.
-        last_solve: the `Evidence` of the last `retrieve` or lookup. Not part of the state dict, of copies and of
+        last_solve: the `SolveReport` of the last `retrieve` or lookup. Not part of the state dict, of copies and of
             pickles.
 
     Gradients: with respect to learned patterns, targets, beta and anchor, and to queries with anchor > 0, to any order.
@@ -319,8 +319,8 @@ class AttentionPooling(nn.Module):
         self.queries = nn.Parameter(torch.randn(queries, dim, **made))
 
     @property
-    def last_solve(self) -> Evidence | None:
-        """The `Evidence` of the last call, as in `ImplicitAttention`."""
+    def last_solve(self) -> SolveReport | None:
+        """The `SolveReport` of the last call, as in `ImplicitAttention`."""
         return self.attention.last_solve
 
     def forward(self, x: Tensor, **call: Any) -> Any:

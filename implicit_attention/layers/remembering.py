@@ -9,34 +9,34 @@ from torch import nn
 
 from ..equilibrium import Measured, is_repetition
 from ..options import SolveOptions
-from ..solution import Evidence
+from ..solution import SolveReport
 
 
 class Remembering(nn.Module):
     """Base of layers with `last_solve`: part of neither the state dict, copies nor pickles."""
 
     options: SolveOptions
-    _remembered: Evidence | Measured | None
+    _remembered: SolveReport | Measured | None
 
     def __init__(self) -> None:
         super().__init__()
         self._remembered = None
 
     @property
-    def _last(self) -> Evidence | Measured | None:
+    def _last(self) -> SolveReport | Measured | None:
         return self._remembered
 
     @_last.setter
-    def _last(self, evidence: Evidence | Measured | None) -> None:
+    def _last(self, evidence: SolveReport | Measured | None) -> None:
         # A graph that looked at what is there would be made anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
             self._remembered = evidence
 
     @property
-    def last_solve(self) -> Evidence | None:
+    def last_solve(self) -> SolveReport | None:
         """The evidence of the last call; of a compiled one, which could not tell, failures are warned of here."""
         if isinstance(self._remembered, Measured):
-            self._remembered = self._remembered.evidence(self.options.on_failure)
+            self._remembered = self._remembered.report(self.options.on_failure)
         return self._remembered
 
     def __getstate__(self) -> dict[str, Any]:

@@ -58,6 +58,6 @@ def forgiven(
     # A singular system drives the answer to 1/eps, where everything would be forgiven.
     stalled = (status == Status.STALLED) & (ROUNDING * unit <= MEANINGFUL * rhs)
     floor = torch.maximum(ROUNDING * unit, torch.minimum(CANCELLING * unit, SMALL * rhs))
-    solved = torch.where(negative_curvature, int(Status.SADDLE), int(Status.CONVERGED)).to(torch.int8)
+    solved = torch.where(negative_curvature, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
     found = torch.where(stalled & (residual <= floor), solved, status)
     return found, torch.where(stalled, torch.maximum(tolerance, floor), tolerance)

@@ -18,14 +18,14 @@ from ._hopfield import Hopfield
 from ._triton_layout import TILES, tiles
 from ._trust import Errors, poisoned
 from .hopfield_cg.rule import RTOL, CGStop
-from .hopfield_solve.rule import Solved, Stop
+from .hopfield_solve.rule import FusedRule, Solved
 
 # How many times the error of rounding alone, and how many units of float32 (or float64) beside that.
 TIMES, UNITS = 4.0, 16.0
 EPS = torch.finfo(torch.float32).eps
 MAX_STEPS = 100
 #: One evaluation, where the state is.
-THERE = Stop(0.0, 0.0, max_steps=0, plain_steps=2)
+THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
 
 
 # Configurations.
@@ -151,7 +151,7 @@ class Comparison:
 def hopfield_solve(problem: Hopfield, fixed_budget: bool) -> Errors:
     small = _small(problem)
     rtol = 0.0 if fixed_budget else RTOL[small.keys.dtype]
-    stop = Stop(rtol, 0.0, MAX_STEPS // 10 if fixed_budget else MAX_STEPS, plain_steps=2)
+    stop = FusedRule(rtol, 0.0, MAX_STEPS // 10 if fixed_budget else MAX_STEPS, plain_steps=2)
     solved = _solved(small, small.field.float(), stop)
     z = solved.state.cpu().double()
     measured, mapped = [], []
@@ -192,7 +192,7 @@ def hopfield_cg(problem: Hopfield, _: bool) -> Errors:
 
     small = _small(problem)
     rtol = RTOL[small.keys.dtype]
-    state = _solved(small, small.field.float(), Stop(rtol, 0.0, MAX_STEPS, plain_steps=2)).state
+    state = _solved(small, small.field.float(), FusedRule(rtol, 0.0, MAX_STEPS, plain_steps=2)).state
     there = _solved(small, state, THERE)
     g, stop = _normal(tuple(small.field.shape), seed=4).float(), CGStop(rtol, MAX_STEPS)
     found = solve_adjoint(small, state, g.to(state.device), there.mean, there.logsumexp, stop)
@@ -246,7 +246,7 @@ def _small(problem: Hopfield) -> Hopfield:
     return Hopfield(field, keys, beta.to(device), anchor.to(device), mask, problem.is_causal)
 
 
-def _solved(small: Hopfield, initial: Tensor, stop: Stop) -> Solved:
+def _solved(small: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
     from .hopfield_solve.triton import solve
 
     return solve(small, initial, stop)

@@ -2,6 +2,6 @@
 
 from .base import CovarianceMap, Potential
 from .log_sum_exp import LogSumExp
-from .quadratic import Quadratic
+from .squared_scores import SquaredScores
 
-__all__ = ["CovarianceMap", "LogSumExp", "Potential", "Quadratic"]
+__all__ = ["CovarianceMap", "LogSumExp", "Potential", "SquaredScores"]

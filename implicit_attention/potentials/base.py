@@ -12,18 +12,18 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import check_graph, vjp
 from .._declared import Declared
-from .._stop import Stop
+from .._fused_rule import FusedRule
 from .._types import LinearMap
 
 
 class CovarianceMap(NamedTuple):
     """The covariance of a potential at one state, without graph.
 
-    product: v -> Cov v; pullback: u -> (d mean/dt)^T u for each t of `potential.tensors()`.
+    product: v -> Cov v; vjp_tensors: u -> (d mean/dt)^T u for each t of `potential.tensors()`.
     """
 
     product: LinearMap
-    pullback: Callable[[Tensor], tuple[Tensor | None, ...]]
+    vjp_tensors: Callable[[Tensor], tuple[Tensor | None, ...]]
 
 
 _OF_BOTH = (
@@ -102,7 +102,7 @@ class Potential(Declared, general=True):
         return None
 
     def solve_anchored(
-        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop
+        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: FusedRule
     ) -> tuple[Tensor, ...] | None:
         """z = anchor field + (1 - anchor) mean(z) in one operation, or None; see `Problem.solve_fused`."""
         return None

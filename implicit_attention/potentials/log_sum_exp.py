@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_shape, transforms_active
-from .._stop import Stop
+from .._fused_rule import FusedRule
 from .._types import Impl, OnFailure
 from ..errors import UnsupportedImplementation
 from ..ops._door import by_attention, checked
@@ -213,7 +213,7 @@ class LogSumExp(KeyPotential):
     # Fused operations.
 
     def solve_anchored(
-        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop
+        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: FusedRule
     ) -> tuple[Tensor, ...] | None:
         problem = self._hopfield(field, anchor, initial)
         if problem is None:
@@ -225,7 +225,14 @@ class LogSumExp(KeyPotential):
         return (found.state, *found[3:])
 
     def solve_in_graph(
-        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: Stop, *, impl: Impl, on_failure: OnFailure
+        self,
+        field: Tensor,
+        anchor: float | Tensor,
+        initial: Tensor,
+        stop: FusedRule,
+        *,
+        impl: Impl,
+        on_failure: OnFailure,
     ) -> tuple[Tensor, ...]:
         """The same as an operation that the compiler keeps in its graph, with a first derivative: `Solved`.
 

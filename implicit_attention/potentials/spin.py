@@ -287,7 +287,7 @@ class AmosResponse(_AlgebraicResponse):
 
 
 @dataclass(frozen=True)
-class SteepestDescentResponse(_AlgebraicResponse):
+class SaddlePointResponse(_AlgebraicResponse):
     """Steepest descent over the length of the spin, a = b = D/2, for any radius: exact for D to infinity.
 
     m = 2 beta R^2 f / (D + sqrt(D^2 + 4 beta^2 R^2 |f|^2)); about 2.7 times the error of `AmosResponse`.

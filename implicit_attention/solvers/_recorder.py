@@ -1,4 +1,4 @@
-"""Evidence for solvers that are not ours: the best state of each problem among all that were evaluated."""
+"""SolveReport for solvers that are not ours: the best state of each problem among all that were evaluated."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._stop import Stop
+from .._fused_rule import FusedRule
 from ..problem import Problem
 from .base import rows_where
 from .iterate import Iteration
@@ -57,17 +57,17 @@ class Anderson(Safeguarded):
             _validate.check_integer("plain_steps", self.plain_steps, low=1, remedy="the first step has nothing to mix")
 
     def _history(self, problem: Problem) -> int:
-        return self.history or (1 if problem.monotone else 5)
+        return self.history or (1 if problem.plain_steps_descend else 5)
 
     def _plain_steps(self, problem: Problem) -> int:
-        return self.plain_steps or (3 if problem.monotone else 2)
+        return self.plain_steps or (3 if problem.plain_steps_descend else 2)
 
-    def stop(self, problem: Problem) -> Stop | None:
-        guarded = problem.monotone and self._guard(problem) == "energy"
+    def stop(self, problem: Problem) -> FusedRule | None:
+        guarded = problem.plain_steps_descend and self._guard(problem) == "energy"
         plain_steps = self._plain_steps(problem)
         if not guarded or self._history(problem) != 1 or self.ridge > NO_RIDGE or plain_steps < 2:
             return None
-        return Stop(self.rtol, self.atol, self.max_steps, plain_steps)
+        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps)
 
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)

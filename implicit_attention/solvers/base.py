@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._stop import Stop
+from .._fused_rule import FusedRule
 from ..problem import Problem
 from .iterate import Iteration, Outcome, iterate
 
@@ -67,7 +67,7 @@ class Solver:
         """Whether all steps are made whatever the residual."""
         return self.rtol == 0 and self.atol == 0
 
-    def stop(self, problem: Problem) -> Stop | None:
+    def stop(self, problem: Problem) -> FusedRule | None:
         """What a fused operation would have to do to be this solver on such a problem, or None if none can be."""
         return None
 

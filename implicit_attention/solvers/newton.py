@@ -53,7 +53,7 @@ class NewtonKrylov(Safeguarded):
         linear = problem.linearize(unflat(point.z, event))
 
         def matvec(v: Tensor) -> Tensor:
-            return v - flat(linear.product(unflat(v, event)), event)
+            return v - flat(linear.jvp(unflat(v, event)), event)
 
         rhs = rows_where(accepted & torch.isfinite(point.residual), point.r, torch.zeros_like(point.r))
         inner = (CG if problem.symmetric else GMRES)(rtol=self.forcing, max_steps=self.inner_steps)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _validate
-from .._stop import Stop
+from .._fused_rule import FusedRule
 from ..problem import Problem
 from .base import Solver, Update
 from .iterate import Iteration
@@ -30,10 +30,10 @@ class Picard(Solver):
         _validate.check_number("damping", self.damping, low=0.0, high=1.0)
         _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 nothing would move")
 
-    def stop(self, problem: Problem) -> Stop | None:
+    def stop(self, problem: Problem) -> FusedRule | None:
         if self.damping:
             return None
-        return Stop(self.rtol, self.atol, self.max_steps, plain_steps=self.max_steps + 1)
+        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=self.max_steps + 1)
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
         if self.damping == 0:

@@ -54,8 +54,9 @@ class Safeguarded(Solver):
     cannot resolve that in the given precision, by the trapezoid rule on its gradient. "residual": |r| must fall.
     "none": every finite state is kept. "auto" is "energy" for energies and "residual" for other maps. A rejected step
     is replaced by the plain one, f(z), and the history of that problem starts anew; a plain step that is not certain
-    to descend (`problem.monotone`) is tested too, and halved until it does. Where E curves downwards along the last
-    step, the next one is four plain steps long. Where plain steps are certain to descend, the last of a budget is one.
+    to descend (`problem.plain_steps_descend`) is tested too, and halved until it does. Where E curves downwards along
+    the last step, the next one is four plain steps long. Where plain steps are certain to descend, the last of
+    a budget is one.
     """
 
     guard: Guard = dataclasses.field(default="auto", kw_only=True)
@@ -78,7 +79,7 @@ class Safeguarded(Solver):
 
     def _warm_up(self, problem: Problem) -> int:
         """Steps at the start that are certain to be plain and need not be remembered."""
-        return self.plain_start(problem) if problem.monotone else 0
+        return self.plain_start(problem) if problem.plain_steps_descend else 0
 
     def _guard(self, problem: Problem) -> str:
         if self.guard != "auto":
@@ -133,7 +134,7 @@ class Safeguarded(Solver):
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
             # Nothing is better than 0, and a step from there that is given up would leave plain ones in its place.
             good = good | (point.residual == 0)
-        if problem.monotone or guard == "residual":
+        if problem.plain_steps_descend or guard == "residual":
             # A plain step needs no test: it descends, or there is nothing better to fall back on.
             return (good & finite) | ~state.accelerated
         return good & finite
@@ -157,7 +158,7 @@ class Safeguarded(Solver):
         if self._guard(problem) != "none" and problem.symmetric:
             s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
             usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
-        if problem.monotone and not self.backtracks and point.step + 1 == self.max_steps:
+        if problem.plain_steps_descend and not self.backtracks and point.step + 1 == self.max_steps:
             # The last evaluation is not staked on a step that may be rejected.
             usable = torch.zeros_like(usable)
         elif self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
@@ -194,7 +195,7 @@ class Safeguarded(Solver):
         self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
     ) -> tuple[Memory, Tensor | None]:
         """The step to try next: the proposal where the last one was accepted, else the plain or a shorter one."""
-        if problem.monotone and not self.backtracks:
+        if problem.plain_steps_descend and not self.backtracks:
             # Only accelerated steps are ever rejected, and plain ones need no test.
             direction = rows_where(accepted, proposal.direction, base.r)
             accelerated = accepted & proposal.accelerated

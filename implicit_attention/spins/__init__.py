@@ -1,16 +1,16 @@
 """Free energies of coupled vector spins, and their magnetizations m = -dF/dh."""
 
 from ..potentials.prior import DiscretePrior, GaussianPrior, IsingPrior, SpherePrior
-from ..potentials.spin import AmosResponse, BesselResponse, LargeDResponse, SteepestDescentResponse
+from ..potentials.spin import AmosResponse, BesselResponse, LargeDResponse, SaddlePointResponse
 from .adaptive_tap import AdaTAP
+from .approximation import Approximation
 from .bethe import Bethe
 from .decomposition import Decomposition, decompose, extensivity
 from .dynamics import StationaryState, stationary_state
 from .enumeration import Enumeration
-from .gaussian_field import GaussianField
+from .gaussian_closure import GaussianClosure
 from .kinetic_plefka import KineticPlefka
 from .mean_field import MeanField
-from .method import Method
 from .saddle_point import SaddlePoint
 from .stability import Stability, stability
 from .system import SpinSystem
@@ -20,7 +20,7 @@ from .transfer_matrix import TransferMatrix
 
 __all__ = [
     "SpinSystem",
-    "Method",
+    "Approximation",
     "MeanField",
     "TAP",
     "AdaTAP",
@@ -28,7 +28,7 @@ __all__ = [
     "Bethe",
     "Enumeration",
     "TransferMatrix",
-    "GaussianField",
+    "GaussianClosure",
     "KineticPlefka",
     "Thermodynamics",
     "thermodynamics",
@@ -41,7 +41,7 @@ __all__ = [
     "extensivity",
     "BesselResponse",
     "AmosResponse",
-    "SteepestDescentResponse",
+    "SaddlePointResponse",
     "LargeDResponse",
     "SpherePrior",
     "IsingPrior",

@@ -154,7 +154,7 @@ class SiteEquations(Problem):
     def select(self, index: Tensor) -> Self:
         return restricted(self, index, field=2, couplings=2)
 
-    def check_closure(self, z: Tensor) -> None:
+    def check_undeclared(self, z: Tensor) -> None:
         """Nothing is read but attributes."""
 
 

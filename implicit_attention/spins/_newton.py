@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .._autograd import is_batched, uncompiled
-from ..solution import Evidence
+from ..solution import SolveReport
 from ..status import Status
 
 #: Least part of the slope's promise that a step has to keep (Armijo).
@@ -259,7 +259,7 @@ class _State(NamedTuple):
 
 
 @uncompiled
-def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool = False) -> tuple[Tensor, Evidence]:
+def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool = False) -> tuple[Tensor, SolveReport]:
     """The multipliers t*, (*batch, G), by damped Newton steps from `start()`, every sample on its own.
 
     Cold spins drive Newton's method to the edge of the domain, along which it creeps. They are cooled by steps instead:
@@ -297,7 +297,7 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
         record = _restored(record, _judged(state, rtol), places)
     residual, tolerance = _accuracy(record.here, rtol)
     status = torch.where(record.status == _RUNNING, int(Status.MAX_STEPS), record.status).to(torch.int8)
-    evidence = Evidence(
+    evidence = SolveReport(
         status=status.reshape(batch),
         residual=residual.reshape(batch),
         tolerance=tolerance.reshape(batch),

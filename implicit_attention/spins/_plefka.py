@@ -85,7 +85,7 @@ class Expansion(Problem, general=True):
     def select(self, index: Tensor) -> Self:
         return restricted(self, index, field=2, bonds=4 if self.block else 2)
 
-    def check_closure(self, z: Tensor) -> None:
+    def check_undeclared(self, z: Tensor) -> None:
         """Nothing is read but attributes."""
 
 

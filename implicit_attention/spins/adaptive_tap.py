@@ -17,12 +17,12 @@ from ..solve import solve
 from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
-from .method import Check, FixedPointMethod, LogPartition, Method, closed_form
+from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, closed_form
 from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaTAP(FixedPointMethod):
+class AdaTAP(FixedPointApproximation):
     """log Z from sites that see each other through a Gaussian of the same means and variances.
 
     Site i has its own law, tilted to mean m_i and variance c_i (of a component) by the fields theta_i and V_i; the
@@ -137,7 +137,7 @@ class AdaTAP(FixedPointMethod):
 
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
         if isinstance(self.prior, GaussianPrior):
-            Method.check_initial(self, system, initial)
+            Approximation.check_initial(self, system, initial)
         super().check_initial(system, initial)
 
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:

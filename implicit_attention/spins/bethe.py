@@ -11,12 +11,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ..problem import Problem, restricted
-from .method import FixedPointMethod, require_ising
+from .approximation import FixedPointApproximation, require_ising
 from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bethe(FixedPointMethod):
+class Bethe(FixedPointApproximation):
     """log Z from messages u_ij, the field that site i passes on to site j through their coupling, for D = 1.
 
     With c_ij = beta h_i + sum_{k != j} u_ki, the field of i without j's part in it, and t_i = c_ij + u_ji:
@@ -103,7 +103,7 @@ class _Messages(Problem):
     def select(self, index: Tensor) -> Self:
         return restricted(self, index, field=1, bonds=2)
 
-    def check_closure(self, z: Tensor) -> None:
+    def check_undeclared(self, z: Tensor) -> None:
         """Nothing is read but attributes."""
 
 

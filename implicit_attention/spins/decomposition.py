@@ -14,7 +14,7 @@ from .._autograd import exact_precision
 from .._types import OnFailure
 from ..problem import widened
 from ._curvature import local_field
-from .method import Method
+from .approximation import Approximation
 from .system import SpinSystem
 from .thermodynamics import free_energy, magnetization
 
@@ -43,7 +43,7 @@ class Decomposition:
         return self.field + self.coupling + self.onsager + self.coupling_function
 
 
-def decompose(system: SpinSystem, method: Method, *, on_failure: OnFailure = "raise") -> Decomposition:
+def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailure = "raise") -> Decomposition:
     """Split the magnetization of a method into the answers to field, couplings, self-correction and J(h).
 
     A lone spin with <s_i> needs the local field f_i = h_i + sum_j J_ij <s_j> + o_i. This defines the Onsager term o_i
@@ -86,7 +86,7 @@ def decompose(system: SpinSystem, method: Method, *, on_failure: OnFailure = "ra
 
 
 def extensivity(
-    make: Callable[[int], SpinSystem], method: Method, sizes: Sequence[int], *, on_failure: OnFailure = "raise"
+    make: Callable[[int], SpinSystem], method: Approximation, sizes: Sequence[int], *, on_failure: OnFailure = "raise"
 ) -> Float[Tensor, "sizes"]:
     """F/N for systems of several sizes, which is constant up to fluctuations where F is extensive.
 

@@ -15,11 +15,11 @@ from .._reporting import check_on_failure, report_failures, warn_of_saddles
 from .._types import LinearMap, OnFailure
 from ..potentials.spin import BesselResponse, Response
 from ..problem import widened
-from ..solution import Evidence
+from ..solution import SolveReport
 from ..status import Status
 from ._curvature import radius_exceeds_one
 from ._lost import fill, without_lost
-from .method import Check, FixedPointMethod, LogPartition, Method, check_check
+from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, check_check
 from .system import SpinSystem
 
 
@@ -32,13 +32,13 @@ class StationaryState:
         delayed_correlations: D_ij = <s_i(t + 1) . s_j(t)> - m_i . m_j, (*batch, N, N).
         entropy_production: sigma per step, (*batch), in units of Boltzmann's constant. Zero if J_ij = J_ji^T, else
             positive in truth; an approximation need not be.
-        evidence: of the solve behind it.
+        report: of the solve behind it.
     """
 
     magnetization: Tensor
     delayed_correlations: Tensor
     entropy_production: Tensor
-    evidence: Evidence
+    report: SolveReport
 
 
 class Moments(NamedTuple):
@@ -49,7 +49,7 @@ class Moments(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicalMethod(FixedPointMethod):
+class DynamicalMethod(FixedPointApproximation):
     """Base of the closures of p(s' | s) = prod_i exp(beta s'_i . f_i(s))/Z_1(f_i(s)) with f = h + J s.
 
     Every spin is drawn anew at every step, from the field that all of them made at the step before. Couplings need not
@@ -62,7 +62,7 @@ class DynamicalMethod(FixedPointMethod):
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
-    A fixed point from which small deviations grow under the closure's own steps has the status SADDLE, where
+    A fixed point from which small deviations grow under the closure's own steps has the status UNSTABLE, where
     `check="stability"` asks for it.
 
     A subclass defines `problem`, `start`, `state_at`, `moments`, and what it cannot do in `check`.
@@ -89,7 +89,7 @@ class DynamicalMethod(FixedPointMethod):
 
     def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
         """The Jacobian of the closure's step in time at a solution; here that of the problem's map."""
-        return self.problem(system).linearize(state).product
+        return self.problem(system).linearize(state).jvp
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         """What a solution of the problem says."""
@@ -101,7 +101,7 @@ class DynamicalMethod(FixedPointMethod):
         no_free_energy(self)
 
 
-def no_free_energy(method: Method) -> NoReturn:
+def no_free_energy(method: Approximation) -> NoReturn:
     """Raise for what is asked of a free energy that dynamics does not have."""
     name = type(method).__name__
     remedy = "use stationary_state(system, method) or magnetization(system, method); for symmetric couplings, MeanField"
@@ -126,10 +126,10 @@ def stationary_state(
 
     Args:
         system: the spins, with couplings of any kind.
-        method: `GaussianField()` or `KineticPlefka()`.
+        method: `GaussianClosure()` or `KineticPlefka()`.
         initial: magnetizations that the solve starts from, (*batch, N, D), to choose one of several states. None is the
             answer to the bare field.
-        check: "stability" gives a state that small deviations grow from the status SADDLE, with a warning. That takes
+        check: "stability" gives a state that small deviations grow from the status UNSTABLE, with a warning. That takes
             longer than most solves. With "none" all that solves the equations is CONVERGED.
         on_failure: for samples whose solve failed, backward solves included: "raise", "warn" or "ignore".
 
@@ -140,7 +140,7 @@ def stationary_state(
     """
     for name, value, kind, hint in (
         ("system", system, SpinSystem, ""),
-        ("method", method, DynamicalMethod, "use GaussianField() or KineticPlefka()"),
+        ("method", method, DynamicalMethod, "use GaussianClosure() or KineticPlefka()"),
     ):
         if not isinstance(value, kind):
             raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__, hint))
@@ -160,7 +160,7 @@ def stationary_state(
         entropy = sound.sample_beta * ((couplings - twin) * delayed).sum(pairs)
         if sound.block:
             delayed = delayed.diagonal(dim1=-2, dim2=-1).sum(-1)
-    evidence = solution.evidence()
+    evidence = solution.report
     # What a later backward pass finds out is told in the same way.
     evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
     status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
@@ -173,5 +173,5 @@ def stationary_state(
         magnetization=fill(m, lost, torch.nan),
         delayed_correlations=fill(delayed, lost, torch.nan),
         entropy_production=fill(entropy, lost, torch.nan),
-        evidence=evidence,
+        report=evidence,
     )

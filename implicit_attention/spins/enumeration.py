@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .method import LogPartition, Method, closed_form, require_ising
+from .approximation import Approximation, LogPartition, closed_form, require_ising
 from .system import SpinSystem
 
 LARGEST = 20
@@ -18,7 +18,7 @@ BLOCK = 2**14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Enumeration(Method):
+class Enumeration(Approximation):
     """log Z = log mean_s exp(-beta E(s)) over all 2^N states: exact, for D = 1 and N <= 20."""
 
     def check(self, system: SpinSystem) -> None:

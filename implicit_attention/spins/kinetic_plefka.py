@@ -34,7 +34,7 @@ class KineticPlefka(DynamicalMethod):
 
     For D = 1 that is m_i = tanh(beta f_i - beta^2 m_i sum_j J_ij^2 (1 - m_j^2)), and D_ij of first order times
     1 + 2 beta J_ij m_i m_j. m is off by O(J^2) and O(J^3), sigma by O(J^3) and O(J^4): the second order is better
-    where couplings are weak, and often worse where they are strong. There `GaussianField` holds.
+    where couplings are weak, and often worse where they are strong. There `GaussianClosure` holds.
 
     Args:
         order: 1 or 2. A matrix for each pair, (N, N, D, D), goes with 1.

@@ -15,7 +15,7 @@ from .._autograd import sum_to_shape
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Linearization, Problem, restricted
 from ._curvature import covariance_roots, exceeds_one, lowest_eigenvalue
-from .method import FixedPointMethod
+from .approximation import FixedPointApproximation
 from .system import SpinSystem, couple
 
 
@@ -72,12 +72,12 @@ class MeanFieldProblem(Problem):
     def select(self, index: Tensor) -> Self:
         return restricted(self, index, field=2, couplings=4 if self.block else 2, beta=0)
 
-    def check_closure(self, z: Tensor) -> None:
+    def check_undeclared(self, z: Tensor) -> None:
         """Nothing is read but attributes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeanField(FixedPointMethod):
+class MeanField(FixedPointApproximation):
     """log Z = sum_i log Z_1(h_i + sum_j J_ij m_j) - (beta/2) sum_ij m_i J_ij m_j, stationary at m = response(h + J m).
 
     The free energy of independent spins, off by O((beta J)^2). With the exact response it is an upper bound on F,

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.spin import Response, SteepestDescentResponse
-from ..solution import Evidence
+from ..potentials.spin import Response, SaddlePointResponse
+from ..solution import SolveReport
 from ..status import Status
 from ._minimum import Minimum
 from ._newton import Multipliers, inverse_and_logdet, minimise
-from .method import LogPartition, Method
+from .approximation import Approximation, LogPartition
 from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SaddlePoint(Method):
+class SaddlePoint(Approximation):
     """log Z to leading order in large D, or, with `one_loop`, to the next: errors of 1/D and 1/D^2 in log Z/D.
 
     The constraint |s_i| = R becomes <|s_i|^2> = R^2, with a multiplier lambda_i for every site, and spins Gaussian:
@@ -64,7 +64,7 @@ class SaddlePoint(Method):
         _validate.check_integer("max_steps", self.max_steps, low=1)
 
     def site_response(self) -> Response:
-        return SteepestDescentResponse()
+        return SaddlePointResponse()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor:
         scale = system.dim / system.radius**2
@@ -90,7 +90,7 @@ class SaddlePoint(Method):
         self.check(system)
         return self._solved(self._problem(system)[0])[0].multipliers().to(system.field.dtype)
 
-    def _solved(self, problem: Multipliers) -> tuple[Minimum, Evidence]:
+    def _solved(self, problem: Multipliers) -> tuple[Minimum, SolveReport]:
         t, evidence = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
         return Minimum(problem, t, evidence.converged), evidence
 

@@ -16,14 +16,14 @@ from ..diagnostics import first_fixed_points
 from ..linear import extreme_eigenvalues, lanczos, spectral_radius
 from ..potentials.spin import Response
 from ..problem import widened
-from ..solution import Evidence
+from ..solution import SolveReport
 from ..status import Status
 from ._curvature import local_field
 from ._lost import fill
 from .adaptive_tap import AdaTAP
+from .approximation import Approximation, FixedPointApproximation
 from .bethe import Bethe
 from .enumeration import Enumeration
-from .method import FixedPointMethod, Method
 from .saddle_point import SaddlePoint
 from .system import SpinSystem, couple
 from .thermodynamics import Thermodynamics, thermodynamics
@@ -52,10 +52,10 @@ class Stability:
         magnetizations: m there, (*batch, starts + 1, N, D): `initial=magnetizations[..., k, :, :]` leads to the branch
             of start k.
         first: whether a start was the first to find its minimum, (*batch, starts + 1): `branches` of them are.
-        closure: the method to trust: an exact one where there is one for all samples (a sum over states, a chain, a
-            tree), else the one that was measured to be nearest to the truth over all temperatures, `AdaTAP` for D = 1
-            and one loop for vectors. Where `reliable` is False it is a guess, and a sample is better.
-        evidence: of the method's own solve.
+        recommended_method: the method to trust: an exact one where there is one for all samples (a sum over states, a
+            chain, a tree), else the one that was measured to be nearest to the truth over all temperatures,
+            `AdaTAP` for D = 1 and one loop for vectors. Where `reliable` is False it is a guess: draw samples.
+        report: of the method's own solve.
     """
 
     spectral_radius: Tensor
@@ -66,8 +66,8 @@ class Stability:
     free_energies: Float[Tensor, "*batch starts"]
     magnetizations: Float[Tensor, "*batch starts N D"]
     first: Bool[Tensor, "*batch starts"]
-    closure: Method
-    evidence: Evidence
+    recommended_method: Approximation
+    report: SolveReport
 
     @property
     def excess(self) -> Tensor:
@@ -92,7 +92,7 @@ class Stability:
 @torch.no_grad()
 def stability(
     system: SpinSystem,
-    method: Method,
+    method: Approximation,
     *,
     starts: int = 8,
     steps: int = 64,
@@ -123,7 +123,7 @@ def stability(
     with torch.enable_grad():
         # What is said here of a saddle is more than a warning.
         found = thermodynamics(system, method, on_failure="ignore")
-        e = found.evidence
+        e = found.report
         report_failures(on_failure, type(method).__name__, e.status, e.residual, e.tolerance, e.num_steps)
         m = found.magnetization.detach()
         system = _detached(system)
@@ -150,12 +150,12 @@ def stability(
         free_energies=energies,
         magnetizations=states,
         first=first,
-        closure=_closure(system),
-        evidence=found.evidence,
+        recommended_method=_recommended(system),
+        report=found.report,
     )
 
 
-def _closure(system: SpinSystem) -> Method:
+def _recommended(system: SpinSystem) -> Approximation:
     """The method that is exact for the system, or else the best."""
     for exact in (Enumeration(), TransferMatrix()):
         try:
@@ -261,13 +261,13 @@ def _almeida_thouless(system: SpinSystem, local: _LocalCovariance, steps: int) -
 
 
 def _branches(
-    system: SpinSystem, method: Method, found: Thermodynamics, starts: int, generator: torch.Generator | None
+    system: SpinSystem, method: Approximation, found: Thermodynamics, starts: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """F, m and whether it is a new minimum of what each start leads to, (*batch, starts + 1, ...)."""
     m = found.magnetization.detach()
     lost = ~torch.isfinite(m).flatten(-2).all(-1)
-    if not isinstance(method, FixedPointMethod):
-        known = found.evidence.converged[..., None]
+    if not isinstance(method, FixedPointApproximation):
+        known = found.report.converged[..., None]
         energies = found.free_energy.detach()[..., None].masked_fill(~known, torch.nan)
         return energies, m[..., None, :, :].masked_fill(~known[..., None, None], torch.nan), known
     generator = generator or torch.Generator().manual_seed(0)
@@ -298,7 +298,9 @@ def _branches(
     failed = ~solution.converged | lost
     free = fill(-(value + system.base_measure()) / beta, failed, torch.nan)
     m = fill(slope / (beta[..., None, None] if isinstance(beta, Tensor) else beta), failed, torch.nan)
-    minima = fill(solution.value, failed | (solution.status == Status.SADDLE), torch.nan).movedim(0, len(system.batch))
+    minima = fill(solution.value, failed | (solution.status == Status.UNSTABLE), torch.nan).movedim(
+        0, len(system.batch)
+    )
     return free.movedim(0, -1), m.movedim(0, -3), first_fixed_points(minima, event_ndim=2)
 
 

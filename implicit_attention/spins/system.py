@@ -194,7 +194,7 @@ class SpinSystem(Declared):
             "couplings",
             f"be symmetric (J_ij = J_ji^T) for {method}",
             f"a difference of {worst:.1e}",
-            "symmetrise them, or use GaussianField or KineticPlefka for the dynamics of asymmetric couplings",
+            "symmetrise them, or use GaussianClosure or KineticPlefka for the dynamics of asymmetric couplings",
         )
 
     def _asymmetry(self) -> Tensor:

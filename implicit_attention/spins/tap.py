@@ -12,12 +12,12 @@ from .. import _validate
 from ..potentials.spin import BesselResponse, Response
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
-from .method import FixedPointMethod
+from .approximation import FixedPointApproximation
 from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TAP(FixedPointMethod):
+class TAP(FixedPointApproximation):
     """log Z expanded in the couplings at fixed magnetizations, to second or third order, stationary in them.
 
     With the covariance S_i(m_i) of a site that has the mean m_i, here for a number J_ij per pair:
@@ -86,7 +86,7 @@ class TAP(FixedPointMethod):
         problem = self.problem(system)
         root, inverse = covariance_roots(self.response, state, 1.0, system.radius)
         # With S the covariances of sites the transposed Jacobian is S A, and S^{-1} - A the Hessian of beta F in m.
-        transposed = problem.linearize(state).transposed
+        transposed = problem.linearize(state).vjp
         return exceeds_one(lambda v: inverse(transposed(root(v))), state)
 
     def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from .._autograd import exact_precision, vjp
 from .._reporting import check_on_failure, report_failures, warn_of_saddles
 from .._types import OnFailure
 from ..problem import widened
-from ..solution import AdjointReport, Evidence
+from ..solution import AdjointReport, SolveReport
 from ..status import Status
 from ._lost import fill, without_lost
+from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, check_check
 from .dynamics import DynamicalMethod, no_free_energy, stationary_state
-from .method import Check, FixedPointMethod, LogPartition, Method, check_check
 from .system import SpinSystem
 
 #: Directions to which the response is found at a time.
@@ -40,7 +40,7 @@ class Thermodynamics:
         heat_capacity: C = beta^2 d^2 log Z/d beta^2, (*batch).
         magnetization: -dF/dh at fixed couplings, (*batch, N, D).
         correlations: <s_i . s_j> as the derivative -2 dF/dJ_ij, of the couplings' shape with the batch.
-        evidence: of the solve behind it.
+        report: of the solve behind it.
     """
 
     free_energy: Tensor
@@ -50,7 +50,7 @@ class Thermodynamics:
     heat_capacity: Tensor
     magnetization: Tensor
     correlations: Tensor
-    evidence: Evidence
+    report: SolveReport
     _product: Callable[[Tensor], Tensor]
 
     def susceptibility_product(self, v: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
@@ -73,12 +73,12 @@ class Thermodynamics:
     def __repr__(self) -> str:
         numbers = (("F", self.free_energy), ("U", self.internal_energy), ("S", self.entropy), ("C", self.heat_capacity))
         means = ", ".join(f"{name} {float(value.detach().mean()):.6g}" for name, value in numbers)
-        return f"Thermodynamics(mean over {self.free_energy.numel()} samples: {means}; {self.evidence!r})"
+        return f"Thermodynamics(mean over {self.free_energy.numel()} samples: {means}; {self.report!r})"
 
 
 def thermodynamics(
     system: SpinSystem,
-    method: Method,
+    method: Approximation,
     *,
     initial: Float[Tensor, "*batch N D"] | None = None,
     check: Check = "stability",
@@ -94,7 +94,7 @@ def thermodynamics(
         method: such as `SaddlePoint()`.
         initial: magnetizations that the solve starts from, (*batch, N, D), to choose one of several branches, such as
             one of `stability`. None is the answer to the bare field. Methods with one answer refuse it.
-        check: "stability" gives a solution that is no minimum of the free energy the status SADDLE, with a warning.
+        check: "stability" gives a solution that is no minimum of the free energy the status UNSTABLE, with a warning.
             That takes longer than most solves. With "none" all that solves the equations is CONVERGED.
         on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
 
@@ -116,8 +116,8 @@ def thermodynamics(
     def log_z(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[Tensor, Any]:
         nonlocal adjoint
         found, lost = _answer(method, system.at(field, couplings, beta), initial, check, on_failure)
-        adjoint = found.evidence.adjoint
-        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, _fields(found.evidence))
+        adjoint = found.report.adjoint
+        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, _fields(found.report))
 
     def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = torch.func.grad(
@@ -152,12 +152,12 @@ def thermodynamics(
     }
     # Last, so that NaN of one sample enters no gradient of what it shares with others.
     numbers = {name: fill(number, lost, torch.nan) for name, number in numbers.items()}
-    return Thermodynamics(**numbers, evidence=Evidence(**fields, adjoint=adjoint), _product=product)
+    return Thermodynamics(**numbers, report=SolveReport(**fields, adjoint=adjoint), _product=product)
 
 
 def free_energy(
     system: SpinSystem,
-    method: Method,
+    method: Approximation,
     *,
     initial: Float[Tensor, "*batch N D"] | None = None,
     check: Check = "none",
@@ -173,7 +173,7 @@ def free_energy(
 
 def magnetization(
     system: SpinSystem,
-    method: Method,
+    method: Approximation,
     *,
     split: bool = False,
     initial: Float[Tensor, "*batch N D"] | None = None,
@@ -227,8 +227,10 @@ def magnetization(
     return (direct, through) if split else direct + through
 
 
-def _check(system: SpinSystem, method: Method, initial: Tensor | None, check: Check, on_failure: OnFailure) -> None:
-    for name, value, kind in (("system", system, SpinSystem), ("method", method, Method)):
+def _check(
+    system: SpinSystem, method: Approximation, initial: Tensor | None, check: Check, on_failure: OnFailure
+) -> None:
+    for name, value, kind in (("system", system, SpinSystem), ("method", method, Approximation)):
         if not isinstance(value, kind):
             raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__))
     check_on_failure(on_failure)
@@ -239,11 +241,11 @@ def _check(system: SpinSystem, method: Method, initial: Tensor | None, check: Ch
 
 
 def _answer(
-    method: Method, system: SpinSystem, initial: Tensor | None, check: Check, on_failure: OnFailure
+    method: Approximation, system: SpinSystem, initial: Tensor | None, check: Check, on_failure: OnFailure
 ) -> tuple[LogPartition, Tensor]:
     """The method's log Z with evidence, and which samples are lost, (*batch), whose numbers mean nothing."""
     sound, lost = without_lost(system, symmetric=method.symmetric)
-    if isinstance(method, FixedPointMethod):
+    if isinstance(method, FixedPointApproximation):
         value, evidence = method.log_partition(sound, initial=initial, check=check)
     else:
         value, evidence = method.log_partition(sound)
@@ -259,5 +261,5 @@ def _answer(
     return LogPartition(value, evidence), lost | ~value.isfinite()
 
 
-def _fields(evidence: Evidence) -> dict[str, Tensor]:
+def _fields(evidence: SolveReport) -> dict[str, Tensor]:
     return {n: getattr(evidence, n) for n in ("status", "residual", "tolerance", "num_steps", "num_evals")}

@@ -12,9 +12,9 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import is_plain
 from ..potentials.spin import BesselResponse
-from ..solution import Evidence
+from ..solution import SolveReport
 from ..status import Status
-from .method import LogPartition, Method
+from .approximation import Approximation, LogPartition
 from .system import SpinSystem
 
 # How far a field may point aside, or a coupling reach, relative to the largest: rounding.
@@ -22,7 +22,7 @@ SLACK = 64.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransferMatrix(Method):
+class TransferMatrix(Approximation):
     """log Z of spins of which only neighbours i, i + 1 are coupled, by numbers, and whose fields lie on one axis.
 
     Summed site by site: what the sites before i leave to it is a function of x = cos(angle between s_i and the axis),
@@ -243,14 +243,14 @@ def _symmetric(upper: Tensor) -> Tensor:
     return upper + upper.triu(1).mT
 
 
-def _evidence(value: Tensor, coarse: Tensor, nodes: int) -> Evidence:
+def _evidence(value: Tensor, coarse: Tensor, nodes: int) -> SolveReport:
     """How much the result changes with fewer nodes, and whether that is rounding."""
     residual = (value - coarse).abs()
     tolerance = torch.finfo(value.dtype).eps ** 0.75 * (1 + value.abs())
     status = torch.where(residual <= tolerance, int(Status.CONVERGED), int(Status.MAX_STEPS))
     status = torch.where(torch.isfinite(value), status, int(Status.NONFINITE)).to(torch.int8)
     count = torch.full_like(status, nodes, dtype=torch.int32)
-    return Evidence(status=status, residual=residual, tolerance=tolerance, num_steps=count, num_evals=count)
+    return SolveReport(status=status, residual=residual, tolerance=tolerance, num_steps=count, num_evals=count)
 
 
 def _numbers(system: SpinSystem) -> Tensor:

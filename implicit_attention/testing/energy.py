@@ -51,13 +51,13 @@ class EnergyContract:
         flat = v.reshape(*self.lead(), -1)
         jacobian = dense_jacobian(energy, z)
         expected = (jacobian @ flat[..., None]).squeeze(-1).reshape(self.shape)
-        torch.testing.assert_close(linear.product(v), expected, rtol=1e-10, atol=1e-11)
-        torch.testing.assert_close(linear.transposed(v), expected, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(linear.jvp(v), expected, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(linear.vjp(v), expected, rtol=1e-10, atol=1e-11)
         torch.testing.assert_close(jacobian, jacobian.mT, rtol=1e-10, atol=1e-11)
 
     def test_linearized_pullback_is_the_one_of_autograd(self) -> None:
         energy, z, u = self.make(), self.state(), self.state(2)
-        for fast, slow in zip(energy.linearize(z).pullback(u), pullback(energy, z, u), strict=True):
+        for fast, slow in zip(energy.linearize(z).vjp_tensors(u), pullback(energy, z, u), strict=True):
             assert (fast is None) == (slow is None)
             if fast is not None and slow is not None:
                 torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
@@ -86,7 +86,7 @@ class EnergyContract:
 
     def test_plain_steps_descend_where_that_is_promised(self) -> None:
         energy = self.make()
-        if not energy.monotone:
+        if not energy.plain_steps_descend:
             return
         for seed in range(10):
             z = 3 * self.state(seed)

@@ -117,7 +117,7 @@ class PotentialContract:
         mean = potential.replace(*tensors).mean(z)
         floating = [t for t in tensors if t.requires_grad]
         expected = iter(torch.autograd.grad(mean, floating, u, materialize_grads=True))
-        for tensor, gradient in zip(tensors, linear.pullback(u), strict=True):
+        for tensor, gradient in zip(tensors, linear.vjp_tensors(u), strict=True):
             if tensor.requires_grad:
                 assert gradient is not None
                 torch.testing.assert_close(gradient, next(expected), rtol=1e-11, atol=1e-12)

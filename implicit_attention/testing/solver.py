@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..energies import AnchoredEnergy
 from ..errors import ConvergenceError
-from ..potentials import LogSumExp, Quadratic
+from ..potentials import LogSumExp, SquaredScores
 from ..problem import FixedPointMap, Problem
 from ..solution import Solution
 from ..solve import solve
@@ -83,7 +83,7 @@ class SolverContract:
 
     def test_quadratic_energy_has_its_closed_form(self) -> None:
         keys, field = 0.3 * random(2, 7, 5), random(2, 3, 5, seed=1)
-        energy = AnchoredEnergy(Quadratic(keys, 0.5), field, 0.4)
+        energy = AnchoredEnergy(SquaredScores(keys, 0.5), field, 0.4)
         solution = solve(energy, field, solver=self.to(atol=1e-10, max_steps=2000))
         matrix = torch.eye(5, dtype=torch.float64) - 0.6 * 0.5 * keys.mT @ keys
         exact = torch.linalg.solve(matrix, 0.4 * field.mT).mT
@@ -130,7 +130,7 @@ class SolverContract:
 
     def test_divergence_is_said_and_returns_the_best_state(self) -> None:
         keys, field = 3 * random(2, 7, 5), random(2, 3, 5, seed=1)
-        problem: Problem = AnchoredEnergy(Quadratic(keys, 1.0), field, 0.5)
+        problem: Problem = AnchoredEnergy(SquaredScores(keys, 1.0), field, 0.5)
         if not self.needs_energy:
             problem = FixedPointMap(lambda x: x + x.square() + 1, event_ndim=1)
         solution = solve(problem, field, solver=self.to(), on_failure="ignore")

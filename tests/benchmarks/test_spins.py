@@ -28,7 +28,7 @@ from benchmarks.spin_problems import (  # noqa: E402
     random_systems,
 )
 from benchmarks.targets import SPINS  # noqa: E402
-from implicit_attention.spins import GaussianField, SaddlePoint, SpinSystem, TransferMatrix  # noqa: E402
+from implicit_attention.spins import GaussianClosure, SaddlePoint, SpinSystem, TransferMatrix  # noqa: E402
 from implicit_attention.spins.dynamics import DynamicalMethod  # noqa: E402
 
 TINY = Timed(1.0, batch=2, sites=12, dim=5)
@@ -268,7 +268,7 @@ def test_a_forward_is_timed_with_and_without_verdicts(monkeypatch):
     asked = []
     monkeypatch.setattr(DynamicalMethod, "unstable", lambda self, *_: asked.append(True))
     monkeypatch.setattr(DynamicalMethod, "out_of_range", lambda self, *_: asked.append(False))
-    called = spin_verdict.functions(one_system(8, 2, chain=False), GaussianField())
+    called = spin_verdict.functions(one_system(8, 2, chain=False), GaussianClosure())
     answers = {}
     for name, expected in (("bare", []), ("none", [False]), ("stability", [True, False])):
         asked.clear()

@@ -512,7 +512,7 @@ def test_saddles_are_no_points_of_a_sweep():
     magnet = SpinSystem((torch.ones(10, 10) - torch.eye(10)).double() / 10, torch.zeros(10, 1).double())
     betas = torch.tensor([0.5, 1.0, 1.5, 3.0]).double()
     row = spin_methods.sweep(Entry("mean-field", MeanField()), magnet, betas)
-    assert row["status"] == {"CONVERGED": 2, "SADDLE": 2}
+    assert row["status"] == {"CONVERGED": 2, "UNSTABLE": 2}
     assert row["failed"] == [False, False, True, True]
     assert torch.tensor(row["heat_capacity"]).isnan().tolist() == row["failed"]
     assert torch.tensor(row["mean_length"]).isnan().tolist() == row["failed"]

@@ -10,7 +10,7 @@ from implicit_attention import (
     LogSumExp,
     Picard,
     Potential,
-    Quadratic,
+    SquaredScores,
     UnsupportedImplementation,
     equilibrium_attention,
     solve,
@@ -42,7 +42,7 @@ class TestMasked(EnergyContract):
 
 class TestQuadratic(EnergyContract):
     def make(self):
-        return AnchoredEnergy(Quadratic(0.3 * random(2, 7, 5), 0.4), random(2, 3, 5, seed=3), 0.3)
+        return AnchoredEnergy(SquaredScores(0.3 * random(2, 7, 5), 0.4), random(2, 3, 5, seed=3), 0.3)
 
 
 class ValueOnly(Potential):

@@ -178,7 +178,7 @@ def test_plain_steps_may_climb_and_short_ones_descend():
     v = random(1, 5)
     x = torch.cat([v, -v])
     energy = SelfAttentionEnergy(x, 0.6, weight=0.6, mask=~torch.eye(2, dtype=torch.bool))
-    assert not energy.monotone
+    assert not energy.plain_steps_descend
     torch.testing.assert_close(energy.hessian_product(x, x), 2.2 * x)
     assert energy.energy(energy.fixed_point_map(x)) > energy.energy(x)
     for size, sign in ((0.99 * 2 / 2.2, -1), (1.01 * 2 / 2.2, 1)):
@@ -248,10 +248,10 @@ def repeated_cases():
 def test_linearization_of_repeated_attention(problem):
     x, v = random(2, 3, 5), random(2, 3, 5, seed=2)
     jacobian, linear = dense_jacobian(problem, x), problem.linearize(x)
-    for got, matrix in ((linear.product(v), jacobian), (linear.transposed(v), jacobian.mT)):
+    for got, matrix in ((linear.jvp(v), jacobian), (linear.vjp(v), jacobian.mT)):
         expected = (matrix @ v.reshape(2, 15, 1)).reshape(2, 3, 5)
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
-    for fast, slow in zip(linear.pullback(v), pullback(problem, x, v), strict=True):
+    for fast, slow in zip(linear.vjp_tensors(v), pullback(problem, x, v), strict=True):
         assert (fast is None) == (slow is None)
         if fast is not None:
             torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)

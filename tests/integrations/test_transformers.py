@@ -140,7 +140,7 @@ def test_half_precision_is_solved_in_single(name):
     found.float().square().sum().backward()
     for module in attentions(model):
         assert module._equilibrium_last.sample.state.dtype == torch.float32
-        assert module._equilibrium_last.evidence.converged.all()
+        assert module._equilibrium_last.report.converged.all()
 
 
 def test_half_precision_loses_only_what_its_output_loses():

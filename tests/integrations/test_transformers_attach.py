@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers_models import MODELS, attentions, batch, logits, make
 
 from implicit_attention import CG, Anderson, Implicit, ImplicitAttention, Picard, SciPy
-from implicit_attention.integrations.transformers import attach, convert, evidence, load, override, register, report
+from implicit_attention.integrations.transformers import attach, convert, last_solves, load, override, register, report
 
 HEADS = torch.tensor([0.3, 0.5, 0.7, 0.9])
 
@@ -264,7 +264,7 @@ def test_a_name_stays_ours_when_an_engine_wraps_its_function(wrap, monkeypatch):
     model, given = make("llama", torch.float32), batch("llama")
     model.set_attn_implementation("wrapped")
     logits(model, given)
-    assert len(evidence(model)) == len(report(model)) == 2
+    assert len(last_solves(model)) == len(report(model)) == 2
     register("wrapped", anchor=0.4)
     assert ALL_ATTENTION_FUNCTIONS["wrapped"] is wrapped
     assert {row.anchor for row in report_of(model, given)} == {0.4}
@@ -284,12 +284,12 @@ def test_failures_of_a_backward_pass_are_seen_under_checkpointing(reentrant):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
     for _ in range(2):
         model(**given, use_cache=False).logits.square().sum().backward()
-        failed = [int(found.adjoint.failed.sum()) for found in evidence(model).values()]
+        failed = [int(found.adjoint.failed.sum()) for found in last_solves(model).values()]
         assert len(failed) == 2
         assert min(failed) > 30
     model.eval()
     logits(model, given)
-    assert all(found.adjoint.status is None for found in evidence(model).values())
+    assert all(found.adjoint.status is None for found in last_solves(model).values())
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])

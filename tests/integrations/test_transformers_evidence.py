@@ -8,7 +8,7 @@ from torch import nn
 from transformers_models import MODELS, TIGHT, logits, make, model_and_inputs
 
 from implicit_attention import Picard
-from implicit_attention.integrations.transformers import convert, evidence, register, report
+from implicit_attention.integrations.transformers import convert, last_solves, register, report
 
 every = pytest.mark.parametrize("name", MODELS)
 
@@ -27,7 +27,7 @@ def test_the_report_has_a_line_for_every_attention(name, capsys):
     printed = capsys.readouterr().out
     for row in rows:
         module = model.get_submodule(row.name)
-        evidence = module._equilibrium_last.evidence
+        evidence = module._equilibrium_last.report
         assert row.name in printed
         assert row.residual == evidence.residual.max()
         assert 1 < row.num_evals <= row.max_evals == evidence.num_evals.max()
@@ -142,13 +142,13 @@ def test_a_model_is_compared_with_itself_where_it_draws_at_random():
 
 def test_evidence_is_that_of_the_attention_in_use():
     model, given = model_and_inputs()
-    assert evidence(model) == {}
+    assert last_solves(model) == {}
     logits(model, given)
-    found = evidence(model)
+    found = last_solves(model)
     assert list(found) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert all(layer.converged.all() for layer in found.values())
     model.set_attn_implementation("sdpa")
-    assert evidence(model) == {}
+    assert last_solves(model) == {}
     with pytest.raises(ValueError, match="no layer of LlamaForCausalLM has called equilibrium attention"):
         report(model)
 

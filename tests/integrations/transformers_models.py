@@ -117,7 +117,7 @@ def logits(model, given, **call):
 
 def evaluations(model):
     """Of the first query of every layer."""
-    return [int(module._equilibrium_last.evidence.num_evals.max()) for module in attentions(model)]
+    return [int(module._equilibrium_last.report.num_evals.max()) for module in attentions(model)]
 
 
 def attentions(model):

@@ -22,8 +22,8 @@ from implicit_attention import (
     ImplicitAttention,
     OneStep,
     Picard,
-    Quadratic,
     Rotary,
+    SquaredScores,
     Status,
     UnsupportedImplementation,
 )
@@ -253,7 +253,7 @@ def test_options_that_show_elsewhere():
         layer(max_steps=1)(x)
     assert next(layer(device="meta").parameters()).device.type == "meta"
 
-    quadratic = layer(potential=Quadratic, readout="state", beta=0.01)
+    quadratic = layer(potential=SquaredScores, readout="state", beta=0.01)
     assert not torch.equal(quadratic(x), layer(readout="state", beta=0.01)(x))
     for norm in ("rms", "layer"):
         assert not torch.equal(layer(qk_norm=norm)(x), layer()(x))
@@ -303,7 +303,7 @@ def test_grouped_heads_report_their_backward_solves_by_head():
     assert made.last_solve.adjoint.status.shape == made.last_solve.status.shape == (B, HEADS, N)
 
 
-# Evidence.
+# SolveReport.
 
 
 def test_the_evidence_of_the_last_call_stays():
@@ -351,8 +351,8 @@ def test_the_weights_are_those_that_values_are_read_with(kv_heads):
         torch.testing.assert_close(made.out_proj((weights @ values).transpose(1, 2).flatten(2)), output)
     output, solution, weights = made(x, return_solution=True, return_weights=True)
     assert weights.shape[:-1] == solution.status.shape
-    with pytest.raises(UnsupportedImplementation, match="Quadratic has no attention weights"):
-        layer(potential=Quadratic, readout="state", beta=0.01)(x, return_weights=True)
+    with pytest.raises(UnsupportedImplementation, match="SquaredScores has no attention weights"):
+        layer(potential=SquaredScores, readout="state", beta=0.01)(x, return_weights=True)
 
 
 # A good torch module.
@@ -388,7 +388,7 @@ def test_repr_says_what_it_is():
     parts = ("16, heads=4", "kv_heads=2", "Fixed(0.25)", "causal", "max_steps=7", "solver=Picard(", "dropout=0.1")
     for part in parts:
         assert part in text
-    assert "potential=Quadratic" in repr(layer(potential=Quadratic, readout="state"))
+    assert "potential=SquaredScores" in repr(layer(potential=SquaredScores, readout="state"))
 
 
 def test_works_in_sequential_and_moves_with_its_model():
@@ -581,7 +581,7 @@ def test_a_nan_token_is_reported():
         ({"readout": "keys"}, "`readout` must be one of 'values', 'state'"),
         ({"readout": "state", "values_inside": True}, "`readout` must be 'values' with values_inside=True"),
         ({"readout": "state", "dropout": 0.1}, "`dropout` must be 0 with readout='state'"),
-        ({"potential": Quadratic}, "`readout` must be 'state' with Quadratic"),
+        ({"potential": SquaredScores}, "`readout` must be 'state' with SquaredScores"),
         ({"anchor": 2.0}, "`anchor` must be in"),
         ({"anchor": "auto"}, "`anchor` must be 'learned' or a number"),
         ({"beta": 0.0}, "`beta` must be > 0"),

@@ -7,7 +7,7 @@ from hopfield_cases import make
 from implicit_attention.ops import hopfield_solve
 from implicit_attention.ops._door import laid_out
 from implicit_attention.ops.hopfield_solve.api import run
-from implicit_attention.ops.hopfield_solve.rule import Stop
+from implicit_attention.ops.hopfield_solve.rule import FusedRule
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.potential import Allocations
 
@@ -16,7 +16,7 @@ def run_it(query, keys, *, mask=None, is_causal=False, impl="sdpa", **stop):
     """Plain computation, of which a dispatch mode sees every part."""
     problem = laid_out(query, keys, beta=0.2, anchor=0.2, mask=mask, is_causal=is_causal)
     return run(
-        problem, query, Stop(**{"rtol": 1e-4, "atol": 1e-8, "max_steps": 30, "plain_steps": 3, **stop}), impl=impl
+        problem, query, FusedRule(**{"rtol": 1e-4, "atol": 1e-8, "max_steps": 30, "plain_steps": 3, **stop}), impl=impl
     )
 
 
@@ -67,7 +67,7 @@ def test_finished_queries_cost_nothing():
     initial[100] = 3.0
     problem = laid_out(query, keys, beta=0.2, anchor=0.2, mask=None, is_causal=False)
     with Sizes():
-        run(problem, initial, Stop(1e-5, 0.0, 50, 3), impl="sdpa")
+        run(problem, initial, FusedRule(1e-5, 0.0, 50, 3), impl="sdpa")
     assert sizes[0] == 512
     assert len(sizes) > 3
     assert set(sizes[1:]) == {8}
@@ -84,7 +84,7 @@ def test_a_fixed_budget_never_waits_for_an_accelerator(case, impl):
     options = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in options.items()}
     problem = laid_out(query, keys, **{"mask": None, "is_causal": False, **options})
     for plain_steps in (2, 9):
-        found = run(problem, query, Stop(0.0, 0.0, 6, plain_steps), impl=impl)
+        found = run(problem, query, FusedRule(0.0, 0.0, 6, plain_steps), impl=impl)
         assert found.state.shape == query.shape
     with pytest.raises(NotImplementedError, match="meta"):
-        run(problem, query, Stop(1e-4, 0.0, 6, 3), impl=impl)
+        run(problem, query, FusedRule(1e-4, 0.0, 6, 3), impl=impl)

@@ -16,7 +16,7 @@ from implicit_attention.ops._hopfield import Hopfield
 from implicit_attention.ops.hopfield_cg.rule import CGStop
 from implicit_attention.ops.hopfield_cg.triton import solve_adjoint
 from implicit_attention.ops.hopfield_hvp.triton import hessian_product
-from implicit_attention.ops.hopfield_solve.rule import Stop
+from implicit_attention.ops.hopfield_solve.rule import FusedRule
 from implicit_attention.ops.hopfield_solve.triton import solve
 
 
@@ -46,7 +46,7 @@ def main(path):
     one = torch.ones(1, 1, 1, 1)
     problem = Hopfield(x, x[:, :1], one, one / 2, torch.ones(2, 1, 1, 256, dtype=torch.bool), is_causal=True)
     z, logsumexp = x.float(), x[..., 0].float().contiguous()
-    solve(problem, x, Stop(1e-3, 0.0, 10, 3))
+    solve(problem, x, FusedRule(1e-3, 0.0, 10, 3))
     hessian_product(problem, z, z, z, logsumexp)
     solve_adjoint(problem, z, z, z, logsumexp, CGStop(1e-2, 10))
     Path(path).write_text(json.dumps(found))

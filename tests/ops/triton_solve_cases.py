@@ -23,10 +23,10 @@ from triton_harness import (
 from triton_oracle import Dense, follow
 
 from implicit_attention.ops._hopfield import Hopfield
-from implicit_attention.ops.hopfield_solve.rule import Stop
+from implicit_attention.ops.hopfield_solve.rule import FusedRule
 from implicit_attention.status import Status
 
-STOP = Stop(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
+STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)
 
 
 def solve(problem, initial, stop=STOP):
@@ -136,7 +136,7 @@ def solve_plain_steps_only():
 )
 def solve_ends(rtol, max_steps):
     problem = problem_of(lead=(2,), n=20, dim=16, beta=1.5, anchor=0.1)
-    stop = Stop(rtol, 0.0, max_steps, 2)
+    stop = FusedRule(rtol, 0.0, max_steps, 2)
     solved = solve(problem, problem.field, stop)
     check_solved(problem, solved, stop)
     assert bool((solved.status == stop.exhausted).any())

@@ -48,8 +48,8 @@ def test_keys_broadcast_over_leading_axes(batch, lead, count, form):
     ]
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-    by_keys, *by_others = shared.linearize(z).pullback(v)
-    by_copies, *expected = whole.linearize(z).pullback(v)
+    by_keys, *by_others = shared.linearize(z).vjp_tensors(v)
+    by_copies, *expected = whole.linearize(z).vjp_tensors(v)
     torch.testing.assert_close(by_keys, by_copies.sum_to_size(keys.shape), rtol=1e-12, atol=1e-13)
     for got, other in zip(by_others, expected, strict=True):
         assert (got is None) == (other is None)
@@ -73,7 +73,7 @@ def test_keys_that_broadcast_are_not_copied(batch, lead, count, form):
                 method(z)
         linear = potential.linearize(z)
         linear.product(z)
-        linear.pullback(z)
+        linear.vjp_tensors(z)
         torch.autograd.grad(tracked.mean(z), keys, z)
         if form != "causal":
             # With a mask of its own for each query, the kernels' gradient is a sum over samples.

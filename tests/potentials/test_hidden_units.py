@@ -16,8 +16,8 @@ from implicit_attention import (
     LogSumExp,
     NewtonKrylov,
     Picard,
-    Quadratic,
     SpinSystem,
+    SquaredScores,
     Status,
     free_energy,
     solve,
@@ -299,7 +299,7 @@ def test_gaussian_hidden_units_make_a_hopfield_network():
     system = SpinSystem(W @ W.mT, A[:, None], measure="counting")
     close(log_partition, -free_energy(system, Enumeration()))
     v = random(4, 3)
-    close(HiddenUnits(W, units).value(v), Quadratic(W.mT, 1.0).value(v))
+    close(HiddenUnits(W, units).value(v), SquaredScores(W.mT, 1.0).value(v))
 
 
 def test_the_gradient_is_the_mean_of_the_hidden_units_given_the_visible():

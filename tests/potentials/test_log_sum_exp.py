@@ -275,7 +275,7 @@ def test_a_row_of_lowest_biases_attends_to_all_keys_alike(count, dtype):
     torch.testing.assert_close(linear.product(v), potential.covariance_product(z, v))
     kept = z.clone().requires_grad_()
     parts = torch.autograd.grad(LogSumExp(keys.requires_grad_(), 2.0, bias=potential.bias).mean(kept), keys, v)
-    torch.testing.assert_close(linear.pullback(v)[0], parts[0])
+    torch.testing.assert_close(linear.vjp_tensors(v)[0], parts[0])
 
 
 @COUNTS

@@ -12,12 +12,12 @@ from implicit_attention.potentials.spin import (
     BesselResponse,
     LargeDResponse,
     Response,
-    SteepestDescentResponse,
+    SaddlePointResponse,
 )
 from implicit_attention.testing.numerics import random
 
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-RESPONSES = [BesselResponse(), AmosResponse(), SteepestDescentResponse(), LargeDResponse()]
+RESPONSES = [BesselResponse(), AmosResponse(), SaddlePointResponse(), LargeDResponse()]
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
 
 BETA = torch.tensor([0.7, 1.3], dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_amos_and_large_d_have_the_known_values():
     ("response", "errors"),
     [
         (AmosResponse(), [".0445", ".0304", ".0115", ".0057", ".0028", ".0014", ".0002"]),
-        (SteepestDescentResponse(), [".1156", ".0797", ".0309", ".0155", ".0078", ".0039", ".0005"]),
+        (SaddlePointResponse(), [".1156", ".0797", ".0309", ".0155", ".0078", ".0039", ".0005"]),
         (LargeDResponse(), [None, "2.00", ".333", ".143", ".0667", ".0323", ".0039"]),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, Response) else "",
@@ -116,13 +116,13 @@ def test_largest_errors_of_the_closed_forms(response, errors):
 def test_a_fine_grid_finds_the_largest_errors_at_moderate_fields():
     kappa = torch.logspace(-1, 2, 20001, dtype=torch.float64)
     worst = {}
-    for response in (AmosResponse(), SteepestDescentResponse()):
+    for response in (AmosResponse(), SaddlePointResponse()):
         error = 1 - ratio(response, kappa, 2) / ratio(BesselResponse(), kappa, 2)
         worst[type(response)] = error.max().item()
         assert 0 < error.argmax() < 20000
     # By mpmath: the maximum of 1 - A_Amos/A at kappa = 2.0866.
     assert worst[AmosResponse] == pytest.approx(0.0446636874, abs=1e-8)
-    assert worst[SteepestDescentResponse] == pytest.approx(2.59 * worst[AmosResponse], rel=1e-2)
+    assert worst[SaddlePointResponse] == pytest.approx(2.59 * worst[AmosResponse], rel=1e-2)
 
 
 def test_amos_is_a_lower_bound_that_is_exact_in_both_limits():
@@ -138,7 +138,7 @@ def test_steepest_descent_and_large_d_are_the_printed_formulas():
     for beta in (0.4, 2.0):
         radius = math.sqrt(dim)
         root = torch.sqrt(dim**2 + 4 * beta**2 * radius**2 * field.square().sum(-1, keepdim=True))
-        close(SteepestDescentResponse().magnetization(field, beta, radius), 2 * beta * radius**2 * field / (dim + root))
+        close(SaddlePointResponse().magnetization(field, beta, radius), 2 * beta * radius**2 * field / (dim + root))
         response, square = LargeDResponse(), dim / 2 - 1
         radius = math.sqrt(square)
         g = torch.sqrt(1 + beta**2 * field.square().sum(-1) / square)

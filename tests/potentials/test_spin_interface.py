@@ -11,13 +11,13 @@ from implicit_attention.potentials.spin import (
     BesselResponse,
     LargeDResponse,
     Response,
-    SteepestDescentResponse,
+    SaddlePointResponse,
 )
 from implicit_attention.testing.numerics import random
 
 # Forward mode loads torch's own scripted formulas.
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-RESPONSES = [BesselResponse(), AmosResponse(), SteepestDescentResponse(), LargeDResponse()]
+RESPONSES = [BesselResponse(), AmosResponse(), SaddlePointResponse(), LargeDResponse()]
 every_response = pytest.mark.parametrize("response", RESPONSES, ids=lambda r: type(r).__name__)
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
 

@@ -13,9 +13,9 @@ from implicit_attention import (
     LogSumExp,
     Picard,
     Potential,
-    Quadratic,
     SelfAttentionEnergy,
     SoftcapLogSumExp,
+    SquaredScores,
     Status,
     solve,
 )
@@ -32,7 +32,7 @@ def closed_forms():
     return {
         "LogSumExp": (LogSumExp, (keys, 0.7)),
         "SoftcapLogSumExp": (SoftcapLogSumExp, (keys, 0.7, 2.0)),
-        "Quadratic": (Quadratic, (keys / 10, 0.5)),
+        "SquaredScores": (SquaredScores, (keys / 10, 0.5)),
         "HiddenUnits": (HiddenUnits, (keys.mT / 4, SignUnits())),
         "GaussianMixture": (GaussianMixture, (keys, square @ square.mT, torch.zeros(70, dtype=torch.float64))),
     }

@@ -21,7 +21,7 @@ from implicit_attention import (
     Implicit,
     LogSumExp,
     Picard,
-    Quadratic,
+    SquaredScores,
     Status,
     Unrolled,
     solve,
@@ -82,7 +82,7 @@ def recomputed(problem, value: Tensor) -> Tensor:
 @few_solvers
 def test_quadratic_energy_matches_its_closed_form(solver, random):
     keys, field = normal(random, B, M, D) / 4, normal(random, B, N, D)
-    value = solve(AnchoredEnergy(Quadratic(keys, beta=0.5), field, anchor=0.3), field, solver=solver).value
+    value = solve(AnchoredEnergy(SquaredScores(keys, beta=0.5), field, anchor=0.3), field, solver=solver).value
     hessian = torch.eye(D).double() - 0.7 * 0.5 * keys.mT @ keys
     torch.testing.assert_close(value, 0.3 * torch.linalg.solve(hessian, field.mT).mT, rtol=1e-9, atol=1e-9)
 

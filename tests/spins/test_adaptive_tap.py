@@ -22,7 +22,7 @@ from implicit_attention.spins import (
 )
 from implicit_attention.spins._adaptive_tap import SiteEquations, descended, guarded_inverse
 from implicit_attention.spins.adaptive_tap import AdaTAP
-from implicit_attention.spins.method import physics_solver
+from implicit_attention.spins.approximation import physics_solver
 from implicit_attention.testing.numerics import dense_jacobian, random
 
 SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
@@ -273,9 +273,9 @@ def test_the_linearization_is_the_jacobian(case):
     u = random(2, 4, dim + 1, seed=5)
     linear, jacobian = problem.linearize(z), dense_jacobian(problem, z)
     flat = u.reshape(2, -1, 1)
-    torch.testing.assert_close(linear.product(u).reshape(2, -1, 1), jacobian @ flat, rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close(linear.transposed(u).reshape(2, -1, 1), jacobian.mT @ flat, rtol=1e-10, atol=1e-11)
-    for one, other in zip(linear.pullback(u), pullback(problem, z, u), strict=True):
+    torch.testing.assert_close(linear.jvp(u).reshape(2, -1, 1), jacobian @ flat, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(linear.vjp(u).reshape(2, -1, 1), jacobian.mT @ flat, rtol=1e-10, atol=1e-11)
+    for one, other in zip(linear.vjp_tensors(u), pullback(problem, z, u), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -301,9 +301,9 @@ def test_random_systems_never_fail():
         sites, beta = int(generator.integers(2, 33)), float(10 ** generator.uniform(-1, 1.3))
         couplings, field = disordered(sites=sites, dim=1 + 2 * (seed % 2), seed=seed, diagonal=seed % 4 > 1)
         system = SpinSystem(couplings, field, beta)
-        assert int(AdaTAP().log_partition(system).evidence.status) == Status.CONVERGED
+        assert int(AdaTAP().log_partition(system).report.status) == Status.CONVERGED
         plain = AdaTAP(solver=Picard(damping=0.5, rtol=1e-6, max_steps=100))
-        failed += int(plain.log_partition(system).evidence.status != Status.CONVERGED)
+        failed += int(plain.log_partition(system).report.status != Status.CONVERGED)
     assert failed > 1
 
 
@@ -324,7 +324,7 @@ def test_spins_that_are_frozen(beta):
 def test_spins_that_are_frozen_and_coupled_to_themselves(sites, seed, beta):
     """Slopes vanish with the variances, also where a spin should turn round."""
     couplings, field = disordered(sites=sites, seed=seed, diagonal=True)
-    evidence = AdaTAP().log_partition(SpinSystem(couplings, field, beta)).evidence
+    evidence = AdaTAP().log_partition(SpinSystem(couplings, field, beta)).report
     assert int(evidence.status) == Status.CONVERGED, evidence
 
 
@@ -452,13 +452,13 @@ def test_one_sample_changes_no_other():
     couplings[2, 0, 1] = couplings[2, 1, 0] = torch.nan
     beta = double([0.5, 8.0, 1.0, 1.0])
     found = thermodynamics(SpinSystem(couplings, field, beta), AdaTAP(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [0, 0, Status.NONFINITE, 0]
+    assert found.report.status.tolist() == [0, 0, Status.NONFINITE, 0]
     assert found.free_energy[2].isnan()
     for i in (0, 1, 3):
         alone = thermodynamics(SpinSystem(couplings[i], field[i], beta[i]), AdaTAP())
         torch.testing.assert_close(found.free_energy[i], alone.free_energy, rtol=1e-15, atol=1e-15)
         torch.testing.assert_close(found.magnetization[i], alone.magnetization, rtol=1e-14, atol=1e-15)
-        assert found.evidence.num_evals[i] == alone.evidence.num_evals
+        assert found.report.num_evals[i] == alone.report.num_evals
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -468,7 +468,7 @@ def test_a_gaussian_that_does_not_exist_fails_alone(block):
     shared = couplings.clone().requires_grad_()
     beta = double([0.3, 40.0, 0.5])
     found = thermodynamics(SpinSystem(shared, field.expand(3, 3, 2), beta), GAUSSIAN, on_failure="ignore")
-    assert found.evidence.status.tolist() == [0, Status.OUT_OF_RANGE, 0]
+    assert found.report.status.tolist() == [0, Status.OUT_OF_RANGE, 0]
     assert found.free_energy.isnan().tolist() == [False, True, False]
     kept = found.free_energy[::2].sum() + found.heat_capacity[::2].sum()
     (gradient,) = torch.autograd.grad(kept, shared)
@@ -487,7 +487,7 @@ def test_a_solve_that_breaks_down_fails_alone():
     shared, beta = couplings.clone().requires_grad_(), double([0.4, 30.0])
     method = AdaTAP(solver=Picard(rtol=1e-11, atol=1e-11, max_steps=300))
     found = thermodynamics(SpinSystem(shared, field.expand(2, 8, 1), beta), method, on_failure="ignore")
-    assert found.evidence.converged.tolist() == [True, False]
+    assert found.report.converged.tolist() == [True, False]
     (gradient,) = torch.autograd.grad(found.free_energy[0] + found.heat_capacity[0], shared)
     assert bool(gradient.isfinite().all())
     variances = method.cavity_variances(SpinSystem(couplings, field.expand(2, 8, 1), beta))
@@ -534,7 +534,7 @@ def test_an_empty_batch_has_empty_results():
     for method in (AdaTAP(), GAUSSIAN):
         found = thermodynamics(SpinSystem(COUPLINGS, FIELD.new_zeros(0, 4, 1)), method)
         assert found.magnetization.shape == (0, 4, 1)
-        assert found.evidence.status.shape == (0,)
+        assert found.report.status.shape == (0,)
 
 
 # Options.
@@ -546,7 +546,7 @@ def test_the_solver_and_the_adjoint_are_obeyed():
     solver = Picard(rtol=1e-12, atol=1e-12, damping=0.3)
     for method in (AdaTAP(solver=solver), AdaTAP(solver=Picard(rtol=0.0, atol=0.0, max_steps=80), adjoint=Unrolled())):
         found = thermodynamics(system, method)
-        assert found.evidence.num_steps > default.evidence.num_steps
+        assert found.report.num_steps > default.report.num_steps
         torch.testing.assert_close(found.free_energy, default.free_energy, rtol=1e-12, atol=0)
         torch.testing.assert_close(found.heat_capacity, default.heat_capacity, rtol=1e-8, atol=0)
 

@@ -188,7 +188,7 @@ def test_the_solver_is_obeyed():
     system = SpinSystem(COUPLINGS, FIELD, 1.0)
     found = thermodynamics(system, Bethe(solver=Picard(rtol=1e-12, atol=1e-12, damping=0.3)))
     default = thermodynamics(system, Bethe())
-    assert found.evidence.num_steps > default.evidence.num_steps
+    assert found.report.num_steps > default.report.num_steps
     torch.testing.assert_close(found.heat_capacity, default.heat_capacity, rtol=1e-10, atol=1e-10)
     with pytest.raises(TypeError, match=re.escape("`solver` must be None or a Solver, got 'anderson'")):
         Bethe(solver="anderson")
@@ -200,10 +200,10 @@ def test_messages_that_do_not_settle_are_flagged_in_their_sample_alone():
     couplings = torch.stack([easy, hard + hard.mT, easy])
     field[2, 1] = torch.nan
     solver = Anderson(rtol=1e-12, atol=1e-12, max_steps=3)
-    few = thermodynamics(SpinSystem(couplings, field), Bethe(solver=solver), on_failure="ignore").evidence
+    few = thermodynamics(SpinSystem(couplings, field), Bethe(solver=solver), on_failure="ignore").report
     assert few.status.tolist() == [Status.MAX_STEPS, Status.MAX_STEPS, Status.NONFINITE]
     found = thermodynamics(SpinSystem(couplings[::2], field[::2]), Bethe(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
     alone = thermodynamics(SpinSystem(easy, field[:1]), Bethe())
     for name in SCALARS:
         torch.testing.assert_close(getattr(found, name)[:1], getattr(alone, name), rtol=1e-15, atol=1e-15)
@@ -218,7 +218,7 @@ def test_a_sample_does_not_depend_on_its_neighbours():
         alone = thermodynamics(SpinSystem(couplings[b], field[b]), Bethe())
         torch.testing.assert_close(together.free_energy[b], alone.free_energy, rtol=1e-15, atol=1e-15)
         torch.testing.assert_close(together.magnetization[b], alone.magnetization, rtol=4e-15, atol=1e-15)
-        assert together.evidence.num_evals[b] == alone.evidence.num_evals
+        assert together.report.num_evals[b] == alone.report.num_evals
 
 
 def test_masked_sites_change_nothing():
@@ -276,7 +276,7 @@ def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient():
     field = torch.zeros(2, 4, 1, dtype=torch.float64)
     field[0, :, 0], field[1, 2] = 0.3, torch.nan
     found = thermodynamics(SpinSystem(couplings, field), Bethe(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
     assert found.free_energy[1].isnan()
     (found.heat_capacity[0] + found.magnetization[0].sum()).backward()
     assert torch.isfinite(couplings.grad).all()

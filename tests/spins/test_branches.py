@@ -15,7 +15,7 @@ from implicit_attention.spins import (
     Bethe,
     DiscretePrior,
     Enumeration,
-    GaussianField,
+    GaussianClosure,
     GaussianPrior,
     KineticPlefka,
     MeanField,
@@ -41,7 +41,7 @@ MAGNET = (torch.ones(N, N) - torch.eye(N)).double() / N
 def test_a_magnet_below_its_transition_follows_a_small_field(method, beta):
     system = SpinSystem(MAGNET, torch.full((N, 1), 0.01).double(), beta)
     found = thermodynamics(system, method)
-    assert found.evidence.status == Status.CONVERGED
+    assert found.report.status == Status.CONVERGED
     assert float(found.magnetization.min()) > 0.7
     # Chi of a minimum has no negative eigenvalue.
     chi = found.susceptibility()[:, 0, :, 0]
@@ -51,14 +51,14 @@ def test_a_magnet_below_its_transition_follows_a_small_field(method, beta):
 @pytest.mark.parametrize("method", [MeanField(), Bethe(), TAP()], ids=repr)
 def test_zero_is_a_saddle_below_the_transition_and_told(method):
     system = SpinSystem(MAGNET, torch.zeros(2, N, 1).double(), torch.tensor([0.5, 2.0]).double())
-    text = re.escape("ended on an unstable solution (status SADDLE) for 1 of 2 problems")
+    text = re.escape("ended on an unstable solution (status UNSTABLE) for 1 of 2 problems")
     for function in (thermodynamics, free_energy, magnetization):
         with pytest.warns(ConvergenceWarning, match=text):
             function(system, method, check="stability")
     with pytest.warns(ConvergenceWarning, match=text):
         thermodynamics(system, method)
     found = thermodynamics(system, method, on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.SADDLE]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.UNSTABLE]
 
 
 def test_belief_propagation_has_two_branches_below_the_transition():
@@ -68,7 +68,7 @@ def test_belief_propagation_has_two_branches_below_the_transition():
     assert not found.reliable
 
 
-@pytest.mark.parametrize("method", [GaussianField(), KineticPlefka(), KineticPlefka(order=2)], ids=repr)
+@pytest.mark.parametrize("method", [GaussianClosure(), KineticPlefka(), KineticPlefka(order=2)], ids=repr)
 def test_dynamics_settle_on_the_side_of_the_field(method):
     field = torch.full((N, 1), 0.05).double()
     found = stationary_state(SpinSystem(MAGNET, field, 2.0), method)
@@ -76,20 +76,20 @@ def test_dynamics_settle_on_the_side_of_the_field(method):
     assert float((found.magnetization[:, 0] - truth).abs().max()) < 0.06
     system = SpinSystem(MAGNET, 0 * field, 2.0)
     for function in (stationary_state, magnetization):
-        with pytest.warns(ConvergenceWarning, match="SADDLE"):
+        with pytest.warns(ConvergenceWarning, match="UNSTABLE"):
             function(system, method, check="stability")
-    assert stationary_state(system, method, check="stability", on_failure="ignore").evidence.status == Status.SADDLE
+    assert stationary_state(system, method, check="stability", on_failure="ignore").report.status == Status.UNSTABLE
     # What is not asked is not told.
-    assert stationary_state(system, method).evidence.status == Status.CONVERGED
+    assert stationary_state(system, method).report.status == Status.CONVERGED
 
 
-ITERATED = [MeanField(), TAP(), TAP(order=3), Bethe(), KineticPlefka(), KineticPlefka(order=2), GaussianField()]
+ITERATED = [MeanField(), TAP(), TAP(order=3), Bethe(), KineticPlefka(), KineticPlefka(order=2), GaussianClosure()]
 
 
 def answered(system, method, **options):
     if isinstance(method, DynamicalMethod):
-        return stationary_state(system, method, **options).evidence
-    return thermodynamics(system, method, **options).evidence
+        return stationary_state(system, method, **options).report
+    return thermodynamics(system, method, **options).report
 
 
 @pytest.mark.parametrize("method", ITERATED, ids=repr)
@@ -125,14 +125,14 @@ def test_a_fixed_budget_is_never_judged(method, monkeypatch):
     system = SpinSystem(0.3 * MAGNET, random(N, 1), 0.8)
     solved = stationary_state if isinstance(method, DynamicalMethod) else lambda s, m, **o: m.log_partition(s, **o)
     found = solved(system, method, check="stability")
-    assert found.evidence.status == Status.BUDGET
+    assert found.report.status == Status.BUDGET
 
 
 def test_tap_beyond_its_range_fails_whatever_is_asked():
     system = SpinSystem(3 * random(N, N), torch.zeros(N, 1).double(), 1.0)
     system = system.at(system.field, (system.couplings + system.couplings.mT) / 2, 1.0)
     for check in ("none", "stability"):
-        evidence = thermodynamics(system, TAP(), check=check, on_failure="ignore").evidence
+        evidence = thermodynamics(system, TAP(), check=check, on_failure="ignore").report
         assert evidence.status == Status.OUT_OF_RANGE
 
 
@@ -142,7 +142,7 @@ def test_what_is_checked_is_one_of_two():
         with pytest.raises(ValueError, match="`check` must be one of 'none', 'stability', got 'all'"):
             function(system, MeanField(), check="all")
     with pytest.raises(ValueError, match="`check` must be one of 'none', 'stability', got None"):
-        stationary_state(system, GaussianField(), check=None)
+        stationary_state(system, GaussianClosure(), check=None)
 
 
 def verdict(method, system):
@@ -272,7 +272,7 @@ def test_stability_finds_the_branches_of_an_antiferromagnet_and_they_can_be_chos
     truth, a, b = two_sublattices(field, beta)
     for seed in range(2):
         found = stability(system, MeanField(), starts=4, generator=torch.Generator().manual_seed(seed))
-        assert found.evidence.status == Status.SADDLE
+        assert found.report.status == Status.UNSTABLE
         assert float(found.free_energies.nan_to_num(nan=torch.inf).amin()) == pytest.approx(n * truth, rel=1e-9)
         assert int(found.first.sum()) == int(found.branches) >= 2
     m = found.lowest[:, 0]
@@ -282,7 +282,7 @@ def test_stability_finds_the_branches_of_an_antiferromagnet_and_they_can_be_chos
     assert bool((m * m.roll(1) < 0).all())
     assert float(free_energy(system, MeanField())) > n * truth + 1
     chosen = thermodynamics(system, MeanField(), initial=found.lowest)
-    assert chosen.evidence.status == Status.CONVERGED
+    assert chosen.report.status == Status.CONVERGED
     torch.testing.assert_close(chosen.magnetization, found.lowest, rtol=0, atol=1e-8)
     for k in found.first.nonzero().flatten().tolist():
         free = free_energy(system, MeanField(), initial=found.magnetizations[k], check="stability")
@@ -290,7 +290,7 @@ def test_stability_finds_the_branches_of_an_antiferromagnet_and_they_can_be_chos
 
 
 SPIN_ONE = AdaTAP(prior=DiscretePrior((-1, 0, 1), (1, 0.5, 1)))
-DYNAMICS = [KineticPlefka(), KineticPlefka(order=2), GaussianField()]
+DYNAMICS = [KineticPlefka(), KineticPlefka(order=2), GaussianClosure()]
 
 
 @pytest.mark.parametrize("method", [MeanField(), TAP(), Bethe(), AdaTAP(), SPIN_ONE, *DYNAMICS], ids=repr)
@@ -312,7 +312,7 @@ def test_magnetizations_choose_the_branch_against_a_field_and_lead_back_to_it(me
     assert not slope.any()
 
 
-@pytest.mark.parametrize("method", [MeanField(), KineticPlefka(), GaussianField()], ids=repr)
+@pytest.mark.parametrize("method", [MeanField(), KineticPlefka(), GaussianClosure()], ids=repr)
 def test_magnetizations_choose_how_often_vectors_wind_around_a_ring(method):
     n, turns = 12, torch.tensor([0.0, 1.0]).double()
     system = SpinSystem(-ring(n, 0.0, 1.5).couplings, torch.zeros(2, n, 2).double(), 1.5)
@@ -372,7 +372,7 @@ def test_methods_with_one_answer_refuse_a_start(method):
 
 def test_a_start_is_checked_at_the_door():
     system = SpinSystem(MAGNET, random(2, N, 1), 0.8)
-    for function, method in ((magnetization, MeanField()), (stationary_state, GaussianField())):
+    for function, method in ((magnetization, MeanField()), (stationary_state, GaussianClosure())):
         for initial, error, text in (
             (torch.zeros(N, 1), ValueError, r"have the field's shape (2, 10, 1), got shape (10, 1)"),
             (torch.zeros(2, N, 1, dtype=torch.int64), TypeError, "have a floating-point dtype"),

@@ -11,59 +11,59 @@ from implicit_attention.spins import (
     AdaTAP,
     Bethe,
     Enumeration,
-    GaussianField,
+    GaussianClosure,
     KineticPlefka,
     MeanField,
     SaddlePoint,
     SpinSystem,
     TransferMatrix,
 )
-from implicit_attention.testing.method import MethodContract
+from implicit_attention.testing.approximation import ApproximationContract
 from implicit_attention.testing.numerics import random
 
 
-class TestMeanFieldOfIsingSpins(MethodContract):
+class TestMeanFieldOfIsingSpins(ApproximationContract):
     def make(self):
         return MeanField()
 
 
-class TestMeanField(MethodContract):
+class TestMeanField(ApproximationContract):
     dim = 3
 
     def make(self):
         return MeanField()
 
 
-class TestMeanFieldWithAmosResponse(MethodContract):
+class TestMeanFieldWithAmosResponse(ApproximationContract):
     dim = 4
 
     def make(self):
         return MeanField(response=AmosResponse())
 
 
-class TestTAPOfIsingSpins(MethodContract):
+class TestTAPOfIsingSpins(ApproximationContract):
     def make(self):
         return TAP()
 
 
-class TestTAPOfThirdOrder(MethodContract):
+class TestTAPOfThirdOrder(ApproximationContract):
     def make(self):
         return TAP(order=3)
 
 
-class TestTAP(MethodContract):
+class TestTAP(ApproximationContract):
     dim = 2
 
     def make(self):
         return TAP(response=AmosResponse())
 
 
-class TestAdaTAPOfIsingSpins(MethodContract):
+class TestAdaTAPOfIsingSpins(ApproximationContract):
     def make(self):
         return AdaTAP()
 
 
-class TestAdaTAP(MethodContract):
+class TestAdaTAP(ApproximationContract):
     dim = 3
     # In test_adaptive_tap.py, where fewer fourth derivatives of Bessel functions are taken.
     test_second_derivatives = None
@@ -72,7 +72,7 @@ class TestAdaTAP(MethodContract):
         return AdaTAP()
 
 
-class TestAdaTAPOfGaussianSpins(MethodContract):
+class TestAdaTAPOfGaussianSpins(ApproximationContract):
     dim = 2
     # Their length is not fixed: no lone spin on a sphere answers like them.
     test_spins_without_couplings_answer_alone = None
@@ -81,14 +81,14 @@ class TestAdaTAPOfGaussianSpins(MethodContract):
         return AdaTAP(prior=GaussianPrior())
 
 
-class TestSaddlePoint(MethodContract):
+class TestSaddlePoint(ApproximationContract):
     dim = 3
 
     def make(self):
         return SaddlePoint()
 
 
-class TestOneLoop(MethodContract):
+class TestOneLoop(ApproximationContract):
     dim = 3
     # The loop around a lone spin is beyond its response.
     test_spins_without_couplings_answer_alone = None
@@ -97,7 +97,7 @@ class TestOneLoop(MethodContract):
         return SaddlePoint(one_loop=True)
 
 
-class TestSphericalModel(MethodContract):
+class TestSphericalModel(ApproximationContract):
     dim = 3
     # All parts share one multiplier.
     test_spins_without_couplings_answer_alone = None
@@ -107,24 +107,24 @@ class TestSphericalModel(MethodContract):
         return SaddlePoint(shared=True)
 
 
-class TestBethe(MethodContract):
+class TestBethe(ApproximationContract):
     def make(self):
         return Bethe()
 
 
-class TestEnumeration(MethodContract):
+class TestEnumeration(ApproximationContract):
     def make(self):
         return Enumeration()
 
 
-class TestChainOfIsingSpins(MethodContract):
+class TestChainOfIsingSpins(ApproximationContract):
     chain = True
 
     def make(self):
         return TransferMatrix()
 
 
-class TestChain(MethodContract):
+class TestChain(ApproximationContract):
     chain = True
     dim = 3
 
@@ -145,7 +145,7 @@ PLAIN = Picard(rtol=1e-12, atol=1e-12, max_steps=1000)
         (Bethe(solver=PLAIN), 1),
         (KineticPlefka(solver=PLAIN), 3),
         (KineticPlefka(solver=PLAIN, order=2), 1),
-        (GaussianField(solver=PLAIN), 3),
+        (GaussianClosure(solver=PLAIN), 3),
         (AdaTAP(solver=PLAIN), 1),
     ],
     ids=repr,

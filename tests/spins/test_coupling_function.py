@@ -11,7 +11,7 @@ from implicit_attention.spins import (
     AdaTAP,
     Bethe,
     Enumeration,
-    GaussianField,
+    GaussianClosure,
     GaussianPrior,
     KineticPlefka,
     MeanField,
@@ -131,7 +131,7 @@ METHODS = [
     (Bethe(), 1),
     (Enumeration(), 1),
     (TransferMatrix(), 1),
-    (GaussianField(), 2),
+    (GaussianClosure(), 2),
     (KineticPlefka(), 2),
     (KineticPlefka(order=2), 2),
 ]
@@ -167,7 +167,7 @@ def padded(dim, what):
 def fits(function, method):
     if function is one_way:
         return isinstance(method, DynamicalMethod)
-    matrices = not isinstance(method, TransferMatrix | GaussianField) and method != KineticPlefka(order=2)
+    matrices = not isinstance(method, TransferMatrix | GaussianClosure) and method != KineticPlefka(order=2)
     return function is neighbours or matrices
 
 

@@ -13,7 +13,7 @@ from implicit_attention.potentials.spin import AmosResponse
 from implicit_attention.spins import MeanField, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.spins.dynamics import DynamicalMethod, stationary_state
 from implicit_attention.spins.exact import peretto, stationary_law
-from implicit_attention.spins.gaussian_field import GaussianField
+from implicit_attention.spins.gaussian_closure import GaussianClosure
 from implicit_attention.spins.kinetic_plefka import KineticPlefka
 from implicit_attention.testing.numerics import random
 
@@ -27,8 +27,8 @@ CASES = {
     "second order, Ising": (KineticPlefka(order=2), 1),
     "second order": (KineticPlefka(order=2, response=AmosResponse()), 3),
     "second order, shifted": (KineticPlefka(order=2, squared_shift=True, response=AmosResponse()), 4),
-    "Gaussian field, Ising": (GaussianField(), 1),
-    "Gaussian field": (GaussianField(), 3),
+    "Gaussian field, Ising": (GaussianClosure(), 1),
+    "Gaussian field": (GaussianClosure(), 3),
 }
 OUTPUTS = ("magnetization", "delayed_correlations", "entropy_production")
 every_case = pytest.mark.parametrize(("method", "dim"), CASES.values(), ids=CASES)
@@ -84,8 +84,8 @@ def test_entropy_production_of_mean_field():
         (KineticPlefka(), 1.0, 8.9e-2),
         (KineticPlefka(order=2), 0.5, 7.1e-4),
         (KineticPlefka(order=2), 1.0, 5.4e-3),
-        (GaussianField(), 0.5, 8.7e-4),
-        (GaussianField(), 1.0, 1.6e-2),
+        (GaussianClosure(), 0.5, 8.7e-4),
+        (GaussianClosure(), 1.0, 1.6e-2),
     ],
 )
 def test_errors_of_the_magnetization_are_as_large_as_known(method, beta, error):
@@ -95,7 +95,7 @@ def test_errors_of_the_magnetization_are_as_large_as_known(method, beta, error):
 
 
 @pytest.mark.parametrize(
-    ("method", "error"), [(KineticPlefka(), 0.034), (KineticPlefka(order=2), 0.040), (GaussianField(), 0.047)]
+    ("method", "error"), [(KineticPlefka(), 0.034), (KineticPlefka(order=2), 0.040), (GaussianClosure(), 0.047)]
 )
 def test_errors_of_the_entropy_production(method, error):
     found = float(stationary_state(ising(0.5), method).entropy_production)
@@ -216,7 +216,7 @@ def test_derivatives_of_every_output(method, dim, check):
     assert check(function, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("method", [KineticPlefka(order=2), GaussianField()], ids=["second", "gaussian"])
+@pytest.mark.parametrize("method", [KineticPlefka(order=2), GaussianClosure()], ids=["second", "gaussian"])
 def test_couplings_made_of_the_field_are_differentiated_through(method):
     field = 0.5 * random(3, 2, seed=3)
     weight = random(3, 2, seed=4)
@@ -255,7 +255,7 @@ def test_a_sample_does_not_depend_on_its_company(method, dim):
     field[2, 1, 0] = torch.nan
     couplings[3, 0, 1] = torch.inf
     state = stationary_state(SpinSystem(couplings, field, beta), method, on_failure="ignore")
-    assert state.evidence.status[[0, 2, 3]].tolist() == [Status.CONVERGED, Status.NONFINITE, Status.NONFINITE]
+    assert state.report.status[[0, 2, 3]].tolist() == [Status.CONVERGED, Status.NONFINITE, Status.NONFINITE]
     alone = stationary_state(SpinSystem(couplings[:1], field[:1], beta[:1]), method)
     for together, apart in zip(outputs(state), outputs(alone), strict=True):
         limit = 4 * torch.finfo(torch.float64).eps * apart.abs().amax().clamp(min=1.0)
@@ -275,8 +275,8 @@ def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient(method
     for bad in (torch.nan, torch.inf, 1e200):
         field[1, 2] = bad
         state = stationary_state(SpinSystem(couplings, field, beta), method, on_failure="ignore")
-        assert state.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
-        assert state.evidence.residual.isnan().tolist() == [False, True]
+        assert state.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+        assert state.report.residual.isnan().tolist() == [False, True]
         found = torch.autograd.grad(sum(x[0].sum() for x in outputs(state)), (couplings, beta))
         for a, b in zip(found, alone, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
@@ -288,7 +288,7 @@ def test_couplings_beyond_all_bounds_spoil_no_shared_factor(method, dim):
     base, field = random(2, 3, 3), random(2, 3, dim, seed=1)
     base[1, 0, 2] = 1e200
     state = stationary_state(SpinSystem(factor * base, field), method, on_failure="ignore")
-    assert state.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert state.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
     (slope,) = torch.autograd.grad(sum(x[0].sum() for x in outputs(state)), factor)
     alone = stationary_state(SpinSystem(factor * base[:1], field[:1]), method)
     (truth,) = torch.autograd.grad(sum(x.sum() for x in outputs(alone)), factor)
@@ -297,12 +297,12 @@ def test_couplings_beyond_all_bounds_spoil_no_shared_factor(method, dim):
 
 def test_failures_are_reported_sample_by_sample():
     system = vectors(3, 2)
-    method = GaussianField(solver=Picard(rtol=1e-12, atol=0.0, max_steps=1))
-    with pytest.raises(ConvergenceError, match="GaussianField failed for 2 of 2"):
+    method = GaussianClosure(solver=Picard(rtol=1e-12, atol=0.0, max_steps=1))
+    with pytest.raises(ConvergenceError, match="GaussianClosure failed for 2 of 2"):
         stationary_state(system, method)
-    with pytest.warns(ConvergenceWarning, match="GaussianField failed for 2 of 2"):
+    with pytest.warns(ConvergenceWarning, match="GaussianClosure failed for 2 of 2"):
         state = stationary_state(system, method, on_failure="warn")
-    assert state.evidence.status.tolist() == [Status.MAX_STEPS] * 2
+    assert state.report.status.tolist() == [Status.MAX_STEPS] * 2
     field = system.field.clone()
     field[1, 0, 0] = torch.nan
     with pytest.raises(ConvergenceError, match="KineticPlefka failed for 1 of 2 problems, first at 1"):
@@ -327,7 +327,7 @@ def test_shapes_and_empty_batches(method, dim):
     assert [tuple(x.shape) for x in outputs(state)] == [(0, 4, dim), (0, 4, 4), (0,)]
     state = stationary_state(SpinSystem(0.1 * random(4, 4), random(2, 3, 4, dim), 0.5), method)
     assert [tuple(x.shape) for x in outputs(state)] == [(2, 3, 4, dim), (2, 3, 4, 4), (2, 3)]
-    assert state.evidence.status.shape == (2, 3)
+    assert state.report.status.shape == (2, 3)
 
 
 # The doors.
@@ -358,7 +358,7 @@ def test_there_is_no_free_energy(method, dim, ask):
 
 def test_options_count():
     system = vectors(3, 1)
-    for method in (KineticPlefka(), KineticPlefka(order=2), GaussianField()):
+    for method in (KineticPlefka(), KineticPlefka(order=2), GaussianClosure()):
         exact = magnetization(system, method)
         for name, value in (("response", AmosResponse()), ("solver", Picard(rtol=1e-2))):
             assert not torch.equal(magnetization(system, dataclasses.replace(method, **{name: value})), exact)
@@ -374,13 +374,13 @@ def test_options_count():
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: GaussianField(response="exact"), TypeError, "`response` must be a Response"),
+        (lambda: GaussianClosure(response="exact"), TypeError, "`response` must be a Response"),
         (lambda: KineticPlefka(solver="anderson"), TypeError, "`solver` must be None or a Solver"),
-        (lambda: GaussianField(adjoint=1), TypeError, "`adjoint` must be None or a Adjoint"),
-        (lambda: stationary_state(COUPLINGS, GaussianField()), TypeError, "`system` must be a SpinSystem"),
+        (lambda: GaussianClosure(adjoint=1), TypeError, "`adjoint` must be None or a Adjoint"),
+        (lambda: stationary_state(COUPLINGS, GaussianClosure()), TypeError, "`system` must be a SpinSystem"),
         (lambda: stationary_state(ising(1.0), MeanField()), TypeError, "`method` must be a DynamicalMethod"),
-        (lambda: stationary_state(ising(1.0), GaussianField(), on_failure="no"), ValueError, "`on_failure` must be"),
-        (lambda: magnetization(COUPLINGS, GaussianField()), TypeError, "`system` must be a SpinSystem"),
+        (lambda: stationary_state(ising(1.0), GaussianClosure(), on_failure="no"), ValueError, "`on_failure` must be"),
+        (lambda: magnetization(COUPLINGS, GaussianClosure()), TypeError, "`system` must be a SpinSystem"),
         (lambda: DynamicalMethod().moments(ising(1.0), FIELD), NotImplementedError, "must define moments"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_sample_that_is_not_finite_is_flagged_alone(bad):
     field[1, 2] = bad
     system = SpinSystem(COUPLINGS, field)
     found = thermodynamics(system, Enumeration(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED]
     good = thermodynamics(SpinSystem(COUPLINGS, FIELD.expand(3, 4, 1)), Enumeration())
     for name in ("free_energy", "heat_capacity", "magnetization", "correlations"):
         torch.testing.assert_close(getattr(found, name)[[0, 2]], getattr(good, name)[[0, 2]], rtol=0, atol=0)

@@ -135,7 +135,7 @@ def test_samples_of_a_batch_are_fitted_alone_and_nan_stays_where_it_is():
             torch.testing.assert_close(together.couplings[b], alone.couplings, rtol=1e-14, atol=1e-15)
             torch.testing.assert_close(together.field[b], alone.field, rtol=1e-14, atol=1e-15)
         assert together.field[1].isnan().any()
-        status = thermodynamics(together, Bethe(), on_failure="ignore").evidence.failed
+        status = thermodynamics(together, Bethe(), on_failure="ignore").report.failed
         assert status.tolist() == [False, True, False]
 
 

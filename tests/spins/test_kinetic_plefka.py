@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import Anderson
-from implicit_attention.potentials.spin import AmosResponse, BesselResponse, LargeDResponse, SteepestDescentResponse
+from implicit_attention.potentials.spin import AmosResponse, BesselResponse, LargeDResponse, SaddlePointResponse
 from implicit_attention.spins import SpinSystem, magnetization
 from implicit_attention.spins.dynamics import stationary_state
 from implicit_attention.spins.exact import stationary_law
@@ -189,7 +189,7 @@ def test_the_second_order_with_the_large_d_response_in_closed_form(squared_shift
         (BesselResponse(), 5),
         (AmosResponse(), 1),
         (AmosResponse(), 3),
-        (SteepestDescentResponse(), 4),
+        (SaddlePointResponse(), 4),
         (LargeDResponse(), 6),
     ],
 )

@@ -95,9 +95,9 @@ def test_the_linearization_is_the_jacobian(response, block):
     z, u = random(2, 4, 3, seed=3), random(2, 4, 3, seed=4)
     linear, jacobian = problem.linearize(z), dense_jacobian(problem, z)
     flat = u.reshape(2, -1, 1)
-    torch.testing.assert_close(linear.product(u).reshape(2, -1, 1), jacobian @ flat, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(linear.transposed(u).reshape(2, -1, 1), jacobian.mT @ flat, rtol=1e-9, atol=1e-10)
-    for fast, slow in zip(linear.pullback(u), pullback(problem, z, u), strict=True):
+    torch.testing.assert_close(linear.jvp(u).reshape(2, -1, 1), jacobian @ flat, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(linear.vjp(u).reshape(2, -1, 1), jacobian.mT @ flat, rtol=1e-9, atol=1e-10)
+    for fast, slow in zip(linear.vjp_tensors(u), pullback(problem, z, u), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-10)
 
 
@@ -142,7 +142,7 @@ def test_samples_do_not_see_each_other():
     spoiled = field.clone()
     spoiled[0, 1] = math.nan
     found = thermodynamics(SpinSystem(couplings, spoiled), MeanField(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.NONFINITE, Status.CONVERGED]
+    assert found.report.status.tolist() == [Status.NONFINITE, Status.CONVERGED]
     torch.testing.assert_close(found.magnetization[1:], alone, rtol=1e-12, atol=1e-12)
 
 

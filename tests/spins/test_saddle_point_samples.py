@@ -50,7 +50,7 @@ def test_one_sample_changes_no_other(method):
     couplings[2, 0, 1] = couplings[2, 1, 0] = torch.nan
     beta = double([0.5, 30.0, 1.0, 1.0, 2.0])
     found = thermodynamics(SpinSystem(couplings, field, beta), method, on_failure="ignore")
-    assert found.evidence.status.tolist() == [0, 0, Status.NONFINITE, 0, 0]
+    assert found.report.status.tolist() == [0, 0, Status.NONFINITE, 0, 0]
     assert found.free_energy[2].isnan()
     for i in (0, 1, 3, 4):
         same = [i] * 5
@@ -58,7 +58,7 @@ def test_one_sample_changes_no_other(method):
         for name in ("free_energy", "magnetization", "correlations", "heat_capacity", "entropy"):
             assert torch.equal(getattr(found, name)[i], getattr(alone, name)[i]), f"{name} of {i}"
         for name in ("num_evals", "num_steps", "residual"):
-            assert torch.equal(getattr(found.evidence, name)[i], getattr(alone.evidence, name)[i]), f"{name} of {i}"
+            assert torch.equal(getattr(found.report, name)[i], getattr(alone.report, name)[i]), f"{name} of {i}"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
@@ -112,7 +112,7 @@ def test_the_tolerance_is_what_was_asked_or_what_the_dtype_resolves():
         (torch.float32, 1e-3, 1e-3),
         (torch.float32, 0.0, 2e-5),
     ]:
-        evidence = SaddlePoint(rtol=rtol).log_partition(disordered(3, n=20, scale=0.2, dtype=dtype)).evidence
+        evidence = SaddlePoint(rtol=rtol).log_partition(disordered(3, n=20, scale=0.2, dtype=dtype)).report
         assert bool(evidence.converged.all())
         assert bool((evidence.tolerance >= rtol).all())
         assert bool((evidence.tolerance <= max(resolved, torch.finfo(dtype).tiny)).all())
@@ -124,7 +124,7 @@ def test_edges(method):
     assert float(method.log_partition(alone).value) == 0.0
     empty = SpinSystem(torch.zeros(3, 3), torch.zeros(0, 3, 2), 1.0)
     found = thermodynamics(empty, method)
-    assert found.free_energy.shape == found.evidence.status.shape == (0,)
+    assert found.free_energy.shape == found.report.status.shape == (0,)
     assert found.magnetization.shape == (0, 3, 2)
     one = disordered()
     several = SpinSystem(one.couplings, one.field.expand(3, 2, 3, 5), double([0.5, 1.0, 2.0])[:, None])
@@ -139,10 +139,10 @@ def test_failures_are_told():
     hard = disordered(2, n=20, scale=5.0)
     with pytest.raises(ConvergenceError, match="raise max_steps"):
         free_energy(hard, SaddlePoint(max_steps=2))
-    evidence = SaddlePoint(max_steps=2).log_partition(hard).evidence
+    evidence = SaddlePoint(max_steps=2).log_partition(hard).report
     assert evidence.status.tolist() == [Status.MAX_STEPS] * 2
     assert evidence.num_evals.tolist() == [3, 3]
-    loose = SaddlePoint(rtol=1e-2).log_partition(hard).evidence
+    loose = SaddlePoint(rtol=1e-2).log_partition(hard).report
     assert bool(loose.converged.all() & (loose.residual > 1e-8).any() & (loose.residual <= 1e-2).all())
     for refused in (LEADING.multipliers, lambda system: free_energy(system, LEADING)):
         with pytest.raises(ValueError, match="symmetric"):
@@ -209,7 +209,7 @@ def test_of_a_thousand_small_magnets_each_has_the_answer_of_bisection(sites):
 def test_no_cold_magnet_fails_its_batch_in_float32(method):
     system = magnets(5, 3, count=300, seed=1, dtype=torch.float32)
     found = thermodynamics(system, method)
-    assert bool((found.evidence.status == Status.CONVERGED).all())
+    assert bool((found.report.status == Status.CONVERGED).all())
     assert bool(found.heat_capacity.isfinite().all())
 
 

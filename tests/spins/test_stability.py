@@ -51,7 +51,7 @@ def test_below_the_transition_the_start_at_zero_is_the_wrong_branch():
     couplings = torch.full((6, 6), 1 / 6, dtype=torch.float64)
     system = SpinSystem(couplings, torch.zeros(2, 6, 1).double(), torch.tensor([0.5, 1.5]).double())
     found = stability(system, MeanField())
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.SADDLE]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.UNSTABLE]
     # Magnetizations up and down.
     assert found.branches.tolist() == [1, 2]
     close(found.excess[0], 0.0)
@@ -85,7 +85,7 @@ def test_plain_iteration_converges_at_the_spectral_radius():
         float(
             thermodynamics(
                 system, MeanField(solver=Picard(rtol=0, atol=1e-15, max_steps=k)), on_failure="ignore"
-            ).evidence.residual
+            ).report.residual
         )
         for k in (30, 40)
     ]
@@ -188,7 +188,7 @@ def test_the_closure_to_trust_is_exact_where_it_can_be(sites, dim, bonds, closur
         couplings[0, 1:] = couplings[1:, 0] = 0.3
     field = random(sites, 1, seed=1) * torch.ones(dim).double()
     found = stability(SpinSystem(couplings, field, 0.5), MeanField(), starts=2)
-    assert found.closure == closure
+    assert found.recommended_method == closure
     assert bool(found.reliable)
 
 

@@ -22,7 +22,7 @@ from implicit_attention.spins import (
     stationary_state,
     thermodynamics,
 )
-from implicit_attention.spins.method import Method
+from implicit_attention.spins.approximation import Approximation
 from implicit_attention.spins.system import couple
 from implicit_attention.testing.numerics import random
 
@@ -436,8 +436,8 @@ def test_a_beta_that_leaves_its_range_inside_a_transform_gives_nan_to_its_sample
 
 
 def test_a_method_without_a_log_partition_function_says_so():
-    with pytest.raises(NotImplementedError, match=r"Method must define log_partition\(system\)"):
-        free_energy(SpinSystem(symmetric(N, N), random(N, D)), Method())
+    with pytest.raises(NotImplementedError, match=r"Approximation must define log_partition\(system\)"):
+        free_energy(SpinSystem(symmetric(N, N), random(N, D)), Approximation())
 
 
 SKEW = random(N, N, seed=8)
@@ -487,7 +487,7 @@ def test_where_the_host_cannot_look_asymmetric_couplings_lose_their_sample_alone
     skew[1, 0] += 0.1
     found = thermodynamics(SpinSystem(skew, field, 0.4), method, on_failure="ignore")
     lost = [True, True] if block else [False, True]
-    assert (found.evidence.status == Status.NONFINITE).tolist() == lost
+    assert (found.report.status == Status.NONFINITE).tolist() == lost
     assert found.free_energy.isnan().tolist() == lost
     assert found.magnetization.isnan().all(-1).all(-1).tolist() == lost
     if not block:

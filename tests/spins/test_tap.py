@@ -290,9 +290,9 @@ def test_the_linearization_is_the_jacobian(dim, block, response, order):
     z, u = random(2, 3, dim, seed=5), random(2, 3, dim, seed=6)
     linear, jacobian = problem.linearize(z), dense_jacobian(problem, z)
     flat = u.reshape(2, -1, 1)
-    close(linear.product(u).reshape(2, -1, 1), jacobian @ flat)
-    close(linear.transposed(u).reshape(2, -1, 1), jacobian.mT @ flat)
-    for fast, slow in zip(linear.pullback(u), pullback(problem, z, u), strict=True):
+    close(linear.jvp(u).reshape(2, -1, 1), jacobian @ flat)
+    close(linear.vjp(u).reshape(2, -1, 1), jacobian.mT @ flat)
+    for fast, slow in zip(linear.vjp_tensors(u), pullback(problem, z, u), strict=True):
         close(fast, slow)
 
 
@@ -394,7 +394,7 @@ def test_a_spin_glass_above_the_line_is_flagged():
     """There the equations still have solutions, which overlap too little with themselves to be states."""
     field = torch.full((8, 100, 1), 0.5, dtype=torch.float64)
     system = SpinSystem(glass(8, 100, seed=1), field, 2.5)
-    status = TAP().log_partition(system).evidence.status
+    status = TAP().log_partition(system).report.status
     assert int((status == Status.CONVERGED).sum()) <= 1
     with pytest.raises(ConvergenceError, match="lower beta"):
         free_energy(system, TAP())
@@ -406,7 +406,7 @@ def test_the_criterion_of_a_pair():
     beta = torch.tensor([0.99, 1.01, 0.5], dtype=torch.float64)
     for dim in (1, 3):
         field = torch.zeros(3, 2, dim, dtype=torch.float64)
-        evidence = TAP().log_partition(SpinSystem(couplings, field, beta)).evidence
+        evidence = TAP().log_partition(SpinSystem(couplings, field, beta)).report
         assert evidence.status.tolist() == [Status.CONVERGED, Status.OUT_OF_RANGE, Status.CONVERGED]
         assert bool((evidence.residual <= evidence.tolerance).all())
 
@@ -433,7 +433,7 @@ def test_samples_do_not_see_each_other():
         alone = thermodynamics(SpinSystem(couplings[b], field[b], 0.7), TAP())
         torch.testing.assert_close(together.free_energy[b], alone.free_energy, rtol=1e-15, atol=1e-15)
         torch.testing.assert_close(together.magnetization[b], alone.magnetization, rtol=4e-15, atol=1e-15)
-        assert together.evidence.num_evals[b] == alone.evidence.num_evals
+        assert together.report.num_evals[b] == alone.report.num_evals
 
 
 @pytest.mark.parametrize("dim", [1, 2])
@@ -444,7 +444,7 @@ def test_a_lost_sample_spoils_nothing_that_it_shares(dim):
     field = random(4, 4, dim, seed=2)
     field[1, 2], field[3] = torch.nan, 1e200
     found = thermodynamics(SpinSystem(couplings, field, beta), TAP(response=AmosResponse()), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, *[Status.NONFINITE] * 3]
+    assert found.report.status.tolist() == [Status.CONVERGED, *[Status.NONFINITE] * 3]
     assert found.free_energy[1:].isnan().all()
     (found.heat_capacity[0] + found.magnetization[0].sum()).backward()
     first = SpinSystem(couplings.detach().requires_grad_(), field[0], 0.9)
@@ -459,7 +459,7 @@ def test_lost_couplings_spoil_no_shared_beta():
     beta = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
     field = random(2, 4, 1, seed=2)
     found = thermodynamics(SpinSystem(own, field, beta), TAP(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
     assert found.log_partition.isnan().tolist() == [False, True]
     found.log_partition[0].backward()
     alone = thermodynamics(SpinSystem(COUPLINGS, field[0], 0.9), TAP())
@@ -470,7 +470,7 @@ def test_a_lost_diagonal_is_reported():
     couplings = COUPLINGS.clone()
     couplings[1, 1] = torch.nan
     found = thermodynamics(SpinSystem(couplings, FIELD), TAP(), on_failure="ignore")
-    assert int(found.evidence.status) == Status.NONFINITE
+    assert int(found.report.status) == Status.NONFINITE
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -510,7 +510,7 @@ def test_options_count():
     loose = free_energy(system, TAP(solver=Picard(rtol=1e-3, atol=0.0, damping=0.3)))
     assert 0 < abs(float(loose - exact.free_energy)) < 1e-5  # of second order: log Z is stationary
     obeyed = TAP(solver=Anderson(max_steps=0)).log_partition(system)
-    assert int(obeyed.evidence.status) == Status.EXPLICIT
+    assert int(obeyed.report.status) == Status.EXPLICIT
     careless = thermodynamics(system, TAP(adjoint=OneStep()))
     close(careless.free_energy, exact.free_energy)
     assert abs(float(careless.heat_capacity - exact.heat_capacity)) > 1e-4

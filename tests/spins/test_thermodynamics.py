@@ -20,7 +20,7 @@ from implicit_attention.spins import (
     magnetization,
     thermodynamics,
 )
-from implicit_attention.spins.method import LogPartition, Method, closed_form
+from implicit_attention.spins.approximation import Approximation, LogPartition, closed_form
 from implicit_attention.testing.numerics import random
 
 B, N, D = 2, 4, 3
@@ -60,7 +60,7 @@ def slope(function, step=1e-5):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GaussianSpins(Method):
+class GaussianSpins(Approximation):
     """Vectors with a Gaussian prior of variance 1: log Z = b^2 h A^{-1} h/2 - log det A/2, A = 1 - b J."""
 
     def log_partition(self, system):
@@ -77,7 +77,7 @@ class GaussianSpins(Method):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failing(Method):
+class Failing(Approximation):
     """Enumeration that says of sample 1 that it has not converged."""
 
     def log_partition(self, system):
@@ -327,7 +327,7 @@ def test_a_lost_sample_spoils_no_gradient_of_what_it_shares_with_others(spoiled,
     for name in OUTPUTS:
         assert read(both, name)[1].isnan().all(), name
         assert read(both, name)[0].isfinite().all(), name
-    assert both.evidence.status[1] == Status.NONFINITE
+    assert both.report.status[1] == Status.NONFINITE
     close(torch.cat([g.flatten() for g in together]), torch.cat([g.flatten() for g in alone]), 1e-9)
 
 
@@ -337,7 +337,7 @@ def test_unknown_couplings_that_all_share_lose_only_the_samples_where_both_sites
     mask = torch.tensor([[True, False, True, True], [True, True, True, True]])
     found = thermodynamics(system(couplings=couplings, mask=mask), Enumeration(), on_failure="ignore")
     known = thermodynamics(system(couplings=couplings.nan_to_num(), mask=mask), Enumeration())
-    assert found.evidence.failed.tolist() == [False, True]
+    assert found.report.failed.tolist() == [False, True]
     for name in OUTPUTS:
         close(read(found, name)[0], read(known, name)[0], 0.0)
 
@@ -363,13 +363,13 @@ def test_a_gradient_that_was_not_found_is_told_as_asked():
             function(system(), hasty)
     with pytest.warns(ConvergenceWarning, match=text):
         found = thermodynamics(system(), hasty, on_failure="warn")
-    assert found.evidence.adjoint.failed.all()
-    assert not found.evidence.failed.any()
-    assert thermodynamics(system(), hasty, on_failure="ignore").evidence.adjoint.failed.all()
+    assert found.report.adjoint.failed.all()
+    assert not found.report.failed.any()
+    assert thermodynamics(system(), hasty, on_failure="ignore").report.adjoint.failed.all()
     found = thermodynamics(system(), MeanField())
     found.susceptibility()
     # Of the many solves behind a matrix the worst counts.
-    assert found.evidence.adjoint.failed.tolist() == [False] * B
+    assert found.report.adjoint.failed.tolist() == [False] * B
 
 
 # Failures and arguments.
@@ -386,7 +386,7 @@ def test_a_failed_sample_is_reported_as_asked():
             warnings.simplefilter("error")
             function(system(), Failing(), on_failure="ignore")
     found = thermodynamics(system(), Failing(), on_failure="ignore")
-    assert found.evidence.failed.tolist() == [False, True]
+    assert found.report.failed.tolist() == [False, True]
     assert "1 CONVERGED, 1 MAX_STEPS" in repr(found)
 
 
@@ -394,7 +394,7 @@ def test_a_failed_sample_is_reported_as_asked():
 def test_wrong_arguments_are_refused(function):
     with pytest.raises(TypeError, match="`system` must be a SpinSystem, got Tensor"):
         function(torch.ones(3), Enumeration())
-    with pytest.raises(TypeError, match="`method` must be a Method, got type"):
+    with pytest.raises(TypeError, match="`method` must be a Approximation, got type"):
         function(system(), Enumeration)
     with pytest.raises(ValueError, match="`on_failure` must be one of 'raise', 'warn', 'ignore', got 'stop'"):
         function(system(), Enumeration(), on_failure="stop")
@@ -411,4 +411,4 @@ def test_a_direction_that_does_not_fit_is_refused():
 
 def test_the_summary_names_what_matters():
     text = repr(thermodynamics(system(), Enumeration()))
-    assert re.match(r"Thermodynamics\(mean over 2 samples: F -?[\d.]+, U -?[\d.]+, S -?[\d.]+, C [\d.]+; Evid", text)
+    assert re.match(r"Thermodynamics\(mean over 2 samples: F -?[\d.]+, U -?[\d.]+, S -?[\d.]+, C [\d.]+; SolveR", text)

@@ -83,7 +83,7 @@ def test_ising_chains_are_what_other_exact_methods_find(beta, truth):
     torch.testing.assert_close(found.susceptibility(), exact.susceptibility(), rtol=1e-11, atol=1e-11)
     if isinstance(truth, Enumeration):
         torch.testing.assert_close(found.correlations, exact.correlations, rtol=1e-12, atol=1e-12)
-    assert (found.evidence.num_steps == 2).all()
+    assert (found.report.num_steps == 2).all()
 
 
 def circle(count):
@@ -230,11 +230,11 @@ def test_too_few_nodes_are_flagged_in_their_sample_alone():
     beta = torch.tensor([1.0, 2000.0], dtype=torch.float64)
     field = on_axis(HATTED, 3).expand(2, 4, 3).clone()
     found = thermodynamics(SpinSystem(chain(BONDS), field, beta), TransferMatrix(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.MAX_STEPS]
-    assert found.evidence.num_steps.tolist() == [80, 80]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.MAX_STEPS]
+    assert found.report.num_steps.tolist() == [80, 80]
     beta[1], field[1, 0, 0] = 1.0, torch.nan
     found = thermodynamics(SpinSystem(chain(BONDS), field, beta), TransferMatrix(), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
     alone = thermodynamics(SpinSystem(chain(BONDS), field[0]), TransferMatrix())
     torch.testing.assert_close(found.free_energy[0], alone.free_energy, rtol=1e-15, atol=1e-15)
     torch.testing.assert_close(found.magnetization[0], alone.magnetization, rtol=1e-14, atol=1e-15)
@@ -321,7 +321,7 @@ def test_a_lost_sample_that_the_loss_leaves_out_spoils_no_shared_gradient():
     field = torch.zeros(2, 4, 3, dtype=torch.float64)
     field[0, :, 0], field[1, 2] = 0.3, torch.nan
     found = thermodynamics(SpinSystem(couplings, field), TransferMatrix(nodes=20), on_failure="ignore")
-    assert found.evidence.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert found.report.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
     assert found.free_energy[1].isnan()
     (found.heat_capacity[0] + found.magnetization[0].sum()).backward()
     assert torch.isfinite(couplings.grad).all()

@@ -12,7 +12,7 @@ from .attach import attach, load
 from .convert import Conversion, Stage, convert
 from .override import override
 from .registration import register
-from .report import LayerReport, evidence, report
+from .report import LayerReport, last_solves, report
 
 __all__ = [
     "Conversion",
@@ -20,7 +20,7 @@ __all__ = [
     "Stage",
     "attach",
     "convert",
-    "evidence",
+    "last_solves",
     "load",
     "override",
     "register",

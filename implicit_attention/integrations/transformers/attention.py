@@ -14,7 +14,7 @@ from ...equilibrium import Attended, Measured, attend, is_repetition, split_mask
 from ...potentials import LogSumExp
 from ...potentials.softcap import SoftcapLogSumExp
 from ...read_out import PotentialFactory, at_least_single
-from ...solution import Evidence
+from ...solution import SolveReport
 from .._zero_key import with_zero_key
 from .saved import name_again, of_config
 from .settings import OPTIONS, SETTINGS, Given, Settings
@@ -83,12 +83,12 @@ class Last:
 
     def __init__(
         self,
-        evidence: Evidence | Measured | None = None,
+        evidence: SolveReport | Measured | None = None,
         sample: Sample | None = None,
         settings: Settings | None = None,
         change: Tensor | None = None,
     ) -> None:
-        self.evidence, self.sample, self.settings, self.change = evidence, sample, settings, change
+        self.report, self.sample, self.settings, self.change = evidence, sample, settings, change
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Last, ())
@@ -178,8 +178,8 @@ class EquilibriumForward:
                 change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
         sample = _sample(make, found.solution, key, beta, mask, bias)
         # A graph that looked at what is there would be made anew for each shape of it.
-        if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, _NOTHING).evidence):
-            setattr(module, LAST, Last(found.evidence, sample, settings, change))
+        if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, _NOTHING).report):
+            setattr(module, LAST, Last(found.report, sample, settings, change))
         weights = found.weights
         if weights is not None:
             weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from ... import _validate
 from ..._types import Impl, OnFailure
 from ...adjoints import Adjoint
-from ...solution import Evidence
+from ...solution import SolveReport
 from ...solvers import Solver
 from . import saved
 from .attach import Partial, checked, resolved, seated, settings_of
 from .attention import COMPARE, LAST, Last
 from .override import override
-from .report import aligned, evidence, last_calls
+from .report import aligned, last_calls, last_solves
 from .settings import OPTIONS, Settings
 
 SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -132,7 +132,9 @@ def convert(
             softmax, _ = _measured(model, inputs)
         with _comparing(model):
             output, last = _measured(model, inputs)
-        stages.append(Stage(anchor, _changes(last), _distance(output, softmax), _converged(evidence(model).values())))
+        stages.append(
+            Stage(anchor, _changes(last), _distance(output, softmax), _converged(last_solves(model).values()))
+        )
         if fine_tune is not None:
             fine_tune(model, stages[-1])
     return Conversion(stages)
@@ -201,7 +203,7 @@ def _changes(last: list[tuple[str, Last]]) -> dict[str, float]:
     return {name: math.nan if call.change is None else float(call.change) for name, call in last}
 
 
-def _converged(found: Iterable[Evidence]) -> float:
+def _converged(found: Iterable[SolveReport]) -> float:
     """Of the queries that were to converge."""
     met = wanted = 0
     for layer in found:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...diagnostics import distinct_fixed_points, effective_keys
 from ...equilibrium import Measured
 from ...read_out import made_by
-from ...solution import Evidence
+from ...solution import SolveReport
 from ...status import Status
 from .attention import LAST, Last, Sample
 from .reach import attention_names
@@ -47,7 +47,7 @@ class LayerReport:
     queries: int
 
 
-def evidence(model: nn.Module) -> dict[str, Evidence]:
+def last_solves(model: nn.Module) -> dict[str, SolveReport]:
     """The evidence of every attention layer's last call, by its name in the model: what a training loop watches.
 
     Args:
@@ -55,11 +55,11 @@ def evidence(model: nn.Module) -> dict[str, Evidence]:
     """
     found = {}
     for name, last in _calls(model):
-        if isinstance(last.evidence, Measured):
+        if isinstance(last.report, Measured):
             assert last.settings is not None
-            last.evidence = last.evidence.evidence(last.settings.options.on_failure)
-        assert last.evidence is not None
-        found[name] = last.evidence
+            last.report = last.report.report(last.settings.options.on_failure)
+        assert last.report is not None
+        found[name] = last.report
     return found
 
 
@@ -76,7 +76,7 @@ def report(model: nn.Module) -> list[LayerReport]:
         ValueError: if no layer of the model has called equilibrium attention; the message names the model.
     """
     rows = []
-    found = evidence(model)
+    found = last_solves(model)
     for name, last in last_calls(model):
         assert last.sample is not None
         assert last.settings is not None
@@ -104,7 +104,7 @@ def last_calls(model: nn.Module) -> list[tuple[str, Last]]:
 
 def _calls(model: nn.Module) -> list[tuple[str, Last]]:
     named = [(name, module, getattr(module, LAST, None)) for name, module in model.named_modules()]
-    return [(name, last) for name, module, last in named if last is not None and last.evidence and _is_current(module)]
+    return [(name, last) for name, module, last in named if last is not None and last.report and _is_current(module)]
 
 
 def _is_current(module: nn.Module) -> bool:
@@ -113,7 +113,7 @@ def _is_current(module: nn.Module) -> bool:
     return config is None or is_ours(getattr(config, "_attn_implementation", None))
 
 
-def _row(name: str, evidence: Evidence, sample: Sample, anchor: float) -> LayerReport:
+def _row(name: str, evidence: SolveReport, sample: Sample, anchor: float) -> LayerReport:
     evals = evidence.num_evals.flatten()
     solved = evidence.status != Status.EXPLICIT
     backward = evidence.adjoint.status
@@ -128,7 +128,7 @@ def _row(name: str, evidence: Evidence, sample: Sample, anchor: float) -> LayerR
         max_evals=int(evals.max()),
         residual=float(evidence.residual.max()),
         converged=_share(evidence.converged[solved & (evidence.status != Status.BUDGET)]),
-        gradient=math.nan if backward is None else _share(backward <= Status.SADDLE),
+        gradient=math.nan if backward is None else _share(backward <= Status.UNSTABLE),
         effective_keys=float(effective_keys(potential, states).mean()),  # type: ignore[arg-type]
         distinct=float(distinct_fixed_points(states).double().mean()),
         queries=states.shape[-2],

@@ -12,7 +12,7 @@ from ...status import Status
 from .._door import by_triton, checked, laid_out, state_of
 from .._hopfield import Hopfield
 from .._registration import refuse_tangents
-from ..hopfield_solve.rule import Stop
+from ..hopfield_solve.rule import FusedRule
 from .rule import MAX_STEPS, Adjoint, CGStop, nothing
 
 
@@ -86,7 +86,7 @@ def dispatch(
         from ..hopfield_solve.triton import solve
         from .triton import solve_adjoint
 
-        there = solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2))
+        there = solve(problem, state, FusedRule(0.0, 0.0, max_steps=0, plain_steps=2))
         stop = CGStop.of(rtol, max_steps, products=problem.keys.dtype)
         return solve_adjoint(problem, state, cotangent, there.mean, there.logsumexp, stop)
 

@@ -31,7 +31,7 @@ def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGS
     residual = torch.linalg.vector_norm(g - (hessian @ u[..., None]).squeeze(-1), dim=-1)
     finite &= torch.isfinite(residual)
     tolerance = stop.rtol * torch.linalg.vector_norm(g, dim=-1)
-    solved = torch.where(negative, int(Status.SADDLE), int(Status.CONVERGED)).to(torch.int8)
+    solved = torch.where(negative, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
     status = torch.where(residual <= tolerance, solved, int(Status.STALLED)).masked_fill(~finite, int(Status.NONFINITE))
     # What is not finite gives NaN, not a number; but what has no cotangent carries nothing, whatever else it holds.
     lost = ~finite & (g == 0).all(-1)

@@ -172,7 +172,7 @@ def _minimal_residuals(
     u, residual, negative = answer.value, answer.residual, answer.negative_curvature
     sizes = (torch.linalg.vector_norm(t, dim=-1) for t in (u, rest))
     status, tolerance = forgiven(answer.status, residual, tolerance, negative, *sizes)
-    status = status.masked_fill((status == Status.CONVERGED) & negative, int(Status.SADDLE))
+    status = status.masked_fill((status == Status.CONVERGED) & negative, int(Status.UNSTABLE))
     parts = u, status, residual, tolerance, answer.num_steps.to(torch.int32), negative
     whole = tuple(t.new_zeros((len(g), *t.shape[1:])) for t in parts)
     return _merged(whole, ids, parts)

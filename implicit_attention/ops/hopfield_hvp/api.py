@@ -11,7 +11,7 @@ from ..._types import Impl
 from .._door import by_triton, checked, laid_out, state_of
 from .._hopfield import Hopfield
 from .._registration import refuse_tangents
-from ..hopfield_solve.rule import Stop
+from ..hopfield_solve.rule import FusedRule
 
 
 def hopfield_hvp(
@@ -90,7 +90,7 @@ def dispatch(
 
         if mean is not None and logsumexp is not None:
             return hessian_product(problem, state, vector, mean, logsumexp)
-        there = solve(problem, state, Stop(0.0, 0.0, max_steps=0, plain_steps=2))
+        there = solve(problem, state, FusedRule(0.0, 0.0, max_steps=0, plain_steps=2))
         return hessian_product(problem, state, vector, there.mean, there.logsumexp)
 
     found = by_triton(impl, "hopfield_hvp", problem, fused)

@@ -11,7 +11,7 @@ from .._door import by_triton, checked, laid_out, state_of
 from .._fold import widened
 from .._hopfield import Hopfield
 from .._registration import refuse_tangents
-from .rule import Solved, Stop, nothing
+from .rule import FusedRule, Solved, nothing
 
 
 def hopfield_solve(
@@ -81,12 +81,12 @@ def hopfield_solve(
     return Solved(*hopfield_solve_op(*problem, start, rtol, atol, max_steps, plain_steps, impl, "warn"))
 
 
-def run(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl, keep_mean: bool = True) -> Solved:
+def run(problem: Hopfield, initial: Tensor, stop: FusedRule, *, impl: Impl, keep_mean: bool = True) -> Solved:
     """The same for a problem that is laid out, as plain computation; the mean may be left out where it costs extra."""
     return dispatch(problem, initial, stop, checked(impl, problem), keep_mean=keep_mean)
 
 
-def dispatch(problem: Hopfield, initial: Tensor, stop: Stop, impl: Impl, *, keep_mean: bool = True) -> Solved:
+def dispatch(problem: Hopfield, initial: Tensor, stop: FusedRule, impl: Impl, *, keep_mean: bool = True) -> Solved:
     """Run the implementation."""
     if problem.field.shape[-1] == 0 < initial.shape[:-1].numel():
         # Rows without entries still have weights: those of one entry that is 0.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...status import Status
 from .._hopfield import Hopfield
 from .._rows import Rows, dot
-from .rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved, Stop
+from .rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, FusedRule, Solved
 
 # Steps between two looks at whether all are finished, each of which makes the host wait for an accelerator.
 LOOK_EVERY = 4
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 @torch.no_grad()
 def iterate(
-    problem: Hopfield, initial: Tensor, stop: Stop, *, fused: bool, compact: bool, keep_mean: bool = True
+    problem: Hopfield, initial: Tensor, stop: FusedRule, *, fused: bool, compact: bool, keep_mean: bool = True
 ) -> Solved:
     """Solve from `initial`; `fused` evaluates by torch's attention kernels, else every product is written out.
 
@@ -57,7 +57,7 @@ def iterate(
 
 
 @torch.inference_mode()
-def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: Stop, *, compact: bool) -> None:
+def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule, *, compact: bool) -> None:
     """Solve some of the queries from z."""
     rows, flat = rows.padded(answers.count)
     z = z if flat is None else z.index_select(0, flat)
@@ -182,7 +182,7 @@ def _proposed(
 class _Answers:
     """The outcome of every query, written when it is done; one place more takes the rows that only fill up."""
 
-    def __init__(self, rows: Rows, stop: Stop, keep_mean: bool) -> None:
+    def __init__(self, rows: Rows, stop: FusedRule, keep_mean: bool) -> None:
         self.keep_mean = keep_mean
         self.rows, self.stop, self.count = rows, stop, rows.sets * rows.count
         keys = rows.keys

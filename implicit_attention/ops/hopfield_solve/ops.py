@@ -12,7 +12,7 @@ from .._registration import PROBLEM, batched, refuse_tangents, sum_to
 from ..hopfield_cg.ops import hopfield_cg_op
 from ..hopfield_cg.rule import MAX_STEPS
 from .api import dispatch
-from .rule import Stop
+from .rule import FusedRule
 
 hopfield_solve_op = torch.library.custom_op(
     "implicit_attention::hopfield_solve",
@@ -25,7 +25,7 @@ hopfield_solve_op = torch.library.custom_op(
 
 def _solve(*args: Any) -> tuple[Tensor, ...]:
     problem, initial, impl = Hopfield(*args[:6]), args[6], args[-2]
-    found = dispatch(problem, initial, Stop(*args[7:-2]), impl)
+    found = dispatch(problem, initial, FusedRule(*args[7:-2]), impl)
     # Results of an operation share no memory.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in found)
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from .._hopfield import Hopfield
 from .iterate import iterate
-from .rule import Solved, Stop
+from .rule import FusedRule, Solved
 
 
-def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
+def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
     """Solve from `initial`, (*batch, N, D)."""
     return iterate(problem.to(initial.dtype), initial, stop, fused=False, compact=False)

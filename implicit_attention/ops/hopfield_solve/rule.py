@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._stop import Stop
+from ..._fused_rule import FusedRule
 
 # As in `solvers/safeguard.py`, where each is explained.
 DESCENT = 0.25
@@ -42,4 +42,4 @@ def nothing(initial: Tensor) -> Solved:
     return Solved(*vectors, row, codes, row.clone(), row.clone(), counts, counts.clone())
 
 
-__all__ = ["DESCENT", "ENERGY_SLACK", "LONGEST", "SLOPE", "STRETCH", "Solved", "Stop", "nothing"]
+__all__ = ["DESCENT", "ENERGY_SLACK", "LONGEST", "SLOPE", "STRETCH", "FusedRule", "Solved", "nothing"]

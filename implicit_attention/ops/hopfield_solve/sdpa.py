@@ -10,10 +10,12 @@ from ..._types import Impl
 from .._door import by_attention, without_kernel
 from .._hopfield import Hopfield
 from .iterate import iterate
-from .rule import Solved, Stop
+from .rule import FusedRule, Solved
 
 
-def solve(problem: Hopfield, initial: Tensor, stop: Stop, *, impl: Impl = "auto", keep_mean: bool = True) -> Solved:
+def solve(
+    problem: Hopfield, initial: Tensor, stop: FusedRule, *, impl: Impl = "auto", keep_mean: bool = True
+) -> Solved:
     """Solve from `initial`, (*batch, N, D); what the kernels cannot do is multiplied out."""
     problem = problem.to(initial.dtype)
     run = partial(iterate, problem, initial, stop, compact=True, keep_mean=keep_mean)

@@ -15,7 +15,7 @@ from .._triton_kernels import attend, batch_offset
 from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
 from . import rule
-from .rule import Solved, Stop
+from .rule import FusedRule, Solved
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -29,7 +29,7 @@ EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-def solve(problem: Hopfield, initial: Tensor, stop: Stop) -> Solved:
+def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
     """Solve every query from `initial`, (*batch, N, D), without a look of the host; answers are float32."""
     problem = in_memory(problem)
     field, keys = problem.field, problem.keys

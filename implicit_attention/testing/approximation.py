@@ -1,4 +1,4 @@
-"""The contract of a method for spin systems: inherit `MethodContract` and say how to make one."""
+"""The contract of a method for spin systems: inherit `ApproximationContract` and say how to make one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..spins import SpinSystem, free_energy, magnetization, thermodynamics
-from ..spins.method import Method
+from ..spins.approximation import Approximation
 from ..spins.thermodynamics import Thermodynamics
 from ..status import Status
 from .numerics import random
@@ -28,7 +28,7 @@ def output(found: Thermodynamics, name: str) -> Tensor:
     return value
 
 
-class MethodContract:
+class ApproximationContract:
     """Tests that every method with a free energy passes. A subclass defines `make`, and what its systems are like.
 
     A test that a method is not meant to pass is taken out by name: `test_... = None`, with the reason.
@@ -45,7 +45,7 @@ class MethodContract:
     chain = False
     precision = 1e-4
 
-    def make(self) -> Method:
+    def make(self) -> Approximation:
         raise NotImplementedError
 
     def field(self, *batch: int, seed: int = 1) -> Tensor:
@@ -184,7 +184,7 @@ class MethodContract:
             limit = ULPS * torch.finfo(b.dtype).eps * b.abs().max().clamp(min=1.0)
             assert bool((a - b).abs().max() <= limit), (name, float((a - b).abs().max() / limit))
         if not (self.chain and self.dim > 1):
-            assert together.evidence.status[3] == Status.NONFINITE
+            assert together.report.status[3] == Status.NONFINITE
             assert bool(together.free_energy[3].isnan())
 
     def test_a_masked_site_changes_nothing(self) -> None:
@@ -203,7 +203,7 @@ class MethodContract:
         low = self.system(self.field(2).float(), self.weights().float())
         exact, found = (self.found(s) for s in (system, low))
         assert found.free_energy.dtype == torch.float32
-        assert bool(found.evidence.converged.all())
+        assert bool(found.report.converged.all())
         _close(found.free_energy.double(), exact.free_energy, 1e-5)
         _close(found.magnetization.double(), exact.magnetization, self.precision)
 
@@ -214,7 +214,7 @@ class MethodContract:
         _close(each, batch, 1e-10)
 
     def test_every_solve_has_evidence(self) -> None:
-        evidence = self.found(self.system(self.field(2), self.weights())).evidence
+        evidence = self.found(self.system(self.field(2), self.weights())).report
         assert bool(evidence.converged.all())
         assert bool((evidence.residual <= evidence.tolerance).all())
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from .status import Status
 
 
-class Stop(NamedTuple):
+class FusedRule(NamedTuple):
     """Tolerances of |f(z) - z|_2 <= atol + rtol |f(z)|_2, the budget, and the steps before acceleration.
 
-    From step `plain_steps` on, steps are those of `Anderson(history=1)` on a monotone energy; `plain_steps > max_steps`
-    is Picard's iteration. With rtol = atol = 0 exactly `max_steps` steps are made.
+    From step `plain_steps` on, steps are those of `Anderson(history=1)` on an energy that plain steps lower;
+    `plain_steps > max_steps` is Picard's iteration. With rtol = atol = 0 exactly `max_steps` steps are made.
     """
 
     rtol: float

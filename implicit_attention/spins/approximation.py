@@ -13,7 +13,7 @@ from .. import _validate
 from ..adjoints import Adjoint
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Problem, restricted
-from ..solution import Evidence, Solution
+from ..solution import Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
@@ -31,11 +31,11 @@ class LogPartition(NamedTuple):
     """log Z of every sample, (*batch), and the evidence of the solve behind it, with *batch numbering its problems."""
 
     value: Tensor
-    evidence: Evidence
+    report: SolveReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Method:
+class Approximation:
     """Base of the methods. A subclass defines `log_partition`, and what it cannot do in `check`.
 
     log Z has to be differentiable with respect to field, couplings and beta, each with the others fixed, as often as
@@ -70,12 +70,12 @@ class Method:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FixedPointMethod(Method):
+class FixedPointApproximation(Approximation):
     """Base of methods whose log Z is stationary where a fixed-point problem, one per sample, is solved.
 
     There may be several such points; each is a branch. Solvers of equations also find those where the free energy has
     no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solver that
-    is given starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status SADDLE
+    is given starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status UNSTABLE
     where `check="stability"` asks for it, and CONVERGED else: to find out costs more than most solves.
     """
 
@@ -141,7 +141,7 @@ class FixedPointMethod(Method):
         self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
     ) -> LogPartition:
         solution = self.solution(system, self.begin(system, initial), check=check)
-        return LogPartition(self.value(system, solution.value), solution.evidence())
+        return LogPartition(self.value(system, solution.value), solution.report)
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to."""
@@ -163,7 +163,7 @@ class FixedPointMethod(Method):
         status, state = solution.status, solution.value.detach()
         doubts = [(Status.OUT_OF_RANGE, self.out_of_range)]
         if check == "stability":
-            doubts.insert(0, (Status.SADDLE, self.unstable))
+            doubts.insert(0, (Status.UNSTABLE, self.unstable))
         for verdict, asked in doubts:
             doubtful = asked(system, state)
             if doubtful is not None:
@@ -202,8 +202,8 @@ class _Damped(Problem):
         clone.problem = inner
         return clone
 
-    def check_closure(self, z: Tensor) -> None:
-        self.problem.check_closure(z)
+    def check_undeclared(self, z: Tensor) -> None:
+        self.problem.check_undeclared(z)
 
 
 # Near enough for an accelerated solver to stay in the same valley.
@@ -216,14 +216,14 @@ def physics_solver(dtype: torch.dtype) -> Solver:
     return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
 
 
-def _no_branches(method: Method) -> NoReturn:
+def _no_branches(method: Approximation) -> NoReturn:
     """Raise for a start where there is nothing to choose."""
     name = type(method).__name__
-    remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianField or KineticPlefka"
+    remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianClosure or KineticPlefka"
     raise ValueError(_validate.message("initial", f"be None for {name}, which has one answer", "a tensor", remedy))
 
 
-def require_ising(method: Method, system: SpinSystem) -> None:
+def require_ising(method: Approximation, system: SpinSystem) -> None:
     """Raise unless spins are numbers."""
     _validate.require(
         system.dim == 1,
@@ -234,10 +234,10 @@ def require_ising(method: Method, system: SpinSystem) -> None:
     )
 
 
-def closed_form(value: Tensor) -> Evidence:
+def closed_form(value: Tensor) -> SolveReport:
     """The evidence of what needs no iteration, for values (*batch)."""
     value = value.detach()
     none = torch.zeros_like(value, dtype=torch.int32)
     status = torch.where(torch.isfinite(value), int(Status.CONVERGED), int(Status.NONFINITE)).to(torch.int8)
     zero = torch.zeros_like(value)
-    return Evidence(status=status, residual=zero, tolerance=zero, num_steps=none, num_evals=none)
+    return SolveReport(status=status, residual=zero, tolerance=zero, num_steps=none, num_evals=none)

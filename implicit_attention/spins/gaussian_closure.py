@@ -18,7 +18,7 @@ from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GaussianField(DynamicalMethod):
+class GaussianClosure(DynamicalMethod):
     """Every spin answers, on average, a field of mean f_i = h_i + sum_j J_ij m_j that fluctuates normally.
 
     The variance of spin j is R^2 - |m_j|^2, that of the field V_i = sum_j J_ij^2 (R^2 - |m_j|^2), to all orders in J.
@@ -49,10 +49,10 @@ class GaussianField(DynamicalMethod):
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         received = f"shape {tuple(system.couplings.shape)}"
-        required = "have a number for each pair, (N, N) or (*batch, N, N), for GaussianField"
+        required = "have a number for each pair, (N, N) or (*batch, N, N), for GaussianClosure"
         _validate.require(not system.block, "couplings", required, received, "use KineticPlefka(order=1)")
         exact = system.dim > 1 or isinstance(self.response, BesselResponse)
-        required = "be BesselResponse() for GaussianField of spins with D = 1, an average of tanh"
+        required = "be BesselResponse() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")
 
     def problem(self, system: SpinSystem) -> GaussianFieldProblem:

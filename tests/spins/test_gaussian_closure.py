@@ -11,7 +11,7 @@ from implicit_attention.potentials.spin import AmosResponse, BesselResponse
 from implicit_attention.spins import SpinSystem, magnetization
 from implicit_attention.spins.dynamics import stationary_state
 from implicit_attention.spins.exact import stationary_law
-from implicit_attention.spins.gaussian_field import GaussianField, _mean_tanh, _mean_tanh_slope
+from implicit_attention.spins.gaussian_closure import GaussianClosure, _mean_tanh, _mean_tanh_slope
 from implicit_attention.spins.kinetic_plefka import KineticPlefka
 from implicit_attention.testing.numerics import random, relative_error
 
@@ -69,7 +69,7 @@ def test_the_average_of_tanh_is_smooth_at_no_variance():
 
 def test_the_equation_of_ising_spins():
     beta, radius, couplings, field = 1.3, 1.4, gaussian_couplings(6, seed=1), random(6, 1, seed=2)
-    m = magnetization(SpinSystem(couplings, field, beta, radius=radius), GaussianField())[:, 0]
+    m = magnetization(SpinSystem(couplings, field, beta, radius=radius), GaussianClosure())[:, 0]
     local = field[:, 0] + couplings @ m
     spread = couplings.square() @ (radius**2 - m.square())
     scale = beta * radius
@@ -81,7 +81,7 @@ def test_the_equation_of_ising_spins():
 def test_the_equation_of_vectors(response):
     beta, couplings, field = 1.2, gaussian_couplings(5, seed=1), random(5, 3, seed=2)
     system = SpinSystem(couplings, field, beta, radius=1.5)
-    m = magnetization(system, GaussianField(response=response))
+    m = magnetization(system, GaussianClosure(response=response))
     local = field + couplings @ m
     length = local.norm(dim=-1, keepdim=True)
     wide = (length.square() + couplings.square() @ (1.5**2 - m.square().sum(-1, keepdim=True))).sqrt()
@@ -94,7 +94,7 @@ def test_the_equation_of_vectors(response):
 def test_delayed_correlations_are_the_jacobian_times_the_covariance(dim):
     beta, radius, couplings = 1.1, 1.2, gaussian_couplings(4, seed=1)
     system = SpinSystem(couplings, random(4, dim, seed=2), beta, radius=radius)
-    state = stationary_state(system, GaussianField())
+    state = stationary_state(system, GaussianClosure())
     m = state.magnetization
     local = system.field + couplings @ m
     spread = couplings.square() @ (radius**2 - m.square().sum(-1))
@@ -130,7 +130,7 @@ def test_many_neighbours_make_the_average_exact():
         truth = stationary_law(couplings, field).magnetization[n]
         m = [
             magnetization(SpinSystem(couplings, field[:, None]), method)[n, 0]
-            for method in (GaussianField(), KineticPlefka())
+            for method in (GaussianClosure(), KineticPlefka())
         ]
         errors.append([float((x - truth).abs()) for x in m])
     (near, naive), (nearer, still_naive) = errors
@@ -151,7 +151,7 @@ def test_it_is_nearer_to_ising_chains_than_expansions_are(beta):
         law = stationary_law(couplings, field, beta)
         system = SpinSystem(couplings, field[:, None], beta)
         row = []
-        for method in (GaussianField(), KineticPlefka(), KineticPlefka(order=2)):
+        for method in (GaussianClosure(), KineticPlefka(), KineticPlefka(order=2)):
             state = stationary_state(system, method, on_failure="ignore")
             row.append(
                 [
@@ -213,7 +213,7 @@ def test_it_is_near_to_chains_of_vectors(beta, close, naive, second):
     couplings, field = gaussian_couplings(16, seed=0), 0.6 * random(16, 64, seed=1)
     system = SpinSystem(couplings, field, beta, radius="bessel")
     m, delayed = sampled(system)
-    state = stationary_state(system, GaussianField())
+    state = stationary_state(system, GaussianClosure())
     assert relative_error(state.magnetization, m) < close
     assert relative_error(magnetization(system, KineticPlefka(), on_failure="ignore"), m) > naive
     produced = beta * float(((couplings - couplings.mT) * delayed).sum())
@@ -235,9 +235,14 @@ def test_it_is_near_to_chains_of_vectors(beta, close, naive, second):
     ("couplings", "dim", "response", "text"),
     [
         (torch.zeros(2, 2, 3, 3), 3, BesselResponse(), "got shape (2, 2, 3, 3); use KineticPlefka(order=1)"),
-        (torch.zeros(2, 2), 1, AmosResponse(), "`response` must be BesselResponse() for GaussianField of spins with D"),
+        (
+            torch.zeros(2, 2),
+            1,
+            AmosResponse(),
+            "`response` must be BesselResponse() for GaussianClosure of spins with D",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(couplings, dim, response, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        stationary_state(SpinSystem(couplings, torch.zeros(2, dim)), GaussianField(response=response))
+        stationary_state(SpinSystem(couplings, torch.zeros(2, dim)), GaussianClosure(response=response))

@@ -13,7 +13,7 @@ from ..ops._fold import SMALL_PRODUCT
 from ._keys import KeyPotential, check_mask
 
 
-class Quadratic(KeyPotential):
+class SquaredScores(KeyPotential):
     """Phi(z) = (beta/2) sum_j <k_j, z>^2, whose mean beta K^T K z is linear attention without normalisation.
 
     The anchored energy is then quadratic and its equilibrium (I - (1 - anchor) beta K^T K)^{-1} anchor x.
@@ -42,7 +42,7 @@ class Quadratic(KeyPotential):
     ) -> None:
         super().__init__(keys, beta)
         _validate.require(
-            bias is None, "bias", "be None for Quadratic", "a tensor", "use LogSumExp for additive biases"
+            bias is None, "bias", "be None for SquaredScores", "a tensor", "use LogSumExp for additive biases"
         )
         if mask is not None:
             check_mask(mask, keys)
@@ -51,7 +51,7 @@ class Quadratic(KeyPotential):
                 "mask",
                 "be the same for all queries, shape (*batch, 1, M)",
                 f"shape {tuple(mask.shape)}",
-                "use one Quadratic per group of queries",
+                "use one SquaredScores per group of queries",
             )
             shape = mask.shape[:-2] if mask.ndim > 1 else mask.shape[:0]
             _validate.check_broadcast("mask", shape, keys.shape[:-2], "the leading axes of `keys`")
