@@ -64,7 +64,7 @@ def settings(*, quick: bool, device: str) -> tuple[tuple[str, Setting], ...]:
 
 def anchored(data: Data) -> Any:
     """The problem as the operations take it: plain tensors, beta and anchor with as many axes as the keys."""
-    from implicit_attention.ops._hopfield import Hopfield
+    from implicit_attention.ops.problem import Hopfield
 
     numbers = (
         torch.full((1, 1, 1, 1), value, device=data.keys.device) for value in (data.setting.beta, data.setting.anchor)

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from .adjoints import Implicit, OneStep, Phantom, Unrolled
+from .attention import equilibrium_attention
 from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
 from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
-from .functional import equilibrium_attention
 from .layers import AttentionPooling, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
 from .linear import CG, GMRES, MINRES, Neumann
 from .potentials import LogSumExp, Potential, SquaredScores

@@ -14,7 +14,7 @@ from ._types import LinearMap
 from .energies import AnchoredEnergy
 from .linear import extreme_eigenvalues
 from .linear import spectral_radius as arnoldi_radius
-from .ops._hopfield import common
+from .ops.problem import common
 from .potentials import LogSumExp
 from .potentials._keys import in_double
 from .problem import Problem, widened

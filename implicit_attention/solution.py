@@ -22,6 +22,23 @@ LOOSE = 0.01
 _REMEDY = "lower atol for data of this scale, or rtol"
 
 
+class Record(NamedTuple):
+    """How a solve went, as plain tensors (*lead): what solvers, operations and compiled graphs hand on.
+
+    The fields are those of `SolveReport`, which tells them to the user.
+    """
+
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    num_evals: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Record:
+        """The record with `function` applied to every field."""
+        return Record(*map(function, self))
+
+
 class Trace(NamedTuple):
     """Per iteration and problem, (iterations, *lead): the residual of the best state so far, its energy, the map
     evaluations spent by then, and that state, (iterations, *lead, *event)."""

@@ -24,10 +24,8 @@ ALLOWED = {
     "energies": {"potentials", "problem"},
     "solve": {"adjoints", "solvers", "problem", "solution", "_reporting"},
     "options": {"solvers", "adjoints", "_reporting"},
-    "read_out": {"potentials", "problem"},
-    "equilibrium": {
+    "attention": {
         "options",
-        "read_out",
         "ops",
         "energies",
         "potentials",
@@ -38,11 +36,9 @@ ALLOWED = {
         "solution",
         "_reporting",
     },
-    "functional": {"options", "equilibrium", "solvers", "adjoints", "solution"},
     "layers": {
         "options",
-        "read_out",
-        "equilibrium",
+        "attention",
         "energies",
         "potentials",
         "problem",
@@ -64,8 +60,7 @@ ALLOWED = {
     "integrations": {
         "layers",
         "options",
-        "read_out",
-        "equilibrium",
+        "attention",
         "diagnostics",
         "potentials",
         "solvers",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ..equilibrium import split_mask
+from ..attention.core import split_mask
 
 
 def pairs_and_bias(

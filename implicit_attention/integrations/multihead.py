@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
-from ..equilibrium import attend
+from ..attention.core import attend
 from ..layers.projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta, merge_heads, split_heads
 from ..layers.remembering import Remembering
 from ..options import SolveOptions

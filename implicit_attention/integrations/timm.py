@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
-from ..equilibrium import attend
+from ..attention.core import attend
 from ..layers.masks import pairs_and_bias
 from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta, merge_heads
 from ..layers.remembering import Remembering

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
-from ..equilibrium import Measured, attend, split_mask
+from ..attention.core import Measured, attend, split_mask
+from ..attention.read_out import PotentialFactory, at_least_single
 from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
 from ..layers.remembering import Remembering
 from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..potentials.softcap import SoftcapLogSumExp
-from ..read_out import PotentialFactory, at_least_single
 from ..solution import SolveReport
 from ..solvers import Solver
 from ._zero_key import with_zero_key

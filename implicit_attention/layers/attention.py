@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
-from ..equilibrium import Measured, attend
+from ..attention.core import Measured, attend
+from ..attention.read_out import PotentialFactory
 from ..options import SolveOptions
 from ..potentials import LogSumExp
-from ..read_out import PotentialFactory
 from ..solvers import Solver
 from .cache import Held, KeyValueCache, check_cache
 from .masks import check_key_mask, pairs_and_bias

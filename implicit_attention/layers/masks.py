@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..equilibrium import check_causal, split_mask
+from ..attention.core import check_causal, split_mask
 
 
 def pairs_and_bias(

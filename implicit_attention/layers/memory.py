@@ -13,12 +13,12 @@ from .. import _validate
 from .._autograd import exact_precision
 from .._types import OnFailure
 from ..adjoints import Adjoint
+from ..attention.core import attend
+from ..attention.read_out import at_least_single
 from ..energies import AnchoredEnergy
-from ..equilibrium import attend
 from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..problem import HALF
-from ..read_out import at_least_single
 from ..solution import SolveReport
 from ..solvers import Solver
 from .attention import ImplicitAttention

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..equilibrium import Measured, is_repetition
+from ..attention.core import Measured, is_repetition
 from ..options import SolveOptions
 from ..solution import SolveReport
 

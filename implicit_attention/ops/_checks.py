@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..status import Status
-from ._flash import mean_and_logsumexp
-from ._fold import aligned
-from ._hopfield import Hopfield
 from ._triton_layout import TILES, tiles
 from ._trust import Errors, poisoned
+from .attention import mean_and_logsumexp
+from .fold import aligned
 from .hopfield_cg.rule import RTOL, CGStop
 from .hopfield_solve.rule import FusedRule, Solved
+from .problem import Hopfield
 
 # How many times the error of rounding alone, and how many units of float32 (or float64) beside that.
 TIMES, UNITS = 4.0, 16.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._hopfield import Hopfield
+from .problem import Hopfield
 
 # Leading axes of different strides that a kernel tells apart.
 AXES = 3

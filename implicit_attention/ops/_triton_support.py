@@ -8,8 +8,8 @@ import os
 import torch
 from torch import Tensor
 
-from ._hopfield import Hopfield
 from ._triton_layout import AXES, Layout
+from .problem import Hopfield
 
 LARGEST_DIM = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

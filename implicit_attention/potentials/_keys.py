@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..ops._hopfield import common
+from ..ops.problem import common
 from .base import Potential
 
 

@@ -10,7 +10,7 @@ from einops import einsum
 from torch import Tensor
 
 from .._autograd import is_fake, transforms_active
-from ..ops._fold import Fold
+from ..ops.fold import Fold
 
 # Scores below half of this are lost in rounding beside a bias of this / eps.
 LOST = 64.0

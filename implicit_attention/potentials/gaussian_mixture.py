@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape, transforms_active
-from ..ops._hopfield import common
+from ..ops.problem import common
 from .base import CovarianceMap, Potential
 
 

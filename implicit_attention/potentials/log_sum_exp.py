@@ -17,13 +17,13 @@ from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_sha
 from .._fused_rule import FusedRule
 from .._types import Impl, OnFailure
 from ..errors import UnsupportedImplementation
-from ..ops._door import by_attention, checked
-from ..ops._flash import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
-from ..ops._fold import Fold, row_block
-from ..ops._hopfield import Hopfield, carries, common
+from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
+from ..ops.dispatch import by_attention, checked
+from ..ops.fold import Fold, row_block
 from ..ops.hopfield_cg.api import run as run_hopfield_cg
 from ..ops.hopfield_cg.rule import CGStop
 from ..ops.hopfield_solve.api import run as run_hopfield_solve
+from ..ops.problem import Hopfield, carries, common
 from ._keys import KeyPotential, check_mask, check_pairs
 from ._read import Read, surely_finite, without_nan
 from .base import CovarianceMap

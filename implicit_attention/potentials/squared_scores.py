@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from ..ops._fold import SMALL_PRODUCT
+from ..ops.fold import SMALL_PRODUCT
 from ._keys import KeyPotential, check_mask
 
 

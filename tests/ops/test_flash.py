@@ -7,9 +7,9 @@ import torch
 from layouts import MATRICES, Layouts
 
 import implicit_attention
-from implicit_attention.ops import _flash
-from implicit_attention.ops._hopfield import Hopfield
+from implicit_attention.ops import attention
 from implicit_attention.ops._rows import Rows
+from implicit_attention.ops.problem import Hopfield
 from implicit_attention.testing.numerics import random
 
 PRIVATE = ("torch.ops", "_scaled_dot_product", "torch._efficient_attention", "torch._flash_attention")
@@ -22,7 +22,7 @@ def test_the_kernel_on_a_cpu_answers_every_layout(which, kind):
     given = [random(1, 1, *size, seed=i) for i, size in enumerate(((16, 8), (70, 8), (70, 8), (16, 70)))]
     given[which] = MATRICES[kind](draw.normal, tuple(given[which].shape), draw.rng)
     query, keys, values, mask = given
-    mean, logsumexp = _flash.flash_with_logsumexp(query, keys, values, attn_mask=mask, scale=0.5)
+    mean, logsumexp = attention.flash_with_logsumexp(query, keys, values, attn_mask=mask, scale=0.5)
     query, keys, values, mask = (t.clone(memory_format=torch.contiguous_format) for t in given)
     scores = 0.5 * query @ keys.mT + mask
     torch.testing.assert_close(mean, scores.softmax(-1) @ values, rtol=1e-12, atol=1e-13)
@@ -41,12 +41,12 @@ def test_the_kernel_on_cuda_is_given_what_torch_would_give_it(count, kind, monke
         scores = scale * query @ keys.mT + mask
         return scores.softmax(-1) @ values, scores.logsumexp(-1)
 
-    monkeypatch.setattr(_flash, "_EFFICIENT", kernel)
+    monkeypatch.setattr(attention, "_EFFICIENT", kernel)
     draw = Layouts(0)
     query, keys, mask = (
         MATRICES[kind](draw.normal, (1, 1, *size), draw.rng) for size in ((16, 8), (count, 8), (16, count))
     )
-    mean, _ = _flash.efficient_with_logsumexp(query, keys, keys, attn_mask=mask, scale=0.5)
+    mean, _ = attention.efficient_with_logsumexp(query, keys, keys, attn_mask=mask, scale=0.5)
     torch.testing.assert_close(mean, (0.5 * query @ keys.mT + mask).softmax(-1) @ keys, rtol=1e-12, atol=1e-13)
 
 
@@ -83,4 +83,4 @@ def test_nobody_else_calls_private_operations():
         for path in package.rglob("*.py")
         if any(name in path.read_text() for name in PRIVATE)
     }
-    assert callers == {"ops/_flash.py"}
+    assert callers == {"ops/attention.py"}

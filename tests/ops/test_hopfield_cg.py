@@ -6,7 +6,7 @@ from hopfield_cases import CASES, make, pairs, written_out
 
 from implicit_attention import Status
 from implicit_attention.ops import hopfield_cg, hopfield_hvp, hopfield_solve
-from implicit_attention.ops._door import laid_out
+from implicit_attention.ops.dispatch import laid_out
 from implicit_attention.ops.hopfield_cg import reference, sdpa
 from implicit_attention.ops.hopfield_cg.rule import CGStop
 from implicit_attention.testing.numerics import random, relative_error

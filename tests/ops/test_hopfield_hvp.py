@@ -6,7 +6,7 @@ from hopfield_cases import CASES, make, pairs, written_out
 
 from implicit_attention import AnchoredEnergy
 from implicit_attention.ops import hopfield_hvp
-from implicit_attention.ops._door import laid_out
+from implicit_attention.ops.dispatch import laid_out
 from implicit_attention.ops.hopfield_hvp import sdpa
 from implicit_attention.potentials.log_sum_exp import ReferenceLogSumExp
 from implicit_attention.testing.numerics import random, relative_error

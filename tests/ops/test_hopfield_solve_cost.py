@@ -5,7 +5,7 @@ import torch
 from hopfield_cases import make
 
 from implicit_attention.ops import hopfield_solve
-from implicit_attention.ops._door import laid_out
+from implicit_attention.ops.dispatch import laid_out
 from implicit_attention.ops.hopfield_solve.api import run
 from implicit_attention.ops.hopfield_solve.rule import FusedRule
 from implicit_attention.testing.numerics import random

@@ -16,7 +16,7 @@ from implicit_attention import (
     equilibrium_attention,
 )
 from implicit_attention.ops import hopfield_cg, hopfield_hvp, hopfield_solve
-from implicit_attention.ops._door import laid_out
+from implicit_attention.ops.dispatch import laid_out
 from implicit_attention.ops.hopfield_cg.ops import hopfield_cg_op
 from implicit_attention.ops.hopfield_hvp.ops import hopfield_hvp_op
 from implicit_attention.ops.hopfield_solve.ops import hopfield_solve_op

@@ -15,8 +15,8 @@ import pytest
 import torch
 import triton_cases
 
-from implicit_attention.ops._hopfield import Hopfield
 from implicit_attention.ops._triton_support import unsupported
+from implicit_attention.ops.problem import Hopfield
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SCRIPT = Path(triton_cases.__file__)

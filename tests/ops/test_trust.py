@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from implicit_attention import LogSumExp, Status
-from implicit_attention.equilibrium import SDPALogSumExp
+from implicit_attention.attention.core import SDPALogSumExp
 from implicit_attention.errors import KernelWarning, UnsupportedImplementation
-from implicit_attention.ops import _checks, _flash, _trust, hopfield_solve, kernel_checks
+from implicit_attention.ops import _checks, _trust, attention, hopfield_solve, kernel_checks
 from implicit_attention.potentials import log_sum_exp
 
 CPU = torch.device("cpu")
@@ -199,7 +199,7 @@ def solved(impl, **options):
 
 
 def broken(fault):
-    kernel = _flash.flash_with_logsumexp
+    kernel = attention.flash_with_logsumexp
 
     def call(*arguments, **options):
         if fault == "raises":
@@ -223,7 +223,7 @@ MASKS = {"mask": {"mask": torch.arange(70) < 66}, "causal": {"is_causal": True},
 @pytest.mark.parametrize("fault", ["wrong", "wrong logsumexp", "unwritten", "raises"])
 def test_a_broken_attention_kernel_is_found_at_its_first_use(fault, options, monkeypatch):
     expected = solved("reference", **options)
-    monkeypatch.setattr(_flash, "flash_with_logsumexp", broken(fault))
+    monkeypatch.setattr(attention, "flash_with_logsumexp", broken(fault))
     with pytest.warns(KernelWarning) as told:
         found = solved("auto", **options)
     assert len(told) == 1
@@ -244,7 +244,7 @@ def test_a_broken_attention_kernel_evaluates_no_potential(monkeypatch):
     potential = LogSumExp(keys, 0.4)
     value, mean = potential.value(query), potential.mean(query)
     kernel = broken("wrong")
-    for module in (_flash, log_sum_exp):
+    for module in (attention, log_sum_exp):
         monkeypatch.setattr(module, "flash_with_logsumexp", kernel)
     with pytest.warns(KernelWarning):
         found = potential.evaluate(query)

@@ -21,8 +21,8 @@ from triton_harness import (
 )
 from triton_oracle import Dense, adjoint
 
-from implicit_attention.ops._hopfield import Hopfield
 from implicit_attention.ops.hopfield_cg.rule import CGStop
+from implicit_attention.ops.problem import Hopfield
 from implicit_attention.status import Status
 
 

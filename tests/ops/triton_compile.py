@@ -12,12 +12,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from implicit_attention.ops._hopfield import Hopfield
 from implicit_attention.ops.hopfield_cg.rule import CGStop
 from implicit_attention.ops.hopfield_cg.triton import solve_adjoint
 from implicit_attention.ops.hopfield_hvp.triton import hessian_product
 from implicit_attention.ops.hopfield_solve.rule import FusedRule
 from implicit_attention.ops.hopfield_solve.triton import solve
+from implicit_attention.ops.problem import Hopfield
 
 
 class Hopper:

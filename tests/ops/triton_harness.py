@@ -2,7 +2,7 @@
 
 import torch
 
-from implicit_attention.ops._hopfield import Hopfield
+from implicit_attention.ops.problem import Hopfield
 
 CASES = {}
 DEVICE = "cpu"

@@ -22,8 +22,8 @@ from triton_harness import (
 )
 from triton_oracle import Dense, follow
 
-from implicit_attention.ops._hopfield import Hopfield
 from implicit_attention.ops.hopfield_solve.rule import FusedRule
+from implicit_attention.ops.problem import Hopfield
 from implicit_attention.status import Status
 
 STOP = FusedRule(rtol=1e-3, atol=0.0, max_steps=12, plain_steps=2)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ...equilibrium import Attended, Measured, attend, is_repetition, split_mask
+from ...attention.core import Attended, Measured, attend, is_repetition, split_mask
+from ...attention.read_out import PotentialFactory, at_least_single
 from ...potentials import LogSumExp
 from ...potentials.softcap import SoftcapLogSumExp
-from ...read_out import PotentialFactory, at_least_single
 from ...solution import SolveReport
 from .._zero_key import with_zero_key
 from .saved import name_again, of_config

@@ -7,9 +7,9 @@ import math
 
 from torch import Tensor, nn
 
+from ...attention.core import Measured
+from ...attention.read_out import made_by
 from ...diagnostics import distinct_fixed_points, effective_keys
-from ...equilibrium import Measured
-from ...read_out import made_by
 from ...solution import SolveReport
 from ...status import Status
 from .attention import LAST, Last, Sample

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _trust
-from .._hopfield import Hopfield
 from .._triton_kernels import (
     HEADROOM,
     LOG2E,
@@ -26,6 +25,7 @@ from .._triton_kernels import (
 )
 from .._triton_layout import Layout, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
+from ..problem import Hopfield
 
 # Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
 PROGRAMS = 264

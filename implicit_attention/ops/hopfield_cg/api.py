@@ -9,10 +9,10 @@ from torch import Tensor
 from ... import _validate
 from ..._types import Impl
 from ...status import Status
-from .._door import by_triton, checked, laid_out, state_of
-from .._hopfield import Hopfield
-from .._registration import refuse_tangents
+from ..dispatch import by_triton, checked, laid_out, state_of
 from ..hopfield_solve.rule import FusedRule
+from ..problem import Hopfield
+from ..registration import refuse_tangents
 from .rule import MAX_STEPS, Adjoint, CGStop, nothing
 
 

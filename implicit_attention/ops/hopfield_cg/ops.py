@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..._reporting import report_failures
-from .._hopfield import Hopfield
-from .._registration import PROBLEM, batched
+from ..problem import Hopfield
+from ..registration import PROBLEM, batched
 from .api import dispatch, may_look
 
 hopfield_cg_op = torch.library.custom_op(

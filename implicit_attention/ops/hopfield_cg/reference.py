@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...linear._vectors import normalised
 from ...status import Status
-from .._hopfield import Hopfield
 from .._rows import Rows, dot
+from ..problem import Hopfield
 from .rule import Adjoint, CGStop
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._hopfield import Hopfield
+from ..problem import Hopfield
 
 #: Relative tolerance of the adjoint solve: tighter than any forward tolerance in use, and within reach of the precision
 #: in which products are formed.

@@ -13,9 +13,9 @@ from ...linear._solution import forgiven
 from ...linear._sweeps import FLOAT32_RTOL
 from ...linear._vectors import normalised
 from ...status import Status
-from .._fold import BLOCK
-from .._hopfield import Hopfield
 from .._rows import Rows, dot
+from ..fold import BLOCK
+from ..problem import Hopfield
 from .rule import Adjoint, CGStop
 
 # Attention weights held at once: about what stays in a processor's cache.

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...status import Status
 from .. import _trust
-from .._hopfield import Hopfield
 from .._triton_kernels import LOG2E, batch_offset, covariance_product, narrow, power_of_two, rounded, score_shift
 from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
+from ..problem import Hopfield
 from ._triton_keys import Operands, gradient_of_keys
 from .rule import Adjoint, CGStop
 

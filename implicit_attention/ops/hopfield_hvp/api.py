@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ... import _validate
 from ..._types import Impl
-from .._door import by_triton, checked, laid_out, state_of
-from .._hopfield import Hopfield
-from .._registration import refuse_tangents
+from ..dispatch import by_triton, checked, laid_out, state_of
 from ..hopfield_solve.rule import FusedRule
+from ..problem import Hopfield
+from ..registration import refuse_tangents
 
 
 def hopfield_hvp(

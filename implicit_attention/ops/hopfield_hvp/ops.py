@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._hopfield import Hopfield
-from .._registration import PROBLEM, batched, refuse_tangents
+from ..problem import Hopfield
+from ..registration import PROBLEM, batched, refuse_tangents
 from .api import dispatch
 
 hopfield_hvp_op = torch.library.custom_op(

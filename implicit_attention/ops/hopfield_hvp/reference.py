@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._hopfield import Hopfield
 from .._rows import Rows, dot
+from ..problem import Hopfield
 
 
 def hessian_product(problem: Hopfield, state: Tensor, vector: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._hopfield import Hopfield
 from .._rows import Rows
 from ..hopfield_cg.sdpa import TILE, Tile, tiles
+from ..problem import Hopfield
 
 
 @torch.no_grad()

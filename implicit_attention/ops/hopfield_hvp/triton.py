@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _trust
-from .._hopfield import Hopfield
 from .._triton_kernels import LOG2E, batch_offset, covariance_product, rounded, score_shift
 from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
+from ..problem import Hopfield
 
 
 def hessian_product(problem: Hopfield, state: Tensor, vector: Tensor, mean: Tensor, logsumexp: Tensor) -> Tensor:

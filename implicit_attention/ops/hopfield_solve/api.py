@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ... import _validate
 from ..._types import Impl
-from .._door import by_triton, checked, laid_out, state_of
-from .._fold import widened
-from .._hopfield import Hopfield
-from .._registration import refuse_tangents
+from ..dispatch import by_triton, checked, laid_out, state_of
+from ..fold import widened
+from ..problem import Hopfield
+from ..registration import refuse_tangents
 from .rule import FusedRule, Solved, nothing
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...status import Status
-from .._hopfield import Hopfield
 from .._rows import Rows, dot
+from ..problem import Hopfield
 from .rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, FusedRule, Solved
 
 # Steps between two looks at whether all are finished, each of which makes the host wait for an accelerator.

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._hopfield import Hopfield
-from .._registration import PROBLEM, batched, refuse_tangents, sum_to
 from ..hopfield_cg.ops import hopfield_cg_op
 from ..hopfield_cg.rule import MAX_STEPS
+from ..problem import Hopfield
+from ..registration import PROBLEM, batched, refuse_tangents, sum_to
 from .api import dispatch
 from .rule import FusedRule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._hopfield import Hopfield
+from ..problem import Hopfield
 from .iterate import iterate
 from .rule import FusedRule, Solved
 

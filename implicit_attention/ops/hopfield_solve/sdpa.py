@@ -7,8 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from ..._types import Impl
-from .._door import by_attention, without_kernel
-from .._hopfield import Hopfield
+from ..dispatch import by_attention, without_kernel
+from ..problem import Hopfield
 from .iterate import iterate
 from .rule import FusedRule, Solved
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...status import Status
 from .. import _trust
-from .._hopfield import Hopfield
 from .._triton_kernels import attend, batch_offset
 from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
 from .._triton_support import interpreted
+from ..problem import Hopfield
 from . import rule
 from .rule import FusedRule, Solved
 

@@ -17,9 +17,9 @@ from .. import _validate
 from .._types import Impl
 from ..errors import UnsupportedImplementation
 from . import _trust
-from ._flash import FLASH_KEYS, has_kernel
-from ._hopfield import Hopfield, carries
 from ._triton_support import unsupported
+from .attention import FLASH_KEYS, has_kernel
+from .problem import Hopfield, carries
 
 _R = TypeVar("_R")
 

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import _validate
-from ._types import Impl, OnFailure
-from .adjoints import Adjoint
-from .equilibrium import attend, check_causal, split_mask
-from .options import SolveOptions
-from .solution import Solution
-from .solvers import Solver
+from .. import _validate
+from .._types import Impl, OnFailure
+from ..adjoints import Adjoint
+from ..options import SolveOptions
+from ..solution import Solution
+from ..solvers import Solver
+from .core import attend, check_causal, split_mask
 
 
 def equilibrium_attention(

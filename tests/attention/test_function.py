@@ -84,7 +84,7 @@ def test_no_steps_solve_nothing(monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("a solve")
 
-    monkeypatch.setattr("implicit_attention.equilibrium.solve", never)
+    monkeypatch.setattr("implicit_attention.attention.core.solve", never)
     equilibrium_attention(*inputs(), max_steps=0)
     equilibrium_attention(*inputs(), solver=Picard(max_steps=0))
     with pytest.raises(AssertionError, match="a solve"):

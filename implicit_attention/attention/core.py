@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _validate
-from ._autograd import (
+from .. import _validate
+from .._autograd import (
     backward_running,
     exact_precision,
     is_batched,
@@ -20,22 +20,22 @@ from ._autograd import (
     transforms_active,
     uncompiled,
 )
-from ._reporting import report_failures
-from ._types import OnFailure
-from .adjoints import Implicit, Unrolled
-from .energies import AnchoredEnergy
-from .errors import UnsupportedImplementation
-from .ops._flash import FLASH_KEYS
-from .ops._hopfield import carries
-from .options import SolveOptions
-from .potentials import LogSumExp
-from .potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
-from .problem import HALF, Problem
+from .._reporting import report_failures
+from .._types import OnFailure
+from ..adjoints import Implicit, Unrolled
+from ..energies import AnchoredEnergy
+from ..errors import UnsupportedImplementation
+from ..ops.attention import FLASH_KEYS
+from ..ops.problem import carries
+from ..options import SolveOptions
+from ..potentials import LogSumExp
+from ..potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
+from ..problem import HALF, Problem
+from ..solution import AdjointReport, Solution, SolveReport, Trace
+from ..solve import solve
+from ..solvers import Picard
+from ..status import Status
 from .read_out import PotentialFactory, at_least_single, explicit_read_out, made_by, read_out, weights_of, with_anchor
-from .solution import AdjointReport, Solution, SolveReport, Trace
-from .solve import solve
-from .solvers import Picard
-from .status import Status
 
 
 class Measured(NamedTuple):

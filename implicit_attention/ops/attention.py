@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._autograd import exact_precision, transforms_active, vjp
-from ._fold import Fold, addressable, aligned, widened
+from .fold import Fold, addressable, aligned, widened
 
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
