@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import backward_running, exact_precision, transforms_active, uncompiled
+from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures
 from ._types import OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
-from .problem import HALF, Problem, widened
+from .problem import Problem, widened
 from .solution import AdjointReport, Solution, Trace
 from .solvers import Anderson, Solver
 

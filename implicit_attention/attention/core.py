@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import (
+    HALF,
     backward_running,
     exact_precision,
     is_batched,
@@ -30,7 +31,7 @@ from ..ops.problem import carries
 from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
-from ..problem import HALF, Problem
+from ..problem import Problem
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solve import solve
 from ..solvers import Picard

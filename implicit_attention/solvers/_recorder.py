@@ -232,7 +232,7 @@ def check_plain(solver: Solver, problem: Problem, initial: Tensor, graph: bool) 
     _validate.require(
         not graph, "graph", f"be False: the steps of {name} cannot be differentiated", graph, "use Implicit()"
     )
-    if any(is_batched(t) for t in (initial, *problem.tensors())):
+    if is_batched(initial, *problem.tensors()):
         raise ValueError(
             f"{name} cannot run inside torch.vmap: it reads numbers on the host; use solve with Implicit()"
         )

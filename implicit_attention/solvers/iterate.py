@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import is_batched, transforms_active
+from .._autograd import looks_every, transforms_active
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record
 from ..status import Status
@@ -63,8 +63,7 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
         rows = _Rows(problem, initial, pad=not graph, compact=not trace)
-        look = not is_batched(initial) and not any(is_batched(t) for t in problem.tensors())
-        every = (solver.check_every or (1 if initial.device.type == "cpu" else 4)) if look else 0
+        every = looks_every(solver.check_every, initial, *problem.tensors())
         event = initial.shape[initial.ndim - problem.event_ndim :]
         best, traced = _loop(solver, rows, every, trace, graph, event)
         value, record = rows.all(best)
