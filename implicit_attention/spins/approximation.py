@@ -13,7 +13,7 @@ from .. import _validate
 from ..adjoints import Adjoint
 from ..potentials.spin import BesselResponse, Response
 from ..problem import Problem, restricted
-from ..solution import Record, Solution, SolveReport
+from ..solution import Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
@@ -46,6 +46,14 @@ class Approximation:
 
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
     symmetric: ClassVar[bool] = True
+    #: What to do about a sample that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.MAX_STEPS: "raise max_steps, or lower beta",
+        Status.STALLED: "use a larger rtol, or float64",
+        Status.DIVERGED: "lower beta",
+        Status.NONFINITE: "check the numbers of the system",
+        Status.OUT_OF_RANGE: "lower beta, or use a method that holds there",
+    }
 
     def check(self, system: SpinSystem) -> None:
         """Raise where the method does not hold for such a system."""

@@ -166,7 +166,7 @@ def stationary_state(
     status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
     evidence = evidence.amended(status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name = type(method).__name__
-    report_failures(on_failure, name, evidence.record)
+    report_failures(on_failure, name, evidence.record, method.remedies)
     if check == "stability":
         warn_of_unstable(on_failure, name, evidence.status)
     return StationaryState(

@@ -123,7 +123,7 @@ def stability(
     with torch.enable_grad():
         # What is said here of a saddle is more than a warning.
         found = thermodynamics(system, method, on_failure="ignore")
-        report_failures(on_failure, type(method).__name__, found.report.record)
+        report_failures(on_failure, type(method).__name__, found.report.record, method.remedies)
         m = found.magnetization.detach()
         system = _detached(system)
         lowest, highest = _extremes(found.susceptibility_product, m, system, steps)
