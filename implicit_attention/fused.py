@@ -25,7 +25,7 @@ from .potentials import LogSumExp
 from .potentials._read import surely_finite, without_nan
 from .problem import Adjoined, Problem
 from .solution import Record
-from .solvers.base import Solver
+from .solvers.iterate import Solver
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
+from ._autograd import at_least_single, check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared, Withdrawn
 from ._types import LinearMap
 
-HALF = (torch.float16, torch.bfloat16)
 _P = TypeVar("_P", bound=Declared)
 
 
@@ -213,8 +212,7 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
 
     In half precision a state would sit up to a percent away from the solution.
     """
-    tensors = [t.float() if t.dtype in HALF else t for t in problem.tensors()]
-    return problem.replace(*tensors), tuple(z.float() if z.dtype in HALF else z for z in states)
+    return problem.replace(*map(at_least_single, problem.tensors())), tuple(map(at_least_single, states))
 
 
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import (
+    HALF,
     backward_running,
     exact_precision,
     is_batched,
@@ -26,8 +27,7 @@ from ..errors import UnsupportedImplementation
 from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp
-from ..problem import HALF
-from ..solution import AdjointReport, Solution, SolveReport, Trace
+from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solve import solve
 from ..solvers import Picard
 from ..status import Status
@@ -45,8 +45,8 @@ class Measured(NamedTuple):
 
     def report(self, on_failure: OnFailure) -> SolveReport:
         """As `SolveReport`, with a warning if a problem failed."""
-        report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *self[:4])
-        return SolveReport(**self._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
+        report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", Record(*self))
+        return SolveReport(Record(*self), AdjointReport(in_graph=True, on_failure=on_failure))
 
 
 def is_repetition(remembered: SolveReport | Measured | None) -> bool:
@@ -295,7 +295,7 @@ def _explicit_solution(energy: AnchoredEnergy, query: Tensor, trace: bool) -> So
 
 
 def _unmeasured(query: Tensor) -> Solution:
-    return Solution(value=query.detach(), **_unmeasured_numbers(query)._asdict())
+    return Solution(Record(*_unmeasured_numbers(query)), value=query.detach())
 
 
 def _unmeasured_numbers(query: Tensor) -> Measured:
@@ -329,10 +329,7 @@ def _split_heads(tensor: Tensor, heads: int, groups: int, axis: int) -> Tensor:
 
 
 def _merge_heads(solution: Solution) -> Solution:
-    fields: dict[str, Any] = {
-        name: getattr(solution, name).flatten(-3, -2)
-        for name in ("status", "residual", "tolerance", "num_steps", "num_evals")
-    }
+    fields: dict[str, Any] = {}
     trace, function = solution.trace, solution.energy_function
     split = solution.value.shape
     if trace is not None:
@@ -340,8 +337,8 @@ def _merge_heads(solution: Solution) -> Solution:
         fields["trace"] = Trace(residual, energy, evals, trace.value.flatten(-4, -3))  # type: ignore[arg-type]
     if function is not None:
         fields["energy_function"] = lambda z: function(z.reshape(split)).flatten(-3, -2)
-    solution.adjoint.lead = fields["status"].shape
-    return dataclasses.replace(solution, value=solution.value.flatten(-4, -3), **fields)
+    merged = solution.map(lambda t: t.flatten(-3, -2))
+    return dataclasses.replace(merged, value=solution.value.flatten(-4, -3), **fields)
 
 
 # Checks.
