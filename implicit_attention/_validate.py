@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._autograd import is_fake
+from . import _autograd
 
 
 def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
@@ -178,13 +178,13 @@ def inside(value: Tensor, *, low: float, high: float = math.inf, open_low: bool 
 
 def can_look(tensor: Tensor) -> bool:
     """Whether the host can read the numbers, without waiting and without breaking a graph."""
-    hidden = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or is_fake(tensor)
+    hidden = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or _autograd.is_fake(tensor)
     return tensor.device.type == "cpu" and not hidden
 
 
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
     """Not a tensor that has a shape alone."""
-    if is_fake(tensor):
+    if _autograd.is_fake(tensor):
         received = "a tensor on the device meta" if tensor.device.type == "meta" else "a FakeTensor"
         raise ValueError(message(argument, "hold numbers", received, remedy))
 

@@ -67,7 +67,7 @@ class Solver:
         """Whether all steps are made whatever the residual."""
         return self.rtol == 0 and self.atol == 0
 
-    def stop(self, problem: Problem) -> FusedRule | None:
+    def fused_rule(self, problem: Problem) -> FusedRule | None:
         """What a fused operation would have to do to be this solver on such a problem, or None if none can be."""
         return None
 
@@ -92,9 +92,6 @@ class Solver:
 
     def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
         """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
-        stop = None if trace or graph else self.stop(problem)
-        if stop is not None and (found := problem.solve_fused(initial, stop)) is not None:
-            return Outcome._make((*found, ()))
         return iterate(self, problem, initial, trace=trace, graph=graph)
 
 

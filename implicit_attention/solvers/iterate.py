@@ -61,9 +61,9 @@ class _Record(NamedTuple):
 def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome:
     """Run `solver` on `problem` from `initial`.
 
-    Every problem stops on its own, its outcome does not depend on the others, and what is returned for it is the state
-    with the smallest residual that was accepted (with a fixed budget: the last one). Finished problems leave the
-    working set where the problem can be restricted to some of its rows.
+    Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
+    with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
+    Finished problems leave the working set where the problem can be restricted to some of its rows.
     """
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
@@ -89,6 +89,8 @@ def _loop(
     num_evals = torch.zeros_like(record.num_evals)
     traced: list[Any] = []
     point: Iteration | None = None
+    # What fused operations return, which keep no other state: as the energy falls, it is the best of all.
+    descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index)
         point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event, point)
@@ -99,7 +101,7 @@ def _loop(
         finite = torch.isfinite(point.residual) & torch.isfinite(tolerance)
         small = finite & (point.residual <= tolerance)
         converged = active & accepted & small if not solver.fixed_budget else torch.zeros_like(active)
-        record = _improve(record, point, tolerance, active & accepted, converged, num_evals, solver.fixed_budget)
+        record = _improve(solver, record, point, tolerance, active & accepted, converged, num_evals, descends)
         broken = active & accepted & ~finite
         record = _finish(record, converged, Status.CONVERGED)
         record = _finish(record, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
@@ -178,15 +180,21 @@ def _empty_record(z: Tensor, energy: bool) -> _Record:
 
 
 def _improve(
+    solver: Solver,
     record: _Record,
     point: Iteration,
     tolerance: Tensor,
     candidates: Tensor,
     converged: Tensor,
     num_evals: Tensor,
-    last: bool,
+    descends: bool,
 ) -> _Record:
-    better = candidates if last or point.step == 0 else candidates & (point.residual < record.residual) | converged
+    if solver.fixed_budget or point.step == 0:
+        better = candidates
+    elif descends:
+        better = candidates & torch.isfinite(point.residual)
+    else:
+        better = candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
     value = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
     return _Record(

@@ -30,7 +30,7 @@ class Picard(Solver):
         _validate.check_number("damping", self.damping, low=0.0, high=1.0)
         _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 nothing would move")
 
-    def stop(self, problem: Problem) -> FusedRule | None:
+    def fused_rule(self, problem: Problem) -> FusedRule | None:
         if self.damping:
             return None
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=self.max_steps + 1)
