@@ -84,7 +84,7 @@ class AnchoredEnergy(Energy):
         return self._energy(z, self.potential.value(z))
 
     def _energy(self, z: Tensor, value: Tensor) -> Tensor:
-        _validate.check_rows(f"{type(self.potential).__name__}.value", value, z)
+        self.potential.check_value(value, z)
         pull = z / 2 if self._forgets else z / 2 - self._anchor * self.field
         return (z * pull).sum(-1) - (1 - self._row_anchor) * value
 
@@ -152,7 +152,7 @@ class AnchoredEnergy(Energy):
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
         """Potentials of this library make a NaN of every NaN that counts, so that the others do not read it."""
-        return type(self) is AnchoredEnergy and bool(vars(type(self.potential)).get("declares_all", False))
+        return type(self) is AnchoredEnergy and self.potential.knows_own
 
     def without(self, left_out: Tensor) -> Self:
         tensors = self.tensors()

@@ -216,6 +216,10 @@ class LogSumExp(KeyPotential):
         keys = self.keys
         return row_block(keys.shape[-1], keys.shape[-2], keys.dtype) if keys.device.type == "cpu" else super().row_block
 
+    def bounded_below(self, scale: float) -> bool:
+        """Always: Phi grows no faster than |z| times the longest key."""
+        return True
+
     def lipschitz(self) -> Tensor:
         """beta diam(K)^2/4, Popoviciu's bound on the variance along any direction, (*batch)."""
         return self.beta * self.diameter().square() / 4

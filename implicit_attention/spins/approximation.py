@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from ..adjoints import Adjoint
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem, restricted
 from ..solution import Record, Remedies, Solution, SolveReport
 from ..solve import solve
@@ -60,9 +60,9 @@ class Approximation:
         if self.symmetric:
             system.check_symmetric(type(self).__name__)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         """How a lone spin answers its field."""
-        return BesselResponse()
+        return SphereUnits()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor | None:
         """Lambda_i, (*batch, N), where Lambda - beta J is the method's inverse covariance of all spins; else None."""

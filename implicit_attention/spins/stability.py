@@ -14,7 +14,7 @@ from .._reporting import check_on_failure, report_failures
 from .._types import LinearMap, OnFailure
 from ..diagnostics import first_fixed_points
 from ..linear import extreme_eigenvalues, lanczos, spectral_radius
-from ..potentials.spin import Response
+from ..potentials import SphericalLaw
 from ..problem import widened
 from ..solution import SolveReport
 from ..status import Status
@@ -190,7 +190,7 @@ def _detached(system: SpinSystem) -> SpinSystem:
 class _LocalCovariance:
     """Cov_i = tau_i + slope_i f_i f_i^T of lone spins with given magnetizations."""
 
-    def __init__(self, system: SpinSystem, response: Response, m: Tensor) -> None:
+    def __init__(self, system: SpinSystem, response: SphericalLaw, m: Tensor) -> None:
         beta = system.sample_beta
         self.beta = beta[..., None, None] if isinstance(beta, Tensor) else beta
         self.field = local_field(response, m, beta, system.radius)[0]
