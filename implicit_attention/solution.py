@@ -80,6 +80,8 @@ class Trace(NamedTuple):
 class AdjointReport:
     """SolveReport of the linear solves behind a gradient, per problem; empty until a backward pass has run.
 
+    Not for the forward solve: see `SolveReport`.
+
     Of several solves (repeated passes, second derivatives) the worst is kept.
 
     Attributes:
@@ -100,6 +102,17 @@ class AdjointReport:
         awaited: whether the value that was returned has a graph, whose backward pass fills this.
         in_graph: whether the solve was a part of a compiled graph, whose backward pass leaves no evidence here: what
             fails in there is warned of, unless `on_failure` is "ignore".
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> shift = torch.ones(3, 1, requires_grad=True)
+        >>> solution = solve(FixedPointMap(lambda z, b: z.sin() / 2 + b, shift, event_ndim=1), torch.zeros(3, 1))
+        >>> solution.adjoint
+        AdjointReport(no backward pass yet)
+        >>> solution.value.sum().backward()
+        >>> solution.adjoint.status.tolist()
+        [0, 0, 0]
     """
 
     status: Tensor | None = None
@@ -178,10 +191,20 @@ class Recorded:
 class SolveReport(Recorded):
     """How a solve went, problem by problem. `lead` are the axes that number problems.
 
+    Not for the values: those are in the `Solution`.
+
     Attributes:
         record: status, residual, tolerance, num_steps and num_evals, (*lead) each, which are read here by name.
         adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
         remedies: what the method advises, by status.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> report = solve(cosine, torch.zeros(3, 1)).report
+        >>> report.status.tolist(), report.map(lambda field: field[:1]).status.tolist()
+        ([0, 0, 0], [0])
     """
 
     adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
@@ -208,9 +231,19 @@ class SolveReport(Recorded):
 class Solution(SolveReport):
     """The answer to a fixed-point problem, problem by problem, with its `SolveReport`.
 
+    Not for keeping during training, as it holds the graph: keep `Solution.report`.
+
     Attributes:
         value: z, of the initial state's shape; float32 where the inputs are half precision.
         trace: the course of the iteration, if it was asked for.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(cosine, torch.zeros(3, 1))
+        >>> solution.value.shape, bool(solution.converged.all()), solution.message(0)[:9]
+        (torch.Size([3, 1]), True, 'converged')
     """
 
     value: Tensor
