@@ -42,7 +42,6 @@ class Anderson(Safeguarded):
             descend (many problems are solved by then) and 2 for others.
         guard: see `Safeguarded`; without it the method ends on saddles of attention energies.
 
-
     Reference: Walker and Ni (2011), type II; the safeguards are this library's.
 
     Example:
