@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _validate
 from .._autograd import (
     backward_running,
     exact_precision,
@@ -30,52 +29,51 @@ from ..ops.problem import carries
 from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
-from ..problem import HALF, Problem
-from ..solution import AdjointReport, Solution, SolveReport, Trace
+from ..problem import Problem
+from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solve import solve
 from ..solvers import Picard
 from ..status import Status
+from .heads import group_size, split_groups
+from .masks import check_whole
 from .read_out import PotentialFactory, at_least_single, explicit_read_out, made_by, read_out, weights_of, with_anchor
 
 
-class Measured(NamedTuple):
-    """The fields of `SolveReport` as they come out of a compiled graph, which the host has not looked at."""
-
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
-
-    def report(self, on_failure: OnFailure) -> SolveReport:
-        """As `SolveReport`, with a warning if a problem failed."""
-        report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *self[:4])
-        return SolveReport(**self._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
+def report_from_graph(record: Record, on_failure: OnFailure) -> SolveReport:
+    """The report of a solve in a compiled graph, which the host has not looked at; warns if a problem failed."""
+    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *record[:4])
+    return SolveReport(**record._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
 
 
-def is_repetition(remembered: SolveReport | Measured | None) -> bool:
-    """Whether what is solved now repeats what is remembered, in a backward pass whose evidence goes to the first solve.
+def is_repetition(remembered: SolveReport | Record | None) -> bool:
+    """Whether a backward pass runs that will fill the remembered report, so that what is solved now repeats that solve.
 
-    Checkpointing that is not reentrant computes again what a graph did not keep; the gradient is then that graph's.
+    Checkpointing that is not reentrant computes a forward pass again in the backward pass. The gradient is then that of
+    the first solve's graph, and so is its report.
     """
     return isinstance(remembered, SolveReport) and remembered.adjoint.awaited and backward_running()
 
 
 class Attended(NamedTuple):
-    """What was read out, the solution behind it, and its evidence (None inside torch.vmap, which it would leave).
+    """What was read out, and the solve behind it.
 
-    The output is (*batch, H, N, E), or (*batch, N, E) without heads; weights (*batch, H, N, M) if they were asked for.
-    From a compiled graph the solution is the state alone, and the evidence `Measured`.
+    Attributes:
+        output: (*batch, H, N, E), or (*batch, N, E) without heads.
+        state: the equilibrium that was read at, in the precision of the solve.
+        solution: the `Solution`; from a compiled graph its `Record`, at which the host has not looked.
+        report: what a layer may remember of it; None inside torch.vmap, which no tensor may leave.
+        weights: (*batch, H, N, M), if they were asked for.
     """
 
     output: Tensor
-    solution: Any
-    report: SolveReport | Measured | None
+    state: Tensor
+    solution: Solution | Record
+    report: SolveReport | Record | None
     weights: Tensor | None
 
 
-def _attended(output: Tensor, solution: Solution, weights: Tensor | None) -> Attended:
-    return Attended(output, solution, None if is_batched(solution.status) else solution.report, weights)
+def _attended(output: Tensor, state: Tensor, solution: Solution, weights: Tensor | None) -> Attended:
+    return Attended(output, state, solution, None if is_batched(solution.status) else solution.report, weights)
 
 
 class _Inputs(NamedTuple):
@@ -99,8 +97,8 @@ class _Request(NamedTuple):
     dropout_p: float
     grouped: bool
     trace: bool
-    measure: bool
-    weigh: bool
+    return_solution: bool
+    return_weights: bool
 
 
 def attend(
@@ -118,20 +116,21 @@ def attend(
     grouped: bool = False,
     initial: Tensor | None = None,
     trace: bool = False,
-    measure: bool = True,
-    weigh: bool = False,
+    return_solution: bool = False,
+    return_weights: bool = False,
 ) -> Attended:
     """Equilibria of `query` over `keys` and what is read out there: softmax attention over `values`, or the state.
 
-    With an explicit budget nothing is solved: the read-out is taken at the query, and without values it is one step of
-    the map. Its residual is evaluated only if `measure`; `weigh` returns the weights of the read-out.
+    With max_steps=0 nothing is solved: the read-out is taken at the query, and without values it is one step of the
+    map. The residual there is evaluated with `return_solution` (or `trace`) only.
 
-    Under torch.compile the solve is one operation of the graph where there is one for it; its failures are then told by
-    the evidence alone. Otherwise the graph breaks once. Tensors that are shapes alone (meta, fake) go the same way.
+    Under torch.compile the solve is one operation of the graph where there is one for it; the host then learns of
+    failures when it asks for the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake)
+    take the same path.
     """
-    _check_whole()
+    check_whole()
     inputs = _Inputs(query, keys, values, beta, anchor, mask, bias, initial)
-    request = _Request(potential, options, dropout_p, grouped, trace, measure, weigh)
+    request = _Request(potential, options, dropout_p, grouped, trace, return_solution or trace, return_weights)
     if torch.compiler.is_compiling() and any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
         raise UnsupportedImplementation(
             "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
@@ -149,24 +148,24 @@ def _outside_graph(inputs: _Inputs, request: _Request) -> Attended:
 
 def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Request], Attended]) -> Attended:
     """The answer, with an axis for the heads that share keys while it is found."""
-    if not request.grouped or (groups := _group_size(inputs.query, inputs.keys)) == 1:
+    if not request.grouped or (groups := group_size(inputs.query, inputs.keys)) == 1:
         return answer(inputs, request)
     heads = inputs.query.shape[-3]
     query, keys, values, beta, anchor, mask, bias, initial = inputs
     query, mask, bias, initial = (  # type: ignore[assignment]
-        t if t is None else _split_heads(t, heads, groups, -3) for t in (query, mask, bias, initial)
+        t if t is None else split_groups(t, heads, groups, -3) for t in (query, mask, bias, initial)
     )
     beta, anchor = (
-        _split_heads(t, heads, groups, -1) if isinstance(t, Tensor) and t.ndim else t for t in (beta, anchor)
+        split_groups(t, heads, groups, -1) if isinstance(t, Tensor) and t.ndim else t for t in (beta, anchor)
     )
     keys, values = keys.unsqueeze(-3), None if values is None else values.unsqueeze(-3)
     attended = answer(_Inputs(query, keys, values, beta, anchor, mask, bias, initial), request)
-    output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
-    assert output is not None
-    if isinstance(attended.report, Measured):
-        measured = Measured(*(t.flatten(-3, -2) for t in attended.report))
-        return Attended(output, attended.solution.flatten(-4, -3), measured, weights)
-    return _attended(output, _merge_heads(attended.solution), weights)
+    output, state = attended.output.flatten(-4, -3), attended.state.flatten(-4, -3)
+    weights = None if attended.weights is None else attended.weights.flatten(-4, -3)
+    if isinstance(attended.solution, Record):
+        record = attended.solution.map(lambda t: t.flatten(-3, -2))
+        return Attended(output, state, record, record, weights)
+    return _attended(output, state, _merge_groups(attended.solution), weights)
 
 
 def _attend(inputs: _Inputs, request: _Request) -> Attended:
@@ -202,14 +201,14 @@ def _attend(inputs: _Inputs, request: _Request) -> Attended:
                 output = read_out(energy.potential, z, values, request.dropout_p)
         else:
             z = query
-            solution = _explicit_solution(energy, query, trace) if request.measure else _unmeasured(query)
+            solution = _explicit_solution(energy, query, trace) if request.return_solution else _unmeasured(query)
             if values is None:
                 output = with_anchor(energy.fixed_point_map(query), anchor)
             else:
                 parts = (query, values, narrow, beta, anchor, mask, request.dropout_p)
                 output = explicit_read_out(make, energy.potential, *parts)
-        weights = weights_of(energy.potential, z)[..., : 0 if empty else None] if request.weigh else None
-        return _attended(output.to(dtype), solution, weights)
+        weights = weights_of(energy.potential, z)[..., : 0 if empty else None] if request.return_weights else None
+        return _attended(output.to(dtype), z, solution, weights)
 
 
 def _implementation(
@@ -259,7 +258,7 @@ _MONOTONE = _Monotone()
 def _fits_graph(inputs: _Inputs, request: _Request) -> bool:
     """Whether the solve can be an operation in the graph of the compiler."""
     options = request.options
-    if request.potential is not LogSumExp or request.trace or request.measure or request.weigh:
+    if request.potential is not LogSumExp or request.return_solution or request.return_weights:
         return False
     if inputs.keys.shape[-2] == 0 or options.on_failure == "raise" or (options.explicit and inputs.values is None):
         return False
@@ -282,14 +281,16 @@ def _in_graph(inputs: _Inputs, request: _Request) -> Attended:
         if options.explicit:
             assert values is not None
             output = explicit_read_out(LogSumExp, energy, query, values, narrow, beta, anchor, mask, dropout_p)
-            return Attended(output.to(dtype), query, _unmeasured_numbers(query), None)
+            record = _unmeasured_record(query)
+            return Attended(output.to(dtype), query, record, record, None)
         stop = options.effective_solver.stop(_MONOTONE)
         assert stop is not None
         initial = query if initial is None else initial
         found = energy.solve_in_graph(query, anchor, initial, stop, impl=options.impl, on_failure=options.on_failure)
         state, _, _, status, residual, tolerance, steps, evals = found
         output = state if values is None else read_out(energy, state, values, dropout_p)
-    return Attended(output.to(dtype), state, Measured(status, residual, tolerance, steps, evals), None)
+        record = Record(status, residual, tolerance, steps, evals)
+    return Attended(output.to(dtype), state, record, record, None)
 
 
 # Explicit steps.
@@ -311,44 +312,18 @@ def _explicit_solution(energy: AnchoredEnergy, query: Tensor, trace: bool) -> So
 
 
 def _unmeasured(query: Tensor) -> Solution:
-    return Solution(value=query.detach(), **_unmeasured_numbers(query)._asdict())
+    return Solution(value=query.detach(), **_unmeasured_record(query)._asdict())
 
 
-def _unmeasured_numbers(query: Tensor) -> Measured:
+def _unmeasured_record(query: Tensor) -> Record:
     unknown = query.detach().new_full(query.shape[:-1], torch.nan)
     none = torch.zeros_like(unknown, dtype=torch.int32)
     status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
-    return Measured(status, unknown, unknown, none, none)
+    return Record(status, unknown, unknown, none, none)
 
 
-# Grouped queries: heads that share keys become an axis along which the keys broadcast.
-
-
-def _group_size(query: Tensor, keys: Tensor) -> int:
-    heads, kv_heads = query.shape[-3], keys.shape[-3]
-    _validate.require(
-        kv_heads > 0 and heads % kv_heads == 0,
-        "query",
-        f"have a number of heads that the {kv_heads} heads of `key` divide",
-        f"{heads} heads, shape {tuple(query.shape)}",
-    )
-    return heads // kv_heads
-
-
-def _split_heads(tensor: Tensor, heads: int, groups: int, axis: int) -> Tensor:
-    """The axis of H heads as (Hkv, groups); one of size 1 as (1, 1); none stays none."""
-    if tensor.ndim < -axis:
-        return tensor
-    split = (heads // groups, groups) if tensor.shape[axis] == heads else (tensor.shape[axis], 1)
-    parts: Tensor = tensor.unflatten(axis, split)  # type: ignore[no-untyped-call]
-    return parts
-
-
-def _merge_heads(solution: Solution) -> Solution:
-    fields: dict[str, Any] = {
-        name: getattr(solution, name).flatten(-3, -2)
-        for name in ("status", "residual", "tolerance", "num_steps", "num_evals")
-    }
+def _merge_groups(solution: Solution) -> Solution:
+    fields: dict[str, Any] = {name: getattr(solution, name).flatten(-3, -2) for name in Record._fields}
     trace, function = solution.trace, solution.energy_function
     split = solution.value.shape
     if trace is not None:
@@ -358,52 +333,3 @@ def _merge_heads(solution: Solution) -> Solution:
         fields["energy_function"] = lambda z: function(z.reshape(split)).flatten(-3, -2)
     solution.adjoint.lead = fields["status"].shape
     return dataclasses.replace(solution, value=solution.value.flatten(-4, -3), **fields)
-
-
-# Checks.
-
-
-def _check_whole() -> None:
-    """Inside `context_parallel` each process has some of the tokens, and only torch's own attention knows."""
-    replaced = torch.nn.functional.scaled_dot_product_attention
-    # By identity first, which the compiler can follow.
-    if replaced is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in replaced.__module__:
-        raise ValueError(
-            "equilibrium attention inside `context_parallel` would attend to the tokens of this process only: an "
-            "equilibrium needs all keys at every evaluation; keep sequences whole and shard samples (DDP, FSDP) or "
-            "heads (parallelize_module with ColwiseParallel and RowwiseParallel)"
-        )
-
-
-def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, bias) from a boolean or an additive mask."""
-    if mask is None:
-        return None, None
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        received = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            _validate.message(
-                argument, "be boolean (True = attend) or additive floating-point", received, f"use {argument}.bool()"
-            )
-        )
-    _validate.check_dense(argument, mask)
-    remedy = "move it with .to(device)"
-    _validate.require(mask.device == like.device, argument, f"be on {like.device}", mask.device, remedy)
-    if mask.dtype == torch.bool:
-        return mask, None
-    if like.dtype in HALF:
-        return None, mask if mask.dtype == like.dtype else mask.float()
-    return None, mask.to(like.dtype)
-
-
-def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:
-    """Beside a causal flag a mask may say which keys exist, not which query reads which."""
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        raise ValueError(
-            _validate.message(
-                argument,
-                f"have one row for all queries, shape (..., 1, M), beside {causal}=True, which they may contradict",
-                f"shape {tuple(mask.shape)}",
-                f"pass {causal}=False with the causal triangle in {argument}, e.g. mask & mask.new_ones(N, M).tril()",
-            )
-        )

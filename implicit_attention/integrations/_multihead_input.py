@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ..attention.core import split_mask
+from ..attention.masks import split_mask
 
 
 def pairs_and_bias(

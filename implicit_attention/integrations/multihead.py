@@ -12,7 +12,8 @@ from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
 from ..attention.core import attend
-from ..layers.projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta, merge_heads, split_heads
+from ..attention.heads import merge_heads, split_heads
+from ..layers.projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from ..layers.remembering import Remembering
 from ..options import SolveOptions
 from ..solvers import Solver
@@ -244,7 +245,7 @@ class ImplicitMultiheadAttention(Remembering):
         keys, values = keys.contiguous(), values.contiguous()
         more = keys.shape[-2] - given
         mask, bias = pairs_and_bias(attn_mask, key_padding_mask, queries, given=given, more=more, batched=batched)
-        output, _, self._last, weights = attend(
+        found = attend(
             queries,
             keys,
             values,
@@ -254,10 +255,10 @@ class ImplicitMultiheadAttention(Remembering):
             bias=bias,
             options=self.options,
             dropout_p=self.dropout if self.training else 0.0,
-            measure=False,
-            weigh=need_weights,
+            return_weights=need_weights,
         )
-        output = self.out_proj(merge_heads(output))
+        self._last, weights = found.report, found.weights
+        output = self.out_proj(merge_heads(found.output))
         if weights is not None:
             weights = (weights.mean(-3) if average_attn_weights else weights).to(query.dtype)
         if not batched:

@@ -11,8 +11,9 @@ from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
 from ..attention.core import attend
-from ..layers.masks import pairs_and_bias
-from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta, merge_heads
+from ..attention.heads import merge_heads
+from ..attention.masks import mask_and_bias
+from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
 from ..layers.remembering import Remembering
 from ..options import SolveOptions
 from ..solvers import Solver
@@ -131,8 +132,8 @@ class EquilibriumAttention(Remembering):
         q, k, v = self.qkv(x).view(batch, count, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
         shape = (batch, self.num_heads, count, count)
-        pairs, bias = pairs_and_bias(attn_mask, None, causal=is_causal, first=0, shape=shape, like=q)
-        output, _, self._last, _ = attend(
+        pairs, bias = mask_and_bias(attn_mask, causal=is_causal, shape=shape, like=q, names=("attn_mask", "is_causal"))
+        found = attend(
             q,
             k,
             v,
@@ -142,9 +143,9 @@ class EquilibriumAttention(Remembering):
             bias=bias,
             options=self.options,
             dropout_p=self.attn_drop.p if self.training else 0.0,
-            measure=False,
         )
-        output = self.norm(merge_heads(output))
+        self._last = found.report
+        output = self.norm(merge_heads(found.output))
         if self.gate is not None:
             output = output * self.gate(x).sigmoid()
         projected: Tensor = self.proj_drop(self.proj(output))

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from .. import _validate
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
-from ..attention.core import Measured, attend, split_mask
+from ..attention.core import attend
+from ..attention.masks import split_mask
 from ..attention.read_out import PotentialFactory, at_least_single
 from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
 from ..layers.remembering import Remembering
 from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..potentials.softcap import SoftcapLogSumExp
-from ..solution import SolveReport
+from ..solution import Record, SolveReport
 from ..solvers import Solver
 from ._zero_key import with_zero_key
 
@@ -186,7 +187,7 @@ class EquilibriumAttend(Remembering):
             k, v, pairs, bias = with_zero_key(k, v, pairs, bias, None)
         if sink is not None:
             k, v, pairs, bias = with_zero_key(k, v, pairs, bias, sink[..., None, None].to(at_least_single(q).dtype))
-        output, _, evidence, _ = attend(
+        found = attend(
             q,
             k,
             v,
@@ -197,10 +198,9 @@ class EquilibriumAttend(Remembering):
             potential=self._potential(),
             options=self.options,
             dropout_p=self.dropout if self.training else 0.0,
-            measure=False,
         )
-        self._last = _untiled(evidence) if tiled else evidence
-        return output.flatten(1, 2) if tiled else output, Intermediates()
+        self._last = _untiled(found.report) if tiled else found.report
+        return found.output.flatten(1, 2) if tiled else found.output, Intermediates()
 
     def _potential(self) -> PotentialFactory:
         return partial(SoftcapLogSumExp, cap=self.logit_softclamp_value) if self.softclamp_logits else LogSumExp
@@ -370,12 +370,12 @@ def _tiled(tensor: Tensor | None, tiles: tuple[int, int], axis: int) -> Any:
     return tensor.unflatten(axis, (1, 1) if tensor.shape[axis] == 1 else tiles)  # type: ignore[no-untyped-call]
 
 
-def _untiled(evidence: SolveReport | Measured | None) -> SolveReport | Measured | None:
+def _untiled(evidence: SolveReport | Record | None) -> SolveReport | Record | None:
     """With one axis of heads again."""
     if evidence is None:
         return None
-    if isinstance(evidence, Measured):
-        return Measured(*(t.flatten(1, 2) for t in evidence))
-    found = {name: getattr(evidence, name).flatten(1, 2) for name in Measured._fields}
+    if isinstance(evidence, Record):
+        return evidence.map(lambda t: t.flatten(1, 2))
+    found = {name: getattr(evidence, name).flatten(1, 2) for name in Record._fields}
     evidence.adjoint.lead = found["status"].shape
     return dataclasses.replace(evidence, **found)

@@ -6,26 +6,17 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import Measured, attend
+from ..attention.core import attend
+from ..attention.heads import merge_heads
+from ..attention.masks import mask_and_bias
 from ..attention.read_out import PotentialFactory
-from ..options import SolveOptions
+from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
-from ..solvers import Solver
 from .cache import Held, KeyValueCache, check_cache
-from .masks import check_key_mask, pairs_and_bias
-from .projections import (
-    Fixed,
-    LearnedAnchor,
-    LearnedBeta,
-    Rotary,
-    Scalar,
-    anchor_or_beta,
-    merge_heads,
-)
+from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .remembering import Remembering
 from .sharding import head_shard, projected
 
@@ -96,13 +87,9 @@ class ImplicitAttention(Remembering):
         rotary: Rotary | None = None,
         projection_bias: bool = False,
         bare: bool = False,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl = "auto",
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         self.dim, self.heads = dim, heads
@@ -135,9 +122,7 @@ class ImplicitAttention(Remembering):
             raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
         self.causal, self.dropout, self.rotary = causal, dropout, rotary
-        self.options = SolveOptions(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
+        self.options = SolveOptions().override(**options)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), self.head_dim**-0.5, **made))
@@ -168,18 +153,12 @@ class ImplicitAttention(Remembering):
         positions: Tensor | None = None,
         causal: bool | None = None,
         cache: KeyValueCache | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure | None = None,
         return_solution: bool = False,
         return_trajectory: bool = False,
         return_weights: bool = False,
+        **options: Unpack[SolveKeywords],
     ) -> Any:
         """Attend from every token of x to the context.
-
-        `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` override the layer's for this call.
 
         Args:
             x: (*batch, N, dim).
@@ -194,13 +173,12 @@ class ImplicitAttention(Remembering):
             return_solution: return (output, Solution) with states (*batch, heads, N, head_dim) and their evidence.
             return_trajectory: the same, with the states of all iterations in `solution.trace`.
             return_weights: return the attention weights at the equilibrium as well, last, (*batch, heads, N, M).
+            **options: replace the layer's for this call, see `SolveOptions`.
 
         Returns:
             (*batch, N, dim), or a tuple of it and what was asked for: the solution, the weights.
         """
-        options = self.options.override(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
+        call_options = self.options.override(**options)
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
         first = 0 if cache is None else cache.num_queries
@@ -211,7 +189,9 @@ class ImplicitAttention(Remembering):
         projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
-        pairs, bias = pairs_and_bias(mask, held.key_mask, causal=causal, first=first, shape=shape, like=keys)
+        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
+            mask = mask.unsqueeze(-3)
+        pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask, causal=causal, first=first)
         beta, anchor = self.beta(), self.anchor()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
@@ -219,7 +199,7 @@ class ImplicitAttention(Remembering):
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
             query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
-        output, solution, self._last, weights = attend(
+        found = attend(
             query,
             keys,
             read,
@@ -228,29 +208,28 @@ class ImplicitAttention(Remembering):
             mask=pairs,
             bias=bias,
             potential=self.potential,
-            options=options,
+            options=call_options,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
             initial=None if cache is None else cache.start(query),
             trace=return_trajectory,
-            measure=return_solution or return_trajectory,
-            weigh=return_weights,
+            return_solution=return_solution,
+            return_weights=return_weights,
         )
+        self._last = found.report
         if cache is not None:
-            if isinstance(self._last, Measured):
-                cache.commit(held, solution, self._last.num_evals)
-            else:
-                cache.commit(held, solution.value, solution.num_evals)
+            cache.commit(held, found.state, found.solution.num_evals)
+        output = found.output
         if self.readout == "state" and self.rotary is not None:
             output = self.rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
         output = output if self.out_proj is None else self.out_proj(output)
-        found: list[Any] = [output]
+        results: list[Any] = [output]
         if return_solution or return_trajectory:
-            found.append(solution)
+            results.append(found.solution)
         if return_weights:
-            found.append(weights)
-        return tuple(found) if len(found) > 1 else output
+            results.append(found.weights)
+        return tuple(results) if len(results) > 1 else output
 
     def new_cache(
         self, context: Tensor | None = None, *, key_mask: Tensor | None = None, warm_start: bool = False
@@ -270,14 +249,13 @@ class ImplicitAttention(Remembering):
             "be False with anchor=0, where the query is only where a solve starts",
             True,
         )
+        cache = KeyValueCache(self._identity, fixed=context is not None, warm_start=warm_start)
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
-            return KeyValueCache(self._identity, warm_start=warm_start)
-        keys, read = self._project_context(context, context, torch.arange(context.shape[-2], device=context.device))
-        if key_mask is not None:
-            check_key_mask(key_mask, tuple(context.shape[:-2]), context.shape[-2])
-            key_mask = key_mask.expand(context.shape[:-1])
-        return KeyValueCache(self._identity, context=Held(keys, read, key_mask), warm_start=warm_start)
+        else:
+            positions = torch.arange(context.shape[-2], device=context.device)
+            cache.held = cache.with_new(*self._project_context(context, context, positions), key_mask)
+        return cache
 
     # Parts of the forward.
 
@@ -302,7 +280,6 @@ class ImplicitAttention(Remembering):
                 self.rotary is not None, "positions", "be None without rotary", "a tensor", "pass rotary=Rotary()"
             )
         if cache is not None:
-            check_cache(cache, self._identity)
             _validate.require(
                 context is None and values is None,
                 "cache",
@@ -310,7 +287,7 @@ class ImplicitAttention(Remembering):
                 "values" if context is None else "a context",
                 "make it with layer.new_cache(context) to attend to a context",
             )
-            cache.check_batch(tuple(x.shape[:-2]))
+            check_cache(cache, self._identity, tuple(x.shape[:-2]))
 
     def _query(self, x: Tensor, positions: Tensor) -> Tensor:
         query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)

@@ -7,20 +7,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from .. import _validate
 from .._autograd import exact_precision
-from .._types import OnFailure
-from ..adjoints import Adjoint
 from ..attention.core import attend
 from ..attention.read_out import at_least_single
 from ..energies import AnchoredEnergy
-from ..options import SolveOptions
+from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
 from ..problem import HALF
 from ..solution import SolveReport
-from ..solvers import Solver
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from .remembering import Remembering
@@ -85,12 +82,9 @@ class MemoryLookup(Remembering):
         similarity: Literal["distance", "dot"] = "distance",
         beta: Scalar | Literal["auto"] | None = None,
         anchor: Scalar | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -99,7 +93,7 @@ class MemoryLookup(Remembering):
         beta = ("learned" if learned else "auto") if beta is None else beta
         anchor = ("learned" if learned else 0.0) if anchor is None else anchor
         self.dim, self.learned, self.similarity, self.auto = dim, learned, similarity, beta == "auto"
-        self.options = SolveOptions(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
+        self.options = SolveOptions().override(**options)
         if learned:
             if size is None:
                 raise ValueError(_validate.message("size", "be given with learned=True", None, "say how many patterns"))
@@ -197,16 +191,20 @@ class MemoryLookup(Remembering):
         if self.auto:
             self.found_beta = torch.ones_like(self.found_beta)
 
-    def retrieve(self, queries: Tensor, **overrides: Any) -> Any:
+    def retrieve(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
         """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, of that shape.
 
-        Overrides: solver, adjoint, max_steps, on_failure, and return_solution=True for (z, Solution).
+        Args:
+            queries: (*batch, N, dim).
+            return_solution: return (z, Solution).
+            **options: replace the memory's for this call, see `SolveOptions`.
         """
-        return self._ask(queries, None, **overrides)
+        return self._ask(queries, None, return_solution, options)
 
-    def forward(self, queries: Tensor, **overrides: Any) -> Any:
-        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim); `overrides` as in `retrieve`."""
-        return self._ask(queries, self.patterns if self.targets is None else self.targets, **overrides)
+    def forward(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
+        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim). Arguments as in `retrieve`."""
+        values = self.patterns if self.targets is None else self.targets
+        return self._ask(queries, values, return_solution, options)
 
     def energy(self, queries: Tensor) -> Tensor:
         """E of every query (*batch, N, dim), (*batch, N): low near what is stored, up to a constant.
@@ -220,30 +218,20 @@ class MemoryLookup(Remembering):
             potential = LogSumExp(keys, beta, bias=self._bias())
             return AnchoredEnergy(potential, queries, anchor).energy(queries)
 
-    def _ask(
-        self,
-        queries: Tensor,
-        values: Tensor | None,
-        *,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure | None = None,
-        return_solution: bool = False,
-    ) -> Any:
+    def _ask(self, queries: Tensor, values: Tensor | None, return_solution: bool, options: SolveKeywords) -> Any:
         self._check_queries(queries)
-        options = self.options.override(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
-        output, solution, self._last, _ = attend(
+        found = attend(
             queries,
             self.patterns,
             values,
             beta=self._beta(),
             anchor=self.anchor(),
             bias=self._bias(),
-            options=options,
-            measure=return_solution,
+            options=self.options.override(**options),
+            return_solution=return_solution,
         )
-        return (output, solution) if return_solution else output
+        self._last = found.report
+        return (found.output, found.solution) if return_solution else found.output
 
     def _check_queries(self, queries: Tensor) -> None:
         _validate.check_float_tensor("queries", queries, min_ndim=2)

@@ -16,16 +16,6 @@ Scalar: TypeAlias = float | Literal["learned"]
 MARGIN = 1e-4
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
-    return x.transpose(-3, -2).flatten(-2)
-
-
 class Fixed(nn.Module):
     """A number that is not learned, asked for like one that is."""
 
