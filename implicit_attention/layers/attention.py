@@ -101,23 +101,14 @@ class ImplicitAttention(Remembering):
         _validate.check_choice("readout", readout, ("values", "state"))
         dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
         if readout == "state":
-            _validate.require(
-                not values_inside,
-                "readout",
-                "be 'values' with values_inside=True",
-                "'state'",
-                "the state has no values",
-            )
+            required = "be 'values' with values_inside=True"
+            _validate.require(not values_inside, "readout", required, "'state'", "the state has no values")
+            required = "be 0 with readout='state', which has no weights"
             remedy = "put nn.Dropout behind the layer, or use readout='values'"
-            _validate.require(
-                dropout == 0, "dropout", "be 0 with readout='state', which has no weights", dropout, remedy
-            )
-        elif isinstance(potential, type) and not hasattr(potential, "readout"):
-            raise ValueError(
-                _validate.message(
-                    "readout", f"be 'state' with {potential.__name__}, which has no weights", "'values'", "pass it so"
-                )
-            )
+            _validate.require(dropout == 0, "dropout", required, dropout, remedy)
+        elif isinstance(potential, type):
+            required = f"be 'state' with {potential.__name__}, which has no weights"
+            _validate.require(hasattr(potential, "readout"), "readout", required, "'values'", "pass it so")
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
@@ -183,7 +174,8 @@ class ImplicitAttention(Remembering):
         causal = self.causal if causal is None else causal
         first = 0 if cache is None else cache.num_queries
         positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
-        query = self._query(x, positions)
+        query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)
+        query = query if self.rotary is None else self.rotary(query, positions)
         held = self._held(x, context, values, key_mask, positions, cache)
         keys, read = held.keys, held.values
         projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
@@ -243,16 +235,14 @@ class ImplicitAttention(Remembering):
                 neighbours are alike. A query that has several equilibria may end in another one than from a cold
                 start; with large scores and small anchors that is the rule.
         """
-        _validate.require(
-            not (warm_start and isinstance(self.anchor, Fixed) and self.anchor.value == 0),
-            "warm_start",
-            "be False with anchor=0, where the query is only where a solve starts",
-            True,
-        )
+        no_field = isinstance(self.anchor, Fixed) and self.anchor.value == 0
+        required = "be False with anchor=0, where the query is only where a solve starts"
+        _validate.require(not (warm_start and no_field), "warm_start", required, True)
         cache = KeyValueCache(self._identity, fixed=context is not None, warm_start=warm_start)
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
         else:
+            _check_tokens("context", context, self.context_dim)
             positions = torch.arange(context.shape[-2], device=context.device)
             cache.held = cache.with_new(*self._project_context(context, context, positions), key_mask)
         return cache
@@ -265,33 +255,21 @@ class ImplicitAttention(Remembering):
             if given is not None:
                 _check_tokens(name, given, self.context_dim)
                 _validate.check_broadcast(name, given.shape[:-2], x.shape[:-2], "the leading axes of `x`")
-        _validate.require(
-            values is None or self.readout == "values",
-            "values",
-            "be None with readout='state', which reads no values",
-            "a tensor",
-            "make the layer with readout='values'",
-        )
+        required = "be None with readout='state', which reads no values"
+        remedy = "make the layer with readout='values'"
+        _validate.require(values is None or self.readout == "values", "values", required, "a tensor", remedy)
         if positions is not None:
             fits = isinstance(positions, Tensor) and positions.shape in (x.shape[-2:-1], x.shape[:-1])
             received = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
             _validate.require(fits, "positions", "be a tensor of shape (N,) or (*batch, N)", received)
-            _validate.require(
-                self.rotary is not None, "positions", "be None without rotary", "a tensor", "pass rotary=Rotary()"
-            )
+            remedy = "pass rotary=Rotary()"
+            _validate.require(self.rotary is not None, "positions", "be None without rotary", "a tensor", remedy)
         if cache is not None:
-            _validate.require(
-                context is None and values is None,
-                "cache",
-                "come without context and values: it holds what was computed from them",
-                "values" if context is None else "a context",
-                "make it with layer.new_cache(context) to attend to a context",
-            )
+            required = "come without context and values: it holds what was computed from them"
+            received = "values" if context is None else "a context"
+            remedy = "make it with layer.new_cache(context) to attend to a context"
+            _validate.require(context is None and values is None, "cache", required, received, remedy)
             check_cache(cache, self._identity, tuple(x.shape[:-2]))
-
-    def _query(self, x: Tensor, positions: Tensor) -> Tensor:
-        query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)
-        return query if self.rotary is None else self.rotary(query, positions)
 
     def _held(
         self,
@@ -313,13 +291,8 @@ class ImplicitAttention(Remembering):
         return Held(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     def _project_context(self, context: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        _check_tokens("context", context, self.context_dim)
-        _validate.require(
-            values.shape[-2] == context.shape[-2],
-            "values",
-            f"have one row for each of the {context.shape[-2]} tokens attended to",
-            f"shape {tuple(values.shape)}",
-        )
+        required = f"have one row for each of the {context.shape[-2]} tokens attended to"
+        _validate.require(values.shape[-2] == context.shape[-2], "values", required, f"shape {tuple(values.shape)}")
         keys = projected(self.k_proj, self.k_norm, context, self.head_dim, self.kv_heads)
         if self.rotary is not None:
             keys = self.rotary(keys, positions)
@@ -340,8 +313,8 @@ class ImplicitAttention(Remembering):
         else:
             head_dim = _validate.check_integer("head_dim", head_dim, low=1)
         remedy = f"use a divisor of {self.heads}"
-        required = f"divide heads = {self.heads}"
-        _validate.require(self.heads % self.kv_heads == 0, "kv_heads", required, self.kv_heads, remedy)
+        fits = self.heads % self.kv_heads == 0
+        _validate.require(fits, "kv_heads", f"divide heads = {self.heads}", self.kv_heads, remedy)
         if self.bare:
             _validate.require(not projection_bias, "projection_bias", "be False with bare=True", projection_bias)
             remedy = "without bare=True there are projections to make heads with"
@@ -351,17 +324,19 @@ class ImplicitAttention(Remembering):
 
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
-        for name, default in (("kv_heads", self.heads), ("context_dim", self.dim), ("readout", "values")):
-            if getattr(self, name) != default:
-                parts.append(f"{name}={getattr(self, name)!r}")
+        usual = {"kv_heads": self.heads, "context_dim": self.dim, "readout": "values", "dropout": 0.0}
+        parts += [
+            f"{name}={getattr(self, name)!r}" for name, default in usual.items() if getattr(self, name) != default
+        ]
         parts += [name for name in ("values_inside", "causal", "bare") if getattr(self, name)]
-        if self.dropout:
-            parts.append(f"dropout={self.dropout:g}")
         if self.potential is not LogSumExp:
             parts.append(f"potential={getattr(self.potential, '__name__', self.potential)}")
-        options = self.options
-        parts += [f"{n}={v}" for n in ("solver", "adjoint", "max_steps") if (v := getattr(options, n)) is not None]
-        return ", ".join(parts)
+        options = (
+            ("solver", self.options.solver),
+            ("adjoint", self.options.adjoint),
+            ("max_steps", self.options.max_steps),
+        )
+        return ", ".join(parts + [f"{name}={value}" for name, value in options if value is not None])
 
 
 def _check_tokens(argument: str, x: Tensor, size: int) -> None:

@@ -88,23 +88,21 @@ class MemoryLookup(Remembering):
     ) -> None:
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        dim = _validate.check_integer("dim", dim, low=1)
+        self.dim = _validate.check_integer("dim", dim, low=1)
         _validate.check_choice("similarity", similarity, ("distance", "dot"))
         beta = ("learned" if learned else "auto") if beta is None else beta
         anchor = ("learned" if learned else 0.0) if anchor is None else anchor
-        self.dim, self.learned, self.similarity, self.auto = dim, learned, similarity, beta == "auto"
+        self.learned, self.similarity, self.auto = learned, similarity, beta == "auto"
         self.options = SolveOptions().override(**options)
         if learned:
             if size is None:
                 raise ValueError(_validate.message("size", "be given with learned=True", None, "say how many patterns"))
             size = _validate.check_integer("size", size, low=1)
-            _validate.require(
-                not self.auto,
-                "beta",
+            required, reason = (
                 "be 'learned' or a number with learned=True",
-                "'auto'",
                 "patterns that move have no fixed distances",
             )
+            _validate.require(not self.auto, "beta", required, "'auto'", reason)
             width = dim if target_dim is None else target_dim
             self.patterns = nn.Parameter(torch.randn(size, dim, **made))
             self.targets = nn.Parameter(torch.randn(size, width, **made) / math.sqrt(size))
@@ -141,48 +139,44 @@ class MemoryLookup(Remembering):
         _validate.require(patterns.shape == (rows, self.dim), "patterns", required, f"shape {tuple(patterns.shape)}")
         if self.auto:
             _validate.check_numbers("patterns", patterns, "beta='auto' reads them; pass a number for beta")
-        held = self.targets
-        width = None if held is None else held.shape[1]
+        targets = self._checked_targets(patterns, targets)
+        if self.learned:
+            assert self.targets is not None
+            assert targets is not None
+            self.patterns.copy_(patterns)
+            self.targets.copy_(targets)
+            return
+        if targets is not None:
+            targets = targets.to(self.patterns)
+            self.targets = torch.cat([targets] if self.targets is None else [self.targets, targets])
+        self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
+        if self.auto:
+            self.found_beta = _separating_beta(self.patterns, self.similarity)
+
+    def _checked_targets(self, patterns: Tensor, targets: Tensor | None) -> Tensor | None:
+        """The targets to store with `patterns`: learned ones are the patterns by default."""
+        width = None if self.targets is None else self.targets.shape[1]
         if targets is None and self.learned:
             required = f"be given: they have width {width}, so that patterns of width {self.dim} cannot be their own"
             remedy = "pass them, or make the memory without target_dim to look up the patterns themselves"
             _validate.require(width == self.dim, "targets", required, None, remedy)
-            targets = patterns
-        if targets is not None:
-            _validate.check_float_tensor("targets", targets, min_ndim=2)
-            _validate.require(
-                targets.ndim == 2 and len(targets) == len(patterns),
-                "targets",
-                f"have one row for each of the {rows} patterns, shape ({rows}, target_dim)",
-                f"shape {tuple(targets.shape)}",
-                "use torch.nn.functional.one_hot(labels).float() for classes",
-            )
-            _validate.require(
-                width in (None, targets.shape[1]),
-                "targets",
-                f"have the width {width} of those held",
-                f"shape {tuple(targets.shape)}",
-                f"make the memory with target_dim={targets.shape[1]}" if self.learned else "call clear() first",
-            )
-        if self.learned:
-            assert held is not None
-            assert targets is not None
-            self.patterns.copy_(patterns)
-            held.copy_(targets)
-            return
-        _validate.require(
-            len(self.patterns) == 0 or (targets is None) == (held is None),
-            "targets",
-            "be given for all patterns or for none",
-            "none" if targets is None else "targets beside patterns without any",
-            "call clear() first",
-        )
-        self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
-        if targets is not None:
-            old = [] if held is None else [held]
-            self.targets = torch.cat([*old, targets.to(self.patterns)])
-        if self.auto:
-            self.found_beta = _separating_beta(self.patterns, self.similarity)
+            return patterns
+        if not self.learned:
+            alike = len(self.patterns) == 0 or (targets is None) == (width is None)
+            received = "none" if targets is None else "targets beside patterns without any"
+            _validate.require(alike, "targets", "be given for all patterns or for none", received, "call clear() first")
+        if targets is None:
+            return None
+        _validate.check_float_tensor("targets", targets, min_ndim=2)
+        received = f"shape {tuple(targets.shape)}"
+        required = f"have one row for each of the {len(patterns)} patterns, shape ({len(patterns)}, target_dim)"
+        remedy = "use torch.nn.functional.one_hot(labels).float() for classes"
+        fits = targets.ndim == 2 and len(targets) == len(patterns)
+        _validate.require(fits, "targets", required, received, remedy)
+        remedy = f"make the memory with target_dim={targets.shape[1]}" if self.learned else "call clear() first"
+        fits = width in (None, targets.shape[1])
+        _validate.require(fits, "targets", f"have the width {width} of those held", received, remedy)
+        return targets
 
     def clear(self) -> None:
         """Forget all patterns and targets that were stored, and the temperature that was found for them."""
@@ -235,9 +229,8 @@ class MemoryLookup(Remembering):
 
     def _check_queries(self, queries: Tensor) -> None:
         _validate.check_float_tensor("queries", queries, min_ndim=2)
-        _validate.require(
-            queries.shape[-1] == self.dim, "queries", f"have width {self.dim}", f"shape {tuple(queries.shape)}"
-        )
+        fits, received = queries.shape[-1] == self.dim, f"shape {tuple(queries.shape)}"
+        _validate.require(fits, "queries", f"have width {self.dim}", received)
         _validate.require(len(self.patterns) > 0, "store", "be called before a memory is asked", "an empty memory")
 
     def _beta(self) -> float | Tensor:
