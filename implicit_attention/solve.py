@@ -65,20 +65,15 @@ def solve(
         outcome = adjoint.run(request)
     request.report.awaited = outcome.value.requires_grad and not backward_running()
     solution = Solution(
-        **{**outcome._asdict(), "trace": _trace(outcome.trace)},
-        adjoint=request.report,
+        outcome.record,
+        request.report,
+        value=outcome.value,
+        trace=_trace(outcome.trace),
         energy_function=problem.energy if problem.has_energy else None,
     )
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
-    report_failures(
-        on_failure,
-        f"{type(solver).__name__}",
-        solution.status,
-        solution.residual,
-        solution.tolerance,
-        solution.num_steps,
-    )
+    report_failures(on_failure, type(solver).__name__, solution.record)
     return solution
 
 

@@ -41,8 +41,8 @@ from .read_out import PotentialFactory, at_least_single, explicit_read_out, made
 
 def report_from_graph(record: Record, on_failure: OnFailure) -> SolveReport:
     """The report of a solve in a compiled graph, which the host has not looked at; warns if a problem failed."""
-    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *record[:4])
-    return SolveReport(**record._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
+    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", record)
+    return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure))
 
 
 def is_repetition(remembered: SolveReport | Record | None) -> bool:

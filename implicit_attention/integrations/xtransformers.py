@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from functools import partial
 from typing import Any
@@ -372,10 +371,4 @@ def _tiled(tensor: Tensor | None, tiles: tuple[int, int], axis: int) -> Any:
 
 def _untiled(evidence: SolveReport | Record | None) -> SolveReport | Record | None:
     """With one axis of heads again."""
-    if evidence is None:
-        return None
-    if isinstance(evidence, Record):
-        return evidence.map(lambda t: t.flatten(1, 2))
-    found = {name: getattr(evidence, name).flatten(1, 2) for name in Record._fields}
-    evidence.adjoint.lead = found["status"].shape
-    return dataclasses.replace(evidence, **found)
+    return None if evidence is None else evidence.map(lambda t: t.flatten(1, 2))

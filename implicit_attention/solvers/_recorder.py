@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import is_batched, transforms_active
 from ..problem import Problem, evaluate_pure
+from ..solution import Record
 from ..status import Status
 from .base import Solver
 from .iterate import Outcome, flat
@@ -160,10 +161,8 @@ class Recorder:
         status[self.broken] = int(Status.DIVERGED)
         status[self.done] = int(Status.CONVERGED)
         status[self.unreadable] = int(Status.NONFINITE)
-        evidence = (status, self.residual, self.tolerance, self.num_steps, self.num_evals)
-        status, residual, tolerance, num_steps, num_evals = (t.reshape(self.lead) for t in evidence)
-        value = self.value.reshape(self.shape)
-        return Outcome(value, status, residual, tolerance, num_steps, num_evals, self._trace())
+        record = Record(status, self.residual, self.tolerance, self.num_steps, self.num_evals)
+        return Outcome(self.value.reshape(self.shape), record.map(lambda t: t.reshape(self.lead)), self._trace())
 
     def _trace(self) -> tuple[Tensor, ...]:
         """One row per evaluation of a problem; those that needed fewer keep their last entry."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._fused_rule import FusedRule
 from ..problem import Problem
+from ..solution import Record
 from .iterate import Iteration, Outcome, iterate
 
 
@@ -94,7 +95,7 @@ class Solver:
         """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
         stop = None if trace or graph else self.stop(problem)
         if stop is not None and (found := problem.solve_fused(initial, stop)) is not None:
-            return Outcome._make((*found, ()))
+            return Outcome(found[0], Record(*found[1:]))
         return iterate(self, problem, initial, trace=trace, graph=graph)
 
 

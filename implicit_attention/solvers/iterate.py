@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .._autograd import is_batched, transforms_active
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
+from ..solution import Record
 from ..status import Status
 
 if TYPE_CHECKING:
@@ -34,27 +35,21 @@ class Iteration(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The fields of a `Solution` as plain tensors; `trace` holds (residual, energy if there is one, num_evals,
-    value) or nothing."""
+    """What a solver returns: the values, how the solve went, and its course.
+
+    `trace` holds (residual, energy if there is one, num_evals, value), or nothing.
+    """
 
     value: Tensor
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
+    record: Record
     trace: tuple[Tensor, ...] = ()
 
 
-class _Record(NamedTuple):
-    """The best state of every problem so far, with the evidence measured at that very state."""
+class _Best(NamedTuple):
+    """The best state of every problem so far, with what was measured at that very state."""
 
     value: Tensor
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
+    record: Record
     energy: Tensor | None
 
 
@@ -71,22 +66,20 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
         look = not is_batched(initial) and not any(is_batched(t) for t in problem.tensors())
         every = (solver.check_every or (1 if initial.device.type == "cpu" else 4)) if look else 0
         event = initial.shape[initial.ndim - problem.event_ndim :]
-        record, traced = _loop(solver, rows, every, trace, graph, event)
-        record = rows.all(record)
-        value = record.value.reshape(initial.shape)
+        best, traced = _loop(solver, rows, every, trace, graph, event)
+        value, record = rows.all(best)
         kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
-        residual, tolerance = record.residual.detach(), record.tolerance.detach()
-        return Outcome(value, record.status, residual, tolerance, record.num_steps, record.num_evals, kept)
+        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept)
 
 
 def _loop(
     solver: Solver, rows: _Rows, every: int, trace: bool, graph: bool, event: torch.Size
-) -> tuple[_Record, list[Any]]:
+) -> tuple[_Best, list[Any]]:
     z, active = rows.initial, rows.active
     state = solver.init(rows.problem, z)
     trace_energy = trace and rows.problem.has_energy
-    record = _empty_record(z, trace_energy)
-    num_evals = torch.zeros_like(record.num_evals)
+    best = _nothing_yet(z, trace_energy)
+    num_evals = best.record.num_evals
     traced: list[Any] = []
     point: Iteration | None = None
     for index in range(solver.max_steps + 1):
@@ -99,22 +92,22 @@ def _loop(
         finite = torch.isfinite(point.residual) & torch.isfinite(tolerance)
         small = finite & (point.residual <= tolerance)
         converged = active & accepted & small if not solver.fixed_budget else torch.zeros_like(active)
-        record = _improve(record, point, tolerance, active & accepted, converged, num_evals, solver.fixed_budget)
+        best = _improve(best, point, tolerance, active & accepted, converged, num_evals, solver.fixed_budget)
         broken = active & accepted & ~finite
-        record = _finish(record, converged, Status.CONVERGED)
-        record = _finish(record, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
+        best = _finish(best, converged, Status.CONVERGED)
+        best = _finish(best, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
         active = active & ~converged & ~broken
         if trace:
-            best = (record.residual, record.energy, num_evals, unflat(record.value, event))
-            traced.append([t for t in best if t is not None])
+            course = (best.record.residual, best.energy, num_evals, unflat(best.value, event))
+            traced.append([t for t in course if t is not None])
         if index == solver.max_steps:
             break
         if every and index % every == 0:
             if not bool(active.any()):
                 break
             if (order := rows.compaction(active)) is not None:
-                state, point, active, accepted, num_evals, record = rows.take(
-                    order, record, (state, point, active, accepted, num_evals)
+                state, point, active, accepted, num_evals, best = rows.take(
+                    order, best, (state, point, active, accepted, num_evals)
                 )
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
@@ -124,11 +117,12 @@ def _loop(
         if update.num_evals is not None:
             num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
         if update.stalled is not None:
-            record = _finish(record, active & update.stalled, Status.STALLED)
+            best = _finish(best, active & update.stalled, Status.STALLED)
             active = active & ~update.stalled
     last = Status.EXPLICIT if solver.max_steps == 0 else Status.BUDGET if solver.fixed_budget else Status.MAX_STEPS
     # Evaluations that did not improve a problem were spent on it all the same.
-    return _finish(record, active, last)._replace(num_evals=num_evals), traced
+    best = _finish(best, active, last)
+    return best._replace(record=best.record._replace(num_evals=num_evals)), traced
 
 
 def _live(tensor: Any, *, active: Tensor) -> Any:
@@ -169,40 +163,44 @@ def unflat(z: Tensor, event: torch.Size) -> Tensor:
     return z.reshape((*z.shape[:-1], *event))
 
 
-def _empty_record(z: Tensor, energy: bool) -> _Record:
+def _nothing_yet(z: Tensor, energy: bool) -> _Best:
     per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
     unknown = torch.full_like(per_problem, torch.inf)
     count = torch.zeros_like(per_problem, dtype=torch.int32)
     status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
-    return _Record(z, status, unknown, torch.zeros_like(unknown), count, count, unknown if energy else None)
+    record = Record(status, unknown, torch.zeros_like(unknown), count, count)
+    return _Best(z, record, unknown if energy else None)
 
 
 def _improve(
-    record: _Record,
+    best: _Best,
     point: Iteration,
     tolerance: Tensor,
     candidates: Tensor,
     converged: Tensor,
     num_evals: Tensor,
     last: bool,
-) -> _Record:
+) -> _Best:
+    value, record, energy = best
     better = candidates if last or point.step == 0 else candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
-    value = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
-    return _Record(
-        value=torch.where(better[..., None], value, record.value),
-        status=record.status,
-        residual=torch.where(better, point.residual, record.residual),
-        tolerance=torch.where(better, tolerance, record.tolerance),
-        num_steps=torch.where(better, point.step, record.num_steps),
-        num_evals=num_evals,
-        # A record has an energy only where every point was evaluated with one.
-        energy=None if record.energy is None else torch.where(better, point.energy, record.energy),  # type: ignore[arg-type]
+    new = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
+    return _Best(
+        torch.where(better[..., None], new, value),
+        Record(
+            record.status,
+            residual=torch.where(better, point.residual, record.residual),
+            tolerance=torch.where(better, tolerance, record.tolerance),
+            num_steps=torch.where(better, point.step, record.num_steps),
+            num_evals=num_evals,
+        ),
+        None if energy is None or point.energy is None else torch.where(better, point.energy, energy),
     )
 
 
-def _finish(record: _Record, which: Tensor, status: Status) -> _Record:
-    return record._replace(status=record.status.masked_fill(which, int(status)))
+def _finish(best: _Best, which: Tensor, status: Status) -> _Best:
+    record = best.record
+    return best._replace(record=record._replace(status=record.status.masked_fill(which, int(status))))
 
 
 class _Rows:
@@ -219,7 +217,7 @@ class _Rows:
         self.count = lead[-1] if lead else 0
         self.base = self.problem = problem
         self.rows: Tensor | None = None
-        self.full: _Record | None = None
+        self.full: _Best | None = None
         self.compact = False
         if pad and self.count > 0 and initial.numel() > 0:
             padded = self._rounded_up(self.count)
@@ -248,8 +246,8 @@ class _Rows:
         # All distinct: finished rows fill up the block and are carried along unchanged.
         return torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
 
-    def take(self, order: Tensor, record: _Record, tree: Any) -> list[Any]:
-        """Restrict problem, record and solver memory to the rows `order` of the present working set."""
+    def take(self, order: Tensor, best: _Best, tree: Any) -> list[Any]:
+        """Restrict problem, best states and solver memory to the rows `order` of the present working set."""
         lead_ndim = order.ndim
 
         def pick(tensor: Any) -> Any:
@@ -259,18 +257,17 @@ class _Rows:
             index = order.reshape(*order.shape, *(1,) * len(tail)).expand(*order.shape, *tail)
             return tensor.gather(lead_ndim - 1, index)
 
-        self.full = self._merged(record)
+        self.full = self._merged(best)
         self.rows = order if self.rows is None else self.rows.gather(-1, order)
         selected = self.base.select(self.rows)
         assert selected is not None
         self.problem = selected
-        return [*pytree.tree_map(pick, tree), pytree.tree_map(pick, record)]
+        return [*pytree.tree_map(pick, tree), pytree.tree_map(pick, best)]
 
-    def all(self, record: _Record) -> _Record:
-        """The record of all rows, in their order, without padding."""
-        record = self._merged(record)
-        # Only the energy may be None, which the type of the fields by position cannot say.
-        return _Record(*(None if t is None else self.unpadded(t, 0) for t in record))  # type: ignore[arg-type]
+    def all(self, best: _Best) -> tuple[Tensor, Record]:
+        """Value and record of all rows, in their order, without padding."""
+        best = self._merged(best)
+        return self.unpadded(best.value, 0), best.record.map(lambda t: self.unpadded(t, 0))
 
     def unpadded(self, tensor: Tensor, before: int) -> Tensor:
         """`tensor`, whose leading axes follow `before` others, without the rows that were added."""
@@ -278,16 +275,16 @@ class _Rows:
             return tensor
         return tensor.narrow(before + self.active.ndim - 1, 0, self.count)
 
-    def _merged(self, record: _Record) -> _Record:
+    def _merged(self, best: _Best) -> _Best:
         if self.rows is None:
-            return record
+            return best
         rows = self.rows
 
-        def put(full: Tensor | None, part: Tensor | None) -> Tensor | None:
-            if full is None or part is None:
-                return None
+        def put(full: Tensor, part: Tensor) -> Tensor:
             index = rows[..., None].expand(*rows.shape, part.shape[-1]) if part.ndim > rows.ndim else rows
             return full.scatter(rows.ndim - 1, index, part)
 
         assert self.full is not None
-        return _Record(*map(put, self.full, record))  # type: ignore[arg-type]
+        # No rows leave a solve that is traced, so that there is no energy.
+        record = Record(*map(put, self.full.record, best.record))
+        return best._replace(value=put(self.full.value, best.value), record=record)

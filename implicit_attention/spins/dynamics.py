@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import exact_precision
-from .._reporting import check_on_failure, report_failures, warn_of_saddles
+from .._reporting import check_on_failure, report_failures, warn_of_unstable
 from .._types import LinearMap, OnFailure
 from ..potentials.spin import BesselResponse, Response
 from ..problem import widened
@@ -164,11 +164,11 @@ def stationary_state(
     # What a later backward pass finds out is told in the same way.
     evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
     status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
-    evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
-    name, e = type(method).__name__, evidence
-    report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
+    evidence = evidence.amended(status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
+    name = type(method).__name__
+    report_failures(on_failure, name, evidence.record)
     if check == "stability":
-        warn_of_saddles(on_failure, name, e.status)
+        warn_of_unstable(on_failure, name, evidence.status)
     return StationaryState(
         magnetization=fill(m, lost, torch.nan),
         delayed_correlations=fill(delayed, lost, torch.nan),

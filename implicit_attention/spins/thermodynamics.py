@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import exact_precision, vjp
-from .._reporting import check_on_failure, report_failures, warn_of_saddles
+from .._reporting import check_on_failure, report_failures, warn_of_unstable
 from .._types import OnFailure
 from ..problem import widened
 from ..solution import AdjointReport, SolveReport
@@ -117,7 +117,7 @@ def thermodynamics(
         nonlocal adjoint
         found, lost = _answer(method, system.at(field, couplings, beta), initial, check, on_failure)
         adjoint = found.report.adjoint
-        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, _fields(found.report))
+        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, found.report.record)
 
     def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = torch.func.grad(
@@ -129,7 +129,7 @@ def thermodynamics(
         (by_field, by_couplings, by_beta), pullback, aux = cast(
             Any, torch.func.vjp(first, field, couplings, beta, has_aux=True)
         )
-        value, lost, fields = aux
+        value, lost, record = aux
         nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
         curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
 
@@ -152,7 +152,7 @@ def thermodynamics(
     }
     # Last, so that NaN of one sample enters no gradient of what it shares with others.
     numbers = {name: fill(number, lost, torch.nan) for name, number in numbers.items()}
-    return Thermodynamics(**numbers, report=SolveReport(**fields, adjoint=adjoint), _product=product)
+    return Thermodynamics(**numbers, report=SolveReport(record, adjoint), _product=product)
 
 
 def free_energy(
@@ -252,14 +252,10 @@ def _answer(
     # What a later backward pass finds out is told in the same way.
     evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
     status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
-    evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
-    name, e = type(method).__name__, evidence
-    report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
+    evidence = evidence.amended(status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
+    name = type(method).__name__
+    report_failures(on_failure, name, evidence.record)
     if check == "stability":
-        warn_of_saddles(on_failure, name, e.status)
+        warn_of_unstable(on_failure, name, evidence.status)
     # A method may find no answer without being given a wrong number: what does not exist has no derivatives either.
     return LogPartition(value, evidence), lost | ~value.isfinite()
-
-
-def _fields(evidence: SolveReport) -> dict[str, Tensor]:
-    return {n: getattr(evidence, n) for n in ("status", "residual", "tolerance", "num_steps", "num_evals")}
