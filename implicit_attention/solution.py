@@ -123,16 +123,10 @@ class AdjointReport:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class SolveReport:
-    """What is known about a solve, problem by problem. `lead` are the axes that number problems.
-
-    Attributes:
-        record: status, residual, tolerance, num_steps and num_evals as one tuple, whose fields are read here by name.
-        adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
-    """
+class Recorded:
+    """Base of results that carry a `Record`: its fields by name."""
 
     record: Record
-    adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
 
     @property
     def status(self) -> Tensor:
@@ -170,21 +164,33 @@ class SolveReport:
         return self.record.failed
 
     def message(self, *index: int) -> str:
-        """The sentence for one problem: what happened and what to do."""
+        """The sentence for one problem: what happened."""
         return self.record.message(index)
+
+    def amended(self, **fields: Tensor) -> Self:
+        """The same with some fields of its record replaced."""
+        return dataclasses.replace(self, record=self.record._replace(**fields))
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class SolveReport(Recorded):
+    """How a solve went, problem by problem. `lead` are the axes that number problems.
+
+    Attributes:
+        record: status, residual, tolerance, num_steps and num_evals, (*lead) each, which are read here by name.
+        adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
+    """
+
+    adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The report with `function` applied to every field, as where heads or sites get axes of their own.
 
-        A backward solve writes its own report in the new shape.
+        A backward solve reports in the new shape, too.
         """
         record = self.record.map(function)
         self.adjoint.lead = record.status.shape
         return dataclasses.replace(self, record=record)
-
-    def amended(self, **fields: Tensor) -> Self:
-        """The report with some fields of its record replaced."""
-        return dataclasses.replace(self, record=self.record._replace(**fields))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({summarize(self.status, self.residual, self.num_evals)})"

@@ -118,7 +118,7 @@ class _FixedPoint(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         with exact_precision(initial):
-            outcome = call.request.solver.run(call.problem.replace(*tensors), initial, trace=call.request.trace)
+            outcome = call.request.solved(call.problem.replace(*tensors), initial)
         # Forward mode cannot attach tangents to outputs that are views.
         return tuple(t.clone() if t._is_view() else t for t in (outcome.value, *outcome.record, *outcome.trace))
 

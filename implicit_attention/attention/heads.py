@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
 
 from .. import _validate
+
+T = TypeVar("T", Tensor, Tensor | None, float | Tensor)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -29,13 +33,12 @@ def group_size(query: Tensor, keys: Tensor) -> int:
     return heads // kv_heads
 
 
-def split_groups(tensor: Tensor, heads: int, groups: int, axis: int) -> Tensor:
+def split_groups(given: T, heads: int, groups: int, axis: int) -> T:
     """The axis of `heads` heads as two, (heads / groups, groups); an axis of size 1 as (1, 1).
 
-    A tensor without that axis, which is the same for all heads, stays as it is.
+    What has no such axis (a number, a smaller tensor, None) is the same for all heads and stays as it is.
     """
-    if tensor.ndim < -axis:
-        return tensor
-    split = (heads // groups, groups) if tensor.shape[axis] == heads else (tensor.shape[axis], 1)
-    parts: Tensor = tensor.unflatten(axis, split)  # type: ignore[no-untyped-call]
-    return parts
+    if not isinstance(given, Tensor) or given.ndim < -axis:
+        return given
+    split = (heads // groups, groups) if given.shape[axis] == heads else (given.shape[axis], 1)
+    return given.unflatten(axis, split)  # type: ignore[no-untyped-call, no-any-return]

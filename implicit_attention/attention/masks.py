@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..problem import HALF
+from .._autograd import HALF
 
 
 def mask_and_bias(

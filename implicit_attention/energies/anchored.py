@@ -9,9 +9,8 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import check_graph, sum_to_shape
-from .._fused_rule import FusedRule
 from ..potentials import Potential
-from ..problem import Adjoined, Evaluation, Linearization
+from ..problem import Evaluation, Linearization
 from .base import Energy
 
 
@@ -131,23 +130,6 @@ class AnchoredEnergy(Energy):
             return tuple(gradients)
 
         return Linearization(product, product, pullback)
-
-    def solve_fused(self, initial: Tensor, stop: FusedRule) -> tuple[Tensor, ...] | None:
-        if type(self) is not AnchoredEnergy:
-            return None
-        return self.potential.solve_anchored(self.field, self.anchor, initial, stop)
-
-    def adjoint_fused(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
-        if type(self) is not AnchoredEnergy:
-            return None
-        found = self.potential.adjoint_anchored(self.field, self.anchor, z, cotangent, rtol, max_steps)
-        if found is None:
-            return None
-        (u, *evidence), gradients = found
-        gradients = (*gradients, self._anchor * u)
-        if isinstance(self.anchor, Tensor):
-            gradients = (*gradients, self._by_anchor(z, u))
-        return Adjoined._make((u, *evidence, gradients))
 
     def _by_anchor(self, z: Tensor, u: Tensor) -> Tensor:
         by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))

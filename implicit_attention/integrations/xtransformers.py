@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _validate
+from .._autograd import at_least_single
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint
 from ..attention.core import attend
 from ..attention.masks import split_mask
-from ..attention.read_out import PotentialFactory, at_least_single
+from ..attention.read_out import PotentialFactory
 from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
 from ..layers.remembering import Remembering
 from ..options import SolveOptions

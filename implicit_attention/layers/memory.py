@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._autograd import HALF, at_least_single, exact_precision
 from ..attention.core import attend
-from ..attention.read_out import at_least_single
 from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
-from ..problem import HALF
 from ..solution import SolveReport
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta

@@ -12,7 +12,6 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import check_graph, vjp
 from .._declared import Declared
-from .._fused_rule import FusedRule
 from .._types import LinearMap
 
 
@@ -30,8 +29,6 @@ _OF_BOTH = (
     "covariance_product",
     "evaluate",
     "linearize",
-    "solve_anchored",
-    "adjoint_anchored",
     "bounded_below",
     "lipschitz",
     "select",
@@ -56,9 +53,8 @@ class Potential(Declared, general=True):
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
         "value": ("mean", *_OF_BOTH),
         "mean": ("value", *_OF_BOTH),
-        "covariance_product": ("linearize", "adjoint_anchored", "lipschitz"),
-        "evaluate": ("linearize", "solve_anchored", "adjoint_anchored"),
-        "linearize": ("adjoint_anchored",),
+        "covariance_product": ("linearize", "lipschitz"),
+        "evaluate": ("linearize",),
         "probabilities": ("readout",),
     }
     _underived: ClassVar[tuple[str, ...]] = ("value", "bounded_below")
@@ -99,21 +95,6 @@ class Potential(Declared, general=True):
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
         """The covariance at one state for many products, or None where it is no cheaper than differentiation."""
-        return None
-
-    def solve_anchored(
-        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: FusedRule
-    ) -> tuple[Tensor, ...] | None:
-        """z = anchor field + (1 - anchor) mean(z) in one operation, or None; see `Problem.solve_fused`."""
-        return None
-
-    def adjoint_anchored(
-        self, field: Tensor, anchor: float | Tensor, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]] | None:
-        """The adjoint solve for that z in one operation, or None; see `Problem.adjoint_fused`.
-
-        The first part are its fields without the gradients, the second the gradients of `self.tensors()`.
-        """
         return None
 
     def bounded_below(self, anchor: float) -> bool:

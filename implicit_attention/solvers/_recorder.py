@@ -15,8 +15,8 @@ from .._autograd import is_batched, transforms_active
 from ..problem import Problem, evaluate_pure
 from ..solution import Record
 from ..status import Status
-from .base import Solver
-from .iterate import Outcome, flat
+from ._rows import flat
+from .iterate import Outcome, Solver
 
 
 class Finished(Exception):
@@ -154,9 +154,7 @@ class Recorder:
 
     def outcome(self) -> Outcome:
         """All of it, with the leading axes of the initial state."""
-        budget = self.solver.fixed_budget
-        last = Status.EXPLICIT if self.solver.max_steps == 0 else Status.BUDGET if budget else Status.MAX_STEPS
-        status = torch.full_like(self.num_steps, int(last), dtype=torch.int8)
+        status = torch.full_like(self.num_steps, int(self.solver.exhausted), dtype=torch.int8)
         status[self.stalled] = int(Status.STALLED)
         status[self.broken] = int(Status.DIVERGED)
         status[self.done] = int(Status.CONVERGED)
@@ -232,7 +230,7 @@ def check_plain(solver: Solver, problem: Problem, initial: Tensor, graph: bool) 
     _validate.require(
         not graph, "graph", f"be False: the steps of {name} cannot be differentiated", graph, "use Implicit()"
     )
-    if any(is_batched(t) for t in (initial, *problem.tensors())):
+    if is_batched(initial, *problem.tensors()):
         raise ValueError(
             f"{name} cannot run inside torch.vmap: it reads numbers on the host; use solve with Implicit()"
         )

@@ -17,9 +17,8 @@ from ..problem import FixedPointMap, Problem
 from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
 from .anderson import Anderson
-from .base import Solver
 from .broyden import Broyden
-from .iterate import Outcome
+from .iterate import Outcome, Solver
 from .newton import NewtonKrylov
 from .picard import Picard
 

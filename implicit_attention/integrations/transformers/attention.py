@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ... import _validate
+from ..._autograd import at_least_single
 from ...attention.core import Attended, attend, is_repetition
 from ...attention.masks import split_mask
-from ...attention.read_out import PotentialFactory, at_least_single
+from ...attention.read_out import PotentialFactory
 from ...potentials import LogSumExp
 from ...potentials.softcap import SoftcapLogSumExp
 from ...solution import Record, SolveReport
