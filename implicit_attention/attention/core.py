@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class _Request(NamedTuple):
     potential: PotentialFactory
     options: SolveOptions
     dropout_p: float
-    grouped: bool
+    grouped: bool | Literal["tiled"]
     trace: bool
     return_solution: bool
     return_weights: bool
@@ -113,7 +113,7 @@ def attend(
     potential: PotentialFactory = LogSumExp,
     options: SolveOptions,
     dropout_p: float = 0.0,
-    grouped: bool = False,
+    grouped: bool | Literal["tiled"] = False,
     initial: Tensor | None = None,
     trace: bool = False,
     return_solution: bool = False,
@@ -150,15 +150,16 @@ def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Re
     """The answer, with an axis for the heads that share keys while it is found."""
     if not request.grouped or (groups := group_size(inputs.query, inputs.keys)) == 1:
         return answer(inputs, request)
-    heads = inputs.query.shape[-3]
     query, keys, values, beta, anchor, mask, bias, initial = inputs
+    heads, tiled = query.shape[-3], request.grouped == "tiled"
     query, mask, bias, initial = (  # type: ignore[assignment]
-        t if t is None else split_groups(t, heads, groups, -3) for t in (query, mask, bias, initial)
+        t if t is None else split_groups(t, heads, groups, -3, tiled) for t in (query, mask, bias, initial)
     )
     beta, anchor = (
-        split_groups(t, heads, groups, -1) if isinstance(t, Tensor) and t.ndim else t for t in (beta, anchor)
+        split_groups(t, heads, groups, -1, tiled) if isinstance(t, Tensor) and t.ndim else t for t in (beta, anchor)
     )
-    keys, values = keys.unsqueeze(-3), None if values is None else values.unsqueeze(-3)
+    shared = -4 if tiled else -3
+    keys, values = keys.unsqueeze(shared), None if values is None else values.unsqueeze(shared)
     attended = answer(_Inputs(query, keys, values, beta, anchor, mask, bias, initial), request)
     output, state = attended.output.flatten(-4, -3), attended.state.flatten(-4, -3)
     weights = None if attended.weights is None else attended.weights.flatten(-4, -3)

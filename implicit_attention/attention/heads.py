@@ -29,13 +29,15 @@ def group_size(query: Tensor, keys: Tensor) -> int:
     return heads // kv_heads
 
 
-def split_groups(tensor: Tensor, heads: int, groups: int, axis: int) -> Tensor:
-    """The axis of `heads` heads as two, (heads / groups, groups); an axis of size 1 as (1, 1).
+def split_groups(tensor: Tensor, heads: int, groups: int, axis: int, tiled: bool) -> Tensor:
+    """The axis of `heads` heads as two, (heads / groups, groups), or (groups, heads / groups) if tiled.
+
+    Head h then reads key head h // groups, or h mod (heads / groups) if tiled. An axis of size 1 becomes (1, 1).
 
     A tensor without that axis, which is the same for all heads, stays as it is.
     """
     if tensor.ndim < -axis:
         return tensor
     split = (heads // groups, groups) if tensor.shape[axis] == heads else (tensor.shape[axis], 1)
-    parts: Tensor = tensor.unflatten(axis, split)  # type: ignore[no-untyped-call]
+    parts: Tensor = tensor.unflatten(axis, split[::-1] if tiled else split)  # type: ignore[no-untyped-call]
     return parts
