@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,13 +99,16 @@ def attend(
     potential: PotentialFactory = LogSumExp,
     options: SolveOptions,
     dropout_p: float = 0.0,
-    grouped: bool = False,
+    grouped: bool | Literal["tiled"] = False,
     initial: Tensor | None = None,
     trace: bool = False,
     return_solution: bool = False,
     return_weights: bool = False,
 ) -> Attended:
     """Equilibria of `query` over `keys` and what is read out there: softmax attention over `values`, or the state.
+
+    If `grouped`, fewer heads of keys are shared by H heads of queries: head h reads key head h // (H / Hkv), or
+    h mod Hkv if "tiled".
 
     With max_steps=0 nothing is solved: the read-out is taken at the query, and without values it is one step of the
     map. The residual there is evaluated with `return_solution` (or `trace`) only.
@@ -131,7 +134,7 @@ def attend(
 
 
 @uncompiled
-def _outside_graph(call: Call, grouped: bool) -> Attended:
+def _outside_graph(call: Call, grouped: bool | Literal["tiled"]) -> Attended:
     attended = _by_groups(call, grouped, in_graph=False)
     assert attended is not None
     return attended
@@ -155,13 +158,13 @@ def _fits_graph(call: Call) -> bool:
 # Heads that share keys.
 
 
-def _by_groups(call: Call, grouped: bool, *, in_graph: bool) -> Attended | None:
+def _by_groups(call: Call, grouped: bool | Literal["tiled"], *, in_graph: bool) -> Attended | None:
     """The answer, with an axis for the heads that share keys while it is found, along which the keys broadcast.
 
     None if it is asked for as operations in a compiler's graph, and there are none that do it.
     """
     groups = group_size(call.query, call.keys) if grouped else 1
-    found = _answered(call if groups == 1 else _split(call, groups), in_graph)
+    found = _answered(call if groups == 1 else _split(call, groups, grouped == "tiled"), in_graph)
     if found is None:
         return None
     output, state, solution, weights = found
@@ -175,17 +178,17 @@ def _by_groups(call: Call, grouped: bool, *, in_graph: bool) -> Attended | None:
     return Attended(output, state, solution, report, weights)
 
 
-def _split(call: Call, groups: int) -> Call:
-    heads = call.query.shape[-3]
+def _split(call: Call, groups: int, tiled: bool) -> Call:
+    heads, shared = call.query.shape[-3], -4 if tiled else -3
     return call._replace(
-        query=split_groups(call.query, heads, groups, -3),
-        keys=call.keys.unsqueeze(-3),
-        values=None if call.values is None else call.values.unsqueeze(-3),
-        beta=split_groups(call.beta, heads, groups, -1),
-        anchor=split_groups(call.anchor, heads, groups, -1),
-        mask=split_groups(call.mask, heads, groups, -3),
-        bias=split_groups(call.bias, heads, groups, -3),
-        initial=split_groups(call.initial, heads, groups, -3),
+        query=split_groups(call.query, heads, groups, -3, tiled),
+        keys=call.keys.unsqueeze(shared),
+        values=None if call.values is None else call.values.unsqueeze(shared),
+        beta=split_groups(call.beta, heads, groups, -1, tiled),
+        anchor=split_groups(call.anchor, heads, groups, -1, tiled),
+        mask=split_groups(call.mask, heads, groups, -3, tiled),
+        bias=split_groups(call.bias, heads, groups, -3, tiled),
+        initial=split_groups(call.initial, heads, groups, -3, tiled),
     )
 
 

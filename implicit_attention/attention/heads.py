@@ -33,12 +33,13 @@ def group_size(query: Tensor, keys: Tensor) -> int:
     return heads // kv_heads
 
 
-def split_groups(given: T, heads: int, groups: int, axis: int) -> T:
-    """The axis of `heads` heads as two, (heads / groups, groups); an axis of size 1 as (1, 1).
+def split_groups(given: T, heads: int, groups: int, axis: int, tiled: bool) -> T:
+    """The axis of `heads` heads as two: (heads / groups, groups), or (groups, heads / groups) if tiled.
 
-    What has no such axis (a number, a smaller tensor, None) is the same for all heads and stays as it is.
+    Head h then shares the keys of head h // groups, or h mod (heads / groups) if tiled. An axis of size 1 becomes
+    (1, 1). What has no such axis (a number, a smaller tensor, None) is the same for all heads and stays as it is.
     """
     if not isinstance(given, Tensor) or given.ndim < -axis:
         return given
     split = (heads // groups, groups) if given.shape[axis] == heads else (given.shape[axis], 1)
-    return given.unflatten(axis, split)  # type: ignore[no-untyped-call, no-any-return]
+    return given.unflatten(axis, split[::-1] if tiled else split)  # type: ignore[no-untyped-call, no-any-return]

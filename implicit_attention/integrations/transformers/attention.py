@@ -17,7 +17,7 @@ from ...attention.read_out import PotentialFactory
 from ...potentials import LogSumExp
 from ...potentials.softcap import SoftcapLogSumExp
 from ...solution import Record, SolveReport
-from .._zero_key import with_zero_key
+from .._base import with_zero_key
 from .saved import name_again, of_config
 from .settings import OPTIONS, SETTINGS, Given, Settings
 
