@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ._autograd import is_differentiated, sum_to_shape, transforms_active
+from ._autograd import is_differentiated, is_fake, sum_to_shape, transforms_active
 from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
 from .energies import AnchoredEnergy
@@ -138,6 +138,9 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
         return None
     if insists:
         checked(impl, lowered.packed())
+    if torch.compiler.is_compiling() or is_fake(lowered.energy.field):
+        # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
+        return lowered
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors())
     return None if wrapped or lowered.energy.field.numel() == 0 else lowered
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import attend
-from ..layers.projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta, merge_heads, split_heads
-from ..layers.remembering import Remembering
-from ..options import SolveOptions
-from ..solvers import Solver
-from ._multihead_input import check_nested, check_tokens, pairs_and_bias
+from ..attention.heads import merge_heads, split_heads
+from ..layers.projections import LearnedBeta, Scalar, anchor_or_beta
+from ..options import SolveKeywords
+from ._base import HostAttention
+from ._multihead_input import check_tokens, mask_and_bias
 
 _SIZES = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
-_OPTIONS = ("anchor", "beta", "solver", "adjoint", "impl", "max_steps", "on_failure")
 
 
-class ImplicitMultiheadAttention(Remembering):
+class ImplicitMultiheadAttention(HostAttention):
     """`nn.MultiheadAttention` whose queries settle into an equilibrium before values are read.
 
     Per head, with q, K, V as torch projects them (and extends them by `add_bias_kv` and `add_zero_attn`):
@@ -88,7 +86,6 @@ class ImplicitMultiheadAttention(Remembering):
     bias_k: Tensor | None
     bias_v: Tensor | None
     out_proj: nn.Linear
-    anchor: nn.Module
     beta: nn.Module
 
     def __init__(
@@ -107,11 +104,7 @@ class ImplicitMultiheadAttention(Remembering):
         *,
         anchor: Scalar = "learned",
         beta: Scalar | None = "learned",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl = "auto",
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim)):
@@ -120,16 +113,20 @@ class ImplicitMultiheadAttention(Remembering):
         remedy = f"use a divisor of {embed_dim}"
         _validate.require(embed_dim % num_heads == 0, "num_heads", f"divide embed_dim = {embed_dim}", num_heads, remedy)
         _validate.check_number("dropout", dropout, low=0.0, high=1.0)
-        self.options = SolveOptions(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
         theirs = nn.MultiheadAttention(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self._take(theirs, anchor, beta)
+        self._take(theirs, anchor, beta, options)
 
     @classmethod
-    def from_torch(cls, mha: nn.MultiheadAttention, **options: Any) -> ImplicitMultiheadAttention:
+    def from_torch(
+        cls,
+        mha: nn.MultiheadAttention,
+        *,
+        anchor: Scalar = "learned",
+        beta: Scalar | None = "learned",
+        **options: Unpack[SolveKeywords],
+    ) -> ImplicitMultiheadAttention:
         """This module in place of `mha`, with the very same parameters (shared, so that an optimizer keeps them).
 
         Precision, device, what is trained and the mode stay. A learned anchor or beta is new: an optimizer that was
@@ -147,10 +144,8 @@ class ImplicitMultiheadAttention(Remembering):
             raise TypeError(_validate.message("mha", "be an nn.MultiheadAttention", type(mha).__name__))
         if reason := _peculiarity(mha):
             raise ValueError(_validate.message("mha", "be a plain nn.MultiheadAttention", f"one with {reason}"))
-        if unknown := sorted(set(options) - set(_OPTIONS)):
-            raise TypeError(_validate.message("options", f"be among {', '.join(_OPTIONS)}", ", ".join(unknown)))
-        made = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta", **options)
-        made._take(mha, options.get("anchor", "learned"), options.get("beta", "learned"))
+        made = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta")
+        made._take(mha, anchor, beta, options)
         return made.train(mha.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
@@ -159,30 +154,27 @@ class ImplicitMultiheadAttention(Remembering):
         What beta has become is folded into the query projection, by a factor beta sqrt(head_dim) per head. What torch's
         module cannot hold is lost: the anchor, and with it the equilibrium.
         """
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        like, width = self.out_proj.weight, self.embed_dim // self.num_heads
+        like, head_dim = self.out_proj.weight, self.embed_dim // self.num_heads
         made: nn.MultiheadAttention = nn.utils.skip_init(  # type: ignore[no-untyped-call]
             nn.MultiheadAttention,
-            **sizes,
+            **{name: getattr(self, name) for name in _SIZES},
             bias=self.in_proj_bias is not None,
             add_bias_kv=self.bias_k is not None,
             device=like.device,
             dtype=like.dtype,
         )
-        own = dict(self.named_parameters())
         with torch.no_grad():
             for name, parameter in made.named_parameters():
-                parameter.copy_(own[name])
+                own = self.get_parameter(name)
+                parameter.copy_(own).requires_grad_(own.requires_grad)
             single = torch.promote_types(like.dtype, torch.float32)
-            factor = torch.as_tensor(self.beta() / width**-0.5, dtype=single, device=like.device)
-            factor = factor.expand(self.num_heads).repeat_interleave(width)
+            factor = torch.as_tensor(self.beta() / head_dim**-0.5, dtype=single, device=like.device)
+            factor = factor.expand(self.num_heads).repeat_interleave(head_dim)
             weight = made.q_proj_weight if made.in_proj_weight is None else made.in_proj_weight[: self.embed_dim]
             weight.copy_(factor[:, None] * weight)
             if made.in_proj_bias is not None:
                 bias = made.in_proj_bias[: self.embed_dim]
                 bias.copy_(factor * bias)
-        for name, parameter in made.named_parameters():
-            parameter.requires_grad_(own[name].requires_grad)
         return made.train(self.training)
 
     def forward(
@@ -213,70 +205,54 @@ class ImplicitMultiheadAttention(Remembering):
             an input without a batch. M counts the keys of `add_bias_kv` and `add_zero_attn`, which come last.
         """
         remedy = "pass nn.Transformer.generate_square_subsequent_mask(N), or is_causal=False"
-        given = attn_mask is not None or not is_causal
-        _validate.require(given, "attn_mask", "be given with is_causal=True, which is a hint", "None", remedy)
+        told = attn_mask is not None or not is_causal
+        _validate.require(told, "attn_mask", "be given with is_causal=True, which is a hint", "None", remedy)
+        batch_first, samples = self.batch_first, None
         if isinstance(query, Tensor) and query.is_nested:
-            check_nested(query, key, value, key_padding_mask, attn_mask)
-            return self._nested(query, need_weights, average_attn_weights)
-        check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
-        return self._dense(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
-
-    # Parts.
-
-    def _dense(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+            # nn.TransformerEncoder makes nested tensors of padded samples in evaluation, whatever `batch_first` says.
+            fits = query is key and key is value and key_padding_mask is None and attn_mask is None
+            remedy = "pad it with to_padded_tensor and pass key_padding_mask"
+            required = "be nested in self-attention without masks only"
+            _validate.require(fits, "query", required, "a nested tensor", remedy)
+            batch_first, layout, samples = True, query.layout, query.unbind()
+            query = key = value = query.to_padded_tensor(0.0)
+            lengths = torch.tensor([len(sample) for sample in samples], device=query.device)
+            key_padding_mask = torch.arange(query.shape[1], device=query.device) >= lengths[:, None]
+        check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim), batch_first)
         batched = query.ndim == 3
         if not batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
-        elif not self.batch_first:
+        elif not batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         given = key.shape[-2]
         queries, keys, values = (split_heads(t, self.num_heads) for t in self._projected(query, key, value))
-        # Read at every evaluation: laid out once.
-        keys, values = keys.contiguous(), values.contiguous()
         more = keys.shape[-2] - given
-        mask, bias = pairs_and_bias(attn_mask, key_padding_mask, queries, given=given, more=more, batched=batched)
-        output, _, self._last, weights = attend(
+        mask, bias = mask_and_bias(attn_mask, key_padding_mask, queries, given=given, more=more, batched=batched)
+        # Keys are read at every evaluation: they are laid out once.
+        found = self._attend(
             queries,
-            keys,
-            values,
+            keys.contiguous(),
+            values.contiguous(),
             beta=self.beta(),
-            anchor=self.anchor(),
             mask=mask,
             bias=bias,
-            options=self.options,
             dropout_p=self.dropout if self.training else 0.0,
-            measure=False,
-            weigh=need_weights,
+            return_weights=need_weights,
         )
-        output = self.out_proj(merge_heads(output))
+        output, weights = self.out_proj(merge_heads(found.output)), found.weights
         if weights is not None:
             weights = (weights.mean(-3) if average_attn_weights else weights).to(query.dtype)
+        if samples is not None:
+            kept = [row[: len(sample)] for row, sample in zip(output, samples, strict=True)]
+            return torch.nested.as_nested_tensor(kept, layout=layout), weights
         if not batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
-        return output if self.batch_first else output.transpose(0, 1), weights
+        return output if batch_first else output.transpose(0, 1), weights
 
-    def _nested(self, query: Tensor, need_weights: bool, average_attn_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Self-attention in a nested tensor, which nn.TransformerEncoder makes of padded samples in evaluation."""
-        samples = query.unbind()
-        dense, lengths = query.to_padded_tensor(0.0), torch.tensor([len(t) for t in samples], device=query.device)
-        padding = torch.arange(dense.shape[1], device=query.device) >= lengths[:, None]
-        dense = dense if self.batch_first else dense.transpose(0, 1)
-        output, weights = self._dense(dense, dense, dense, padding, need_weights, None, average_attn_weights)
-        output = output if self.batch_first else output.transpose(0, 1)
-        kept = [row[: len(sample)] for row, sample in zip(output, samples, strict=True)]
-        return torch.nested.as_nested_tensor(kept, layout=query.layout), weights
+    # Parts.
 
-    def _take(self, theirs: nn.MultiheadAttention, anchor: Scalar, beta: Scalar | None) -> None:
-        """Hold the parameters of `theirs` and, made to fit them, an anchor and a beta."""
+    def _take(self, theirs: nn.MultiheadAttention, anchor: Scalar, beta: Scalar | None, options: SolveKeywords) -> None:
+        """Hold the parameters of `theirs` and, on their device and in their precision, an anchor and a beta."""
         for name in _SIZES:
             setattr(self, name, getattr(theirs, name))
         for name in _PARAMETERS:
@@ -284,7 +260,7 @@ class ImplicitMultiheadAttention(Remembering):
         self.out_proj = theirs.out_proj
         like, usual = self.out_proj.weight, (self.embed_dim // self.num_heads) ** -0.5
         made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((self.num_heads,), **made))
+        self._set_up(self.num_heads, anchor, options, **made)
         beta = usual if beta is None else beta
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((self.num_heads,), usual, **made))
 
@@ -312,15 +288,9 @@ class ImplicitMultiheadAttention(Remembering):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        parts = [f"{self.embed_dim}, num_heads={self.num_heads}"]
-        usual = {"kdim": self.embed_dim, "vdim": self.embed_dim, "dropout": 0.0, "add_zero_attn": False}
-        for name, size in {**usual, "batch_first": False}.items():
-            if getattr(self, name) != size:
-                parts.append(f"{name}={getattr(self, name)}")
-        parts += ["add_bias_kv=True"] if self.bias_k is not None else []
-        options = self.options
-        parts += [f"{n}={v}" for n in ("solver", "adjoint", "max_steps") if (v := getattr(options, n)) is not None]
-        return ", ".join(parts)
+        usual = [name for name in ("kdim", "vdim") if getattr(self, name) == self.embed_dim]
+        settings = {name: getattr(self, name) for name in _SIZES[1:] if name not in usual}
+        return f"{self.embed_dim}, {self._shown(**settings, add_bias_kv=self.bias_k is not None)}"
 
 
 def replace_attention(
@@ -328,11 +298,7 @@ def replace_attention(
     *,
     anchor: Scalar = "learned",
     beta: Scalar | None = "learned",
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    impl: Impl = "auto",
-    max_steps: int | None = None,
-    on_failure: OnFailure = "warn",
+    **options: Unpack[SolveKeywords],
 ) -> dict[str, ImplicitMultiheadAttention]:
     """Put an `ImplicitMultiheadAttention` in the place of every `nn.MultiheadAttention` in a model.
 
@@ -370,19 +336,8 @@ def replace_attention(
         received = "; ".join(f"`{name}` with {reason}" for name, reason in peculiar.items())
         remedy = "call replace_attention on parts of the model that have none of these"
         raise ValueError(_validate.message("module", "have plain nn.MultiheadAttention only", received, remedy))
-    replacements = {
-        part: ImplicitMultiheadAttention.from_torch(
-            part,
-            anchor=anchor,
-            beta=beta,
-            solver=solver,
-            adjoint=adjoint,
-            impl=impl,
-            max_steps=max_steps,
-            on_failure=on_failure,
-        )
-        for part in dict.fromkeys(found.values())
-    }
+    make = partial(ImplicitMultiheadAttention.from_torch, anchor=anchor, beta=beta, **options)
+    replacements = {part: make(part) for part in dict.fromkeys(found.values())}
     for name, part in found.items():
         module.set_submodule(name, replacements[part])
     return {name: replacements[part] for name, part in found.items()}

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import attend
-from ..layers.masks import pairs_and_bias
-from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta, merge_heads
-from ..layers.remembering import Remembering
-from ..options import SolveOptions
-from ..solvers import Solver
+from ..attention.heads import merge_heads
+from ..attention.masks import mask_and_bias
+from ..layers.projections import Scalar
+from ..options import SolveKeywords
+from ._base import HostAttention
 
 
-class EquilibriumAttention(Remembering):
+class EquilibriumAttention(HostAttention):
     """The `Attention` of timm whose queries first settle into the equilibrium of their energy over the keys.
 
     Per head, z = anchor q + (1 - anchor) softmax(z K^T / sqrt(D)) K, then softmax(z K^T / sqrt(D)) V is read. With
@@ -77,11 +76,7 @@ class EquilibriumAttention(Remembering):
         dtype: torch.dtype | None = None,
         *,
         anchor: Scalar = "learned",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl = "auto",
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         for name, size in (("dim", dim), ("num_heads", num_heads)):
@@ -92,22 +87,22 @@ class EquilibriumAttention(Remembering):
         if qk_norm or scale_norm:
             required = "be given with qk_norm or scale_norm"
             _validate.require(norm_layer is not None, "norm_layer", required, None, "for example nn.LayerNorm")
-        norm = norm_layer or nn.Identity
         self.num_heads = num_heads
         self.head_dim = dim // num_heads if attn_head_dim is None else attn_head_dim
-        inner = self.attn_dim = num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * inner, bias=qkv_bias, device=device, dtype=dtype)
-        self.q_norm = norm(self.head_dim, device=device, dtype=dtype) if qk_norm else nn.Identity()
-        self.k_norm = norm(self.head_dim, device=device, dtype=dtype) if qk_norm else nn.Identity()
+        self.attn_dim = inner = num_heads * self.head_dim
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def norm(wanted: bool, width: int) -> nn.Module:
+            return norm_layer(width, **made) if wanted and norm_layer is not None else nn.Identity()
+
+        self.qkv = nn.Linear(dim, 3 * inner, qkv_bias, **made)
+        self.q_norm, self.k_norm = norm(qk_norm, self.head_dim), norm(qk_norm, self.head_dim)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm(inner, device=device, dtype=dtype) if scale_norm else nn.Identity()
-        self.gate = nn.Linear(dim, inner, bias=qkv_bias, device=device, dtype=dtype) if gated else None
-        self.proj = nn.Linear(inner, dim if dim_out is None else dim_out, bias=proj_bias, device=device, dtype=dtype)
+        self.norm = norm(scale_norm, inner)
+        self.gate = nn.Linear(dim, inner, qkv_bias, **made) if gated else None
+        self.proj = nn.Linear(inner, dim if dim_out is None else dim_out, proj_bias, **made)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((num_heads,), device=device, dtype=dtype))
-        self.options = SolveOptions(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
+        self._set_up(num_heads, anchor, options, **made)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend from every token to all.
@@ -131,21 +126,11 @@ class EquilibriumAttention(Remembering):
         q, k, v = self.qkv(x).view(batch, count, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
         shape = (batch, self.num_heads, count, count)
-        pairs, bias = pairs_and_bias(attn_mask, None, causal=is_causal, first=0, shape=shape, like=q)
-        output, _, self._last, _ = attend(
-            q,
-            k,
-            v,
-            beta=self.head_dim**-0.5,
-            anchor=self.anchor(),
-            mask=pairs,
-            bias=bias,
-            options=self.options,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            measure=False,
-        )
-        output = self.norm(merge_heads(output))
+        mask, bias = mask_and_bias(attn_mask, causal=is_causal, shape=shape, like=q, names=("attn_mask", "is_causal"))
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        found = self._attend(q, k, v, beta=self.head_dim**-0.5, mask=mask, bias=bias, dropout_p=dropout_p)
+        output: Tensor = self.norm(merge_heads(found.output))
         if self.gate is not None:
             output = output * self.gate(x).sigmoid()
-        projected: Tensor = self.proj_drop(self.proj(output))
-        return projected
+        output = self.proj_drop(self.proj(output))
+        return output

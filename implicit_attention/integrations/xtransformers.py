@@ -9,20 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import Measured, attend, split_mask
-from ..attention.read_out import PotentialFactory, at_least_single
-from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
-from ..layers.remembering import Remembering
-from ..options import SolveOptions
-from ..potentials import LogSumExp
-from ..potentials.softcap import SoftcapLogSumExp
-from ..solution import SolveReport
-from ..solvers import Solver
-from ._zero_key import with_zero_key
+from .._autograd import at_least_single
+from ..layers.projections import Scalar
+from ..options import SolveKeywords
+from ._base import HostAttention, capped, causal_mask, joined_masks, with_zero_key
 
 try:
     from x_transformers.attend import Attend, Intermediates
@@ -53,7 +46,7 @@ _ACCOUNTED = {
 }
 
 
-class EquilibriumAttend(Remembering):
+class EquilibriumAttend(HostAttention):
     """The `Attend` of x-transformers whose queries first settle into the equilibrium of their energy over the keys.
 
     z = anchor q + (1 - anchor) softmax(scale z K^T + bias) K, solved for every query on its own, then
@@ -100,13 +93,9 @@ class EquilibriumAttend(Remembering):
         softclamp_logits: bool = False,
         logit_softclamp_value: float = 50.0,
         anchor: Scalar = "learned",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl = "auto",
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         _validate.check_integer("heads", heads, low=1)
@@ -125,10 +114,7 @@ class EquilibriumAttend(Remembering):
         self.softclamp_logits, self.logit_softclamp_value = softclamp_logits, logit_softclamp_value
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.head_attn_sink = nn.Parameter(torch.zeros(heads, **made)) if head_learned_sink else None
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
-        self.options = SolveOptions(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
+        self._set_up(heads, anchor, options, **made)
 
     def forward(
         self,
@@ -163,46 +149,39 @@ class EquilibriumAttend(Remembering):
         """
         _refuse_arguments(prev_attn=prev_attn, attn_delta=attn_delta, flash_pack_seq_kwargs=flash_pack_seq_kwargs)
         self._check_call(q, k, v, attn_bias)
-        batch, (rows, count), kv_heads = q.shape[0], (q.shape[-2], k.shape[-2]), k.shape[1]
-        causal = self.causal if causal is None else causal
-        pairs = _pairs(mask, causal, (batch, self.heads, rows, count), q.device)
+        shape = (*q.shape[:-1], k.shape[-2])
+        masks = {"mask": _four_axes(mask, shape), "attn_bias": attn_bias}
         if attn_bias is not None:
-            _validate.check_broadcast("attn_bias", attn_bias.shape, (*q.shape[:-1], count), "(B, H, N, M)")
-        bias = split_mask("attn_bias", attn_bias, q)[1]
-        anchor, sink = self.anchor(), self.head_attn_sink
-        if tiled := kv_heads < self.heads:
-            # Head h = r Hkv + g reads key head g: an axis before the key heads along which the keys broadcast.
-            tiles = (self.heads // kv_heads, kv_heads)
-            q, k, v = q.unflatten(1, tiles), k.unsqueeze(1), v.unsqueeze(1)  # type: ignore[no-untyped-call]
-            pairs, bias = _tiled(pairs, tiles, -3), _tiled(bias, tiles, -3)
-            anchor, sink = (_tiled(t, tiles, -1) if isinstance(t, Tensor) else t for t in (anchor, sink))
+            _validate.check_broadcast("attn_bias", attn_bias.shape, shape, "(B, H, N, M)")
+        if self.causal if causal is None else causal:
+            rows, count = shape[2:]
+            received, remedy = f"{count} keys", "pass causal=False to attend to a context"
+            _validate.require(count >= rows, "k", f"hold the {rows} queries' own keys if causal", received, remedy)
+            masks["causal"] = causal_mask(rows, count, q.device)
+        mask, bias = joined_masks(masks, q)
         beta = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self.l2_distance:
-            # -beta |z - k|^2 is 2 beta <z, k> - beta |k|^2, up to what all keys share.
+            # -beta |z - k|^2 is 2 beta <z, k> - beta |k|^2, up to a term that all keys share.
             distant = -beta * at_least_single(k).square().sum(-1)[..., None, :]
+            distant = distant.repeat(1, self.heads // k.shape[1], 1, 1)
             bias, beta = distant if bias is None else bias + distant, 2 * beta
         if self.add_zero_kv:
-            k, v, pairs, bias = with_zero_key(k, v, pairs, bias, None)
-        if sink is not None:
-            k, v, pairs, bias = with_zero_key(k, v, pairs, bias, sink[..., None, None].to(at_least_single(q).dtype))
-        output, _, evidence, _ = attend(
+            k, v, mask, bias = with_zero_key(k, v, mask, bias, None)
+        if self.head_attn_sink is not None:
+            sink = self.head_attn_sink[:, None, None].to(at_least_single(q).dtype)
+            k, v, mask, bias = with_zero_key(k, v, mask, bias, sink)
+        found = self._attend(
             q,
             k,
             v,
             beta=beta,
-            anchor=anchor,
-            mask=pairs,
+            mask=mask,
             bias=bias,
-            potential=self._potential(),
-            options=self.options,
+            potential=capped(self.logit_softclamp_value if self.softclamp_logits else None),
             dropout_p=self.dropout if self.training else 0.0,
-            measure=False,
+            grouped="tiled",
         )
-        self._last = _untiled(evidence) if tiled else evidence
-        return output.flatten(1, 2) if tiled else output, Intermediates()
-
-    def _potential(self) -> PotentialFactory:
-        return partial(SoftcapLogSumExp, cap=self.logit_softclamp_value) if self.softclamp_logits else LogSumExp
+        return found.output, Intermediates()
 
     def _check_call(self, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> None:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -225,24 +204,16 @@ class EquilibriumAttend(Remembering):
         )
 
     def extra_repr(self) -> str:
-        parts = [f"heads={self.heads}"] + ([] if self.scale is None else [f"scale={self.scale:g}"])
-        parts += [name for name in ("causal", "l2_distance", "add_zero_kv") if getattr(self, name)]
-        parts += [f"softclamp={self.logit_softclamp_value:g}"] if self.softclamp_logits else []
-        parts += [f"dropout={self.dropout:g}"] if self.dropout else []
-        options = self.options
-        parts += [f"{n}={v}" for n in ("solver", "adjoint", "max_steps") if (v := getattr(options, n)) is not None]
-        return ", ".join(parts)
+        settings = {name: getattr(self, name) for name in _CARRIED}
+        cap = settings.pop("logit_softclamp_value")
+        return self._shown(heads=self.heads, **settings, logit_softclamp_value=cap if self.softclamp_logits else None)
 
 
 def replace_attend(
     model: nn.Module,
     *,
     anchor: Scalar = "learned",
-    max_steps: int | None = None,
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    impl: Impl = "auto",
-    on_failure: OnFailure = "warn",
+    **options: Unpack[SolveKeywords],
 ) -> dict[str, EquilibriumAttend]:
     """Put an `EquilibriumAttend` into every `Attention` of a model of x-transformers, with that attention's settings.
 
@@ -282,13 +253,9 @@ def replace_attend(
             **{setting: getattr(attend, setting) for setting in _CARRIED},
             head_learned_sink=sink is not None,
             anchor=anchor,
-            max_steps=max_steps,
-            solver=solver,
-            adjoint=adjoint,
-            impl=impl,
-            on_failure=on_failure,
             device=weight.device,
             dtype=weight.dtype,
+            **options,
         ).train(attend.training)
         new[name].head_attn_sink = sink
     for (_, owner), module in zip(owners, new.values(), strict=True):
@@ -337,42 +304,16 @@ def _refuse_arguments(**given: Any) -> None:
         _validate.require(value is None, name, f"be None: {reasons[name]}", type(value).__name__)
 
 
-# Which query attends to which key.
-
-
-def _pairs(mask: Tensor | None, causal: bool, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
-    """One boolean mask, or None, broadcasting to (B, H, N, M)."""
-    batch, _, rows, count = shape
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            received = getattr(mask, "dtype", type(mask).__name__)
-            raise TypeError(_validate.message("mask", "be a boolean tensor (True = attend)", received))
-        if mask.ndim == 2:
-            _validate.require(mask.shape == (batch, count), "mask", f"be (B, M) = {(batch, count)}", tuple(mask.shape))
-            mask = mask[:, None, None, :]
-        _validate.check_broadcast("mask", mask.shape, shape, "(B, H, N, M)")
-    if causal:
-        remedy = "pass causal=False to attend to a context"
-        _validate.require(count >= rows, "k", f"hold the {rows} queries' own keys if causal", f"{count} keys", remedy)
-        before = torch.ones(rows, count, dtype=torch.bool, device=device).tril(count - rows)
-        mask = before if mask is None else mask & before
-    return mask
-
-
-# Tiled heads.
-
-
-def _tiled(tensor: Tensor | None, tiles: tuple[int, int], axis: int) -> Any:
-    """The axis of heads as (H / Hkv, Hkv); one of size 1 as (1, 1); none stays none."""
-    if tensor is None or tensor.ndim < -axis:
-        return tensor
-    return tensor.unflatten(axis, (1, 1) if tensor.shape[axis] == 1 else tiles)  # type: ignore[no-untyped-call]
-
-
-def _untiled(evidence: SolveReport | Measured | None) -> SolveReport | Measured | None:
-    """With one axis of heads again."""
-    if evidence is None:
+def _four_axes(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """A boolean mask that broadcasts to (B, H, N, M)."""
+    if mask is None:
         return None
-    if isinstance(evidence, Measured):
-        return Measured(*(t.flatten(1, 2) for t in evidence))
-    return evidence.map(lambda t: t.flatten(1, 2))
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        received = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(_validate.message("mask", "be a boolean tensor (True = attend)", received))
+    if mask.ndim == 2:
+        keys = shape[0], shape[3]
+        _validate.require(mask.shape == keys, "mask", f"be (B, M) = {keys}", tuple(mask.shape))
+        mask = mask[:, None, None, :]
+    _validate.check_broadcast("mask", mask.shape, shape, "(B, H, N, M)")
+    return mask

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ...attention.core import Attended, Measured, attend, is_repetition, split_mask
-from ...attention.read_out import PotentialFactory, at_least_single
+from ..._autograd import at_least_single
+from ...attention.core import Attended, attend, is_repetition
+from ...attention.masks import split_mask
+from ...attention.read_out import PotentialFactory
 from ...potentials import LogSumExp
 from ...potentials.softcap import SoftcapLogSumExp
-from ...solution import SolveReport
-from .._zero_key import with_zero_key
+from ...solution import Record, SolveReport
+from .._base import with_zero_key
 from .saved import name_again, of_config
 from .settings import OPTIONS, SETTINGS, Given, Settings
 
@@ -83,7 +85,7 @@ class Last:
 
     def __init__(
         self,
-        evidence: SolveReport | Measured | None = None,
+        evidence: SolveReport | Record | None = None,
         sample: Sample | None = None,
         settings: Settings | None = None,
         change: Tensor | None = None,
@@ -166,17 +168,16 @@ class EquilibriumForward:
             bias=bias,
             potential=make,
             grouped=True,
-            measure=False,
         )
         found: Attended = ask(
-            options=settings.options, dropout_p=dropout, weigh=_weights_wanted(module, output_attentions)
+            options=settings.options, dropout_p=dropout, return_weights=_weights_wanted(module, output_attentions)
         )
         change = None
         if getattr(module, COMPARE, False):
             with torch.no_grad():
                 explicit = ask(options=settings.options.override(max_steps=0)).output
                 change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
-        sample = _sample(make, found.solution, key, beta, mask, bias)
+        sample = _sample(make, found.state, key, beta, mask, bias)
         # A graph that looked at what is there would be made anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, _NOTHING).report):
             setattr(module, LAST, Last(found.report, sample, settings, change))
@@ -273,10 +274,9 @@ def _on(anchor: float | Tensor, like: Tensor) -> float | Tensor:
 
 
 def _sample(
-    make: PotentialFactory, solution: Any, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
+    make: PotentialFactory, state: Tensor, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
 ) -> Sample:
     """Evenly spaced states of the first sequence and what they attend to, as copies: caches change and go."""
-    state: Tensor = solution if isinstance(solution, Tensor) else solution.value
     count = state.shape[-2]
     step = -(-count // SAMPLE) if count else 1
 

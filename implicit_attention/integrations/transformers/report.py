@@ -7,10 +7,10 @@ import math
 
 from torch import Tensor, nn
 
-from ...attention.core import Measured
+from ...attention.core import report_from_graph
 from ...attention.read_out import made_by
 from ...diagnostics import distinct_fixed_points, effective_keys
-from ...solution import SolveReport
+from ...solution import Record, SolveReport
 from ...status import Status
 from .attention import LAST, Last, Sample
 from .reach import attention_names
@@ -55,9 +55,9 @@ def last_solves(model: nn.Module) -> dict[str, SolveReport]:
     """
     found = {}
     for name, last in _calls(model):
-        if isinstance(last.report, Measured):
+        if isinstance(last.report, Record):
             assert last.settings is not None
-            last.report = last.report.report(last.settings.options.on_failure)
+            last.report = report_from_graph(last.report, last.settings.options.on_failure)
         assert last.report is not None
         found[name] = last.report
     return found
