@@ -14,9 +14,8 @@ from ._types import LinearMap
 from .energies import AnchoredEnergy
 from .linear import extreme_eigenvalues
 from .linear import spectral_radius as arnoldi_radius
-from .ops.problem import common
 from .potentials import LogSumExp
-from .potentials._keys import in_double
+from .potentials.scored_keys import common, in_double
 from .problem import Problem, widened
 from .solution import Solution
 from .solvers.iterate import flat, unflat

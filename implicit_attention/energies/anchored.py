@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import check_graph, sum_to_shape
+from .._declared import restricted
 from ..potentials import Potential
 from ..problem import Evaluation, Linearization
 from .base import Energy
@@ -144,9 +145,8 @@ class AnchoredEnergy(Energy):
         potential = self.potential.select(index)
         if potential is None or not self._has_only("potential", "field", "anchor"):
             return None
-        clone = self.replace(*self.tensors())
+        clone = restricted(self, index, field=1)
         clone.potential = potential
-        clone.field = self.field.gather(-2, index[..., None].expand(*index.shape, self.field.shape[-1]))
         return clone
 
     @property

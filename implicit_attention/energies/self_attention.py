@@ -10,7 +10,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import sum_to_shape
 from ..potentials import LogSumExp
-from ..potentials._keys import check_mask
+from ..potentials._read import check_masks
 from ..problem import Evaluation, Linearization, Problem
 from .anchored import AnchoredEnergy, between
 from .base import Energy
@@ -37,10 +37,8 @@ class _SelfAttention(Problem):
                 _validate.check_range(name, value, low=0.0, high=high, open_low=positive, remedy=remedy)
             else:
                 _validate.check_number(name, value, low=0.0, high=high, open_low=positive)
-        if mask is not None:
-            check_mask(mask, field)
+        check_masks(mask, bias)
         if bias is not None:
-            _validate.check_float_tensor("bias", bias, min_ndim=1)
             _validate.check_same_kind([("field", field), ("bias", bias)])
         for name, pairs in (("mask", mask), ("bias", bias)):
             if pairs is not None:
