@@ -3,10 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import CovarianceMap, Potential
+from .base import CovarianceMap, Potential, ReadsOut
 from .log_sum_exp import LogSumExp
+from .self_attention import SelfAttention
+from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
+<<<<<<< HEAD
 if TYPE_CHECKING:
     from ._law import SiteLaw, Units
     from .gaussian_mixture import GaussianMixture
@@ -66,3 +69,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = next((module for module, names in _LAZY.items() if name in names), "laws")
     return getattr(import_module(f".{module}", __name__), name)
+=======
+__all__ = ["CovarianceMap", "LogSumExp", "Potential", "ReadsOut", "SelfAttention", "Softmax1", "SquaredScores"]
+>>>>>>> w/potentials
