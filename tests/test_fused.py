@@ -11,7 +11,6 @@ from implicit_attention import (
     Implicit,
     LogSumExp,
     Picard,
-    SoftcapLogSumExp,
     Status,
     Unrolled,
     solve,
@@ -19,6 +18,7 @@ from implicit_attention import (
 from implicit_attention.errors import UnsupportedImplementation
 from implicit_attention.fused import lower, written_out
 from implicit_attention.linear import CG
+from implicit_attention.potentials.softcap import SoftcapLogSumExp
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.problems import hopfield_energy
 

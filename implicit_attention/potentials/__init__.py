@@ -9,7 +9,6 @@ from .self_attention import SelfAttention
 from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
     from ._law import SiteLaw, Units
     from .gaussian_mixture import GaussianMixture
@@ -30,9 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CovarianceMap",
     "Potential",
+    "ReadsOut",
     "LogSumExp",
+    "Softmax1",
     "SoftcapLogSumExp",
     "SquaredScores",
+    "SelfAttention",
     "GaussianMixture",
     "HiddenUnits",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
@@ -69,6 +71,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = next((module for module, names in _LAZY.items() if name in names), "laws")
     return getattr(import_module(f".{module}", __name__), name)
-=======
-__all__ = ["CovarianceMap", "LogSumExp", "Potential", "ReadsOut", "SelfAttention", "Softmax1", "SquaredScores"]
->>>>>>> w/potentials
