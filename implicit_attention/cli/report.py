@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..plotting import convergence_figure, retrieval_figure
-from ..plotting.spins import configuration_figure, phase_figure
+from ..plotting import configuration_figure, convergence_figure, phase_figure, retrieval_figure
 from .compare import DRAWS, Comparison
 from .contenders import STEP_SIZE, STOP
 from .data import TASKS
