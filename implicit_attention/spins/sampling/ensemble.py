@@ -87,14 +87,12 @@ class Ensemble:
         system = widened(system)[0]
         self.radius, self.chains = system.radius, chains
         self.num_sites, self.dim = system.num_sites, system.dim
-        couplings, field, mask = system.live_couplings.detach(), system.live_field.detach(), system.mask
+        couplings, field, mask = system.flat_couplings.detach(), system.live_field.detach(), system.mask
         #: Rows of the coupling matrix per site.
         self.rows = system.dim if system.block else 1
-        if system.block:
-            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
         if betas is None:
             self.batch = system.batch
-            beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).detach()
+            beta = system.beta_tensor().detach()
         else:
             self.batch = torch.Size([len(betas), *system.batch])
             beta = betas.to(field).reshape(-1, *(1,) * len(system.batch))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import _validate
 from ..._autograd import exact_precision
-from ..system import SpinSystem
+from ..system import SpinSystem, check_sites
 from .ensemble import Ensemble, Progress, Schedule, check_arguments, run
 from .estimates import Estimates, Samples
 from .von_mises_fisher import draw_noise, unit_spins
@@ -77,7 +77,7 @@ def heat_bath(
 def check_boltzmann(system: SpinSystem, name: str) -> None:
     """Raise unless exp(-beta E) exists and its one-site laws are von Mises-Fisher."""
     system.check_symmetric(name, wait=True)
-    if not system.block or system.dim == 1:
+    if not system.block:
         return
     own = system.live_couplings.detach().diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
     mean = own.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -134,14 +134,9 @@ class HeatBath:
         return state
 
 
-def _checked_clamp(clamp: object, start: Tensor | None, system: SpinSystem) -> Tensor | None:
+def _checked_clamp(clamp: Tensor | None, start: Tensor | None, system: SpinSystem) -> Tensor | None:
     if clamp is None:
         return None
-    if not isinstance(clamp, Tensor) or clamp.dtype != torch.bool:
-        received = getattr(clamp, "dtype", type(clamp).__name__)
-        raise TypeError(_validate.message("clamp", "be boolean, True = the spin stays", received))
-    _validate.check_same_kind([("field", system.field), ("clamp", clamp)])
-    sites = system.field.shape[:-1]
-    _validate.check_broadcast("clamp", clamp.shape, sites, "(*batch, N)")
+    check_sites("clamp", clamp, system.field, "True = the spin stays")
     _validate.require(start is not None, "start", "be given with `clamp`", None, "it holds the spins that stay")
-    return clamp.expand(sites).reshape(-1, system.num_sites)
+    return clamp.expand(system.field.shape[:-1]).reshape(-1, system.num_sites)
