@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..linear import Eigenvalue, extreme_eigenvalues
-from ..potentials.spin import AmosResponse
+from ..potentials import AmosResponse
 from ..solution import SolveReport
 from ..spins import (
     Bethe,

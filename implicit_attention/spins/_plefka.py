@@ -25,7 +25,7 @@ from einops import einsum
 from torch import Tensor
 
 from .._autograd import vjp
-from ..potentials.spin import Response
+from ..potentials import SphericalLaw
 from ..problem import Linearization, pullback
 from ._site import outer, stretched
 from .approximation import SampleProblem
@@ -48,7 +48,7 @@ class Expansion(SampleProblem, general=True):
 
     block = False
 
-    def __init__(self, field: Tensor, bonds: Tensor, *, response: Response, radius: float, order: int) -> None:
+    def __init__(self, field: Tensor, bonds: Tensor, *, response: SphericalLaw, radius: float, order: int) -> None:
         self.field = field
         self.bonds = bonds
         self.response = response
@@ -137,7 +137,7 @@ class VectorExpansion(Expansion):
         bonds: Tensor,
         onsite: Tensor | None = None,
         *,
-        response: Response,
+        response: SphericalLaw,
         radius: float,
         order: int,
     ) -> None:

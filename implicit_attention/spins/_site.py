@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import vjp
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from .system import SpinSystem
 
 
@@ -26,14 +26,14 @@ class Site:
         system: whose beta and radius count.
     """
 
-    def __init__(self, response: Response, field: Tensor, system: SpinSystem) -> None:
+    def __init__(self, response: SphericalLaw, field: Tensor, system: SpinSystem) -> None:
         self.response, self.field = response, field
         self.beta, self.radius, self.dim = system.beta_over(1), system.radius, system.dim
         self.arguments = field, system.beta_over(0), system.radius
         self.tau, self.slope = response.covariance_terms(*self.arguments)
         self.squared = field.square().sum(-1)
         # The variance of such a spin may be too small to divide by, but its logarithm has a slope of -2 beta m.
-        self.ising = self.dim == 1 and isinstance(response, BesselResponse)
+        self.ising = self.dim == 1 and isinstance(response, SphereUnits)
 
     @functools.cached_property
     def mean(self) -> Tensor:

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from ..adjoints import Adjoint
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem, restricted
 from ..solution import Solution, SolveReport
 from ..solve import solve
@@ -50,9 +50,9 @@ class Approximation:
         if self.symmetric:
             system.check_symmetric(type(self).__name__)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         """How a lone spin answers its field."""
-        return BesselResponse()
+        return SphereUnits()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor | None:
         """Lambda_i, (*batch, N), where Lambda - beta J is the method's inverse covariance of all spins; else None."""
@@ -168,19 +168,19 @@ class FixedPointApproximation(Approximation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponseApproximation(FixedPointApproximation):
-    """Base of methods in which every spin answers a field by a `Response`. Their state is m, unless said."""
+    """Base of methods in which every spin answers a field by a `SphericalLaw`. Their state is m, unless said."""
 
-    response: Response = dataclasses.field(default_factory=BesselResponse)
+    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_type("response", self.response, Response, "be a Response", "for example BesselResponse()")
+        check_type("response", self.response, SphericalLaw, "be a SphericalLaw", "for example SphereUnits()")
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         self.response.check("system", system.dim, system.radius)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         return self.response
 
     def start(self, system: SpinSystem) -> Tensor:

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import exact_precision
 from .._types import LinearMap, OnFailure
-from ..potentials.spin import Response
+from ..potentials import SphericalLaw
 from ..solution import SolveReport
 from ._curvature import radius_exceeds_one
 from ._nonfinite import fill, without_nonfinite
@@ -56,7 +56,7 @@ class DynamicalMethod(ResponseApproximation):
     Peretto's, not Boltzmann's, so that even there magnetizations differ from those of an equilibrium method.
 
     Args:
-        response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()`, `LargeDResponse()`, ...
+        response: of one spin to its field: `SphereUnits()` (exact), `AmosResponse()`, `LargeDResponse()`, ...
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
@@ -89,7 +89,7 @@ class DynamicalMethod(ResponseApproximation):
 class StepProblem(SampleProblem):
     """Base of the closures' equations: problems of a system with a number for each pair, and of its spins' response."""
 
-    def __init__(self, system: SpinSystem, response: Response) -> None:
+    def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
         self.system = system
         self.response = response
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..potentials.spin import Response
+from ..potentials import SphericalLaw
 from ..problem import Linearization, pullback
 from ._curvature import covariance_roots, exceeds_one, lowest_eigenvalue
 from ._site import stretched
@@ -23,7 +23,7 @@ class MeanFieldProblem(SampleProblem):
         response: of one spin to its field.
     """
 
-    def __init__(self, system: SpinSystem, response: Response) -> None:
+    def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
         self.field = system.live_field
         self.couplings = system.live_couplings
         self.beta = system.beta
@@ -61,7 +61,7 @@ class MeanField(ResponseApproximation):
     unless some J_ii is negative: it counts with |m_i|^2 here, and with R^2 in truth.
 
     Args:
-        response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()` or `LargeDResponse()`.
+        response: of one spin to its field: `SphereUnits()` (exact), `AmosResponse()` or `LargeDResponse()`.
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 

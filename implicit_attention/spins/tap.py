@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.spin import BesselResponse
+from ..potentials import SphereUnits
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
 from .approximation import ResponseApproximation
@@ -41,7 +41,7 @@ class TAP(ResponseApproximation):
 
     Args:
         order: 2 or 3.
-        response: of one spin to its field, such as `BesselResponse()` (exact) or `AmosResponse()`.
+        response: of one spin to its field, such as `SphereUnits()` (exact) or `AmosResponse()`.
         solver: None is damped steps from the bare field, which leave solutions beyond the criterion alone, and then
             `Anderson` to the precision of the dtype. A solver that is given starts at the bare field.
         adjoint: default `Implicit()`.
@@ -98,7 +98,7 @@ class TAP(ResponseApproximation):
         field, bonds = system.beta_tensor(2) * system.live_field, bonds.masked_fill(itself, 0.0)
         options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
         problem: Expansion
-        if system.dim == 1 and isinstance(self.response, BesselResponse):
+        if system.dim == 1 and isinstance(self.response, SphereUnits):
             problem = IsingExpansion(field, bonds, **options)
         else:
             problem = VectorExpansion(field, bonds, onsite, **options)

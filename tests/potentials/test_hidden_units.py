@@ -22,7 +22,7 @@ from implicit_attention import (
     free_energy,
     solve,
 )
-from implicit_attention.potentials.hidden_units import (
+from implicit_attention.potentials import (
     BernoulliUnits,
     ConstantUnits,
     ExponentialUnits,

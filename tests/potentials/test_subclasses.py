@@ -19,7 +19,7 @@ from implicit_attention import (
     Status,
     solve,
 )
-from implicit_attention.potentials.hidden_units import SignUnits
+from implicit_attention.potentials import SignUnits
 from implicit_attention.testing.numerics import random, relative_error
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}

@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from implicit_attention import _validate
-from implicit_attention.spins import BesselResponse
+from implicit_attention.spins import SphereUnits
 from implicit_attention.spins.exact import _checked, _log_two_cosh, _states
 from implicit_attention.spins.system import _radius
 
@@ -73,7 +73,7 @@ def curie_weiss_magnetization(
     dim = int(dim)
     _validate.check_integer("dim", dim, low=1)
     strength = beta * _radius(radius, dim) ** 2
-    response = BesselResponse()
+    response = SphereUnits()
 
     def excess(x: float) -> float:
         kappa = torch.tensor(strength * x, dtype=torch.float64)
