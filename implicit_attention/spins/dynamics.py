@@ -86,7 +86,7 @@ class DynamicalMethod(ResponseApproximation):
         no_free_energy(self)
 
 
-class StepProblem(SampleProblem):
+class StepProblem(SampleProblem, general=True):
     """Base of the closures' equations: problems of a system with a number for each pair, and of its spins' response."""
 
     def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
