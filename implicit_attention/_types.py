@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor
 
@@ -11,3 +11,4 @@ from torch import Tensor
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
 OnFailure: TypeAlias = Literal["raise", "warn", "ignore"]
 Impl: TypeAlias = Literal["auto", "reference", "sdpa", "triton"]
+IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)

@@ -19,7 +19,7 @@ from .potentials import LogSumExp
 from .potentials._keys import in_double
 from .problem import Problem, widened
 from .solution import Solution
-from .solvers.iterate import flat, unflat
+from .solvers._rows import flat, unflat
 
 # Rows handled at a time where an (N, M) or (N, N) matrix would be needed.
 TILE = 512

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
+from ._autograd import at_least_single, check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared, Withdrawn
-from ._fused_rule import FusedRule
 from ._types import LinearMap
 
-HALF = (torch.float16, torch.bfloat16)
 _P = TypeVar("_P", bound=Declared)
 
 
@@ -39,7 +37,10 @@ class Evaluation(NamedTuple):
 
 
 class Adjoined(NamedTuple):
-    """u with (I - J) u = cotangent, (*lead, *event), its evidence (*lead), and (df/dt)^T u for each declared tensor."""
+    """u with (I - J^T) u = cotangent, (*lead, *event), how its solve went, (*lead), and what u gives.
+
+    gradients: (df/dt)^T u for each declared tensor, or nothing where only u was asked for.
+    """
 
     value: Tensor
     status: Tensor
@@ -47,15 +48,13 @@ class Adjoined(NamedTuple):
     tolerance: Tensor
     num_steps: Tensor
     negative_curvature: Tensor
-    gradients: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...] = ()
 
 
 _OF_ALL = (
     "hessian_product",
     "evaluate",
     "linearize",
-    "solve_fused",
-    "adjoint_fused",
     "lipschitz",
     "select",
     "row_block",
@@ -75,9 +74,8 @@ class Problem(Declared, general=True):
         "fixed_point_map": ("energy", "gradient", *_OF_ALL),
         "energy": ("fixed_point_map", "gradient", *_OF_ALL),
         "gradient": ("energy", "fixed_point_map", *_OF_ALL),
-        "evaluate": ("linearize", "solve_fused", "adjoint_fused"),
-        "hessian_product": ("linearize", "adjoint_fused", "lipschitz"),
-        "linearize": ("adjoint_fused",),
+        "evaluate": ("linearize",),
+        "hessian_product": ("linearize", "lipschitz"),
     }
     _underived: ClassVar[tuple[str, ...]] = ("energy",)
 
@@ -131,20 +129,6 @@ class Problem(Declared, general=True):
             return transposed(v) if self.symmetric else jvp_by_vjp(self.fixed_point_map, (z,), (v,))
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
-
-    def solve_fused(self, initial: Tensor, stop: FusedRule) -> tuple[Tensor, ...] | None:
-        """The whole solve in one operation, (value, status, residual, tolerance, num_steps, num_evals), or None.
-
-        An operation stops each problem by the same rule as the loop, and returns the state that it measured.
-        """
-        return None
-
-    def adjoint_fused(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
-        """The adjoint solve in one operation, by conjugate gradients, or None.
-
-        A problem that it could not solve has a failing status and an approximate gradient, or NaN, but never 0.
-        """
-        return None
 
     def lipschitz(self) -> Tensor | None:
         """A Lipschitz constant of f over all states, per batch entry (*lead[:-1]), or None if none is known."""
@@ -228,8 +212,7 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
 
     In half precision a state would sit up to a percent away from the solution.
     """
-    tensors = [t.float() if t.dtype in HALF else t for t in problem.tensors()]
-    return problem.replace(*tensors), tuple(z.float() if z.dtype in HALF else z for z in states)
+    return problem.replace(*map(at_least_single, problem.tensors())), tuple(map(at_least_single, states))
 
 
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import (
+    HALF,
     backward_running,
     exact_precision,
     is_batched,
-    is_differentiated,
     is_fake,
     may_have_tangent,
-    transforms_active,
     uncompiled,
 )
 from .._reporting import report_failures
-from .._types import OnFailure
+from .._types import Impl, OnFailure
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
-from ..ops.attention import FLASH_KEYS
-from ..ops.problem import carries
+from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp
-from ..potentials.log_sum_exp import ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp
-from ..problem import HALF, Problem
-from ..solution import AdjointReport, Solution, SolveReport, Trace
+from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solve import solve
 from ..solvers import Picard
 from ..status import Status
@@ -49,8 +45,8 @@ class Measured(NamedTuple):
 
     def report(self, on_failure: OnFailure) -> SolveReport:
         """As `SolveReport`, with a warning if a problem failed."""
-        report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", *self[:4])
-        return SolveReport(**self._asdict(), adjoint=AdjointReport(in_graph=True, on_failure=on_failure))
+        report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", Record(*self))
+        return SolveReport(Record(*self), AdjointReport(in_graph=True, on_failure=on_failure))
 
 
 def is_repetition(remembered: SolveReport | Measured | None) -> bool:
@@ -72,6 +68,9 @@ class Attended(NamedTuple):
     solution: Any
     report: SolveReport | Measured | None
     weights: Tensor | None
+
+
+_A = TypeVar("_A", Attended, Attended | None)
 
 
 def _attended(output: Tensor, solution: Solution, weights: Tensor | None) -> Attended:
@@ -137,8 +136,10 @@ def attend(
             "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
             "torch.compile; call them outside of it"
         )
-    if (torch.compiler.is_compiling() or is_fake(query)) and _fits_graph(inputs, request):
-        return _by_heads(inputs, request, _in_graph)
+    if torch.compiler.is_compiling() or is_fake(query):
+        attended = _by_heads(inputs, request, _in_graph)
+        if attended is not None:
+            return attended
     return _outside_graph(inputs, request)
 
 
@@ -147,7 +148,7 @@ def _outside_graph(inputs: _Inputs, request: _Request) -> Attended:
     return _by_heads(inputs, request, _attend)
 
 
-def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Request], Attended]) -> Attended:
+def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Request], _A]) -> _A:
     """The answer, with an axis for the heads that share keys while it is found."""
     if not request.grouped or (groups := _group_size(inputs.query, inputs.keys)) == 1:
         return answer(inputs, request)
@@ -161,6 +162,8 @@ def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Re
     )
     keys, values = keys.unsqueeze(-3), None if values is None else values.unsqueeze(-3)
     attended = answer(_Inputs(query, keys, values, beta, anchor, mask, bias, initial), request)
+    if attended is None:
+        return attended
     output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
     assert output is not None
     if isinstance(attended.report, Measured):
@@ -177,7 +180,7 @@ def _attend(inputs: _Inputs, request: _Request) -> Attended:
         keys = keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1])
         values = None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1])
         mask, bias = torch.zeros(1, dtype=torch.bool, device=keys.device), None
-    make = _implementation(potential, options, keys, bias, trace)
+    make = _written_out(potential) if options.impl == "reference" else potential
     dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
         query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
@@ -194,6 +197,7 @@ def _attend(inputs: _Inputs, request: _Request) -> Attended:
                 query if initial is None else initial,
                 solver=options.effective_solver,
                 adjoint=options.effective_adjoint,
+                impl=options.impl,
                 on_failure=options.on_failure,
                 trace=trace,
             )
@@ -201,6 +205,8 @@ def _attend(inputs: _Inputs, request: _Request) -> Attended:
             if values is not None:
                 output = read_out(energy.potential, z, values, request.dropout_p)
         else:
+            if options.impl in ("sdpa", "triton"):
+                _check_explicit(energy, options.impl)
             z = query
             solution = _explicit_solution(energy, query, trace) if request.measure else _unmeasured(query)
             if values is None:
@@ -212,84 +218,62 @@ def _attend(inputs: _Inputs, request: _Request) -> Attended:
         return _attended(output.to(dtype), solution, weights)
 
 
-def _implementation(
-    potential: PotentialFactory, options: SolveOptions, keys: Tensor, bias: Tensor | None, trace: bool
-) -> PotentialFactory:
-    """The factory that does it as `options.impl` says, or an error that says who can."""
-    impl = options.impl
-    if impl == "auto":
-        return potential
-    if potential is not LogSumExp:
-        name = getattr(potential, "__name__", type(potential).__name__)
-        raise UnsupportedImplementation(f"`impl={impl!r}` exists for LogSumExp only, not for {name}; use impl='auto'")
-    if impl == "reference":
-        return ReferenceLogSumExp
-    if impl == "sdpa" and keys.shape[-2] < FLASH_KEYS:
-        raise UnsupportedImplementation(
-            f"`impl='sdpa'` needs at least {FLASH_KEYS} keys (torch's kernel loses NaN below), got "
-            f"{keys.shape[-2]}; use impl='auto' or 'reference'"
-        )
-    if transforms_active() or (bias is not None and is_differentiated(bias)):
-        what = "inside torch.func" if transforms_active() else "with an additive mask that requires grad"
-        raise UnsupportedImplementation(f"`impl={impl!r}` has no derivative {what}; use impl='auto' or 'reference'")
-    if impl == "sdpa":
-        return SDPALogSumExp
-    if options.explicit:
+def _written_out(make: PotentialFactory) -> PotentialFactory:
+    """The same potentials with every product written out."""
+
+    def made(*given: Any, **pairs: Any) -> Any:
+        potential = make(*given, **pairs)
+        return potential.written_out() if isinstance(potential, LogSumExp) else potential
+
+    return made
+
+
+def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
+    """Raise if `impl` is named and cannot do an explicit step."""
+    if impl == "triton":
         raise UnsupportedImplementation("`impl='triton'` solves, and max_steps=0 solves nothing; use impl='sdpa'")
-    if trace or options.effective_solver.stop(_MONOTONE) is None:
-        what = "a trajectory" if trace else f"{type(options.effective_solver).__name__} with these options"
-        remedy = "use solver=Anderson() or Picard(), or impl='auto'"
-        raise UnsupportedImplementation(f"`impl='triton'` has no kernel for {what}; {remedy}")
-    return TritonLogSumExp
+    lower(energy, Picard(), impl)
 
 
 # Under torch.compile.
 
 
-class _Monotone(Problem):
-    """What a solver must know of an AnchoredEnergy of LogSumExp to say how it would stop."""
-
-    event_ndim = 1
-    symmetric = has_energy = plain_steps_descend = True
-
-
-_MONOTONE = _Monotone()
-
-
 def _fits_graph(inputs: _Inputs, request: _Request) -> bool:
-    """Whether the solve can be an operation in the graph of the compiler."""
-    options = request.options
+    """Whether the solve may be an operation in the graph of the compiler, if there is one for it."""
+    options, solver = request.options, request.options.effective_solver
     if request.potential is not LogSumExp or request.trace or request.measure or request.weigh:
         return False
-    if inputs.keys.shape[-2] == 0 or options.on_failure == "raise" or (options.explicit and inputs.values is None):
+    if inputs.keys.shape[-2] == 0 or options.on_failure == "raise" or options.impl == "reference":
         return False
-    if not carries(inputs.query.dtype, inputs.anchor):
+    if inputs.bias is not None and inputs.bias.requires_grad:
         return False
-    stop = options.effective_solver.stop(_MONOTONE)
+    if options.explicit:
+        return inputs.values is not None
     exact = options.adjoint is None or (isinstance(options.adjoint, Implicit) and options.adjoint.linear_solver is None)
-    solvable = exact and stop is not None and not stop.fixed_budget
-    return (options.explicit or solvable) and not (inputs.bias is not None and inputs.bias.requires_grad)
+    return exact and not solver.fixed_budget
 
 
-def _in_graph(inputs: _Inputs, request: _Request) -> Attended:
+def _in_graph(inputs: _Inputs, request: _Request) -> Attended | None:
+    """The answer by operations that the compiler keeps in its graph, or None if there are none for it."""
+    if not _fits_graph(inputs, request):
+        return None
     query, keys, values, beta, anchor, mask, bias, initial = inputs
     options, dropout_p = request.options, request.dropout_p
     dtype, narrow = query.dtype, (query, keys, values, bias)
     with exact_precision(query):
         query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
         beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
-        energy = LogSumExp(keys, beta, mask=mask, bias=bias)
+        potential = LogSumExp(keys, beta, mask=mask, bias=bias)
         if options.explicit:
             assert values is not None
-            output = explicit_read_out(LogSumExp, energy, query, values, narrow, beta, anchor, mask, dropout_p)
+            output = explicit_read_out(LogSumExp, potential, query, values, narrow, beta, anchor, mask, dropout_p)
             return Attended(output.to(dtype), query, _unmeasured_numbers(query), None)
-        stop = options.effective_solver.stop(_MONOTONE)
-        assert stop is not None
-        initial = query if initial is None else initial
-        found = energy.solve_in_graph(query, anchor, initial, stop, impl=options.impl, on_failure=options.on_failure)
-        state, _, _, status, residual, tolerance, steps, evals = found
-        output = state if values is None else read_out(energy, state, values, dropout_p)
-    return Attended(output.to(dtype), state, Measured(status, residual, tolerance, steps, evals), None)
+        lowered = lower(AnchoredEnergy(potential, query, anchor), options.effective_solver, options.impl)
+        if lowered is None:
+            return None
+        state, record = lowered.in_graph(query if initial is None else initial, options.on_failure)
+        output = state if values is None else read_out(potential, state, values, dropout_p)
+    return Attended(output.to(dtype), state, Measured(*record), None)
 
 
 # Explicit steps.
@@ -311,7 +295,7 @@ def _explicit_solution(energy: AnchoredEnergy, query: Tensor, trace: bool) -> So
 
 
 def _unmeasured(query: Tensor) -> Solution:
-    return Solution(value=query.detach(), **_unmeasured_numbers(query)._asdict())
+    return Solution(Record(*_unmeasured_numbers(query)), value=query.detach())
 
 
 def _unmeasured_numbers(query: Tensor) -> Measured:
@@ -345,10 +329,7 @@ def _split_heads(tensor: Tensor, heads: int, groups: int, axis: int) -> Tensor:
 
 
 def _merge_heads(solution: Solution) -> Solution:
-    fields: dict[str, Any] = {
-        name: getattr(solution, name).flatten(-3, -2)
-        for name in ("status", "residual", "tolerance", "num_steps", "num_evals")
-    }
+    fields: dict[str, Any] = {}
     trace, function = solution.trace, solution.energy_function
     split = solution.value.shape
     if trace is not None:
@@ -356,8 +337,8 @@ def _merge_heads(solution: Solution) -> Solution:
         fields["trace"] = Trace(residual, energy, evals, trace.value.flatten(-4, -3))  # type: ignore[arg-type]
     if function is not None:
         fields["energy_function"] = lambda z: function(z.reshape(split)).flatten(-3, -2)
-    solution.adjoint.lead = fields["status"].shape
-    return dataclasses.replace(solution, value=solution.value.flatten(-4, -3), **fields)
+    merged = solution.map(lambda t: t.flatten(-3, -2))
+    return dataclasses.replace(merged, value=solution.value.flatten(-4, -3), **fields)
 
 
 # Checks.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import HALF
 from ..errors import UnsupportedImplementation
 from ..potentials import Potential
-from ..problem import HALF
 
 #: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are given only where there are any.
 PotentialFactory: TypeAlias = Callable[..., Potential]

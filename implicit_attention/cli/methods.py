@@ -28,7 +28,7 @@ def methods(*, rtol: float, atol: float, max_steps: int, descents: tuple[int, ..
 
     def torchdeq(name: str) -> Callable[[], Solver]:
         def make() -> Solver:
-            from ..solvers.external import TorchDEQ
+            from ..solvers import TorchDEQ
 
             return TorchDEQ(name, rtol=rtol, atol=atol, max_steps=max_steps)
 

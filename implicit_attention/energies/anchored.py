@@ -9,9 +9,8 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import check_graph, sum_to_shape
-from .._fused_rule import FusedRule
 from ..potentials import Potential
-from ..problem import Adjoined, Evaluation, Linearization
+from ..problem import Evaluation, Linearization
 from .base import Energy
 
 
@@ -85,7 +84,7 @@ class AnchoredEnergy(Energy):
         return self._energy(z, self.potential.value(z))
 
     def _energy(self, z: Tensor, value: Tensor) -> Tensor:
-        _validate.check_rows(f"{type(self.potential).__name__}.value", value, z)
+        self.potential.check_value(value, z)
         pull = z / 2 if self._forgets else z / 2 - self._anchor * self.field
         return (z * pull).sum(-1) - (1 - self._row_anchor) * value
 
@@ -132,23 +131,6 @@ class AnchoredEnergy(Energy):
 
         return Linearization(product, product, pullback)
 
-    def solve_fused(self, initial: Tensor, stop: FusedRule) -> tuple[Tensor, ...] | None:
-        if type(self) is not AnchoredEnergy:
-            return None
-        return self.potential.solve_anchored(self.field, self.anchor, initial, stop)
-
-    def adjoint_fused(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
-        if type(self) is not AnchoredEnergy:
-            return None
-        found = self.potential.adjoint_anchored(self.field, self.anchor, z, cotangent, rtol, max_steps)
-        if found is None:
-            return None
-        (u, *evidence), gradients = found
-        gradients = (*gradients, self._anchor * u)
-        if isinstance(self.anchor, Tensor):
-            gradients = (*gradients, self._by_anchor(z, u))
-        return Adjoined._make((u, *evidence, gradients))
-
     def _by_anchor(self, z: Tensor, u: Tensor) -> Tensor:
         by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))
         assert isinstance(self.anchor, Tensor)
@@ -170,7 +152,7 @@ class AnchoredEnergy(Energy):
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
         """Potentials of this library make a NaN of every NaN that counts, so that the others do not read it."""
-        return type(self) is AnchoredEnergy and bool(vars(type(self.potential)).get("declares_all", False))
+        return type(self) is AnchoredEnergy and self.potential.knows_own
 
     def without(self, left_out: Tensor) -> Self:
         tensors = self.tensors()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from functools import partial
 from typing import Any
@@ -376,6 +375,4 @@ def _untiled(evidence: SolveReport | Measured | None) -> SolveReport | Measured 
         return None
     if isinstance(evidence, Measured):
         return Measured(*(t.flatten(1, 2) for t in evidence))
-    found = {name: getattr(evidence, name).flatten(1, 2) for name in Measured._fields}
-    evidence.adjoint.lead = found["status"].shape
-    return dataclasses.replace(evidence, **found)
+    return evidence.map(lambda t: t.flatten(1, 2))

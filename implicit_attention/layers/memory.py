@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._autograd import HALF, exact_precision
 from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..attention.core import attend
@@ -18,7 +18,6 @@ from ..attention.read_out import at_least_single
 from ..energies import AnchoredEnergy
 from ..options import SolveOptions
 from ..potentials import LogSumExp
-from ..problem import HALF
 from ..solution import SolveReport
 from ..solvers import Solver
 from .attention import ImplicitAttention

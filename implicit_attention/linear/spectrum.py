@@ -12,8 +12,8 @@ from torch import Tensor
 from .._autograd import exact_precision
 from .._types import LinearMap
 from .._validate import check_integer, require
-from ._sweeps import check_arguments, checked
 from ._vectors import ROUNDOFF, along, divide, dot, length, normalised
+from .base import check_arguments, checked
 
 
 @dataclass(frozen=True)

@@ -92,12 +92,12 @@ class HiddenUnits(Potential):
     def select(self, index: Tensor) -> Self | None:
         return self if self._has_only("weights", "units") else None
 
-    def bounded_below(self, anchor: float) -> bool:
-        """Whether K grows no faster than |t|, or (1 - anchor) max K'' lambda_max(W W^T) < 1 for every batch entry."""
-        if anchor == 1 or self.units.linear_growth:
+    def bounded_below(self, scale: float) -> bool:
+        """Whether K grows no faster than |t|, or scale max K'' lambda_max(W W^T) < 1 for every batch entry."""
+        if scale == 0 or self.units.linear_growth:
             return True
         bound = self.lipschitz()
-        return bound is not None and bool(((1 - anchor) * bound < 1).all())
+        return bound is not None and bool((scale * bound < 1).all())
 
     def lipschitz(self) -> Tensor | None:
         """max K'' lambda_max(W W^T), (*batch); None for units without a largest variance."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +13,10 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, sum_to_shape, transforms_active
-from .._fused_rule import FusedRule
-from .._types import Impl, OnFailure
-from ..errors import UnsupportedImplementation
 from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
-from ..ops.dispatch import by_attention, checked
+from ..ops.dispatch import by_attention
 from ..ops.fold import Fold, row_block
-from ..ops.hopfield_cg.api import run as run_hopfield_cg
-from ..ops.hopfield_cg.rule import CGStop
-from ..ops.hopfield_solve.api import run as run_hopfield_solve
-from ..ops.problem import Hopfield, carries, common
+from ..ops.problem import common
 from ._keys import KeyPotential, check_mask, check_pairs
 from ._read import Read, surely_finite, without_nan
 from .base import CovarianceMap
@@ -31,6 +24,8 @@ from .base import CovarianceMap
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
 # of subnormal numbers cost ten times as much on a CPU.
 _CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
+# The attributes of a `LogSumExp`.
+_HELD = ("keys", "beta", "mask", "bias", "_dense")
 
 
 class LogSumExp(KeyPotential):
@@ -59,10 +54,6 @@ class LogSumExp(KeyPotential):
 
     convex = True
     declares_all = True
-    #: Whether torch's fused kernels are used where they can be.
-    fused: ClassVar[bool] = True
-    #: Which implementation of the fused operations is used.
-    impl: ClassVar[Impl] = "auto"
 
     def __init__(
         self,
@@ -81,6 +72,14 @@ class LogSumExp(KeyPotential):
             check_pairs("bias", bias, keys)
         self.mask = mask
         self.bias = bias
+        # Whether every product is written out, without torch's fused kernels.
+        self._dense = False
+
+    def written_out(self) -> Self:
+        """The same potential with every product written out, to compare with."""
+        clone = self.replace(*self.tensors())
+        clone._dense = True
+        return clone
 
     def check_state(self, argument: str, z: Tensor) -> None:
         super().check_state(argument, z)
@@ -120,7 +119,7 @@ class LogSumExp(KeyPotential):
         found = None
         if z.device.type == "cpu" and has_kernel("cpu") and self._may_flash(z):
             run = partial(self._flash, z, read, flash_with_logsumexp)
-            found = by_attention(self.impl, read.keys, run, mask=read.pairs is not None)
+            found = by_attention("auto", read.keys, run, mask=read.pairs is not None)
         if found is not None:
             mean, logsumexp = found
         else:
@@ -164,7 +163,7 @@ class LogSumExp(KeyPotential):
         self._check_readout(z, values, dropout_p)
         # The kernels have no derivative with respect to the bias, and none that torch.func could take.
         tracked = transforms_active() or (self.bias is not None and is_differentiated(self.bias))
-        fused = self.fused and (dropout_p > 0 or (self._fits_kernels(z) and not tracked))
+        fused = not self._dense and (dropout_p > 0 or (self._fits_kernels(z) and not tracked))
         if not fused and torch.finfo(z.dtype).bits < 32:
             wide = self.replace(*(t.float() if t.is_floating_point() else t for t in self.tensors()))
             return wide.readout(z.float(), values.float(), dropout_p=dropout_p).to(z.dtype)
@@ -210,93 +209,6 @@ class LogSumExp(KeyPotential):
 
         return CovarianceMap(product, pullback)
 
-    # Fused operations.
-
-    def solve_anchored(
-        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: FusedRule
-    ) -> tuple[Tensor, ...] | None:
-        problem = self._hopfield(field, anchor, initial)
-        if problem is None:
-            return None
-        energy, poison = problem
-        if poison is not None:
-            initial = initial + poison[..., None]
-        found = run_hopfield_solve(energy, initial, stop, impl=self.impl, keep_mean=False)
-        return (found.state, *found[3:])
-
-    def solve_in_graph(
-        self,
-        field: Tensor,
-        anchor: float | Tensor,
-        initial: Tensor,
-        stop: FusedRule,
-        *,
-        impl: Impl,
-        on_failure: OnFailure,
-    ) -> tuple[Tensor, ...]:
-        """The same as an operation that the compiler keeps in its graph, with a first derivative: `Solved`.
-
-        A backward pass that fails is told as `on_failure` says.
-        """
-        from ..ops.hopfield_solve.ops import hopfield_solve_op
-
-        energy, poison = self._laid_out(field, anchor)
-        if poison is not None:
-            initial = initial + poison[..., None]
-        found: tuple[Tensor, ...] = hopfield_solve_op(*energy, initial, *stop, checked(impl, energy), on_failure)
-        return found
-
-    def adjoint_anchored(
-        self, field: Tensor, anchor: float | Tensor, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]] | None:
-        problem = self._hopfield(field, anchor, z, cotangent)
-        if problem is None or self.bias is not None:
-            return None
-        found = run_hopfield_cg(problem[0], z, cotangent, CGStop(rtol, max_steps), impl=self.impl)
-        gradients: list[Tensor | None] = [found.by_keys]
-        if isinstance(self.beta, Tensor):
-            gradients.append(sum_to_shape(found.by_beta.sum(-1), self.beta.shape))
-        if self.mask is not None:
-            gradients.append(None)
-        return found[:6], tuple(gradients)
-
-    def _hopfield(
-        self, field: Tensor, anchor: float | Tensor, *states: Tensor
-    ) -> tuple[Hopfield, Tensor | None] | None:
-        """The problem as the operations take it, and NaN for the queries that attend to a key which is not finite."""
-        tensors = (field, *states, *self.tensors())
-        tensors = (*tensors, anchor) if isinstance(anchor, Tensor) else tensors
-        wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-        if not self.fused or wrapped or field.numel() == 0 or not self._is_own():
-            return None
-        if not carries(field.dtype, anchor):
-            if self.impl != "auto":
-                reason = (
-                    f"an anchor of {anchor} leaves 1 - anchor no digits in {field.dtype}; use impl='auto' or float64"
-                )
-                raise UnsupportedImplementation(f"`impl={self.impl!r}`: {reason}")
-            return None
-        return self._laid_out(field, anchor)
-
-    def _laid_out(self, field: Tensor, anchor: float | Tensor) -> tuple[Hopfield, Tensor | None]:
-        keys, pairs, poison = self.keys, self.mask if self.bias is None else self.bias, None
-        if self.bias is not None and self.mask is not None:
-            pairs = self.bias.where(self.mask, -torch.inf)
-        axes = field.ndim
-        keys = keys[(None,) * (axes - keys.ndim)]
-        pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
-        if pairs is not None and not surely_finite(keys):
-            attended = pairs if pairs.dtype == torch.bool else torch.ne(pairs, -torch.inf)
-            (keys, _), poison = without_nan([keys, keys], attended, field.dtype)
-        numbers = []
-        if isinstance(anchor, Tensor):
-            anchor = _validate.inside(anchor, low=0.0, high=1.0)[..., None, None]
-        for number in (self._scale, anchor):
-            tensor = number if isinstance(number, Tensor) else field.new_full((), number)
-            numbers.append(tensor[(None,) * (axes - tensor.ndim)])
-        beta, anchor = numbers
-        return Hopfield(field, keys, beta, anchor, pairs), poison
-
     # Structure.
 
     @property
@@ -304,12 +216,16 @@ class LogSumExp(KeyPotential):
         keys = self.keys
         return row_block(keys.shape[-1], keys.shape[-2], keys.dtype) if keys.device.type == "cpu" else super().row_block
 
+    def bounded_below(self, scale: float) -> bool:
+        """Always: Phi grows no faster than |z| times the longest key."""
+        return True
+
     def lipschitz(self) -> Tensor:
         """beta diam(K)^2/4, Popoviciu's bound on the variance along any direction, (*batch)."""
         return self.beta * self.diameter().square() / 4
 
     def select(self, index: Tensor) -> Self | None:
-        if not self._has_only("keys", "beta", "mask", "bias"):
+        if not self._has_only(*_HELD):
             return None
         if self.mask is None and self.bias is None:
             return self
@@ -322,7 +238,7 @@ class LogSumExp(KeyPotential):
 
     def _is_own(self) -> bool:
         """Whether what is written out for this class is what the object computes: a subclass may compute otherwise."""
-        return type(self) in _OWN and self._has_only("keys", "beta", "mask", "bias")
+        return type(self) is LogSumExp and self._has_only(*_HELD)
 
     def _check_readout(self, z: Tensor, values: Tensor, dropout_p: float) -> None:
         self.check_state("z", z)
@@ -382,36 +298,12 @@ class LogSumExp(KeyPotential):
         return self._fits_kernels(z) and is_plain(z, *self.tensors())
 
     def _fits_kernels(self, z: Tensor) -> bool:
-        return self.fused and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
+        return not self._dense and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
 
     def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
         return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale)
-
-
-class ReferenceLogSumExp(LogSumExp):
-    """`LogSumExp` with every product written out, to compare with."""
-
-    declares_all = True
-    fused = False
-
-
-class SDPALogSumExp(LogSumExp):
-    """`LogSumExp` that solves by torch's attention kernels, or raises."""
-
-    declares_all = True
-    impl = "sdpa"
-
-
-class TritonLogSumExp(LogSumExp):
-    """`LogSumExp` that solves by the Triton kernels, or raises."""
-
-    declares_all = True
-    impl = "triton"
-
-
-_OWN = (LogSumExp, ReferenceLogSumExp, SDPALogSumExp, TritonLogSumExp)
 
 
 def _select_rows(pairs: Tensor, index: Tensor) -> Tensor:

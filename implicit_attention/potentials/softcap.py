@@ -44,6 +44,7 @@ class SoftcapLogSumExp(LogSumExp):
     probabilities = LogSumExp.probabilities
     readout = LogSumExp.readout
     row_block = LogSumExp.row_block
+    bounded_below = LogSumExp.bounded_below
 
     def __init__(
         self,

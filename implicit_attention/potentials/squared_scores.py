@@ -80,9 +80,9 @@ class SquaredScores(KeyPotential):
     def select(self, index: Tensor) -> Self | None:
         return self if self._has_only("keys", "beta", "mask") else None
 
-    def bounded_below(self, anchor: float) -> bool:
-        """Whether (1 - anchor) beta lambda_max(K^T K) < 1 for every batch entry."""
-        return bool(((1 - anchor) * self.lipschitz() < 1).all())
+    def bounded_below(self, scale: float) -> bool:
+        """Whether scale beta lambda_max(K^T K) < 1 for every batch entry."""
+        return bool((scale * self.lipschitz() < 1).all())
 
     def lipschitz(self) -> Tensor:
         """beta lambda_max(K^T K), (*batch)."""

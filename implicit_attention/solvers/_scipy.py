@@ -14,8 +14,7 @@ from torch import Tensor
 from .. import _validate
 from ..problem import Problem
 from ._recorder import Finished, Options, Recorder, check_plain, needed
-from .base import Solver
-from .iterate import Outcome
+from .iterate import Outcome, Solver
 
 REQUIREMENT = "scipy>=1.11"
 # The option that bounds the work of each method, and the tolerances of its own, set so that they never end a run.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from .base import Solver, Update
-from .iterate import Iteration
+from .iterate import Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)

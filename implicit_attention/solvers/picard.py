@@ -10,8 +10,7 @@ from torch import Tensor
 from .. import _validate
 from .._fused_rule import FusedRule
 from ..problem import Problem
-from .base import Solver, Update
-from .iterate import Iteration
+from .iterate import Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Picard(Solver):
         _validate.check_number("damping", self.damping, low=0.0, high=1.0)
         _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 nothing would move")
 
-    def stop(self, problem: Problem) -> FusedRule | None:
+    def fused_rule(self, problem: Problem) -> FusedRule | None:
         if self.damping:
             return None
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=self.max_steps + 1)

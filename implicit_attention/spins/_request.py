@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
 from .. import _validate
-from .._reporting import check_on_failure, report_failures, warn_of_saddles
+from .._reporting import check_on_failure, report_failures, warn_of_unstable
 from .._types import OnFailure
 from ..problem import widened
 from ..solution import SolveReport
@@ -44,9 +42,9 @@ def told(
     # A later backward pass tells its failures in the same way.
     report.adjoint.on_failure, report.adjoint.lead = on_failure, nonfinite.shape
     status = report.status.masked_fill(nonfinite, int(Status.NONFINITE))
-    report = dataclasses.replace(report, status=status, residual=fill(report.residual, nonfinite))
+    report = report.amended(status=status, residual=fill(report.residual, nonfinite))
     name = type(method).__name__
-    report_failures(on_failure, name, report.status, report.residual, report.tolerance, report.num_steps)
+    report_failures(on_failure, name, report.record)
     if check == "stability":
-        warn_of_saddles(on_failure, name, report.status)
+        warn_of_unstable(on_failure, name, report.status)
     return report

@@ -161,7 +161,7 @@ class AdaTAP(FixedPointApproximation):
         value = value.masked_fill(~positive, torch.nan)
         evidence = closed_form(value)
         status = evidence.status.masked_fill(~positive, int(Status.OUT_OF_RANGE))
-        return LogPartition(value, dataclasses.replace(evidence, status=status))
+        return LogPartition(value, evidence.amended(status=status))
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to; the descent ends at minima, so that there is nothing to check."""
@@ -170,7 +170,7 @@ class AdaTAP(FixedPointApproximation):
             return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
         near, num_steps, num_evals = descended(problem, start[..., :-1])
         found = solve(problem, near, solver=_finisher(near.dtype), adjoint=self.adjoint, on_failure="ignore")
-        return dataclasses.replace(found, num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
+        return found.amended(num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
 
 
 def _finisher(dtype: torch.dtype) -> Solver:

@@ -15,7 +15,7 @@ from .. import _validate
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem, restricted
-from ..solution import Solution, SolveReport
+from ..solution import Record, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
@@ -148,7 +148,7 @@ class FixedPointApproximation(Approximation):
         # What failed is told by whoever asks for log Z.
         solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
         if spent is not None:
-            solution = dataclasses.replace(solution, num_evals=solution.num_evals + spent)
+            solution = solution.amended(num_evals=solution.num_evals + spent)
         # Of what a fixed budget leaves nothing is claimed that could be doubted.
         return solution if solver.fixed_budget else self._judged(system, solution, check)
 
@@ -163,7 +163,7 @@ class FixedPointApproximation(Approximation):
             doubtful = asked(system, state)
             if doubtful is not None:
                 status = status.masked_fill(solution.converged & doubtful, int(verdict))
-        return dataclasses.replace(solution, status=status)
+        return solution.amended(status=status)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,4 +276,4 @@ def closed_form(value: Tensor) -> SolveReport:
     none = torch.zeros_like(value, dtype=torch.int32)
     status = torch.where(torch.isfinite(value), int(Status.CONVERGED), int(Status.NONFINITE)).to(torch.int8)
     zero = torch.zeros_like(value)
-    return SolveReport(status=status, residual=zero, tolerance=zero, num_steps=none, num_evals=none)
+    return SolveReport(Record(status, zero, zero, none, none))

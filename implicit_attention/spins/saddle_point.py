@@ -80,7 +80,7 @@ class SaddlePoint(Approximation):
         status = evidence.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
         dtype = system.field.dtype
         residual, tolerance = evidence.residual.to(dtype), evidence.tolerance.to(dtype)
-        evidence = dataclasses.replace(evidence, status=status, residual=residual, tolerance=tolerance)
+        evidence = evidence.amended(status=status, residual=residual, tolerance=tolerance)
         return LogPartition(value.to(dtype), evidence)
 
     def multipliers(self, system: SpinSystem) -> Tensor:

@@ -122,8 +122,7 @@ def stability(
     with torch.enable_grad():
         # What is said here of a saddle is more than a warning.
         found = thermodynamics(system, method, on_failure="ignore")
-        e = found.report
-        report_failures(on_failure, type(method).__name__, e.status, e.residual, e.tolerance, e.num_steps)
+        report_failures(on_failure, type(method).__name__, found.report.record)
         m = found.magnetization.detach()
         system = widened(system)[0]
         system = system.replace(*(t.detach() for t in system.tensors()))

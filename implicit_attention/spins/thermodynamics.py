@@ -112,7 +112,7 @@ def thermodynamics(
         nonlocal adjoint
         found, lost = _answer(method, system.at(field, couplings, beta), initial, check, on_failure)
         adjoint = found.report.adjoint
-        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, _fields(found.report))
+        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, found.report.record)
 
     def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = torch.func.grad(
@@ -124,7 +124,7 @@ def thermodynamics(
         (by_field, by_couplings, by_beta), pullback, aux = cast(
             Any, torch.func.vjp(first, field, couplings, beta, has_aux=True)
         )
-        value, lost, fields = aux
+        value, lost, record = aux
         nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
         curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
 
@@ -147,7 +147,7 @@ def thermodynamics(
     }
     # Last, so that NaN of one sample enters no gradient of what it shares with others.
     numbers = {name: fill(number, lost) for name, number in numbers.items()}
-    return Thermodynamics(**numbers, report=SolveReport(**fields, adjoint=adjoint), _product=product)
+    return Thermodynamics(**numbers, report=SolveReport(record, adjoint), _product=product)
 
 
 def free_energy(
@@ -231,7 +231,3 @@ def _answer(
     report = told(method, report, nonfinite, check, on_failure)
     # A method may find no log Z for numbers that are all finite: what does not exist has no derivatives either.
     return LogPartition(value, report), nonfinite | ~value.isfinite()
-
-
-def _fields(evidence: SolveReport) -> dict[str, Tensor]:
-    return {n: getattr(evidence, n) for n in ("status", "residual", "tolerance", "num_steps", "num_evals")}

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import is_plain
 from ..potentials import SphereUnits
-from ..solution import SolveReport
+from ..solution import Record, SolveReport
 from ..status import Status
 from .approximation import Approximation, LogPartition
 from .system import SpinSystem
@@ -247,7 +247,7 @@ def _evidence(value: Tensor, coarse: Tensor, nodes: int) -> SolveReport:
     status = torch.where(residual <= tolerance, int(Status.CONVERGED), int(Status.MAX_STEPS))
     status = torch.where(torch.isfinite(value), status, int(Status.NONFINITE)).to(torch.int8)
     count = torch.full_like(status, nodes, dtype=torch.int32)
-    return SolveReport(status=status, residual=residual, tolerance=tolerance, num_steps=count, num_evals=count)
+    return SolveReport(Record(status, residual, tolerance, count, count))
 
 
 def _axis(field: Tensor) -> Tensor:

@@ -420,7 +420,7 @@ def bad(match, error=ValueError, *, change=None, **options):
         bad("`solver` must be None or a Solver, got 'anderson'; for example Anderson", TypeError, solver="anderson"),
         bad("`adjoint` must be None or a Adjoint", TypeError, adjoint=Implicit),
         bad("`impl` must be one of 'auto', 'reference', 'sdpa', 'triton'", impl="flash"),
-        bad("needs at least 64 keys", UnsupportedImplementation, impl="sdpa"),
+        bad("at least 64 keys are needed", UnsupportedImplementation, impl="sdpa"),
         bad("Triton kernels do not run on the device", UnsupportedImplementation, impl="triton"),
         bad("`max_steps` must be >= 0", max_steps=-1),
         bad("`on_failure` must be one of", on_failure="explode"),

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from implicit_attention import LogSumExp, Status
-from implicit_attention.attention.core import SDPALogSumExp
+from implicit_attention import AnchoredEnergy, LogSumExp, Status, solve
 from implicit_attention.errors import KernelWarning, UnsupportedImplementation
 from implicit_attention.ops import _checks, _trust, attention, hopfield_solve, kernel_checks
 from implicit_attention.potentials import log_sum_exp
@@ -251,7 +250,7 @@ def test_a_broken_attention_kernel_evaluates_no_potential(monkeypatch):
     torch.testing.assert_close(found[0], value)
     torch.testing.assert_close(found[1], mean)
     with pytest.raises(UnsupportedImplementation, match="`impl='sdpa'`"):
-        SDPALogSumExp(keys, 0.4).evaluate(query)
+        solve(AnchoredEnergy(potential, query), query, impl="sdpa")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

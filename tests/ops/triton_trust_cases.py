@@ -11,7 +11,7 @@ from triton_harness import FP32, case, cases
 
 from implicit_attention import Anderson, equilibrium_attention
 from implicit_attention.errors import KernelWarning, UnsupportedImplementation
-from implicit_attention.ops import _door, _trust, hopfield_cg, hopfield_hvp, hopfield_solve, kernel_checks
+from implicit_attention.ops import _trust, dispatch, hopfield_cg, hopfield_hvp, hopfield_solve, kernel_checks
 
 SOLVE, ADJOINT, PRODUCT = "hopfield_solve (triton)", "hopfield_cg (triton)", "hopfield_hvp (triton)"
 BROKEN = {
@@ -54,7 +54,7 @@ def untried(*broken):
 
         replaced(_trust, "_found", {})
         replaced(_trust, "_told", set())
-        replaced(_door, "TRITON_DEVICES", ("cpu", "cuda"))
+        replaced(dispatch, "TRITON_DEVICES", ("cpu", "cuda"))
         kernels = []
         for name, fault in broken:
             file, kernel = BROKEN[name]

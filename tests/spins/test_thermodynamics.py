@@ -84,7 +84,7 @@ class Failing(Approximation):
         value, evidence = Enumeration().log_partition(system)
         status = torch.zeros_like(evidence.status)
         status[1] = Status.MAX_STEPS
-        return LogPartition(value, dataclasses.replace(evidence, status=status, residual=evidence.residual + 0.5))
+        return LogPartition(value, evidence.amended(status=status, residual=evidence.residual + 0.5))
 
 
 # Sum rules.

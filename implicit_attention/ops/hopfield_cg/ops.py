@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._reporting import report_failures
+from ...solution import Record
 from ..problem import Hopfield
 from ..registration import PROBLEM, batched
 from .api import dispatch, may_look
@@ -27,7 +28,7 @@ def _solve(*args: Any) -> tuple[Tensor, ...]:
     if may_look(found.status):
         # Here, because this runs where a compiled graph does: nobody else sees what a backward pass did in there.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
-        report_failures(on_failure, what, found.status, found.residual, found.tolerance, found.num_steps)
+        report_failures(on_failure, what, Record(*found[1:5], num_evals=found.num_steps))
     # Results of an operation share no memory.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in found)
 
