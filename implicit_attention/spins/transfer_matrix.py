@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import is_plain
+from .._autograd import host_may_look, is_plain
 from ..potentials import SphereUnits
 from ..solution import Record, SolveReport
 from ..status import Status
@@ -55,7 +55,7 @@ class TransferMatrix(Approximation):
         remedy = "use numbers as couplings, or MeanField or SaddlePoint"
         _validate.require(not system.block, "couplings", "be numbers for TransferMatrix", "matrices", remedy)
         super().check(system)
-        if system.field.device.type != "cpu" or torch._C._are_functorch_transforms_active():
+        if not host_may_look(system.field, system.couplings):
             return
         far = _beyond_neighbours(system.live_couplings.detach())
         _validate.require(

@@ -374,7 +374,7 @@ def test_options_count():
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: GaussianClosure(response="exact"), TypeError, "`response` must be a Response"),
+        (lambda: GaussianClosure(response="exact"), TypeError, "`response` must be a SphericalLaw"),
         (lambda: KineticPlefka(solver="anderson"), TypeError, "`solver` must be None or a Solver"),
         (lambda: GaussianClosure(adjoint=1), TypeError, "`adjoint` must be None or an Adjoint"),
         (lambda: stationary_state(COUPLINGS, GaussianClosure()), TypeError, "`system` must be a SpinSystem"),
