@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ._autograd import is_differentiated, sum_to_shape, transforms_active
+from ._autograd import is_differentiated, is_fake, sum_to_shape, transforms_active
 from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
 from .energies import AnchoredEnergy
@@ -72,9 +72,7 @@ class Lowered:
         if isinstance(potential.beta, Tensor):
             gradients.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
         gradients += [None for pairs in (potential.mask, potential.bias) if pairs is not None]
-        gradients.append(energy._anchor * found.value)
-        if isinstance(energy.anchor, Tensor):
-            gradients.append(energy._by_anchor(z, found.value))
+        gradients += energy._by_own(found.value, lambda: potential.mean(z))
         return Adjoined(*found[:6], gradients=tuple(gradients))
 
     @property
@@ -138,6 +136,9 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
         return None
     if insists:
         checked(impl, lowered.packed())
+    if torch.compiler.is_compiling() or is_fake(lowered.energy.field):
+        # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
+        return lowered
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors())
     return None if wrapped or lowered.energy.field.numel() == 0 else lowered
 

@@ -9,8 +9,8 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import host_may_look, sum_to_shape, transforms_active
-from ..ops.problem import common
 from .base import CovarianceMap, Potential
+from .scored_keys import common
 
 
 class GaussianMixture(Potential):

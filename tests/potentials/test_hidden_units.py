@@ -10,18 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention import (
-    AnchoredEnergy,
-    Enumeration,
-    LogSumExp,
-    NewtonKrylov,
-    Picard,
-    SpinSystem,
-    SquaredScores,
-    Status,
-    free_energy,
-    solve,
-)
+from implicit_attention import AnchoredEnergy, LogSumExp, NewtonKrylov, Picard, SquaredScores, Status, solve
 from implicit_attention.potentials import (
     BernoulliUnits,
     ConstantUnits,
@@ -34,6 +23,7 @@ from implicit_attention.potentials import (
     SphereUnits,
     Units,
 )
+from implicit_attention.spins import Enumeration, SpinSystem, free_energy
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract
 
