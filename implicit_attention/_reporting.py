@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import Tensor
 
 from . import _validate
@@ -52,16 +51,15 @@ def report_gradients(
     """`report_failures` of backward solves, and a warning of gradients that the states' residual leaves unsure."""
     if on_failure == "ignore" or is_batched(record.status):
         return
-    failed = record.failed
-    unsure = torch.zeros_like(failed) if error is None else (error > UNSURE) & ~failed
-    if not bool((failed | unsure).any()):
-        return
     report_failures(on_failure, what, record, remedies)
-    if error is not None and (count := int(unsure.sum())):
+    if error is None:
+        return
+    unsure = (error > UNSURE) & ~record.failed
+    if count := int(unsure.sum()):
         worst = float(error[unsure].max())
         share = f"{100 * min(worst, UNKNOWN):.0f} %{' or more' if worst > UNKNOWN else ''}"
         message = (
-            f"the gradients of {count} of {failed.numel()} problems may be off by {share}, as their states are "
+            f"the gradients of {count} of {unsure.numel()} problems may be off by {share}, as their states are "
             "solved to a residual only and the problems are nearly singular there (a fold; see "
             "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
         )

@@ -183,35 +183,6 @@ def inside(value: float | Tensor, *, low: float, high: float = math.inf, open_lo
     return torch.where(fits, value, torch.nan)
 
 
-def check_per_entry(
-    argument: str,
-    value: Any,
-    like: Tensor,
-    name: str,
-    *,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
-    remedy: str = "",
-    together: bool = False,
-) -> Any:
-    """A number in [low, high], returned as Python's own, or a tensor (*#batch) with one for each batch entry.
-
-    Args:
-        like: the tensor (*batch, N, D) of the argument `name` whose batch it is.
-        together: whether the tensor may have leading axes that `like` has not.
-        remedy: how to keep a tensor inside the range.
-    """
-    if not isinstance(value, Tensor):
-        return check_number(argument, value, low=low, high=high, open_low=open_low)
-    check_float_tensor(argument, value)
-    check_same_kind([(name, like), (argument, value)])
-    fits = check_together if together else check_broadcast
-    fits(argument, value.shape, like.shape[:-2], f"the leading axes of `{name}`")
-    check_range(argument, value, low=low, high=high, open_low=open_low, remedy=remedy)
-    return value
-
-
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
     """Not a tensor that has a shape alone."""
     if is_fake(tensor):

@@ -256,32 +256,6 @@ def _perplexity(p: Tensor) -> Tensor:
     return torch.where(total > 0, torch.special.entr(p).sum(-1).exp(), total)
 
 
-def energy_trace(solution: Solution) -> Tensor:
-    """The energy after every iteration, (iterations, *lead), of a solution that was asked for with trace=True.
-
-    Not for the energy of the solution alone: use `Solution.energy`.
-
-    Example:
-        >>> import torch
-        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
-        >>> from implicit_attention.diagnostics import energy_trace
-        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(4), beta=0.5), field=torch.ones(2, 4), anchor=0.5)
-        >>> solution = solve(energy, energy.field, trace=True)
-        >>> bool((energy_trace(solution).diff(dim=0) <= 1e-6).all())
-        True
-    """
-    if solution.trace is None or solution.trace.energy is None:
-        raise ValueError(
-            _validate.message(
-                "solution",
-                "come from solve(energy, ..., trace=True)",
-                "one without an energy trace",
-                "solve again with trace=True (a map without an energy has none)",
-            )
-        )
-    return solution.trace.energy
-
-
 @torch.no_grad()
 def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lead"]:
     """A bound on |z - z*| that holds: (|r| + e)/(1 - L), with L a Lipschitz constant of f everywhere.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .._autograd import is_batched, uncompiled
+from .._autograd import looks_every, uncompiled
 from ..solution import Record, SolveReport
 from ..status import Status
 
@@ -275,8 +275,7 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     nonetheless, unmeasured.
     """
     batch = problem.field.shape[:-2]
-    look = not any(is_batched(x) for x in (problem.couplings, problem.field))
-    every = (1 if problem.field.device.type == "cpu" else 4) if look else 0
+    every = looks_every(None, problem.field, problem.couplings)
     problem = problem.samples(batch)
     state = record = _begin(problem)
     places: Tensor | None = None
