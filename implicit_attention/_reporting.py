@@ -14,7 +14,8 @@ from .solution import NO_REMEDIES, Record, Remedies
 from .status import Status
 
 SHOWN = 3
-# Relative errors of gradients beyond the first are warned of; beyond the second, first order says no more than that.
+# Gradients with a larger estimated relative error than UNSURE are warned of. The estimate is of first order, and
+# beyond UNKNOWN it says only that the error is large.
 UNSURE, UNKNOWN = 0.15, 0.25
 
 
@@ -48,7 +49,7 @@ def report_failures(on_failure: OnFailure, what: str, record: Record, remedies: 
 def report_gradients(
     on_failure: OnFailure, what: str, error: Tensor | None, record: Record, remedies: Remedies = NO_REMEDIES
 ) -> None:
-    """`report_failures` of backward solves, and a warning of gradients that the states' residual leaves unsure."""
+    """`report_failures` of backward solves, and a warning of gradients made inaccurate by the residual of the states."""
     if on_failure == "ignore" or is_batched(record.status):
         return
     report_failures(on_failure, what, record, remedies)
@@ -67,7 +68,7 @@ def report_gradients(
 
 
 def warn_of_unstable(on_failure: OnFailure, what: str, status: Tensor) -> None:
-    """Warn of solutions that are unstable: they solve the equations, but are hardly what was asked for."""
+    """Warn of unstable solutions: they solve the equations, but small deviations from them grow."""
     if on_failure == "ignore" or is_batched(status):
         return
     count = int((status == Status.UNSTABLE).sum())

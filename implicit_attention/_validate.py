@@ -1,4 +1,4 @@
-"""Checks at the door. Every message names the argument, the requirement, what was received and the remedy."""
+"""Checks of arguments. Every message names the argument, the requirement, the value received and the remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether `value` is a DTensor, told by what it has: to ask by class would import torch.distributed.tensor."""
+    """Whether `value` is a DTensor, told by an attribute: the class would have to be imported."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 

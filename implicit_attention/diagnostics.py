@@ -1,4 +1,4 @@
-"""What a fixed point is like: contraction, curvature, how many there are, how many keys carry it, how far it may be."""
+"""Properties of fixed points: contraction, curvature, number of different ones, keys attended to, distance at most."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
         z = in_double(solution.value)
         f, lipschitz = _mapped(problem, z), problem.lipschitz()
         assert lipschitz is not None
-        # So many numbers at most are summed up, each a few times of rounding away.
+        # A bound on the rounding error of a sum of the longest axis, in units of its terms.
         tensors = [t for t in problem.tensors() if t.is_floating_point()]
         unit = 4 * (z.shape[-1] + max(max(t.shape, default=1) for t in tensors)) * torch.finfo(z.dtype).eps
         largest = sum(t.masked_fill(~t.isfinite(), 0.0).abs().max() for t in tensors if t.numel()) * z.shape[-1] ** 0.5
@@ -296,7 +296,7 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
 
 
 def _mapped(problem: Problem, z: Tensor) -> Tensor:
-    """f(z), of attention over keys without what they have in common, in which its rounding grows."""
+    """f(z); for attention with centred keys, as the rounding error grows with the distance of the keys from 0."""
     potential = getattr(problem, "potential", None)
     if type(problem) is not AnchoredEnergy or type(potential) is not LogSumExp:
         return problem.fixed_point_map(z)

@@ -253,7 +253,7 @@ def _swept(
 def _judged(system: _System, record: Record, verdict: Tensor, settled: Tensor, claimed: Tensor) -> Tensor:
     """Status after a sweep: by the true residual first, then by the method's verdict, then by the progress made."""
     status = _coded(settled & (record.num_steps < system.max_steps), Status.STALLED, record.status)
-    # Refined, and still short of what the method claims: that is rounding, and good enough within SLACK.
+    # Refined, and still above the residual that the method claims: the rest is rounding, accepted within SLACK.
     rounding = settled & claimed & (record.residual <= SLACK * system.tolerance)
     status = _coded(rounding, Status.CONVERGED, status)
     status = torch.where(verdict >= 0, verdict, status)

@@ -245,6 +245,6 @@ def _fillers(start: Tensor, count: int) -> Tensor:
 
 
 def _without_nan(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(matrices with the non-finite ones zeroed, which ones those were): LAPACK refuses NaN for the whole batch."""
+    """(matrices, zeros where one is not finite; which ones are not): LAPACK refuses a batch that holds a NaN."""
     broken = ~matrix.isfinite().all(-1).all(-1)
     return matrix.masked_fill(broken.unsqueeze(-1).unsqueeze(-1), 0.0), broken

@@ -181,7 +181,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _options_of(function: Callable[..., Any]) -> list[str]:
-    """The options that a torchdeq solver names; what it swallows beside them it ignores."""
+    """The options that a torchdeq solver names; it ignores all others."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     _, *parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind in named and p.name not in _RESERVED]

@@ -182,7 +182,7 @@ class Solver:
         return ()
 
     def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
-        """(*lead), whether the evaluated candidate is better than what it came from; None accepts all."""
+        """(*lead), whether the evaluated candidate is better than the state before it; None accepts all."""
         return None
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
@@ -254,8 +254,8 @@ def _loop(
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
-            # What a finished problem goes on doing has no gradient; a zero one would turn into NaN at the first 0/0.
-            state, z = pytree.tree_map(functools.partial(_live, active=active), (state, z))
+            # Further steps of a finished problem are detached: a gradient of zero would turn into NaN at the first 0/0.
+            state, z = pytree.tree_map_only(Tensor, functools.partial(_live, active=active), (state, z))
         if update.num_evals is not None:
             num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
         if update.stalled is not None:
@@ -266,11 +266,11 @@ def _loop(
     return best._replace(record=best.record._replace(num_evals=num_evals)), traced
 
 
-def _live(tensor: Any, *, active: Tensor) -> Any:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
         return tensor
     where = active.reshape((*active.shape, *(1,) * (tensor.ndim - active.ndim)))
-    # 0 * NaN is NaN: what diverged must not reach what the problems share.
+    # 0 * NaN is NaN: a problem that diverged must not reach tensors that all problems share.
     return torch.where(where, tensor, tensor.detach().nan_to_num(0.0, 0.0, 0.0))
 
 

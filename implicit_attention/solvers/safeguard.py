@@ -167,7 +167,7 @@ class Safeguarded(Solver):
         return torch.where(resolved, measured >= required - rounding, trapezoid >= required)
 
     def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
-        """The proposal where it passes what can be tested without an evaluation, the plain step elsewhere."""
+        """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
         s, usable, num_evals = proposal
         if self._guard(problem) != "none" and problem.symmetric:
             s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
@@ -185,8 +185,8 @@ class Safeguarded(Solver):
         if point.step < warm_up:
             return Update(state, point.mapped)
         fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
-        # Where r was 0 nothing moved, and nothing is learned. But what is made of r has a derivative: that of plain
-        # steps, were the history 0/0, which need not converge, and of 4 r one that grows without bound.
+        # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a derivative:
+        # with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows without bound.
         moved = (point.z != state.z).any(-1)
         history = self.remember(problem, state.history, point.z - state.z, point.r - state.r, fresh)
         if torch.is_grad_enabled():
