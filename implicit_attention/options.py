@@ -11,7 +11,7 @@ from ._types import Impl, OnFailure
 from .adjoints import Adjoint, Unrolled
 from .solvers import Anderson, Solver
 
-_IMPLEMENTATIONS = ("auto", "reference", "sdpa", "triton")
+_IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class SolveOptions:
     Args:
         solver: default `Anderson()`.
         adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps (rtol = atol = 0).
-        impl: "auto"; "reference" writes every product out; "sdpa" insists on torch's fused attention, "triton" on the
+        impl: "auto"; "reference" writes every product out; "tiled" insists on torch's fused attention, "triton" on the
             Triton kernels.
         max_steps: the solver's `max_steps` in short; 0 is one explicit step of attention, without any solve.
         on_failure: "raise", "warn" or "ignore".

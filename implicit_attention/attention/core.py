@@ -205,7 +205,7 @@ def _attend(inputs: _Inputs, request: _Request) -> Attended:
             if values is not None:
                 output = read_out(energy.potential, z, values, request.dropout_p)
         else:
-            if options.impl in ("sdpa", "triton"):
+            if options.impl in ("tiled", "triton"):
                 _check_explicit(energy, options.impl)
             z = query
             solution = _explicit_solution(energy, query, trace) if request.measure else _unmeasured(query)
@@ -231,7 +231,7 @@ def _written_out(make: PotentialFactory) -> PotentialFactory:
 def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
     """Raise if `impl` is named and cannot do an explicit step."""
     if impl == "triton":
-        raise UnsupportedImplementation("`impl='triton'` solves, and max_steps=0 solves nothing; use impl='sdpa'")
+        raise UnsupportedImplementation("`impl='triton'` solves, and max_steps=0 solves nothing; use impl='tiled'")
     lower(energy, Picard(), impl)
 
 

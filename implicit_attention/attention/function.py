@@ -57,7 +57,7 @@ def equilibrium_attention(
         solver: default `Anderson()`.
         adjoint: default `Implicit()`, the exact gradient of the equilibrium, and `Unrolled()` for a fixed budget of
             steps (rtol = atol = 0).
-        impl: "auto", "reference" (every product written out), "sdpa" (torch's fused attention, or an error), "triton"
+        impl: "auto", "reference" (every product written out), "tiled" (torch's fused attention, or an error), "triton"
             (one kernel for the whole solve, or an error).
         max_steps: replaces the solver's; 0 is one explicit step, whatever the anchor.
         on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.

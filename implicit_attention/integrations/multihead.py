@@ -56,7 +56,7 @@ class ImplicitMultiheadAttention(Remembering):
             1/sqrt(head_dim).
         solver: default `Anderson()`.
         adjoint: default `Implicit()`, the exact gradient of the equilibrium.
-        impl: "auto", "reference", "sdpa" or "triton".
+        impl: "auto", "reference", "tiled" or "triton".
         max_steps: the solver's in short; 0 is ordinary attention.
         on_failure: "raise", "warn" or "ignore".
 

@@ -256,7 +256,7 @@ def replace_attend(
         max_steps: replaces the solver's; 0 is the model as it was.
         solver: default `Anderson()`.
         adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps.
-        impl: "auto", "reference", "sdpa" or "triton".
+        impl: "auto", "reference", "tiled" or "triton".
         on_failure: "raise", "warn" or "ignore".
 
     Returns:

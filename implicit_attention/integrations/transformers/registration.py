@@ -66,7 +66,7 @@ def register(
         max_steps: the solver's `max_steps` in short; 0 solves nothing.
         solver: default `Anderson()`.
         adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps (rtol = atol = 0).
-        impl: "auto", "reference", "sdpa" or "triton", as in `equilibrium_attention`.
+        impl: "auto", "reference", "tiled" or "triton", as in `equilibrium_attention`.
         on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.
         layers: other options for some layers, `{3: {"anchor": 0.9}}`, or a function from the index of a layer to its
             options. Indices are those of the stack: encoder and decoder count from 0 each. Attention that has no index
