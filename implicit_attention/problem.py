@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
+from ._autograd import at_least_single, check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared, Withdrawn
+from ._declared import restricted as restricted
 from ._types import LinearMap
 
-HALF = (torch.float16, torch.bfloat16)
 _P = TypeVar("_P", bound=Declared)
 
 
@@ -184,37 +184,12 @@ class Problem(Declared, general=True):
         return "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
 
 
-def restricted(problem: _P, index: Tensor, **own: int) -> _P:
-    """The problems `index` (*lead[:-1], K) of the last leading axis, for `select`.
-
-    Args:
-        problem: what reads tensors (*#lead, *own).
-        index: as in `Problem.select`.
-        own: for the attributes that number problems, how many of their axes belong to one. Numbers are left alone.
-    """
-    clone = problem.replace(*problem.tensors())
-    for name, count in own.items():
-        held = getattr(clone, name)
-        if isinstance(held, Tensor):
-            setattr(clone, name, _taken(held, index, held.ndim - count))
-    return clone
-
-
-def _taken(tensor: Tensor, index: Tensor, lead: int) -> Tensor:
-    if lead == 0 or tensor.shape[lead - 1] == 1:
-        return tensor
-    own = tensor.shape[lead:]
-    where = index.reshape(*index.shape, *(1,) * len(own)).expand(*index.shape, *own)
-    return tensor.expand(*index.shape[:-1], *tensor.shape[lead - 1 :]).gather(index.ndim - 1, where)
-
-
 def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
     """The problem and states in the precision of the solver's state: float32 for float16 and bfloat16.
 
     In half precision a state would sit up to a percent away from the solution.
     """
-    tensors = [t.float() if t.dtype in HALF else t for t in problem.tensors()]
-    return problem.replace(*tensors), tuple(z.float() if z.dtype in HALF else z for z in states)
+    return problem.replace(*map(at_least_single, problem.tensors())), tuple(map(at_least_single, states))
 
 
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:

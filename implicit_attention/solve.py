@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import backward_running, exact_precision, transforms_active, uncompiled
+from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
 from .fused import lower, written_out
-from .problem import HALF, Problem, widened
+from .problem import Problem, widened
 from .solution import AdjointReport, Solution, Trace
 from .solvers import Anderson, Solver
 
@@ -76,20 +76,16 @@ def solve(
         outcome = adjoint.run(request)
     request.report.awaited = outcome.value.requires_grad and not backward_running()
     solution = Solution(
-        **{**outcome._asdict(), "trace": _trace(outcome.trace)},
-        adjoint=request.report,
+        outcome.record,
+        request.report,
+        solver.remedies,
+        value=outcome.value,
+        trace=_trace(outcome.trace),
         energy_function=problem.energy if problem.has_energy else None,
     )
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
-    report_failures(
-        on_failure,
-        f"{type(solver).__name__}",
-        solution.status,
-        solution.residual,
-        solution.tolerance,
-        solution.num_steps,
-    )
+    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies)
     return solution
 
 

@@ -13,7 +13,7 @@ from layout_reference import (
 
 import implicit_attention as ia
 from implicit_attention.ops import hopfield_adjoint, hopfield_solve
-from implicit_attention.potentials.hidden_units import SignUnits
+from implicit_attention.potentials import SignUnits
 
 # Of the largest number of an answer, by the precision that it comes in.
 CLOSE = {torch.float64: 1e-7, torch.float32: 5e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}

@@ -30,8 +30,7 @@ class Request:
         lowered = lower(problem, self.solver, self.impl, every_step=self.trace)
         if lowered is None:
             return self.solver.run(problem, initial, trace=self.trace)
-        value, record = lowered.solve(initial)
-        return Outcome(value, *record)
+        return Outcome(*lowered.solve(initial))
 
 
 @dataclasses.dataclass(frozen=True)

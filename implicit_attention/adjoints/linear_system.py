@@ -17,6 +17,7 @@ from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
 from ..linear._vectors import norm
 from ..problem import Adjoined, Linearization, Problem
+from ..solution import Record
 from ..status import Status
 from .base import Request
 
@@ -235,7 +236,8 @@ def _report(
         fields = {name: field.reshape(report.lead) for name, field in fields.items()}
     elif report.lead is not None and answer.status.shape[-len(report.lead) or answer.status.ndim :] == report.lead:
         fields = _worst(fields, answer.status.ndim - len(report.lead))
-    told = [fields[name] for name in ("status", "residual", "tolerance", "num_steps")]
+    steps = fields["num_steps"]
+    told = Record(fields["status"], fields["residual"], fields["tolerance"], steps, steps)
     status, error, before = fields["status"], fields.get("gradient_error"), report.gradient_error
     if report.status is not None and report.status.shape == status.shape:
         # Of several solves (second derivatives make more) the worst is kept, problem by problem.
@@ -248,7 +250,7 @@ def _report(
         setattr(report, name, field)
     if doubtful:
         what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
-        report_gradients(report.on_failure, what, error, *told)
+        report_gradients(report.on_failure, what, error, told, method.remedies)
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:

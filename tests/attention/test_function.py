@@ -409,7 +409,7 @@ def bad(match, error=ValueError, *, change=None, **options):
         bad("`attn_mask` must broadcast to", attn_mask=torch.ones(N, M + 1, dtype=torch.bool)),
         bad("`attn_mask` must be boolean .* or additive", TypeError, attn_mask=torch.ones(N, M, dtype=torch.int64)),
         bad("`attn_mask` must be boolean", TypeError, attn_mask=[[True] * M] * N),
-        bad("is_causal=True, which they may contradict.*tril", attn_mask=torch.ones(N, M).bool(), is_causal=True),
+        bad("is_causal=True, which it may contradict.*tril", attn_mask=torch.ones(N, M).bool(), is_causal=True),
         bad("`dropout_p` must be in", dropout_p=1.5),
         bad("`scale` must be > 0", scale=0.0),
         bad("`scale` must be > 0 everywhere", scale=torch.tensor([1.0, -1.0, 1.0, 1.0]).double()),

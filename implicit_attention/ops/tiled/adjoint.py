@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...linear import MINRES
 from ...linear._solution import forgiven
-from ...linear._sweeps import FLOAT32_RTOL
 from ...linear._vectors import normalised
+from ...linear.base import FLOAT32_RTOL
 from ...status import Status
 from ..fold import BLOCK
 from ..problem import Hopfield
