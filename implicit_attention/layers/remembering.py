@@ -1,4 +1,4 @@
-"""Layers that remember the evidence of their last solve."""
+"""Base of layers that remember how their last solve went."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..solution import Record, SolveReport
 
 
 class Remembering(nn.Module):
-    """Base of layers with `last_solve`: part of neither the state dict, copies nor pickles."""
+    """Base of layers with `last_solve`, which is part of neither the state dict, copies nor pickles."""
 
     options: SolveOptions
     _remembered: SolveReport | Record | None
@@ -34,7 +34,7 @@ class Remembering(nn.Module):
 
     @property
     def last_solve(self) -> SolveReport | None:
-        """The evidence of the last call; of a compiled one, which could not tell, failures are warned of here."""
+        """The `SolveReport` of the last call. Failures in a compiled graph are warned of here, when it is asked for."""
         if isinstance(self._remembered, Record):
             self._remembered = report_from_graph(self._remembered, self.options.on_failure)
         return self._remembered
