@@ -72,9 +72,7 @@ class Lowered:
         if isinstance(potential.beta, Tensor):
             gradients.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
         gradients += [None for pairs in (potential.mask, potential.bias) if pairs is not None]
-        gradients.append(energy._anchor * found.value)
-        if isinstance(energy.anchor, Tensor):
-            gradients.append(energy._by_anchor(z, found.value))
+        gradients += energy._by_own(found.value, lambda: potential.mean(z))
         return Adjoined(*found[:6], gradients=tuple(gradients))
 
     @property

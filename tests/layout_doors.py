@@ -15,7 +15,7 @@ import implicit_attention as ia
 from implicit_attention.ops.hopfield_cg.api import hopfield_cg
 from implicit_attention.ops.hopfield_hvp.api import hopfield_hvp
 from implicit_attention.ops.hopfield_solve.api import hopfield_solve
-from implicit_attention.potentials.hidden_units import SignUnits
+from implicit_attention.potentials import SignUnits
 
 # Of the largest number of an answer, by the precision that it comes in.
 CLOSE = {torch.float64: 1e-7, torch.float32: 5e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}

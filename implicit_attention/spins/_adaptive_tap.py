@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from .._autograd import uncompiled
 from .._types import LinearMap
-from ..potentials.prior import Prior
+from ..potentials import SiteLaw
 from ..problem import Linearization, Problem, pullback, restricted
 from ._newton import Multipliers, inverse_and_logdet, minimise
 
@@ -43,7 +43,7 @@ class SiteEquations(Problem):
     event_ndim = 2
     row_block = 1
 
-    def __init__(self, field: Tensor, couplings: Tensor, prior: Prior, radius: float) -> None:
+    def __init__(self, field: Tensor, couplings: Tensor, prior: SiteLaw, radius: float) -> None:
         self.field = field
         self.couplings = couplings
         self.prior = prior
@@ -74,9 +74,9 @@ class SiteEquations(Problem):
     def moments(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """(m, c) of the sites."""
         theta, v = z[..., :-1], z[..., -1]
-        c = self.prior.variance(theta, v, self.radius)
+        m, c = self.prior.tilted_moments(theta, v, self.radius)
         # So small a variance changes nothing, but the derivatives of its root must stay finite.
-        return self.prior.mean(theta, v, self.radius), c.clamp(min=torch.finfo(c.dtype).tiny ** (1 / 3))
+        return m, c.clamp(min=torch.finfo(c.dtype).tiny ** (1 / 3))
 
     def scaled(self, c: Tensor) -> Tensor:
         """sqrt(c) K sqrt(c)."""
@@ -102,7 +102,7 @@ class SiteEquations(Problem):
 
     def answering(self, z: Tensor) -> LinearMap:
         """What a change of z changes in (m, <|s|^2>/2): a symmetric map."""
-        covariance = self.prior.covariance(z[..., :-1], z[..., -1], self.radius)
+        covariance = self.prior.tilted_covariance(z[..., :-1], z[..., -1], self.radius)
 
         def answered(change: Tensor) -> Tensor:
             mean, half_square = covariance(change[..., :-1], change[..., -1])
@@ -147,7 +147,7 @@ class SiteEquations(Problem):
         theta, v = z[..., :-1], z[..., -1]
         m, c = self.moments(z)
         _, logdet, positive = self.gaussian(v, c)
-        sites = self.prior.log_partition(theta, v, self.radius) - v * m.square().sum(-1) / 2
+        sites = self.prior.tilted_log_partition(theta, v, self.radius) - v * m.square().sum(-1) / 2
         pairs = _dot(m, self.field - theta + self.coupled(m) / 2)
         return (sites.sum(-1) + pairs - self.copies * logdet / 2).masked_fill(~positive, torch.nan)
 
@@ -201,7 +201,7 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     terms = [
         (theta * m).sum(-1),
         own * (square + theta.shape[-1] * c) / 2,
-        -problem.prior.log_partition(theta, own, problem.radius),
+        -problem.prior.tilted_log_partition(theta, own, problem.radius),
         -(m * (problem.field + problem.coupled(m) / 2)).sum(-1),
         -theta.shape[-1] * (t - 1) / 2,
     ]

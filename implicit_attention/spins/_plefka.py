@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .._autograd import vjp
-from ..potentials.spin import Response
+from ..potentials import SphericalLaw
 from ..problem import Linearization, Problem, pullback, restricted
 from .system import couple
 
@@ -49,7 +49,7 @@ class Expansion(Problem, general=True):
     row_block = 1
     block = False
 
-    def __init__(self, field: Tensor, bonds: Tensor, *, response: Response, radius: float, order: int) -> None:
+    def __init__(self, field: Tensor, bonds: Tensor, *, response: SphericalLaw, radius: float, order: int) -> None:
         self.field = field
         self.bonds = bonds
         self.response = response
@@ -143,7 +143,7 @@ class VectorExpansion(Expansion):
         bonds: Tensor,
         onsite: Tensor | None = None,
         *,
-        response: Response,
+        response: SphericalLaw,
         radius: float,
         order: int,
     ) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.prior import GaussianPrior, Prior, SpherePrior
-from ..potentials.spin import Response
+from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
 from ..solution import Solution
 from ..solve import solve
@@ -45,15 +44,15 @@ class AdaTAP(FixedPointApproximation):
     C_ii then being the mean over a site's dimensions.
 
     Args:
-        prior: the law of a site, which log Z is relative to: `SpherePrior()` (any vector of length R, and +-R for D =
-            1), `IsingPrior()`, `GaussianPrior()`, `DiscretePrior(values, weights)` or another `Prior`.
+        prior: the law of a site, which log Z is relative to: `SphereUnits()` (any vector of length R, and +-R for D =
+            1), `SignUnits()`, `GaussianUnits()`, `DiscreteUnits(values, weights)` or another `SiteLaw`.
         solver: for the equations, all of a sample one problem, from the answer to the bare field. None descends the
             free energy by Newton steps to one of its minima, which there always is, and finishes with `NewtonKrylov` to
             a relative residual of 1e-11 (1e-5 in float32). Below a transition others find nothing, or a point that is
             no minimum.
         adjoint: None is `Implicit()`.
 
-    With `GaussianPrior()` there is nothing to solve. There Z is infinite unless the largest eigenvalue of beta J is
+    With `GaussianUnits()` there is nothing to solve. There Z is infinite unless the largest eigenvalue of beta J is
     below D/R^2; such a sample has the status OUT_OF_RANGE and changes no other.
 
     Below a transition there are several minima; the one that the bare field leads to is taken. Without a field means of
@@ -65,30 +64,30 @@ class AdaTAP(FixedPointApproximation):
     Expectation consistent approximate inference, whose Gaussian shares one number per site here.
     """
 
-    prior: Prior = dataclasses.field(default_factory=SpherePrior)
+    prior: SiteLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given: Any = self.prior
-        if not isinstance(given, Prior):
-            raise TypeError(_validate.message("prior", "be a Prior", repr(given), "for example IsingPrior()"))
+        if not isinstance(given, SiteLaw):
+            raise TypeError(_validate.message("prior", "be a SiteLaw", repr(given), "for example SignUnits()"))
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
-        self.prior.check(system.dim)
+        self.prior.check("system", system.dim, system.radius)
         name = type(self.prior).__name__
         _validate.require(
             system.measure == "uniform" or self.prior.fixed_length,
             "measure",
             f"be 'uniform' for {name}, whose states are weighted by itself and not counted",
             repr(system.measure),
-            "use SpinSystem(..., measure='uniform'), or IsingPrior()",
+            "use SpinSystem(..., measure='uniform'), or SignUnits()",
         )
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         name = type(self.prior).__name__
-        remedy = "use SpherePrior() or IsingPrior()"
-        _validate.require(self.prior.fixed_length, "prior", "have spins of fixed length for a Response", name, remedy)
+        remedy = "use SphereUnits() or SignUnits()"
+        _validate.require(self.prior.fixed_length, "prior", "have spins of fixed length", name, remedy)
         return super().site_response()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor:
@@ -96,20 +95,20 @@ class AdaTAP(FixedPointApproximation):
         self.check(system)
         system = widened(system)[0]
         problem = self.problem(system)
-        if isinstance(self.prior, GaussianPrior):
+        if isinstance(self.prior, GaussianUnits):
             return torch.full_like(problem.field[..., 0], system.dim / system.radius**2)
         solution = self.solution(system, self.start(system))
         multipliers: Tensor = solution.value[..., -1] + problem.moments(solution.value)[1].reciprocal()
         return multipliers.masked_fill(solution.failed[..., None], torch.nan)
 
     def cavity_variances(self, system: SpinSystem) -> Tensor:
-        """V, (*batch, N), or (*batch, N, D, D) for `GaussianPrior()` with couplings that are matrices.
+        """V, (*batch, N), or (*batch, N, D, D) for `GaussianUnits()` with couplings that are matrices.
 
         NaN where the solve has failed. Gradients: as log Z.
         """
         self.check(system)
         system = widened(system)[0]
-        if not isinstance(self.prior, GaussianPrior):
+        if not isinstance(self.prior, GaussianUnits):
             solution = self.solution(system, self.start(system))
             return solution.value[..., -1].masked_fill(solution.failed[..., None], torch.nan)
         problem = self.problem(system)
@@ -136,7 +135,7 @@ class AdaTAP(FixedPointApproximation):
         return descended(problem, problem.field, steps=0)[0]
 
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
-        if isinstance(self.prior, GaussianPrior):
+        if isinstance(self.prior, GaussianUnits):
             Approximation.check_initial(self, system, initial)
         super().check_initial(system, initial)
 
@@ -158,7 +157,7 @@ class AdaTAP(FixedPointApproximation):
     def log_partition(
         self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
     ) -> LogPartition:
-        if not isinstance(self.prior, GaussianPrior):
+        if not isinstance(self.prior, GaussianUnits):
             return super().log_partition(system, initial=initial, check=check)
         problem = self.problem(system)
         x, logdet, positive = _gaussian(problem)

@@ -11,9 +11,9 @@ from typing_extensions import Self
 
 from .. import _validate
 from ..adjoints import Adjoint
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem, restricted
-from ..solution import Record, Solution, SolveReport
+from ..solution import Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
@@ -46,15 +46,23 @@ class Approximation:
 
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
     symmetric: ClassVar[bool] = True
+    #: What to do about a sample that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.MAX_STEPS: "raise max_steps, or lower beta",
+        Status.STALLED: "use a larger rtol, or float64",
+        Status.DIVERGED: "lower beta",
+        Status.NONFINITE: "check the numbers of the system",
+        Status.OUT_OF_RANGE: "lower beta, or use a method that holds there",
+    }
 
     def check(self, system: SpinSystem) -> None:
         """Raise where the method does not hold for such a system."""
         if self.symmetric:
             system.check_symmetric(type(self).__name__)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         """How a lone spin answers its field."""
-        return BesselResponse()
+        return SphereUnits()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor | None:
         """Lambda_i, (*batch, N), where Lambda - beta J is the method's inverse covariance of all spins; else None."""

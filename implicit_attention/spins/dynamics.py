@@ -13,7 +13,7 @@ from .. import _validate
 from .._autograd import exact_precision
 from .._reporting import check_on_failure, report_failures, warn_of_unstable
 from .._types import LinearMap, OnFailure
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ..problem import widened
 from ..solution import SolveReport
 from ..status import Status
@@ -58,7 +58,7 @@ class DynamicalMethod(FixedPointApproximation):
     Peretto's, not Boltzmann's, so that even there magnetizations differ from those of an equilibrium method.
 
     Args:
-        response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()`, `LargeDResponse()`, ...
+        response: of one spin to its field: `SphereUnits()` (exact), `AmosResponse()`, `LargeDResponse()`, ...
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
@@ -69,18 +69,20 @@ class DynamicalMethod(FixedPointApproximation):
     """
 
     symmetric = False
-    response: Response = dataclasses.field(default_factory=BesselResponse)
+    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given: Any = self.response
-        if not isinstance(given, Response):
-            raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
+        if not isinstance(given, SphericalLaw):
+            raise TypeError(
+                _validate.message("response", "be a SphericalLaw", repr(given), "for example SphereUnits()")
+            )
 
     def check(self, system: SpinSystem) -> None:
         self.response.check("system", system.dim, system.radius)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         return self.response
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ def stationary_state(
     status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
     evidence = evidence.amended(status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name = type(method).__name__
-    report_failures(on_failure, name, evidence.record)
+    report_failures(on_failure, name, evidence.record, method.remedies)
     if check == "stability":
         warn_of_unstable(on_failure, name, evidence.status)
     return StationaryState(

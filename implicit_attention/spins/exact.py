@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.spin import BesselResponse
+from ..potentials import SphereUnits
 from .system import _radius
 
 # 2^12 states have a transition matrix of 128 MiB.
@@ -73,7 +73,7 @@ def curie_weiss_magnetization(
     dim = int(dim)
     _validate.check_integer("dim", dim, low=1)
     strength = beta * _radius(radius, dim) ** 2
-    response = BesselResponse()
+    response = SphereUnits()
 
     def excess(x: float) -> float:
         kappa = torch.tensor(strength * x, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem
 from .dynamics import DynamicalMethod, Moments
 from .system import SpinSystem
@@ -37,7 +37,7 @@ class GaussianClosure(DynamicalMethod):
     weak couplings it is off by O(J^2/D), where `KineticPlefka(order=2)` is off by O(J^3).
 
     Args:
-        response: of one spin to its field; for D = 1 only `BesselResponse()`.
+        response: of one spin to its field; for D = 1 only `SphereUnits()`.
         solver: None is damped steps and then `Anderson`.
         adjoint: None is `Implicit()`.
 
@@ -51,8 +51,8 @@ class GaussianClosure(DynamicalMethod):
         received = f"shape {tuple(system.couplings.shape)}"
         required = "have a number for each pair, (N, N) or (*batch, N, N), for GaussianClosure"
         _validate.require(not system.block, "couplings", required, received, "use KineticPlefka(order=1)")
-        exact = system.dim > 1 or isinstance(self.response, BesselResponse)
-        required = "be BesselResponse() for GaussianClosure of spins with D = 1, an average of tanh"
+        exact = system.dim > 1 or isinstance(self.response, SphereUnits)
+        required = "be SphereUnits() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")
 
     def problem(self, system: SpinSystem) -> GaussianFieldProblem:
@@ -79,7 +79,7 @@ class GaussianFieldProblem(Problem):
     event_ndim = 2
     row_block = 1
 
-    def __init__(self, system: SpinSystem, response: Response) -> None:
+    def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
         self.system = system
         self.response = response
 

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import jvp_by_vjp, vjp
 from .._types import LinearMap
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem
 from .dynamics import DynamicalMethod, Moments
 from .mean_field import MeanFieldProblem
@@ -107,7 +107,7 @@ class PlefkaProblem(Problem):
     event_ndim = 2
     row_block = 1
 
-    def __init__(self, system: SpinSystem, response: Response, *, squared_shift: bool) -> None:
+    def __init__(self, system: SpinSystem, response: SphericalLaw, *, squared_shift: bool) -> None:
         self.system = system
         self.response = response
         self.squared_shift = squared_shift
@@ -160,7 +160,7 @@ class Site:
     with slope and, for D > 1, skew = slope the derivative of tau, and cubic that of slope, over |theta|.
     """
 
-    def __init__(self, response: Response, theta: Tensor, system: SpinSystem) -> None:
+    def __init__(self, response: SphericalLaw, theta: Tensor, system: SpinSystem) -> None:
         self.theta = theta
         self.dim = theta.shape[-1]
         self.beta, self.radius = system.site_beta, system.radius
@@ -171,7 +171,7 @@ class Site:
         self.tau, self.slope = response.covariance_terms(*arguments)
         self.rho = response.covariance_parts(*arguments)[1]
         # Its variance is too small to divide by, but has a logarithm with a slope of -2 beta m.
-        self.ising = self.dim == 1 and isinstance(response, BesselResponse)
+        self.ising = self.dim == 1 and isinstance(response, SphereUnits)
 
     @property
     def overlap(self) -> Tensor:

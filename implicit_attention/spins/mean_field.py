@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Linearization, Problem, restricted
 from ._curvature import covariance_roots, exceeds_one, lowest_eigenvalue
 from .approximation import FixedPointApproximation
@@ -30,7 +30,7 @@ class MeanFieldProblem(Problem):
     event_ndim = 2
     row_block = 1
 
-    def __init__(self, system: SpinSystem, response: Response) -> None:
+    def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
         self.field = system.live_field
         self.couplings = system.live_couplings
         self.beta = system.beta
@@ -84,7 +84,7 @@ class MeanField(FixedPointApproximation):
     unless some J_ii is negative: it counts with |m_i|^2 here, and with R^2 in truth.
 
     Args:
-        response: of one spin to its field: `BesselResponse()` (exact), `AmosResponse()` or `LargeDResponse()`.
+        response: of one spin to its field: `SphereUnits()` (exact), `AmosResponse()` or `LargeDResponse()`.
         solver: default damped steps and then `Anderson`, to a relative residual of 1e-11 (1e-6 in float32).
         adjoint: default `Implicit()`.
 
@@ -94,19 +94,21 @@ class MeanField(FixedPointApproximation):
     Reference: Plefka (1982), first order.
     """
 
-    response: Response = dataclasses.field(default_factory=BesselResponse)
+    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given: Any = self.response
-        if not isinstance(given, Response):
-            raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
+        if not isinstance(given, SphericalLaw):
+            raise TypeError(
+                _validate.message("response", "be a SphericalLaw", repr(given), "for example SphereUnits()")
+            )
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         self.response.check("system", system.dim, system.radius)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         return self.response
 
     def problem(self, system: SpinSystem) -> MeanFieldProblem:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.spin import Response, SaddlePointResponse
+from ..potentials import SaddlePointResponse, SphericalLaw
 from ..solution import SolveReport
 from ..status import Status
 from ._minimum import Minimum
@@ -63,7 +63,7 @@ class SaddlePoint(Approximation):
         _validate.check_number("rtol", self.rtol, low=0.0)
         _validate.check_integer("max_steps", self.max_steps, low=1)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         return SaddlePointResponse()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor:

@@ -14,7 +14,7 @@ from .._reporting import check_on_failure, report_failures
 from .._types import LinearMap, OnFailure
 from ..diagnostics import first_fixed_points
 from ..linear import extreme_eigenvalues, lanczos, spectral_radius
-from ..potentials.spin import Response
+from ..potentials import SphericalLaw
 from ..problem import widened
 from ..solution import SolveReport
 from ..status import Status
@@ -123,7 +123,7 @@ def stability(
     with torch.enable_grad():
         # What is said here of a saddle is more than a warning.
         found = thermodynamics(system, method, on_failure="ignore")
-        report_failures(on_failure, type(method).__name__, found.report.record)
+        report_failures(on_failure, type(method).__name__, found.report.record, method.remedies)
         m = found.magnetization.detach()
         system = _detached(system)
         lowest, highest = _extremes(found.susceptibility_product, m, system, steps)
@@ -190,7 +190,7 @@ def _detached(system: SpinSystem) -> SpinSystem:
 class _LocalCovariance:
     """Cov_i = tau_i + slope_i f_i f_i^T of lone spins with given magnetizations."""
 
-    def __init__(self, system: SpinSystem, response: Response, m: Tensor) -> None:
+    def __init__(self, system: SpinSystem, response: SphericalLaw, m: Tensor) -> None:
         beta = system.sample_beta
         self.beta = beta[..., None, None] if isinstance(beta, Tensor) else beta
         self.field = local_field(response, m, beta, system.radius)[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.spin import BesselResponse, Response
+from ..potentials import SphereUnits, SphericalLaw
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
 from .approximation import FixedPointApproximation
@@ -41,7 +41,7 @@ class TAP(FixedPointApproximation):
 
     Args:
         order: 2 or 3.
-        response: of one spin to its field, such as `BesselResponse()` (exact) or `AmosResponse()`.
+        response: of one spin to its field, such as `SphereUnits()` (exact) or `AmosResponse()`.
         solver: None is damped steps from the bare field, which leave solutions beyond the criterion alone, and then
             `Anderson` to the precision of the dtype. A solver that is given starts at the bare field.
         adjoint: default `Implicit()`.
@@ -52,21 +52,23 @@ class TAP(FixedPointApproximation):
     """
 
     order: Literal[2, 3] = 2
-    response: Response = dataclasses.field(default_factory=BesselResponse)
+    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         _validate.check_integer("order", self.order, low=2, remedy="use MeanField for the first order")
         _validate.require(self.order <= 3, "order", "be 2 or 3", self.order)
         super().__post_init__()
         given: Any = self.response
-        if not isinstance(given, Response):
-            raise TypeError(_validate.message("response", "be a Response", repr(given), "for example BesselResponse()"))
+        if not isinstance(given, SphericalLaw):
+            raise TypeError(
+                _validate.message("response", "be a SphericalLaw", repr(given), "for example SphereUnits()")
+            )
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         self.response.check("system", system.dim, system.radius)
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         return self.response
 
     def problem(self, system: SpinSystem) -> Expansion:
@@ -113,7 +115,7 @@ class TAP(FixedPointApproximation):
         field, bonds = beta[..., None, None] * field, bonds.masked_fill(itself, 0.0)
         options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
         problem: Expansion
-        if system.dim == 1 and isinstance(self.response, BesselResponse):
+        if system.dim == 1 and isinstance(self.response, SphereUnits):
             problem = IsingExpansion(field, bonds, **options)
         else:
             problem = VectorExpansion(field, bonds, onsite, **options)

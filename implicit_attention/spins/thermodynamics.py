@@ -254,7 +254,7 @@ def _answer(
     status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
     evidence = evidence.amended(status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
     name = type(method).__name__
-    report_failures(on_failure, name, evidence.record)
+    report_failures(on_failure, name, evidence.record, method.remedies)
     if check == "stability":
         warn_of_unstable(on_failure, name, evidence.status)
     # A method may find no answer without being given a wrong number: what does not exist has no derivatives either.

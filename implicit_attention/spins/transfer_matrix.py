@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import is_plain
-from ..potentials.spin import BesselResponse
+from ..potentials import SphereUnits
 from ..solution import Record, SolveReport
 from ..status import Status
 from .approximation import Approximation, LogPartition
@@ -175,7 +175,7 @@ def _kernels(chain: _Chain, nodes: _Nodes) -> tuple[Tensor, Tensor]:
     if dim == 1:
         return exponent, torch.zeros_like(exponent)
     around = bonds * (nodes.sin[:, None] * nodes.sin)
-    response, square = BesselResponse(), around.square()
+    response, square = SphereUnits(), around.square()
     kernel = exponent + response.scaled_log_partition(square, dim - 1)
     return kernel, around * response.gain(square, dim - 1)
 

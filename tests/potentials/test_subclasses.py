@@ -16,9 +16,7 @@ from implicit_attention import (
     Status,
     solve,
 )
-from implicit_attention.potentials.gaussian_mixture import GaussianMixture
-from implicit_attention.potentials.hidden_units import HiddenUnits, SignUnits
-from implicit_attention.potentials.softcap import SoftcapLogSumExp
+from implicit_attention.potentials import GaussianMixture, HiddenUnits, SignUnits, SoftcapLogSumExp
 from implicit_attention.testing.numerics import random, relative_error
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}

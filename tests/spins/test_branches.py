@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, FixedPointMap, Picard, Status, solve
-from implicit_attention.potentials.spin import AmosResponse
+from implicit_attention.potentials import AmosResponse
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Bethe,
-    DiscretePrior,
+    DiscreteUnits,
     Enumeration,
     GaussianClosure,
-    GaussianPrior,
+    GaussianUnits,
     KineticPlefka,
     MeanField,
     SaddlePoint,
@@ -289,7 +289,7 @@ def test_stability_finds_the_branches_of_an_antiferromagnet_and_they_can_be_chos
         torch.testing.assert_close(free, found.free_energies[k], rtol=1e-8, atol=1e-8)
 
 
-SPIN_ONE = AdaTAP(prior=DiscretePrior((-1, 0, 1), (1, 0.5, 1)))
+SPIN_ONE = AdaTAP(prior=DiscreteUnits((-1, 0, 1), (1, 0.5, 1)))
 DYNAMICS = [KineticPlefka(), KineticPlefka(order=2), GaussianClosure()]
 
 
@@ -357,7 +357,7 @@ def test_one_start_changes_no_other_sample_and_padding_changes_nothing(method):
 
 @pytest.mark.parametrize(
     "method",
-    [SaddlePoint(), SaddlePoint(one_loop=True), Enumeration(), TransferMatrix(), AdaTAP(prior=GaussianPrior())],
+    [SaddlePoint(), SaddlePoint(one_loop=True), Enumeration(), TransferMatrix(), AdaTAP(prior=GaussianUnits())],
     ids=repr,
 )
 def test_methods_with_one_answer_refuse_a_start(method):

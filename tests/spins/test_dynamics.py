@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, OneStep, Picard, Status
-from implicit_attention.potentials.spin import AmosResponse
+from implicit_attention.potentials import AmosResponse
 from implicit_attention.spins import MeanField, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.spins.dynamics import DynamicalMethod, stationary_state
 from implicit_attention.spins.exact import peretto, stationary_law

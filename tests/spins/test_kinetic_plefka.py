@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import Anderson
-from implicit_attention.potentials.spin import AmosResponse, BesselResponse, LargeDResponse, SaddlePointResponse
+from implicit_attention.potentials import AmosResponse, LargeDResponse, SaddlePointResponse, SphereUnits
 from implicit_attention.spins import SpinSystem, magnetization
 from implicit_attention.spins.dynamics import stationary_state
 from implicit_attention.spins.exact import stationary_law
@@ -184,9 +184,9 @@ def test_the_second_order_with_the_large_d_response_in_closed_form(squared_shift
 @pytest.mark.parametrize(
     ("response", "dim"),
     [
-        (BesselResponse(), 1),
-        (BesselResponse(), 2),
-        (BesselResponse(), 5),
+        (SphereUnits(), 1),
+        (SphereUnits(), 2),
+        (SphereUnits(), 5),
         (AmosResponse(), 1),
         (AmosResponse(), 3),
         (SaddlePointResponse(), 4),
@@ -226,7 +226,7 @@ def test_cumulants_are_derivatives_of_the_response(response, dim, strength):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-10)
 
 
-@pytest.mark.parametrize(("response", "dim"), [(BesselResponse(), 1), (BesselResponse(), 3), (AmosResponse(), 4)])
+@pytest.mark.parametrize(("response", "dim"), [(SphereUnits(), 1), (SphereUnits(), 3), (AmosResponse(), 4)])
 def test_delayed_correlations_are_contractions_of_cumulants(response, dim):
     beta, couplings = 0.8, 0.3 * random(3, 3)
     system = SpinSystem(couplings, random(3, dim, seed=1), beta)

@@ -9,7 +9,7 @@ import torch
 
 from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Status
 from implicit_attention.linear import GMRES
-from implicit_attention.potentials.prior import GaussianPrior
+from implicit_attention.potentials import GaussianUnits
 from implicit_attention.spins import (
     AdaTAP,
     Bethe,
@@ -347,7 +347,7 @@ def test_where_a_method_finds_no_answer_every_output_is_nan():
     couplings = symmetric(B, N, N)
     couplings[1] *= 40  # of Gaussian spins, which then have no largest weight
     given = couplings.requires_grad_()
-    method = AdaTAP(prior=GaussianPrior())
+    method = AdaTAP(prior=GaussianUnits())
     found = thermodynamics(system(random(B, N, D, seed=1), given, 0.5), method, on_failure="ignore")
     for name in OUTPUTS:
         assert read(found, name)[1].isnan().all(), name

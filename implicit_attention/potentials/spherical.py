@@ -1,34 +1,48 @@
-"""One vector spin of fixed length in a field: log-partition function, magnetization and covariance in any dimension."""
+"""Spins of fixed length in a field: what their laws answer, and approximations by one square root."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from . import _bessel
+from ._law import SiteLaw, Sites, TiltMap, Vectors
+
+Beta: TypeAlias = float | Float[Tensor, "*#batch"]
 
 
-class _Site(NamedTuple):
-    """A field in the precision of the computation, beta with one entry per row of it, and t = (beta R |f|)^2."""
+class Site(NamedTuple):
+    """A field in the precision of the computation, and beta with one entry per row of it."""
 
     field: Tensor
     beta: float | Tensor
     radius: float
-    t: Tensor
 
     @property
     def dim(self) -> int:
         return self.field.shape[-1]
 
+    @property
+    def t(self) -> Tensor:
+        """kappa^2 = (beta R |f|)^2."""
+        scale = self.beta * self.radius
+        t = scale * scale * self.field.square().sum(-1)
+        # Beyond the largest number t is unknown, and a gain of 1/inf would give m = 0.
+        return torch.where(t.isinf(), torch.nan, t)
+
+    @property
+    def x(self) -> Tensor:
+        """beta R f in one dimension."""
+        return self.beta * self.radius * self.field[..., 0]
+
 
 @dataclass(frozen=True)
-class Response:
+class SphericalLaw(SiteLaw):
     """A spin s of length R in D dimensions, whose weight in the field f is exp(beta f.s) against the uniform measure.
 
     With kappa = beta R |f| and u = f/|f|, all in closed form and exact at f = 0:
@@ -42,11 +56,27 @@ class Response:
     log Z_1, with grad Gamma = beta f. In mean field
     beta F = -sum_i S(m_i) - (beta/2) sum_ij J_ij m_i.m_j - beta sum_i h_i.m_i.
 
-    A subclass gives the functions of t = kappa^2 and q = |m|^2/R^2 below; what they are functions of keeps them smooth
-    where the length of a vector is not. Half precision is computed in float32.
+    A subclass gives the functions of t = kappa^2 and q = |m|^2/R^2 below. In t and q they are smooth, where functions
+    of the lengths kappa and |m| are not. Half precision is computed in float32.
+
+    Not for spins whose length varies: use `GaussianUnits` or `DiscreteUnits` with `AdaTAP`.
 
     Gradients: with respect to field, magnetization and beta, to any order, also at 0.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import SphereUnits, SphericalLaw
+        >>> law, field = SphereUnits(), torch.tensor([[0.0, 0.0, 2.0]])
+        >>> isinstance(law, SphericalLaw)
+        True
+        >>> m = law.magnetization(field, beta=1.0, radius=1.0)
+        >>> m
+        tensor([[0.0000, 0.0000, 0.5373]])
+        >>> torch.allclose(law.inverse(m, beta=1.0, radius=1.0), field)
+        True
     """
+
+    fixed_length: ClassVar[bool] = True
 
     def scaled_log_partition(self, t: Tensor, dim: int) -> Tensor:
         """log Z_1 as a function of t = kappa^2."""
@@ -72,12 +102,7 @@ class Response:
         """S as a function of q = |m|^2/R^2 < 1."""
         raise NotImplementedError
 
-    def check(self, argument: str, dim: int, radius: float) -> None:
-        """Raise if the response does not exist at this dimension and radius."""
-
-    def log_partition(
-        self, field: Float[Tensor, "*batch N D"], beta: float | Float[Tensor, "*#batch"], radius: float
-    ) -> Float[Tensor, "*batch N"]:
+    def log_partition(self, field: Vectors, beta: Beta, radius: float) -> Sites:
         """log Z_1 per site, relative to the uniform measure on the sphere.
 
         Args:
@@ -88,76 +113,82 @@ class Response:
         Returns:
             (*batch, N).
         """
-        return self._value(self._site(field, beta, radius)).to(field.dtype)
+        site = self._site(field, beta, radius)
+        return self._at(site.dim)._value(site).to(field.dtype)
 
-    def magnetization(
-        self, field: Float[Tensor, "*batch N D"], beta: float | Float[Tensor, "*#batch"], radius: float
-    ) -> Float[Tensor, "*batch N D"]:
+    def magnetization(self, field: Vectors, beta: Beta, radius: float) -> Vectors:
         """m = <s>, (*batch, N, D), for arguments as in `log_partition`."""
-        return self._mean(self._site(field, beta, radius)).to(field.dtype)
+        site = self._site(field, beta, radius)
+        return self._at(site.dim)._mean(site).to(field.dtype)
 
-    def covariance_parts(
-        self, field: Float[Tensor, "*batch N D"], beta: float | Float[Tensor, "*#batch"], radius: float
-    ) -> tuple[Float[Tensor, "*batch N"], Float[Tensor, "*batch N"]]:
+    def covariance_parts(self, field: Vectors, beta: Beta, radius: float) -> tuple[Sites, Sites]:
         """(tau, rho), the variances across and along the field, each (*batch, N) and exact however small it is.
 
         In one dimension nothing is across the field, and tau = rho.
         """
-        tau, rho = self._parts(self._site(field, beta, radius))
+        site = self._site(field, beta, radius)
+        tau, rho = self._at(site.dim)._parts(site)
         return tau.to(field.dtype), rho.to(field.dtype)
 
-    def covariance_terms(
-        self, field: Float[Tensor, "*batch N D"], beta: float | Float[Tensor, "*#batch"], radius: float
-    ) -> tuple[Float[Tensor, "*batch N"], Float[Tensor, "*batch N"]]:
+    def covariance_terms(self, field: Vectors, beta: Beta, radius: float) -> tuple[Sites, Sites]:
         """(tau, slope) with Cov(s) = tau I + slope f f^T, slope = (rho - tau)/|f|^2: smooth where f/|f| is not."""
-        tau, slope = self._terms(self._site(field, beta, radius))
+        site = self._site(field, beta, radius)
+        tau, slope = self._at(site.dim)._terms(site)
         return tau.to(field.dtype), slope.to(field.dtype)
 
-    def covariance_product(
-        self,
-        field: Float[Tensor, "*batch N D"],
-        beta: float | Float[Tensor, "*#batch"],
-        radius: float,
-        v: Float[Tensor, "*batch N D"],
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, field: Vectors, beta: Beta, radius: float, v: Vectors) -> Vectors:
         """Cov(s) v per site; beta Cov(s) is the derivative of `magnetization`, and symmetric."""
         site = self._site(field, beta, radius)
         _validate.check_float_tensor("v", v, min_ndim=2)
         _validate.check_same_kind([("field", field), ("v", v)])
         _validate.check_together("v", v.shape, field.shape, "the shape of `field`")
-        tau, slope = self._terms(site)
-        wide = _wide(v)
-        along = slope * (site.field * wide).sum(-1)
-        return (tau[..., None] * wide + along[..., None] * site.field).to(field.dtype)
+        return _product(self._at(site.dim)._terms(site), site.field, widened(v)).to(field.dtype)
 
-    def inverse(
-        self, magnetization: Float[Tensor, "*batch N D"], beta: float | Float[Tensor, "*#batch"], radius: float
-    ) -> Float[Tensor, "*batch N D"]:
+    def inverse(self, magnetization: Vectors, beta: Beta, radius: float) -> Vectors:
         """The field that gives `magnetization`; NaN at sites with |m| >= R, which no finite field gives."""
         m = self._vectors("magnetization", magnetization, radius) / radius
         rows = _rows(beta, magnetization, "magnetization")
-        return (self._inverse(m) / (_column(rows) * radius)).to(magnetization.dtype)
+        scale = (rows[..., None] if isinstance(rows, Tensor) else rows) * radius
+        return (self._at(m.shape[-1])._inverse(m) / scale).to(magnetization.dtype)
 
-    def entropy(self, magnetization: Float[Tensor, "*batch N D"], radius: float) -> Float[Tensor, "*batch N"]:
+    def entropy(self, magnetization: Vectors, radius: float) -> Sites:
         """S(m) = log Z_1 - beta f.m <= 0 at the field that gives m, whatever beta; NaN at sites with |m| >= R."""
         m = self._vectors("magnetization", magnetization, radius) / radius
-        return self._entropy(m).to(magnetization.dtype)
+        return self._at(m.shape[-1])._entropy(m).to(magnetization.dtype)
 
-    def _value(self, site: _Site) -> Tensor:
+    def tilted_log_partition(self, theta: Tensor, v: Tensor, radius: float) -> Tensor:
+        return self.log_partition(theta, 1.0, radius) + v * radius**2 / 2
+
+    def tilted_moments(self, theta: Tensor, v: Tensor, radius: float) -> tuple[Tensor, Tensor]:
+        tau, rho = self.covariance_parts(theta, 1.0, radius)
+        # The mean over directions: no digits are lost where it is small.
+        return self.magnetization(theta, 1.0, radius), tau + (rho - tau) / theta.shape[-1]
+
+    def tilted_covariance(self, theta: Tensor, v: Tensor, radius: float) -> TiltMap:
+        terms = self.covariance_terms(theta, 1.0, radius)
+        return lambda by_theta, by_v: (_product(terms, theta, by_theta), torch.zeros_like(by_v))
+
+    # The same for one site in the precision of the computation.
+
+    def _at(self, dim: int) -> SphericalLaw:
+        """The law that has the formulas for this dimension."""
+        return self
+
+    def _value(self, site: Site) -> Tensor:
         return self.scaled_log_partition(site.t, site.dim)
 
-    def _mean(self, site: _Site) -> Tensor:
+    def _mean(self, site: Site) -> Tensor:
         rows = site.beta * site.radius**2 * self.gain(site.t, site.dim)
         return rows[..., None] * site.field
 
-    def _parts(self, site: _Site) -> tuple[Tensor, Tensor]:
-        tau, rho = self.gain(site.t, site.dim), self.radial_gain(site.t, site.dim)
-        return site.radius**2 * tau, site.radius**2 * rho
+    def _parts(self, site: Site) -> tuple[Tensor, Tensor]:
+        t, square = site.t, site.radius**2
+        return square * self.gain(t, site.dim), square * self.radial_gain(t, site.dim)
 
-    def _terms(self, site: _Site) -> tuple[Tensor, Tensor]:
-        square = site.radius**2
-        slope = 2 * square**2 * site.beta * site.beta * self.gain_slope(site.t, site.dim)
-        return square * self.gain(site.t, site.dim), slope
+    def _terms(self, site: Site) -> tuple[Tensor, Tensor]:
+        t, square = site.t, site.radius**2
+        slope = 2 * square**2 * site.beta * site.beta * self.gain_slope(t, site.dim)
+        return square * self.gain(t, site.dim), slope
 
     def _inverse(self, m: Tensor) -> Tensor:
         """Beta R f for a magnetization in units of R."""
@@ -166,13 +197,8 @@ class Response:
     def _entropy(self, m: Tensor) -> Tensor:
         return self.scaled_entropy(_square(m), m.shape[-1])
 
-    def _site(self, field: Tensor, beta: float | Tensor, radius: float) -> _Site:
-        wide = self._vectors("field", field, radius)
-        rows = _rows(beta, field, "field")
-        scale = rows * radius
-        t = scale * scale * wide.square().sum(-1)
-        # Beyond the largest number t is unknown, and a gain of 1/inf would give m = 0.
-        return _Site(wide, rows, radius, torch.where(t.isinf(), torch.nan, t))
+    def _site(self, field: Tensor, beta: float | Tensor, radius: float) -> Site:
+        return Site(self._vectors("field", field, radius), _rows(beta, field, "field"), radius)
 
     def _vectors(self, argument: str, vectors: Tensor, radius: float) -> Tensor:
         _validate.check_float_tensor(argument, vectors, min_ndim=2)
@@ -180,67 +206,12 @@ class Response:
         _validate.require(dim > 0, argument, "have at least one dimension", f"shape {tuple(vectors.shape)}")
         radius = _validate.check_number("radius", radius, low=0.0, open_low=True)
         self.check(argument, dim, radius)
-        return _wide(vectors)
+        return widened(vectors)
 
 
 @dataclass(frozen=True)
-class BesselResponse(Response):
-    """The exact response, of the von Mises-Fisher law: A = I_{D/2}/I_{D/2-1}; tanh for D = 1, coth - 1/kappa for D = 3.
-
-    Value and derivatives are right to rounding for every kappa that has a square, and for D from 1 to 4096 and beyond.
-    A call costs a fixed number of operations per site (not per component), about 250 for small D, fewer for D > 60.
-    """
-
-    def scaled_log_partition(self, t: Tensor, dim: int) -> Tensor:
-        return _bessel.log_partition(t, dim)
-
-    def gain(self, t: Tensor, dim: int) -> Tensor:
-        return _bessel.ratio(t, dim)
-
-    def gain_slope(self, t: Tensor, dim: int) -> Tensor:
-        return _bessel.ratio_slope(t, dim)
-
-    def radial_gain(self, t: Tensor, dim: int) -> Tensor:
-        return _bessel.radial(t, dim)
-
-    def inverse_gain(self, q: Tensor, dim: int) -> Tensor:
-        return _bessel.length(q, dim)
-
-    def scaled_entropy(self, q: Tensor, dim: int) -> Tensor:
-        return _bessel.entropy(q, dim)
-
-    # An Ising spin has elementary functions, and a variance that vanishes exponentially with kappa. They are functions
-    # of the field itself, which has a sign, not of its length.
-
-    def _value(self, site: _Site) -> Tensor:
-        return _log_cosh(_ising(site)) if site.dim == 1 else super()._value(site)
-
-    def _mean(self, site: _Site) -> Tensor:
-        return site.radius * torch.tanh(_ising(site))[..., None] if site.dim == 1 else super()._mean(site)
-
-    def _parts(self, site: _Site) -> tuple[Tensor, Tensor]:
-        if site.dim > 1:
-            return super()._parts(site)
-        x = 2 * _ising(site)
-        rho = 4 * site.radius**2 * torch.sigmoid(x) * torch.sigmoid(-x)
-        return rho, rho
-
-    def _terms(self, site: _Site) -> tuple[Tensor, Tensor]:
-        if site.dim > 1:
-            return super()._terms(site)
-        rho, _ = self._parts(site)
-        return rho, torch.zeros_like(rho)
-
-    def _inverse(self, m: Tensor) -> Tensor:
-        return torch.atanh(m) if m.shape[-1] == 1 else super()._inverse(m)
-
-    def _entropy(self, m: Tensor) -> Tensor:
-        return _ising_entropy(m[..., 0]) if m.shape[-1] == 1 else super()._entropy(m)
-
-
-@dataclass(frozen=True)
-class _AlgebraicResponse(Response):
-    """Responses of the form A = kappa/(a + sqrt(b^2 + kappa^2)); a subclass gives a and b."""
+class _AlgebraicResponse(SphericalLaw):
+    """Approximations of the form A = kappa/(a + sqrt(b^2 + kappa^2)); a subclass gives a and b."""
 
     def coefficients(self, dim: int) -> tuple[float, float]:
         raise NotImplementedError
@@ -275,11 +246,22 @@ class _AlgebraicResponse(Response):
 
 @dataclass(frozen=True)
 class AmosResponse(_AlgebraicResponse):
-    """The bound of Amos, a = (D - 1)/2 and b = (D + 1)/2: exact for small and large kappa, never above the exact A.
+    """Amos' bound for `SphereUnits`, a = (D - 1)/2 and b = (D + 1)/2: exact for small and large kappa, and a lower one.
 
     The largest relative error of m is 4.5 % at D = 2, 1.1 % at D = 8, .14 % at D = 64, at the cost of one square root.
 
+    Not for one dimension, where the exact law is as cheap: use `SignUnits`.
+
     Reference: Amos (1974), Computation of modified Bessel functions and their ratios, eq. 16.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import AmosResponse, SphereUnits
+        >>> field = torch.ones(1, 2)
+        >>> AmosResponse().log_partition(field, beta=1.0, radius=1.0)
+        tensor([0.4378])
+        >>> SphereUnits().log_partition(field, beta=1.0, radius=1.0)
+        tensor([0.4486])
     """
 
     def coefficients(self, dim: int) -> tuple[float, float]:
@@ -290,7 +272,15 @@ class AmosResponse(_AlgebraicResponse):
 class SaddlePointResponse(_AlgebraicResponse):
     """Steepest descent over the length of the spin, a = b = D/2, for any radius: exact for D to infinity.
 
-    m = 2 beta R^2 f / (D + sqrt(D^2 + 4 beta^2 R^2 |f|^2)); about 2.7 times the error of `AmosResponse`.
+    m = 2 beta R^2 f / (D + sqrt(D^2 + 4 beta^2 R^2 |f|^2)).
+
+    Not for accuracy: its error is about 2.7 times that of `AmosResponse`, at the same cost.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import SaddlePointResponse
+        >>> SaddlePointResponse().magnetization(torch.tensor([[3.0, 4.0]]), beta=1.0, radius=1.0)
+        tensor([[0.4919, 0.6558]])
     """
 
     def coefficients(self, dim: int) -> tuple[float, float]:
@@ -301,14 +291,22 @@ class SaddlePointResponse(_AlgebraicResponse):
 class LargeDResponse(_AlgebraicResponse):
     """The usual large-D response, only for R^2 = D/2 - 1: m = beta f/(1 + g), g = sqrt(1 + beta^2 |f|^2/R^2).
 
-    In the form of the others a = b = D/2 - 1. Its gain at zero field is off by the factor D/(D - 2).
+    In the form of the others a = b = D/2 - 1.
+
+    Not for few dimensions: its gain at zero field is off by the factor D/(D - 2); use `AmosResponse`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import LargeDResponse
+        >>> LargeDResponse().magnetization(torch.ones(1, 4), beta=1.0, radius=1.0)
+        tensor([[0.3090, 0.3090, 0.3090, 0.3090]])
     """
 
     def coefficients(self, dim: int) -> tuple[float, float]:
         return dim / 2 - 1, dim / 2 - 1
 
     def check(self, argument: str, dim: int, radius: float) -> None:
-        other = "use BesselResponse or AmosResponse, which take any"
+        other = "use SphereUnits or AmosResponse, which take any"
         required = "have more than 2 dimensions for LargeDResponse, whose radius^2 is D/2 - 1"
         _validate.require(dim > 2, argument, required, f"D = {dim}", other)
         # Radii come as roots that may have been rounded to float32.
@@ -316,12 +314,8 @@ class LargeDResponse(_AlgebraicResponse):
         _validate.require(math.isclose(radius**2, dim / 2 - 1, rel_tol=1e-6), "radius", required, radius, other)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _column(rows: float | Tensor) -> float | Tensor:
-    return rows[..., None] if isinstance(rows, Tensor) else rows
 
 
 def _rows(beta: float | Tensor, vectors: Tensor, name: str) -> float | Tensor:
@@ -333,7 +327,7 @@ def _rows(beta: float | Tensor, vectors: Tensor, name: str) -> float | Tensor:
     _validate.check_same_kind([(name, vectors), ("beta", beta)])
     _validate.check_broadcast("beta", beta.shape, vectors.shape[:-2], f"the leading axes of `{name}`")
     _validate.check_range("beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example as an exponential")
-    return _wide(beta)[..., None]
+    return widened(beta)[..., None]
 
 
 def _square(m: Tensor) -> Tensor:
@@ -342,22 +336,8 @@ def _square(m: Tensor) -> Tensor:
     return torch.where(q < 1, q, torch.nan)
 
 
-def _ising(site: _Site) -> Tensor:
-    return site.beta * site.radius * site.field[..., 0]
-
-
-def _log_cosh(x: Tensor) -> Tensor:
-    # Each form is right where it is used, and sees a harmless number elsewhere: NaN times zero would be NaN.
-    near = x.abs() < 1
-    small, large = torch.where(near, x, 0.0), torch.where(near, 1.0, x).abs()
-    far = large + torch.log1p(torch.exp(-2 * large)) - math.log(2)
-    return torch.where(near, torch.log1p(torch.sinh(small).square()) / 2, far)
-
-
-def _ising_entropy(m: Tensor) -> Tensor:
-    """Binary entropy minus log 2, also at m = -1 and 1, where it is -log 2."""
-    m = torch.where(m.abs() <= 1, m, torch.nan)
-    near = m.abs() < 0.5
-    small, large = torch.where(near, m, 0.0), torch.where(near, 0.5, m)
-    far = (torch.special.entr((1 + large) / 2) + torch.special.entr((1 - large) / 2)) - math.log(2)
-    return torch.where(near, -torch.log1p(-small.square()) / 2 - small * torch.atanh(small), far)
+def _product(terms: tuple[Tensor, Tensor], field: Tensor, v: Tensor) -> Tensor:
+    """(tau I + slope f f^T) v."""
+    tau, slope = terms
+    along = slope * (field * v).sum(-1)
+    return tau[..., None] * v + along[..., None] * field
