@@ -32,7 +32,7 @@ from ..solvers import Picard
 from ..status import Status
 from .heads import group_size, split_groups
 from .masks import check_whole
-from .read_out import PotentialFactory, made_by, read_out, weights_of
+from .read_out import PotentialFactory, made_by, read_out, reads_out
 
 
 def report_from_graph(record: Record, on_failure: OnFailure) -> SolveReport:
@@ -215,11 +215,8 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
         call = _in_single(given)
         potential = _potential(call)
         energy = AnchoredEnergy(potential, call.query, call.anchor)
-        if call.values is not None and not hasattr(potential, "readout"):
-            raise UnsupportedImplementation(
-                f"{type(potential).__name__} has no weights to read values out with (no method `readout`); "
-                "use readout='state'"
-            )
+        if call.values is not None or call.return_weights:
+            reads_out(potential)
         if call.options.explicit:
             _check_explicit(energy, call.options.impl)
             state, solution = call.query, _explicit_solution(energy, call, in_graph)
@@ -230,7 +227,9 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
                 return None
             state, solution = solved
             output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
-        weights = weights_of(potential, state)[..., : 0 if empty else None] if call.return_weights else None
+        weights = reads_out(potential).probabilities(state) if call.return_weights else None
+        if empty and weights is not None:
+            weights = weights[..., :0]
         return output.to(given.query.dtype), state, solution, weights
 
 

@@ -88,7 +88,9 @@ def equilibrium_attention(
         batch = torch.broadcast_shapes(*(t.shape[:-2] for _, t in tensors))  # type: ignore[no-untyped-call]
         query = query.expand(*batch, *query.shape[-2:])
     # Without a dimension all scores are 0 at any scale.
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else _checked_scale(scale)
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    remedy = "parametrise it, for example exponentially"
+    scale = _validate.check_per_batch("scale", scale, low=0.0, open_low=True, remedy=remedy)
     for name, number in (("scale", scale), ("anchor", anchor)):
         if isinstance(number, Tensor):
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
@@ -108,16 +110,6 @@ def equilibrium_attention(
         return_solution=return_solution,
     )
     return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
-
-
-def _checked_scale(scale: float | Tensor) -> float | Tensor:
-    if isinstance(scale, Tensor):
-        _validate.check_float_tensor("scale", scale)
-        remedy = "parametrise it, for example exponentially"
-        _validate.check_range("scale", scale, low=0.0, open_low=True, remedy=remedy)
-        return scale
-    number: float = _validate.check_number("scale", scale, low=0.0, open_low=True)
-    return number
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> None:

@@ -14,7 +14,7 @@ from ..attention.heads import merge_heads
 from ..attention.masks import mask_and_bias
 from ..attention.read_out import PotentialFactory
 from ..options import SolveKeywords, SolveOptions
-from ..potentials import LogSumExp
+from ..potentials import LogSumExp, ReadsOut
 from .cache import Held, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .remembering import Remembering
@@ -123,7 +123,7 @@ class ImplicitAttention(Remembering):
             _validate.require(dropout == 0, "dropout", required, dropout, remedy)
         elif isinstance(potential, type):
             required = f"be 'state' with {potential.__name__}, which has no weights"
-            _validate.require(hasattr(potential, "readout"), "readout", required, "'values'", "pass it so")
+            _validate.require(issubclass(potential, ReadsOut), "readout", required, "'values'", "pass it so")
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
