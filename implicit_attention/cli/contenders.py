@@ -38,7 +38,7 @@ def contenders(descents: tuple[int, ...]) -> list[Contender]:
     """All of them; `descents` are the step counts of unrolled gradient descent."""
 
     def torchdeq(name: str) -> Solver:
-        from ..solvers.external import TorchDEQ
+        from ..solvers import TorchDEQ
 
         return TorchDEQ(name, **STOP)
 

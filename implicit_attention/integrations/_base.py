@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import _validate
+from .._autograd import at_least_single
 from ..attention.core import Attended, attend
 from ..attention.masks import split_mask
 from ..attention.read_out import PotentialFactory
@@ -29,8 +31,9 @@ class HostAttention(Remembering):
         self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
         self.options = SolveOptions().override(**options)
 
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, **given: Any) -> Attended:
-        """`attend` with the anchor and the options of this module, whose last solve it becomes."""
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, *, dropout: float, **given: Any) -> Attended:
+        """`attend` with the anchor and options of this module, which remembers the solve; weights drop in training."""
+        given["dropout_p"] = dropout if self.training else 0.0
         attended = attend(query, keys, values, anchor=self.anchor(), options=self.options, **given)
         self._last = attended.report
         return attended
@@ -41,6 +44,11 @@ class HostAttention(Remembering):
         options = {name: getattr(self.options, name) for name in ("solver", "adjoint", "max_steps")}
         shown |= {name: value for name, value in options.items() if value is not None}
         return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def check_shape(fits: bool, argument: str, tensor: Tensor, requirement: str, remedy: str = "") -> None:
+    """Raise ValueError with the shape of the tensor unless it fits."""
+    _validate.require(fits, argument, requirement, f"shape {tuple(tensor.shape)}", remedy)
 
 
 def capped(cap: float | None) -> PotentialFactory:
@@ -74,11 +82,11 @@ def with_zero_key(
     """Keys and values with zeros in front, to which all queries attend: part of the weight then reads nothing.
 
     Args:
-        k: (*batch, M, D).
-        v: (*batch, M, E).
-        mask: True where a query attends to a key, or None; broadcasts to (*batch, N, M).
-        bias: added to the scores, or None; broadcasts to (*batch, N, M).
-        score: the new key's (an attention sink), broadcasts to (*batch, 1, 1); None is 0, the score of a key of zeros.
+        k: (B, H, M, D), or with fewer heads.
+        v: (B, H, M, E), or with fewer heads.
+        mask: True where a query attends to a key, or None; broadcasts to (B, H, N, M).
+        bias: added to the scores, or None; broadcasts to (B, H, N, M).
+        score: of the new key, one for each head, (H,): an attention sink. None is 0, the score of a key of zeros.
 
     Returns:
         All four with M + 1 keys; a score makes a bias where there was none.
@@ -88,6 +96,7 @@ def with_zero_key(
     if mask is not None:
         mask = F.pad(mask.expand(*mask.shape[:-1], count), (1, 0), value=True)
     if score is not None:
+        score = score.reshape(-1, 1, 1).to(at_least_single(k).dtype)
         others = k.new_zeros(1, count, dtype=score.dtype) if bias is None else bias.to(score.dtype)
         lead = torch.broadcast_shapes(others.shape[:-1], score.shape[:-1])  # type: ignore[no-untyped-call]
         bias = torch.cat([score.expand(*lead, 1), others.expand(*lead, count)], dim=-1)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ._base import joined_masks
+from ._base import check_shape, joined_masks
 
 
 def mask_and_bias(
@@ -47,22 +47,19 @@ def _check_mask(argument: str, mask: Any, meaning: str, *shapes: tuple[int, ...]
         received = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         required = "be boolean (True = ignore) or additive floating-point"
         raise TypeError(_validate.message(argument, required, received, f"use {argument}.bool()"))
-    received = f"shape {tuple(mask.shape)}"
-    _validate.require(tuple(mask.shape) in shapes, argument, f"have shape {meaning}", received)
+    check_shape(tuple(mask.shape) in shapes, argument, mask, f"have shape {meaning}")
 
 
 def check_tokens(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], batch_first: bool) -> None:
     """Check that tokens have their widths and belong to one batch, and that there are as many values as keys."""
     for name, tokens, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
         _validate.check_float_tensor(name, tokens)
-        received = f"shape {tuple(tokens.shape)}"
         axes = "have 3 axes, or 2 without a batch" if name == "query" else f"have {query.ndim} axes like `query`"
-        _validate.require(tokens.ndim == query.ndim and tokens.ndim in (2, 3), name, axes, received)
-        _validate.require(tokens.shape[-1] == width, name, f"have width {width} on its last axis", received)
+        check_shape(tokens.ndim == query.ndim and tokens.ndim in (2, 3), name, tokens, axes)
+        check_shape(tokens.shape[-1] == width, name, tokens, f"have width {width} on its last axis")
     if query.ndim == 3:
         axis = 0 if batch_first else 1
         required = f"have the {query.shape[axis]} samples of `query` on axis {axis}"
-        fits = key.shape[axis] == query.shape[axis]
-        _validate.require(fits, "key", required, f"shape {tuple(key.shape)}", f"batch_first is {batch_first}")
+        check_shape(key.shape[axis] == query.shape[axis], "key", key, required, f"batch_first is {batch_first}")
     required = f"have a row for each key, leading axes {tuple(key.shape[:-1])}"
-    _validate.require(value.shape[:-1] == key.shape[:-1], "value", required, f"shape {tuple(value.shape)}")
+    check_shape(value.shape[:-1] == key.shape[:-1], "value", value, required)

@@ -1,4 +1,4 @@
-"""`torch.nn.MultiheadAttention` that answers with an equilibrium, and `replace_attention` for models that hold some."""
+"""`nn.MultiheadAttention` with an equilibrium, and `replace_attention`, which puts it into the models of torch.nn."""
 
 from __future__ import annotations
 
@@ -26,46 +26,55 @@ class ImplicitMultiheadAttention(HostAttention):
 
     Per head, with q, K, V as torch projects them (and extends them by `add_bias_kv` and `add_zero_attn`):
     z = anchor q + (1 - anchor) softmax(beta z K^T + mask) K, output = W_o softmax(beta z K^T + mask) V. With
-    `max_steps=0` that is `nn.MultiheadAttention`, if beta is 1/sqrt(head_dim).
+    `max_steps=0` and beta 1/sqrt(head_dim) that is `nn.MultiheadAttention`.
 
-    Positional arguments, initialisation (from the same random numbers) and parameters are torch's; the state dict has
-    `anchor.logit` and `beta.log_scale` besides, where these are learned. That of an `nn.MultiheadAttention` loads, too,
-    and leaves them as they are. The transformer layers of torch.nn call this module in evaluation as in training: it
-    is no subclass of `nn.MultiheadAttention`, which they bypass there.
+    Positional arguments, initialisation (from the same random numbers) and parameters are torch's. A learned anchor or
+    beta adds `anchor.logit` or `beta.log_scale` to the state dict. The state dict of an `nn.MultiheadAttention` loads
+    as well and leaves these two as they are. This class is not a subclass of `nn.MultiheadAttention`, because torch's
+    transformer layers do not call the forward of a subclass in evaluation.
 
-    What differs: a query that may attend to nothing gives zeros before the output projection (torch: NaN if weights are
-    asked for); the weights that are returned are those before dropout; `is_causal` changes nothing, as `attn_mask`
-    says it all; a boolean mask may come with an additive one.
+    There are four differences from torch. A query whose keys are all masked gives zeros before the output projection
+    (torch gives NaN if weights are asked for). The returned weights are those before dropout. `is_causal` changes
+    nothing, as `attn_mask` must be given beside it. A boolean mask may be combined with an additive one.
 
     Args:
         embed_dim: width of queries and output.
         num_heads: number of heads, dividing `embed_dim`.
-        dropout: part of the attention weights dropped in the read-out while training.
+        dropout: share of the attention weights that are dropped in the read-out while training.
         bias: whether the projections have biases.
-        add_bias_kv: attend to one more, learned key, with a value.
-        add_zero_attn: attend to one more key which is zero, as is its value.
+        add_bias_kv: whether to attend to one more key and value, which are learned.
+        add_zero_attn: whether to attend to one more key and value, which are zeros.
         kdim: width of `key`, default `embed_dim`.
         vdim: width of `value`, default `embed_dim`.
         batch_first: whether inputs and output are (B, N, E) instead of (N, B, E).
         device: of the parameters.
         dtype: of the parameters.
-        anchor: "learned" (per head, from .5) or a number in [0, 1]; with 0 a solve gives queries no gradient.
+        anchor: "learned" (per head, from 0.5) or a number in [0, 1]. With 0 the solve gives queries no gradient.
         beta: inverse temperature, "learned" (per head, from 1/sqrt(head_dim)), a number > 0, or None for a fixed
             1/sqrt(head_dim).
-        solver: default `Anderson()`.
-        adjoint: default `Implicit()`, the exact gradient of the equilibrium.
-        impl: "auto", "reference", "sdpa" or "triton".
-        max_steps: the solver's in short; 0 is ordinary attention.
-        on_failure: "raise", "warn" or "ignore".
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`.
 
     Attributes:
-        options: the `SolveOptions` made of the last five; replaced, they count from the next call on.
+        options: the `SolveOptions`; the next call reads them, so that they may be replaced.
         last_solve: the `SolveReport` of the last call, as in `ImplicitAttention`.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
 
     Gradients: with respect to inputs, additive masks and parameters, in training and in evaluation, to any order.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
+        >>> attention = ImplicitMultiheadAttention(8, 2, batch_first=True, anchor=0.5)
+        >>> x = torch.randn(3, 5, 8)
+        >>> output, weights = attention(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([3, 5, 8]), torch.Size([3, 5, 5]))
+        >>> bool(attention.last_solve.converged.all())
+        True
+
+    Not for new models, which have no parameters of torch's to keep: `ImplicitAttention` has caches and grouped heads.
     """
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder compute ordinary attention themselves where this is True.
@@ -116,28 +125,21 @@ class ImplicitMultiheadAttention(HostAttention):
         theirs = nn.MultiheadAttention(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self._take(theirs, anchor, beta, options)
+        self._take(theirs, anchor, beta, **options)
 
     @classmethod
-    def from_torch(
-        cls,
-        mha: nn.MultiheadAttention,
-        *,
-        anchor: Scalar = "learned",
-        beta: Scalar | None = "learned",
-        **options: Unpack[SolveKeywords],
-    ) -> ImplicitMultiheadAttention:
-        """This module in place of `mha`, with the very same parameters (shared, so that an optimizer keeps them).
+    def from_torch(cls, mha: nn.MultiheadAttention, **options: Any) -> ImplicitMultiheadAttention:
+        """This module in place of `mha`, with the same parameters: they are shared, so that an optimizer keeps them.
 
-        Precision, device, what is trained and the mode stay. A learned anchor or beta is new: an optimizer that was
-        made before must be given it (`optimizer.add_param_group`).
+        Precision, device, mode and `requires_grad` stay. A learned anchor or beta is a new parameter: add it to an
+        optimizer that exists already (`optimizer.add_param_group`).
 
         Args:
             mha: an `nn.MultiheadAttention`.
-            **options: `anchor`, `beta`, `solver`, `adjoint`, `impl`, `max_steps`, `on_failure`.
+            **options: `anchor`, `beta` and those of `SolveOptions`.
 
         Raises:
-            TypeError: if `mha` is none, or an option is unknown.
+            TypeError: if `mha` is no `nn.MultiheadAttention`, or an option is unknown.
             ValueError: if `mha` computes something else (a forward of its own, hooks, other parameters).
         """
         if not isinstance(mha, nn.MultiheadAttention):
@@ -145,14 +147,14 @@ class ImplicitMultiheadAttention(HostAttention):
         if reason := _peculiarity(mha):
             raise ValueError(_validate.message("mha", "be a plain nn.MultiheadAttention", f"one with {reason}"))
         made = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta")
-        made._take(mha, anchor, beta, options)
+        made._take(mha, **options)
         return made.train(mha.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The `nn.MultiheadAttention` that computes what this module computes with `max_steps=0`, of copied parameters.
+        """An `nn.MultiheadAttention` with copied parameters that computes what this module does with `max_steps=0`.
 
-        What beta has become is folded into the query projection, by a factor beta sqrt(head_dim) per head. What torch's
-        module cannot hold is lost: the anchor, and with it the equilibrium.
+        A factor beta sqrt(head_dim) per head in the query projection stands for beta. The anchor is lost, and with it
+        the equilibrium, as torch's module has neither.
         """
         like, head_dim = self.out_proj.weight, self.embed_dim // self.num_heads
         made: nn.MultiheadAttention = nn.utils.skip_init(  # type: ignore[no-untyped-call]
@@ -191,7 +193,8 @@ class ImplicitMultiheadAttention(HostAttention):
         """Attend from every query to the keys, with the arguments of `nn.MultiheadAttention`.
 
         Args:
-            query: (N, B, embed_dim), (B, N, embed_dim) with `batch_first`, or (N, embed_dim) without a batch.
+            query: (N, B, embed_dim), (B, N, embed_dim) with `batch_first`, or (N, embed_dim) without a batch. In
+                self-attention without masks it may be nested.
             key: the same with M tokens of width `kdim`.
             value: the same with M tokens of width `vdim`.
             key_padding_mask: (B, M), or (M,) without a batch: boolean (True = ignore this key) or added to the scores.
@@ -201,8 +204,9 @@ class ImplicitMultiheadAttention(HostAttention):
             is_causal: a hint that `attn_mask` is the causal one, which must be passed all the same.
 
         Returns:
-            (output, weights): output like the query; weights None, (B, N, M), or (B, num_heads, N, M), without B for
-            an input without a batch. M counts the keys of `add_bias_kv` and `add_zero_attn`, which come last.
+            (output, weights). The output has the shape of the query. The weights are None, (B, N, M), or
+            (B, num_heads, N, M), without B for an input without a batch. M counts the keys of `add_bias_kv` and
+            `add_zero_attn`, which come last.
         """
         remedy = "pass nn.Transformer.generate_square_subsequent_mask(N), or is_causal=False"
         told = attn_mask is not None or not is_causal
@@ -236,7 +240,7 @@ class ImplicitMultiheadAttention(HostAttention):
             beta=self.beta(),
             mask=mask,
             bias=bias,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout=self.dropout,
             return_weights=need_weights,
         )
         output, weights = self.out_proj(merge_heads(found.output)), found.weights
@@ -251,13 +255,16 @@ class ImplicitMultiheadAttention(HostAttention):
 
     # Parts.
 
-    def _take(self, theirs: nn.MultiheadAttention, anchor: Scalar, beta: Scalar | None, options: SolveKeywords) -> None:
+    def _take(
+        self,
+        theirs: nn.MultiheadAttention,
+        anchor: Scalar = "learned",
+        beta: Scalar | None = "learned",
+        **options: Unpack[SolveKeywords],
+    ) -> None:
         """Hold the parameters of `theirs` and, on their device and in their precision, an anchor and a beta."""
-        for name in _SIZES:
+        for name in (*_SIZES, *_PARAMETERS, "out_proj"):
             setattr(self, name, getattr(theirs, name))
-        for name in _PARAMETERS:
-            self.register_parameter(name, getattr(theirs, name))
-        self.out_proj = theirs.out_proj
         like, usual = self.out_proj.weight, (self.embed_dim // self.num_heads) ** -0.5
         made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         self._set_up(self.num_heads, anchor, options, **made)
@@ -282,7 +289,7 @@ class ImplicitMultiheadAttention(HostAttention):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith((f"{prefix}anchor.", f"{prefix}beta.")) for name in state_dict):
-            # It is torch's: what that does not know stays.
+            # A state dict of nn.MultiheadAttention, which has no anchor and no beta: ours stay.
             for name in ("anchor", "beta"):
                 state_dict.update(getattr(self, name).named_parameters(prefix + name))
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -294,34 +301,40 @@ class ImplicitMultiheadAttention(HostAttention):
 
 
 def replace_attention(
-    module: nn.Module,
-    *,
-    anchor: Scalar = "learned",
-    beta: Scalar | None = "learned",
-    **options: Unpack[SolveKeywords],
+    module: nn.Module, *, anchor: Scalar = "learned", beta: Scalar | None = "learned", **options: Unpack[SolveKeywords]
 ) -> dict[str, ImplicitMultiheadAttention]:
     """Put an `ImplicitMultiheadAttention` in the place of every `nn.MultiheadAttention` in a model.
 
-    In place, by `ImplicitMultiheadAttention.from_torch`: parameters stay the objects that they are, a module that is
-    used in several places is so afterwards. All are replaced or, on an error, none. Called on a part of a model it
-    replaces in that part, for options by layer.
+    The model changes in place, by `ImplicitMultiheadAttention.from_torch`: its parameters stay the same objects, and a
+    module that is used in several places is still shared afterwards. On an error nothing is replaced. For options that
+    differ by layer, call it on parts of the model.
 
     Args:
-        module: a model that has any, at any depth.
-        anchor: as in `ImplicitMultiheadAttention`, with the options that follow.
-        beta: the same.
-        solver: the same.
-        adjoint: the same.
-        impl: the same.
-        max_steps: the same.
-        on_failure: the same.
+        module: a model that holds an `nn.MultiheadAttention` at any depth.
+        anchor: as in `ImplicitMultiheadAttention`.
+        beta: as in `ImplicitMultiheadAttention`.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`.
 
     Returns:
-        {qualified name: the new module}. Learned anchors and betas are new parameters for an optimizer.
+        {qualified name: new module}. Learned anchors and betas are new parameters for an optimizer.
 
     Raises:
         TypeError, ValueError: options that do not fit.
-        ValueError: if there is none to replace, `module` itself is one, or some compute something else (named).
+        ValueError: a model without `nn.MultiheadAttention`, one that is itself an `nn.MultiheadAttention`, and one
+            that holds some with a forward, hooks or parameters of their own, which are named.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from implicit_attention.integrations.multihead import replace_attention
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+        >>> replaced = replace_attention(encoder, anchor=0.9)
+        >>> list(replaced)
+        ['layers.0.self_attn', 'layers.1.self_attn']
+        >>> encoder(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+
+    Not for models of transformers, timm or x-transformers, which have attention modules of their own.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(_validate.message("module", "be an nn.Module", type(module).__name__))
@@ -344,7 +357,7 @@ def replace_attention(
 
 
 def _peculiarity(mha: nn.MultiheadAttention) -> str:
-    """What it would lose by being replaced, or nothing."""
+    """What would be lost if this module were replaced; empty if nothing would be."""
     if type(mha).forward is not nn.MultiheadAttention.forward:
         return f"a forward of its own ({type(mha).__name__})"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
 from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, closed_form
-from .system import SpinSystem
+from .system import SpinSystem, check_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +67,7 @@ class AdaTAP(FixedPointApproximation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given: Any = self.prior
-        if not isinstance(given, SiteLaw):
-            raise TypeError(_validate.message("prior", "be a SiteLaw", repr(given), "for example SignUnits()"))
+        check_type("prior", self.prior, SiteLaw, "be a SiteLaw", "for example SignUnits()")
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -122,13 +119,10 @@ class AdaTAP(FixedPointApproximation):
         return v.masked_fill(~positive[..., None, None, None], torch.nan)
 
     def problem(self, system: SpinSystem) -> SiteEquations:
-        field, couplings = system.live_field, system.live_couplings
-        if system.block:
-            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
-        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).expand(system.batch)
+        couplings, beta = system.flat_couplings, system.beta_tensor(2).expand(*system.batch, 1, 1)
         # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
-        bonds = beta[..., None, None] * (couplings + couplings.mT) / 2
-        return SiteEquations(beta[..., None, None] * field, bonds, self.prior, system.radius)
+        bonds = beta * (couplings + couplings.mT) / 2
+        return SiteEquations(beta * system.live_field, bonds, self.prior, system.radius)
 
     def start(self, system: SpinSystem) -> Tensor:
         problem = self.problem(system)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import NoneType
 from typing import ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -17,14 +19,10 @@ from ..solution import Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
-from .system import SpinSystem
+from .system import SpinSystem, check_type
 
 #: What is asked of a solution beyond that it solves the equations: nothing, or whether it is stable.
 Check: TypeAlias = Literal["none", "stability"]
-
-
-def check_check(check: Check) -> None:
-    _validate.check_choice("check", check, ("none", "stability"))
 
 
 class LogPartition(NamedTuple):
@@ -91,11 +89,8 @@ class FixedPointApproximation(Approximation):
     adjoint: Adjoint | None = None
 
     def __post_init__(self) -> None:
-        for name, kind, example in (("solver", Solver, "Anderson()"), ("adjoint", Adjoint, "Implicit()")):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                required = f"be None or a {kind.__name__}"
-                raise TypeError(_validate.message(name, required, repr(value), f"for example {example}"))
+        check_type("solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()")
+        check_type("adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()")
 
     def problem(self, system: SpinSystem) -> Problem:
         """The fixed-point problem, whose last two axes make a sample."""
@@ -177,6 +172,47 @@ class FixedPointApproximation(Approximation):
             if doubtful is not None:
                 status = status.masked_fill(solution.converged & doubtful, int(verdict))
         return solution.amended(status=status)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseApproximation(FixedPointApproximation):
+    """Base of methods in which every spin answers a field by a `SphericalLaw`. Their state is m, unless said."""
+
+    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_type("response", self.response, SphericalLaw, "be a SphericalLaw", "for example SphereUnits()")
+
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        self.response.check("system", system.dim, system.radius)
+
+    def site_response(self) -> SphericalLaw:
+        return self.response
+
+    def start(self, system: SpinSystem) -> Tensor:
+        return self.response.magnetization(system.live_field, system.beta_over(0), system.radius)
+
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        return m
+
+
+class SampleProblem(Problem, general=True):
+    """Base of problems of which all sites of a sample are one, in two axes, and whose tensors are all attributes.
+
+    `own_axes` says for each attribute that has one tensor per sample how many of its axes belong to one.
+    """
+
+    event_ndim = 2
+    row_block = 1
+    own_axes: Mapping[str, int]
+
+    def select(self, index: Tensor) -> Self | None:
+        return restricted(self, index, **self.own_axes)
+
+    def check_undeclared(self, z: Tensor) -> None:
+        """Nothing is read but attributes."""
 
 
 @torch.no_grad()

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._fused_rule import FusedRule
 from ...status import Status
-from .. import _trust
-from .._triton_kernels import attend, batch_offset
-from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
-from .._triton_support import interpreted
+from .. import rule, trust
 from ..problem import Hopfield
-from . import rule
-from .rule import FusedRule, Solved
+from ..rule import Solved
+from .kernels import attend, batch_offset, query_tile
+from .layout import Layout, in_memory, in_order, launch, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -32,40 +33,21 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
     """Solve every query from `initial`, (*batch, N, D), without a look of the host; answers are float32."""
     problem = in_memory(problem)
-    field, keys = problem.field, problem.keys
-    *lead, rows, dim = field.shape
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return _trust.empty(*shape, dtype=dtype, device=field.device)
-
-    answer = Solved(
-        state=empty(*lead, rows, dim),
-        mean=empty(*lead, rows, dim),
-        logsumexp=empty(*lead, rows),
-        status=empty(*lead, rows, dtype=torch.int8),
-        residual=empty(*lead, rows),
-        tolerance=empty(*lead, rows),
-        num_steps=empty(*lead, rows, dtype=torch.int32),
-        num_evals=empty(*lead, rows, dtype=torch.int32),
-    )
+    field, count = problem.field, problem.keys.shape[-2]
+    answer = Solved.allocated(partial(trust.empty, device=field.device), field.shape, torch.float32)
     if field.numel() == 0:
         return answer
     layout = Layout.of(problem)
     assert layout is not None
-    chosen = tiles("solve", problem)
-    count = answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
-    with on_device(field):
-        _solve_kernel[(count,)](
-            *(field, layout.field, in_order(initial), keys, layout.keys),
-            *(problem.beta, layout.beta, problem.anchor, layout.anchor, readable_mask(problem), layout.mask),
-            *answer,
-            *(layout.sizes, rows, keys.shape[-2], stop.rtol, stop.atol, stop.max_steps, stop.plain_steps),
-            *(int(stop.exhausted), stop.fixed_budget),
-            plan(problem, chosen, interpreted=interpreted()),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-            enable_fp_fusion=True,
-        )
+    chosen, rows = tiles("solve", problem), field.shape[-2]
+    launch(
+        _solve_kernel,
+        answer.status.numel() // rows * triton.cdiv(rows, chosen.rows),
+        chosen,
+        problem,
+        *(field, layout.field, in_order(initial), *placed(problem, layout), *answer, layout.sizes, rows, count),
+        *(*stop, int(stop.exhausted), stop.fixed_budget),
+    )
     return answer
 
 
@@ -107,17 +89,8 @@ def _solve_kernel(
     point that it started from, which frees the registers of two tiles.
     """
     ROWS: tl.constexpr = P.rows
-    DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
-    per_batch = tl.cdiv(N, ROWS)
-    batch = (tl.program_id(0) // per_batch).to(tl.int64)
-    tile = tl.program_id(0) % per_batch
-    if P.causal:
-        tile = per_batch - 1 - tile  # those with the most keys first
-    first = tile * ROWS
-    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
-    real = first + local < N
-    inside = real[:, None] & (dims < D)[None, :]
+    batch, first, local, dims, real, inside = query_tile(N, P)
     begin = batch * N + first
     places = local[:, None] * D + dims[None, :]
     state_at, mean_at = state_out + begin * D + places, mean_out + begin * D + places

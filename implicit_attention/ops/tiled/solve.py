@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._fused_rule import FusedRule
 from ...status import Status
-from .._rows import Rows, dot
 from ..problem import Hopfield
-from .rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, FusedRule, Solved
+from ..rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved
+from .rows import Rows, dot
 
 # Steps between two looks at whether all are finished, each of which makes the host wait for an accelerator.
 LOOK_EVERY = 4
@@ -41,9 +42,7 @@ class Step(NamedTuple):
 
 
 @torch.no_grad()
-def iterate(
-    problem: Hopfield, initial: Tensor, stop: FusedRule, *, fused: bool, compact: bool, keep_mean: bool = True
-) -> Solved:
+def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, *, fused: bool, keep_mean: bool = True) -> Solved:
     """Solve from `initial`; `fused` evaluates by torch's attention kernels, else every product is written out.
 
     Without `keep_mean` the mean that is returned has no rows.
@@ -52,12 +51,12 @@ def iterate(
     answers = _Answers(rows, stop, keep_mean)
     start = rows.laid(initial).flatten(0, 1)
     for part, flat in rows.parts(PAIRS):
-        _iterate(part, start if flat is None else start.index_select(0, flat), answers, stop, compact=compact)
+        _iterate(part, start if flat is None else start.index_select(0, flat), answers, stop)
     return answers.solved()
 
 
 @torch.inference_mode()
-def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule, *, compact: bool) -> None:
+def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
     """Solve some of the queries from z."""
     rows, flat = rows.padded(answers.count)
     z = z if flat is None else z.index_select(0, flat)
@@ -108,7 +107,7 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule, *, compa
             spare = None if tried.direction is base.r else base.r
             tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps, spare=spare)
             base, z = point, z.add_(tried.direction)
-        if compact and counts is not None and (smaller := rows.compacted(active, counts)) is not None:
+        if counts is not None and (smaller := rows.compacted(active, counts)) is not None:
             rows, flat = smaller
             spare = None
             z, active = z.index_select(0, flat), active[flat]

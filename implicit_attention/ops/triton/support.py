@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 from torch import Tensor
 
-from ._triton_layout import AXES, Layout
-from .problem import Hopfield
+from ..problem import Hopfield
+from .layout import AXES, Layout, interpreted
 
 LARGEST_DIM = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -21,30 +20,25 @@ def unsupported(problem: Hopfield) -> str | None:
     """Why the Triton kernels cannot do `problem`, as "what is unsupported; what to use"; None if they can."""
     device, dim = problem.field.device, problem.field.shape[-1]
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; install it (`pip install triton`) or use impl='sdpa'"
+        return "Triton is not installed; install it (`pip install triton`) or use impl='tiled'"
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
-        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='sdpa'"
+        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='tiled'"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='sdpa'"
+        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='tiled'"
     for name, tensor in (("field", problem.field), ("keys", problem.keys)):
         if tensor.dtype not in DTYPES:
-            return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='sdpa'"
+            return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='tiled'"
     if not 1 <= dim <= LARGEST_DIM:
-        return f"Triton kernels do not take a head dimension of {dim}; use at most {LARGEST_DIM}, or impl='sdpa'"
+        return f"Triton kernels do not take a head dimension of {dim}; use at most {LARGEST_DIM}, or impl='tiled'"
     if _is_double(problem.mask) or _is_double(problem.beta) or _is_double(problem.anchor):
-        return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='sdpa'"
+        return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='tiled'"
     if Layout.of(problem) is None:
         return (
             f"Triton kernels take at most {AXES} leading axes along which the strides are irregular; "
-            "make the tensors contiguous, or use impl='sdpa'"
+            "make the tensors contiguous, or use impl='tiled'"
         )
     return None
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on the CPU: the variable must be set before Triton is imported."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _is_double(tensor: Tensor | None) -> bool:

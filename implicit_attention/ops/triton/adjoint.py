@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...status import Status
-from .. import _trust
-from .._triton_kernels import LOG2E, batch_offset, covariance_product, narrow, power_of_two, rounded, score_shift
-from .._triton_layout import Layout, in_memory, in_order, on_device, plan, readable_mask, tiles
-from .._triton_support import interpreted
+from .. import trust
 from ..problem import Hopfield
-from ._triton_keys import Operands, gradient_of_keys
-from .rule import Adjoint, CGStop
+from ..rule import Adjoint, AdjointRule
+from .kernels import (
+    LOG2E,
+    batch_offset,
+    covariance_product,
+    narrow,
+    power_of_two,
+    query_tile,
+    rounded,
+    score_shift,
+)
+from .keys import Operands, gradient_of_keys
+from .layout import Layout, in_memory, in_order, launch, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 UNFINISHED = tl.constexpr(int(Status.MAX_STEPS))
@@ -37,7 +47,7 @@ def solve_adjoint(
     cotangent: Tensor,
     mean: Tensor,
     logsumexp: Tensor,
-    stop: CGStop,
+    rule: AdjointRule,
 ) -> Adjoint:
     """Solve A u = cotangent (*batch, N, D) for every query; mean and logsumexp are those at the state. All is float32.
 
@@ -45,52 +55,28 @@ def solve_adjoint(
     One that is not finite makes the gradient of all keys in its reach NaN.
     """
     problem = in_memory(problem)
-    keys = problem.keys
-    *lead, rows, dim = state.shape
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return _trust.empty(*shape, dtype=dtype, device=keys.device)
-
-    answer = Adjoint(
-        value=empty(*lead, rows, dim),
-        status=empty(*lead, rows, dtype=torch.int8),
-        residual=empty(*lead, rows),
-        tolerance=empty(*lead, rows),
-        num_steps=empty(*lead, rows, dtype=torch.int32),
-        negative_curvature=empty(*lead, rows, dtype=torch.bool),
-        by_beta=empty(*lead, rows),
-        by_keys=empty(*keys.shape),
-    )
+    keys, rows = problem.keys, state.shape[-2]
+    empty = partial(trust.empty, device=keys.device)
+    answer = Adjoint.allocated(empty, state.shape, keys.shape, torch.float32)
     if state.numel() == 0:
-        return answer._replace(by_keys=answer.by_keys.zero_())
-    operands = Operands(
-        state=empty(*lead, rows, dim, dtype=keys.dtype),
-        state_scale=empty(*lead, rows),
-        shift=empty(*lead, rows),
-        value=empty(*lead, rows, dim, dtype=keys.dtype),
-        value_scale=empty(*lead, rows),
-        centre=empty(*lead, rows),
-    )
+        answer.by_keys.zero_()
+        return answer
+    operands = Operands.allocated(empty, state.shape, keys.dtype)
     layout = Layout.of(problem)
     assert layout is not None
-    chosen = tiles("cg", problem)
-    count = answer.status.numel() // rows * triton.cdiv(rows, chosen.rows)
-    given = (state, mean, logsumexp, cotangent)
-    with on_device(state):
-        _adjoint_kernel[(count,)](
-            *(in_order(tensor) for tensor in given),
-            *(keys, layout.keys, problem.beta, layout.beta, problem.anchor, layout.anchor),
-            *(readable_mask(problem), layout.mask),
-            *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
-            *operands,
-            *(layout.sizes, rows, keys.shape[-2], stop.rtol, stop.max_steps),
-            plan(problem, chosen, interpreted=interpreted()),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-            enable_fp_fusion=True,
-        )
-        if keys.numel():
-            gradient_of_keys(problem, layout, operands, answer.by_keys)
+    chosen = tiles("adjoint", problem)
+    launch(
+        _adjoint_kernel,
+        answer.status.numel() // rows * triton.cdiv(rows, chosen.rows),
+        chosen,
+        problem,
+        *(in_order(tensor) for tensor in (state, mean, logsumexp, cotangent)),
+        *placed(problem, layout),
+        *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
+        *(*operands, layout.sizes, rows, keys.shape[-2], *rule),
+    )
+    if keys.numel():
+        gradient_of_keys(problem, layout, operands, answer.by_keys)
     return answer
 
 
@@ -132,15 +118,7 @@ def _adjoint_kernel(
     ROWS: tl.constexpr = P.rows
     DIMS: tl.constexpr = P.dims
     D: tl.constexpr = P.dim
-    per_batch = tl.cdiv(N, ROWS)
-    batch = (tl.program_id(0) // per_batch).to(tl.int64)
-    tile = tl.program_id(0) % per_batch
-    if P.causal:
-        tile = per_batch - 1 - tile
-    first = tile * ROWS
-    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
-    real = first + local < N
-    inside = real[:, None] & (dims < D)[None, :]
+    batch, first, local, dims, real, inside = query_tile(N, P)
     begin = batch * N + first
     places = begin * D + local[:, None] * D + dims[None, :]
     at = begin + local

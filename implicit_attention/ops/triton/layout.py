@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .problem import Hopfield
+from ..problem import Hopfield
 
 # Leading axes of different strides that a kernel tells apart.
 AXES = 3
@@ -31,10 +32,8 @@ class Tiles(NamedTuple):
 TILES = {
     ("solve", True): {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3)},
     ("solve", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2)},
-    ("hvp", True): {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3)},
-    ("hvp", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2)},
-    ("cg", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 3)},
-    ("cg", False): {64: Tiles(64, 32, 8, 2), 128: Tiles(64, 16, 8, 2)},
+    ("adjoint", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 3)},
+    ("adjoint", False): {64: Tiles(64, 32, 8, 2), 128: Tiles(64, 16, 8, 2)},
     ("keys", True): {64: Tiles(64, 128, 8, 2), 128: Tiles(64, 64, 8, 2)},
     ("keys", False): {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 64, 8, 1)},
 }
@@ -126,9 +125,9 @@ def _fitting(size: int, most: int) -> int:
     return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
 
 
-def plan(problem: Hopfield, chosen: Tiles, *, interpreted: bool) -> Plan:
+def plan(problem: Hopfield, chosen: Tiles) -> Plan:
     mask, dim, dtype = problem.mask, problem.field.shape[-1], problem.keys.dtype
-    widen = interpreted and dtype == torch.bfloat16
+    widen = interpreted() and dtype == torch.bfloat16
     return Plan(
         rows=chosen.rows,
         keys=chosen.keys,
@@ -150,6 +149,13 @@ def in_memory(problem: Hopfield) -> Hopfield:
     return Hopfield(field, keys, beta, anchor, mask, problem.is_causal)
 
 
+def placed(problem: Hopfield, layout: Layout) -> tuple[object, ...]:
+    """Keys, betas, anchors and mask with their strides, as the kernels of queries take them."""
+    tensors = (problem.keys, problem.beta, problem.anchor, readable_mask(problem))
+    strides = (layout.keys, layout.beta, layout.anchor, layout.mask)
+    return tuple(part for pair in zip(tensors, strides, strict=True) for part in pair)
+
+
 def in_order(tensor: Tensor) -> Tensor:
     """A tensor of the query's shape as a kernel reads it."""
     return tensor.resolve_neg().contiguous()
@@ -162,6 +168,16 @@ def readable_mask(problem: Hopfield) -> Tensor:
     return problem.mask.view(torch.uint8) if problem.mask.dtype == torch.bool else problem.mask
 
 
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Kernels are launched on the current CUDA device, which need not be that of the tensors."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+def launch(kernel: Any, programs: int, chosen: Tiles, problem: Hopfield, *arguments: object) -> None:
+    """Run a kernel with the tiles `chosen` in so many programs."""
+    # Kernels are launched on the current CUDA device, which need not be that of the tensors.
+    device = problem.keys.device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(programs,)](
+            *arguments, plan(problem, chosen), num_warps=chosen.warps, num_stages=chosen.stages, enable_fp_fusion=True
+        )
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU: the variable must be set before Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

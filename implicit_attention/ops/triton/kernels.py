@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._triton_layout import ADDED as _ADDED
-from ._triton_layout import BOOLEAN as _BOOLEAN
-from ._triton_layout import NO_MASK as _NO_MASK
+from .layout import ADDED as _ADDED
+from .layout import BOOLEAN as _BOOLEAN
+from .layout import NO_MASK as _NO_MASK
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -36,6 +36,22 @@ def batch_offset(batch, sizes, strides):
     """Offset of the entry with the flat number `batch` (int64)."""
     outer = batch // sizes[2]
     return (outer // sizes[1]) * strides[0] + (outer % sizes[1]) * strides[1] + (batch % sizes[2]) * strides[2]
+
+
+@triton.jit
+def query_tile(N, P: tl.constexpr):
+    """The tile of queries of this program: entry of the batch (int64), first row, indices, which are real."""
+    ROWS: tl.constexpr = P.rows
+    DIMS: tl.constexpr = P.dims
+    per_batch = tl.cdiv(N, ROWS)
+    batch = (tl.program_id(0) // per_batch).to(tl.int64)
+    tile = tl.program_id(0) % per_batch
+    if P.causal:
+        tile = per_batch - 1 - tile  # those with the most keys first
+    first = tile * ROWS
+    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    real = first + local < N
+    return batch, first, local, dims, real, real[:, None] & (dims < P.dim)[None, :]
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _trust
-from .._triton_kernels import (
+from .. import trust
+from ..problem import Hopfield
+from .kernels import (
     HEADROOM,
     LOG2E,
     NO_MASK,
@@ -23,9 +25,7 @@ from .._triton_kernels import (
     restricted,
     scores_of,
 )
-from .._triton_layout import Layout, on_device, plan, readable_mask, tiles
-from .._triton_support import interpreted
-from ..problem import Hopfield
+from .layout import Layout, launch, readable_mask, tiles
 
 # Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
 PROGRAMS = 264
@@ -43,6 +43,13 @@ class Operands(NamedTuple):
     value_scale: Tensor
     centre: Tensor
 
+    @classmethod
+    def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> Operands:
+        """Tensors made by `empty(size, dtype=)` for states of that shape."""
+        state, value = (empty(shape, dtype=dtype) for _ in range(2))
+        scale, shift, value_scale, centre = (empty(shape[:-1], dtype=torch.float32) for _ in range(4))
+        return cls(state, scale, shift, value, value_scale, centre)
+
 
 def gradient_of_keys(problem: Hopfield, layout: Layout, operands: Operands, out: Tensor) -> None:
     """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
@@ -54,17 +61,15 @@ def gradient_of_keys(problem: Hopfield, layout: Layout, operands: Operands, out:
     key_tiles = torch.Size(lead).numel() * triton.cdiv(count, chosen.keys)
     work = torch.Size(readers).numel() * triton.cdiv(rows, chosen.rows)
     splits = max(min(PROGRAMS // key_tiles, work // 2, MOST_SPLITS), 1)
-    parts = out if splits == 1 else _trust.empty(splits, *out.shape, dtype=out.dtype, device=out.device)
-    with on_device(out):
-        _keys_kernel[(key_tiles * splits,)](
-            *(problem.keys, layout.keys, problem.beta, layout.beta, readable_mask(problem), layout.mask),
-            *operands,
-            *(parts, layout.by_keys, layout.sizes, own, readers, rows, count, out.numel(), splits),
-            plan(problem, chosen, interpreted=interpreted()),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-            enable_fp_fusion=True,
-        )
+    parts = out if splits == 1 else trust.empty((splits, *out.shape), dtype=out.dtype, device=out.device)
+    launch(
+        _keys_kernel,
+        key_tiles * splits,
+        chosen,
+        problem,
+        *(problem.keys, layout.keys, problem.beta, layout.beta, readable_mask(problem), layout.mask, *operands),
+        *(parts, layout.by_keys, layout.sizes, own, readers, rows, count, out.numel(), splits),
+    )
     if splits > 1:
         torch.sum(parts, 0, out=out)
 

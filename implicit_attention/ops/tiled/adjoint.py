@@ -13,10 +13,10 @@ from ...linear._solution import forgiven
 from ...linear._vectors import normalised
 from ...linear.base import FLOAT32_RTOL
 from ...status import Status
-from .._rows import Rows, dot
 from ..fold import BLOCK
 from ..problem import Hopfield
-from .rule import Adjoint, CGStop
+from ..rule import Adjoint, AdjointRule
+from .rows import Rows, dot
 
 # Attention weights held at once: about what stays in a processor's cache.
 TILE = 2**19
@@ -72,22 +72,15 @@ class Tile(NamedTuple):
 
 
 @torch.no_grad()
-def solve_adjoint(problem: Hopfield, state: Tensor, cotangent: Tensor, stop: CGStop, *, size: int = TILE) -> Adjoint:
+def solve_adjoint(
+    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: AdjointRule, *, size: int = TILE
+) -> Adjoint:
     """Solve A u = cotangent for every query; what stalls, saddles above all, is finished by MINRES."""
     rows = Rows(problem.to(state.dtype), fused=False).without_common()
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
     g, unit = normalised(g)
-    count = g[:, 0]
-    found = Adjoint(
-        value=torch.empty_like(g),
-        status=torch.empty_like(count, dtype=torch.int8),
-        residual=torch.empty_like(count),
-        tolerance=torch.empty_like(count),
-        num_steps=torch.empty_like(count, dtype=torch.int32),
-        negative_curvature=torch.empty_like(count, dtype=torch.bool),
-        by_beta=torch.empty_like(count),
-        by_keys=torch.zeros_like(rows.keys),
-    )
+    found = Adjoint.allocated(g.new_empty, g.shape, rows.keys.shape, g.dtype)
+    found.by_keys.zero_()
     for part, entries in tiles(rows, size):
         own = (t.index_select(0, part.ids) for t in (z, g, unit))
         _solve_tile(part, entries, *own, stop=stop, found=found)
@@ -111,7 +104,7 @@ def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
 
 @torch.inference_mode()
 def _solve_tile(
-    rows: Rows, entries: Tensor, z: Tensor, g: Tensor, unit: Tensor, *, stop: CGStop, found: Adjoint
+    rows: Rows, entries: Tensor, z: Tensor, g: Tensor, unit: Tensor, *, stop: AdjointRule, found: Adjoint
 ) -> None:
     """Solve for the cotangents g, each in units of its own power of two, and write what is found in those of all."""
     tile = Tile.of(rows, z)
@@ -158,7 +151,7 @@ def _solve_tile(
 
 
 def _minimal_residuals(
-    rows: Rows, tile: Tile, g: Tensor, tolerance: Tensor, chosen: Tensor, stop: CGStop
+    rows: Rows, tile: Tile, g: Tensor, tolerance: Tensor, chosen: Tensor, stop: AdjointRule
 ) -> tuple[Tensor, ...]:
     """(u, status, residual, tolerance, products, negative curvature) of the rows `chosen`; the others are at rest."""
     g = g.masked_fill(~chosen[:, None], 0.0)
@@ -179,7 +172,7 @@ def _minimal_residuals(
 
 
 def _conjugate_gradients(
-    rows: Rows, tile: Tile, g: Tensor, size: Tensor, tolerance: Tensor, stop: CGStop
+    rows: Rows, tile: Tile, g: Tensor, size: Tensor, tolerance: Tensor, stop: AdjointRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(u, products, blocked) of a tile; `blocked` met a curvature that is not positive."""
     u, r, p = torch.zeros_like(g), g.clone(), g.clone()

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -124,9 +124,9 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
     return None
 
 
-def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a kernel to write to: during a check filled so that what is not written is seen."""
-    memory = torch.empty(shape, dtype=dtype, device=device)
+    memory = torch.empty(tuple(shape), dtype=dtype, device=device)
     return poisoned(memory) if getattr(_checking, "active", False) else memory
 
 

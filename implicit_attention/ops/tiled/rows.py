@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .attention import mean_and_logsumexp
-from .fold import Fold, addressable, aligned, row_block, widened
-from .problem import Hopfield, common
+from ..attention import mean_and_logsumexp
+from ..fold import Fold, addressable, aligned, row_block, widened
+from ..problem import Hopfield, common
 
 # Masks are laid out for at most so many pairs at once; a larger working set is evaluated in parts.
 MOST_PAIRS = 2**24
