@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from .. import _validate
 from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
-from .core import attend
+from .core import Call, attend
 from .masks import mask_and_bias
 
 
@@ -96,19 +96,20 @@ def equilibrium_attention(
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
     shape = (*query.shape[:-1], key.shape[-2])
     mask, bias = mask_and_bias(attn_mask, shape=shape, like=query, causal=is_causal, names=("attn_mask", "is_causal"))
-    found = attend(
+    call = Call(
         query,
         key,
         value,
-        beta=scale,
-        anchor=anchor,
+        scale,
+        anchor,
+        solve_options,
         mask=mask,
         bias=bias,
-        options=solve_options,
         dropout_p=dropout_p,
         grouped=enable_gqa,
         return_solution=return_solution,
     )
+    found = attend(call)
     return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
 
 

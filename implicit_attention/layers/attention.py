@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.core import attend
+from ..attention.core import Call, attend
 from ..attention.heads import merge_heads
 from ..attention.masks import mask_and_bias
 from ..attention.read_out import PotentialFactory
@@ -185,7 +185,6 @@ class ImplicitAttention(Remembering):
         Returns:
             (*batch, N, dim), or a tuple (output, solution, weights) without the parts that were not asked for.
         """
-        call_options = self.options.override(**options)
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
         first = 0 if cache is None else cache.num_queries
@@ -207,16 +206,16 @@ class ImplicitAttention(Remembering):
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
             query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
-        found = attend(
+        call = Call(
             query,
             keys,
             read,
-            beta=beta,
-            anchor=anchor,
+            beta,
+            anchor,
+            self.options.override(**options),
             mask=pairs,
             bias=bias,
             potential=self.potential,
-            options=call_options,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
             initial=None if cache is None else cache.start(query),
@@ -224,7 +223,8 @@ class ImplicitAttention(Remembering):
             return_solution=return_solution,
             return_weights=return_weights,
         )
-        self._last = found.report
+        found = attend(call)
+        self._remember(found.report)
         if cache is not None:
             cache.commit(held, found.state, found.solution.num_evals)
         output = found.output

@@ -11,7 +11,7 @@ from typing_extensions import Self, Unpack
 
 from .. import _validate
 from .._autograd import HALF, at_least_single, exact_precision
-from ..attention.core import attend
+from ..attention.core import Call, attend
 from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
@@ -227,17 +227,18 @@ class MemoryLookup(Remembering):
 
     def _ask(self, queries: Tensor, values: Tensor | None, return_solution: bool, options: SolveKeywords) -> Any:
         self._check_queries(queries)
-        found = attend(
+        call = Call(
             queries,
             self.patterns,
             values,
-            beta=self._beta(),
-            anchor=self.anchor(),
+            self._beta(),
+            self.anchor(),
+            self.options.override(**options),
             bias=self._bias(),
-            options=self.options.override(**options),
             return_solution=return_solution,
         )
-        self._last = found.report
+        found = attend(call)
+        self._remember(found.report)
         return (found.output, found.solution) if return_solution else found.output
 
     def _check_queries(self, queries: Tensor) -> None:

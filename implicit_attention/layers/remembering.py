@@ -22,15 +22,10 @@ class Remembering(nn.Module):
         super().__init__()
         self._remembered = None
 
-    @property
-    def _last(self) -> SolveReport | Record | None:
-        return self._remembered
-
-    @_last.setter
-    def _last(self, evidence: SolveReport | Record | None) -> None:
-        # A graph that looked at what is there would be made anew for each shape of it.
+    def _remember(self, report: SolveReport | Record | None) -> None:
+        # A graph that looked at what is there would be compiled anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
-            self._remembered = evidence
+            self._remembered = report
 
     @property
     def last_solve(self) -> SolveReport | None:
