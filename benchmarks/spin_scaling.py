@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from implicit_attention.potentials.spin import AmosResponse
+from implicit_attention.potentials import AmosResponse
 from implicit_attention.solution import SolveReport
 from implicit_attention.spins import (
     TAP,

@@ -62,14 +62,6 @@ def check_local(argument: str, value: Tensor) -> None:
         )
 
 
-def check_rows(argument: str, value: Any, z: Tensor) -> None:
-    """What a function returned is one number for each row of the states z (*batch, N, D)."""
-    if not isinstance(value, Tensor) or value.shape != z.shape[:-1]:
-        received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        error = ValueError if isinstance(value, Tensor) else TypeError
-        raise error(message(argument, f"return one number per row, shape {tuple(z.shape[:-1])}", received))
-
-
 def check_dense(argument: str, value: Tensor) -> None:
     """One tensor whose entries all lie in memory."""
     if value.is_nested:
@@ -238,3 +230,21 @@ def check_range(
         worst = value.detach()[~inside].flatten()[0].item()
         bounds = f"{'>' if open_low else '>='} {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
         raise ValueError(message(argument, f"be {bounds} everywhere", worst, remedy))
+
+
+def check_per_batch(
+    argument: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
+) -> Any:
+    """A number, or a tensor with one number per batch entry, in [low, high]; returned, a number as Python's own."""
+    if not isinstance(value, Tensor):
+        return check_number(argument, value, low=low, high=high, open_low=open_low)
+    check_float_tensor(argument, value)
+    check_range(argument, value, low=low, high=high, open_low=open_low, remedy=remedy)
+    return value
+
+
+def check_fits_batch(argument: str, value: float | Tensor, name: str, states: Tensor) -> None:
+    """Numbers that passed `check_per_batch` fit the batch axes of `states` (*batch, N, D), which are called `name`."""
+    if isinstance(value, Tensor):
+        check_same_kind([(name, states), (argument, value)])
+        check_broadcast(argument, value.shape, states.shape[:-2], f"the leading axes of `{name}`")

@@ -1,7 +1,73 @@
-"""Potentials Phi with their gradient (mean) and Hessian (covariance): one family per file."""
+"""Potentials Phi with their gradient (mean) and Hessian (covariance), and the laws of the units that make them."""
 
-from .base import CovarianceMap, Potential
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .base import CovarianceMap, Potential, ReadsOut
 from .log_sum_exp import LogSumExp
+from .self_attention import SelfAttention
+from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
-__all__ = ["CovarianceMap", "LogSumExp", "Potential", "SquaredScores"]
+if TYPE_CHECKING:
+    from ._law import SiteLaw, Units
+    from .gaussian_mixture import GaussianMixture
+    from .hidden_units import HiddenUnits
+    from .laws import (
+        BernoulliUnits,
+        ConstantUnits,
+        DiscreteUnits,
+        ExponentialUnits,
+        GaussianUnits,
+        LaplaceUnits,
+        PoissonUnits,
+    )
+    from .softcap import SoftcapLogSumExp
+    from .sphere import SignUnits, SphereUnits
+    from .spherical import AmosResponse, LargeDResponse, SaddlePointResponse, SphericalLaw
+
+__all__ = [
+    "CovarianceMap",
+    "Potential",
+    "ReadsOut",
+    "LogSumExp",
+    "Softmax1",
+    "SoftcapLogSumExp",
+    "SquaredScores",
+    "SelfAttention",
+    "GaussianMixture",
+    "HiddenUnits",
+    # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
+    "Units",
+    "SiteLaw",
+    "BernoulliUnits",
+    "ConstantUnits",
+    "DiscreteUnits",
+    "ExponentialUnits",
+    "GaussianUnits",
+    "LaplaceUnits",
+    "PoissonUnits",
+    "SignUnits",
+    "SphereUnits",
+    # Spins of fixed length, for `MeanField(response=)`: `SphereUnits`, `SignUnits`, and approximations of them.
+    "SphericalLaw",
+    "AmosResponse",
+    "SaddlePointResponse",
+    "LargeDResponse",
+]
+
+_LAZY = {
+    "gaussian_mixture": ("GaussianMixture",),
+    "hidden_units": ("HiddenUnits",),
+    "softcap": ("SoftcapLogSumExp",),
+    "_law": ("SiteLaw", "Units"),
+    "sphere": ("SignUnits", "SphereUnits"),
+    "spherical": ("AmosResponse", "LargeDResponse", "SaddlePointResponse", "SphericalLaw"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = next((module for module, names in _LAZY.items() if name in names), "laws")
+    return getattr(import_module(f".{module}", __name__), name)

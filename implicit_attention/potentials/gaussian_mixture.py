@@ -9,8 +9,8 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import host_may_look, sum_to_shape, transforms_active
-from ..ops.problem import common
 from .base import CovarianceMap, Potential
+from .scored_keys import common
 
 
 class GaussianMixture(Potential):
@@ -152,9 +152,9 @@ class GaussianMixture(Potential):
         along = v @ self.means.mT + (pushed * v[..., None, :]).sum(-1)
         return p * (along - (p * along).sum(-1, keepdim=True))
 
-    def bounded_below(self, anchor: float) -> bool:
-        """Whether (1 - anchor) lambda_max(Sigma_n) < 1 for every component: G grows like the widest one."""
-        return bool(((1 - anchor) * _eigenvalues(self.covariances)[..., -1] < 1).all())
+    def bounded_below(self, scale: float) -> bool:
+        """Whether scale lambda_max(Sigma_n) < 1 for every component: G grows like the widest one."""
+        return bool((scale * _eigenvalues(self.covariances)[..., -1] < 1).all())
 
 
 def _average(weights: Tensor, pushed: Tensor) -> Tensor:

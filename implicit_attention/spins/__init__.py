@@ -1,7 +1,14 @@
 """Free energies of coupled vector spins, and their magnetizations m = -dF/dh."""
 
-from ..potentials.prior import DiscretePrior, GaussianPrior, IsingPrior, SpherePrior
-from ..potentials.spin import AmosResponse, BesselResponse, LargeDResponse, SaddlePointResponse
+from ..potentials import (
+    AmosResponse,
+    DiscreteUnits,
+    GaussianUnits,
+    LargeDResponse,
+    SaddlePointResponse,
+    SignUnits,
+    SphereUnits,
+)
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation
 from .bethe import Bethe
@@ -39,14 +46,13 @@ __all__ = [
     "Decomposition",
     "decompose",
     "extensivity",
-    "BesselResponse",
+    "SphereUnits",
     "AmosResponse",
     "SaddlePointResponse",
     "LargeDResponse",
-    "SpherePrior",
-    "IsingPrior",
-    "GaussianPrior",
-    "DiscretePrior",
+    "SignUnits",
+    "GaussianUnits",
+    "DiscreteUnits",
     "Stability",
     "stability",
 ]

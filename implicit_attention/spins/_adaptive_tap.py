@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .._autograd import uncompiled
 from .._types import LinearMap
-from ..potentials.prior import Prior
-from ..problem import Linearization, Problem, pullback, restricted
+from ..potentials import SiteLaw
+from ..problem import Linearization, pullback
 from ._newton import Multipliers, inverse_and_logdet, minimise
+from .approximation import SampleProblem
 
 #: Least part of the slope's promise that a step has to keep (Armijo).
 ARMIJO = 1e-4
@@ -26,7 +26,7 @@ LONGEST = 10.0
 STEPS, HALVINGS, PRODUCTS = 200, 40, 100
 
 
-class SiteEquations(Problem):
+class SiteEquations(SampleProblem):
     """theta = g + K m - V m and V = Lambda - 1/C_ii with C = (Lambda - K)^{-1}: all sites of a sample are one problem.
 
     m and c are mean and variance of the prior tilted by theta and V, Lambda = V + 1/c, g = beta h and K = beta J. A
@@ -40,14 +40,12 @@ class SiteEquations(Problem):
         radius: R, the prior's scale.
     """
 
-    event_ndim = 2
-    row_block = 1
-
-    def __init__(self, field: Tensor, couplings: Tensor, prior: Prior, radius: float) -> None:
+    def __init__(self, field: Tensor, couplings: Tensor, prior: SiteLaw, radius: float) -> None:
         self.field = field
         self.couplings = couplings
         self.prior = prior
         self.radius = radius
+        self.own_axes = {"field": 2, "couplings": 2}
 
     @property
     def tie(self) -> int:
@@ -74,9 +72,9 @@ class SiteEquations(Problem):
     def moments(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """(m, c) of the sites."""
         theta, v = z[..., :-1], z[..., -1]
-        c = self.prior.variance(theta, v, self.radius)
+        m, c = self.prior.tilted_moments(theta, v, self.radius)
         # So small a variance changes nothing, but the derivatives of its root must stay finite.
-        return self.prior.mean(theta, v, self.radius), c.clamp(min=torch.finfo(c.dtype).tiny ** (1 / 3))
+        return m, c.clamp(min=torch.finfo(c.dtype).tiny ** (1 / 3))
 
     def scaled(self, c: Tensor) -> Tensor:
         """sqrt(c) K sqrt(c)."""
@@ -102,7 +100,7 @@ class SiteEquations(Problem):
 
     def answering(self, z: Tensor) -> LinearMap:
         """What a change of z changes in (m, <|s|^2>/2): a symmetric map."""
-        covariance = self.prior.covariance(z[..., :-1], z[..., -1], self.radius)
+        covariance = self.prior.tilted_covariance(z[..., :-1], z[..., -1], self.radius)
 
         def answered(change: Tensor) -> Tensor:
             mean, half_square = covariance(change[..., :-1], change[..., -1])
@@ -147,15 +145,9 @@ class SiteEquations(Problem):
         theta, v = z[..., :-1], z[..., -1]
         m, c = self.moments(z)
         _, logdet, positive = self.gaussian(v, c)
-        sites = self.prior.log_partition(theta, v, self.radius) - v * m.square().sum(-1) / 2
+        sites = self.prior.tilted_log_partition(theta, v, self.radius) - v * m.square().sum(-1) / 2
         pairs = _dot(m, self.field - theta + self.coupled(m) / 2)
         return (sites.sum(-1) + pairs - self.copies * logdet / 2).masked_fill(~positive, torch.nan)
-
-    def select(self, index: Tensor) -> Self:
-        return restricted(self, index, field=2, couplings=2)
-
-    def check_undeclared(self, z: Tensor) -> None:
-        """Nothing is read but attributes."""
 
 
 def guarded_inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +193,7 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     terms = [
         (theta * m).sum(-1),
         own * (square + theta.shape[-1] * c) / 2,
-        -problem.prior.log_partition(theta, own, problem.radius),
+        -problem.prior.tilted_log_partition(theta, own, problem.radius),
         -(m * (problem.field + problem.coupled(m) / 2)).sum(-1),
         -theta.shape[-1] * (t - 1) / 2,
     ]

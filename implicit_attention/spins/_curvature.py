@@ -10,13 +10,13 @@ from torch import Tensor
 from .._autograd import is_batched
 from .._types import LinearMap
 from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
-from ..potentials.spin import Response
+from ..potentials import SphericalLaw
 
 #: Lanczos steps towards an extreme eigenvalue of N D; for a verdict as many more as it takes to be certain.
 STEPS = (24, 96, 384)
 
 
-def local_field(response: Response, m: Tensor, beta: float | Tensor, radius: float) -> tuple[Tensor, Tensor]:
+def local_field(response: SphericalLaw, m: Tensor, beta: float | Tensor, radius: float) -> tuple[Tensor, Tensor]:
     """The field in which a lone spin has the mean m, (*batch, N, D), and where |m| is R to rounding, (*batch, N).
 
     There it is the weakest field that makes it so; NaN where |m| is larger.
@@ -29,7 +29,7 @@ def local_field(response: Response, m: Tensor, beta: float | Tensor, radius: flo
 
 
 def covariance_roots(
-    response: Response, field: Tensor, beta: float | Tensor, radius: float
+    response: SphericalLaw, field: Tensor, beta: float | Tensor, radius: float
 ) -> tuple[LinearMap, LinearMap]:
     """v -> Cov^{1/2} v and v -> Cov^{-1/2} v for lone spins in the field, (*batch, N, D); the latter 0 where Cov is."""
     tau, rho = response.covariance_parts(field, beta, radius)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
-from ..potentials.prior import GaussianPrior, Prior, SpherePrior
-from ..potentials.spin import Response
+from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
 from ..solution import Solution
 from ..solve import solve
@@ -18,7 +16,7 @@ from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
 from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, closed_form
-from .system import SpinSystem
+from .system import SpinSystem, check_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,15 +43,15 @@ class AdaTAP(FixedPointApproximation):
     C_ii then being the mean over a site's dimensions.
 
     Args:
-        prior: the law of a site, which log Z is relative to: `SpherePrior()` (any vector of length R, and +-R for D =
-            1), `IsingPrior()`, `GaussianPrior()`, `DiscretePrior(values, weights)` or another `Prior`.
+        prior: the law of a site, which log Z is relative to: `SphereUnits()` (any vector of length R, and +-R for D =
+            1), `SignUnits()`, `GaussianUnits()`, `DiscreteUnits(values, weights)` or another `SiteLaw`.
         solver: for the equations, all of a sample one problem, from the answer to the bare field. None descends the
             free energy by Newton steps to one of its minima, which there always is, and finishes with `NewtonKrylov` to
             a relative residual of 1e-11 (1e-5 in float32). Below a transition others find nothing, or a point that is
             no minimum.
         adjoint: None is `Implicit()`.
 
-    With `GaussianPrior()` there is nothing to solve. There Z is infinite unless the largest eigenvalue of beta J is
+    With `GaussianUnits()` there is nothing to solve. There Z is infinite unless the largest eigenvalue of beta J is
     below D/R^2; such a sample has the status OUT_OF_RANGE and changes no other.
 
     Below a transition there are several minima; the one that the bare field leads to is taken. Without a field means of
@@ -65,30 +63,28 @@ class AdaTAP(FixedPointApproximation):
     Expectation consistent approximate inference, whose Gaussian shares one number per site here.
     """
 
-    prior: Prior = dataclasses.field(default_factory=SpherePrior)
+    prior: SiteLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given: Any = self.prior
-        if not isinstance(given, Prior):
-            raise TypeError(_validate.message("prior", "be a Prior", repr(given), "for example IsingPrior()"))
+        check_type("prior", self.prior, SiteLaw, "be a SiteLaw", "for example SignUnits()")
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
-        self.prior.check(system.dim)
+        self.prior.check("system", system.dim, system.radius)
         name = type(self.prior).__name__
         _validate.require(
             system.measure == "uniform" or self.prior.fixed_length,
             "measure",
             f"be 'uniform' for {name}, whose states are weighted by itself and not counted",
             repr(system.measure),
-            "use SpinSystem(..., measure='uniform'), or IsingPrior()",
+            "use SpinSystem(..., measure='uniform'), or SignUnits()",
         )
 
-    def site_response(self) -> Response:
+    def site_response(self) -> SphericalLaw:
         name = type(self.prior).__name__
-        remedy = "use SpherePrior() or IsingPrior()"
-        _validate.require(self.prior.fixed_length, "prior", "have spins of fixed length for a Response", name, remedy)
+        remedy = "use SphereUnits() or SignUnits()"
+        _validate.require(self.prior.fixed_length, "prior", "have spins of fixed length", name, remedy)
         return super().site_response()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor:
@@ -96,20 +92,20 @@ class AdaTAP(FixedPointApproximation):
         self.check(system)
         system = widened(system)[0]
         problem = self.problem(system)
-        if isinstance(self.prior, GaussianPrior):
+        if isinstance(self.prior, GaussianUnits):
             return torch.full_like(problem.field[..., 0], system.dim / system.radius**2)
         solution = self.solution(system, self.start(system))
         multipliers: Tensor = solution.value[..., -1] + problem.moments(solution.value)[1].reciprocal()
         return multipliers.masked_fill(solution.failed[..., None], torch.nan)
 
     def cavity_variances(self, system: SpinSystem) -> Tensor:
-        """V, (*batch, N), or (*batch, N, D, D) for `GaussianPrior()` with couplings that are matrices.
+        """V, (*batch, N), or (*batch, N, D, D) for `GaussianUnits()` with couplings that are matrices.
 
         NaN where the solve has failed. Gradients: as log Z.
         """
         self.check(system)
         system = widened(system)[0]
-        if not isinstance(self.prior, GaussianPrior):
+        if not isinstance(self.prior, GaussianUnits):
             solution = self.solution(system, self.start(system))
             return solution.value[..., -1].masked_fill(solution.failed[..., None], torch.nan)
         problem = self.problem(system)
@@ -123,20 +119,17 @@ class AdaTAP(FixedPointApproximation):
         return v.masked_fill(~positive[..., None, None, None], torch.nan)
 
     def problem(self, system: SpinSystem) -> SiteEquations:
-        field, couplings = system.live_field, system.live_couplings
-        if system.block:
-            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
-        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).expand(system.batch)
+        couplings, beta = system.flat_couplings, system.beta_tensor(2).expand(*system.batch, 1, 1)
         # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
-        bonds = beta[..., None, None] * (couplings + couplings.mT) / 2
-        return SiteEquations(beta[..., None, None] * field, bonds, self.prior, system.radius)
+        bonds = beta * (couplings + couplings.mT) / 2
+        return SiteEquations(beta * system.live_field, bonds, self.prior, system.radius)
 
     def start(self, system: SpinSystem) -> Tensor:
         problem = self.problem(system)
         return descended(problem, problem.field, steps=0)[0]
 
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
-        if isinstance(self.prior, GaussianPrior):
+        if isinstance(self.prior, GaussianUnits):
             Approximation.check_initial(self, system, initial)
         super().check_initial(system, initial)
 
@@ -158,7 +151,7 @@ class AdaTAP(FixedPointApproximation):
     def log_partition(
         self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
     ) -> LogPartition:
-        if not isinstance(self.prior, GaussianPrior):
+        if not isinstance(self.prior, GaussianUnits):
             return super().log_partition(system, initial=initial, check=check)
         problem = self.problem(system)
         x, logdet, positive = _gaussian(problem)

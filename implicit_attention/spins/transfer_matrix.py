@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import is_plain
-from ..potentials.spin import BesselResponse
+from .._autograd import host_may_look, is_plain
+from ..potentials import SphereUnits
 from ..solution import Record, SolveReport
 from ..status import Status
 from .approximation import Approximation, LogPartition
@@ -53,13 +53,11 @@ class TransferMatrix(Approximation):
 
     def check(self, system: SpinSystem) -> None:
         remedy = "use numbers as couplings, or MeanField or SaddlePoint"
-        _validate.require(
-            not system.block or system.dim == 1, "couplings", "be numbers for TransferMatrix", "matrices", remedy
-        )
+        _validate.require(not system.block, "couplings", "be numbers for TransferMatrix", "matrices", remedy)
         super().check(system)
-        if system.field.device.type != "cpu" or torch._C._are_functorch_transforms_active():
+        if not host_may_look(system.field, system.couplings):
             return
-        far = _beyond_neighbours(_numbers(system).detach())
+        far = _beyond_neighbours(system.live_couplings.detach())
         _validate.require(
             not bool((far > _slack(far)).any()),
             "couplings",
@@ -107,10 +105,9 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, system: SpinSystem) -> _Chain:
-        beta = system.sample_beta
-        rows = beta[..., None, None] if isinstance(beta, Tensor) else beta
-        field = rows * system.radius * system.live_field
-        couplings = (rows * system.radius**2 * _numbers(system)).expand(*system.batch, -1, -1)
+        beta = system.beta_over(2)
+        field = beta * system.radius * system.live_field
+        couplings = (beta * system.radius**2 * system.live_couplings).expand(*system.batch, -1, -1)
         axis = _axis(field)
         along = (field * axis).sum(-1)
         # Both orders of a pair count half.
@@ -175,7 +172,7 @@ def _kernels(chain: _Chain, nodes: _Nodes) -> tuple[Tensor, Tensor]:
     if dim == 1:
         return exponent, torch.zeros_like(exponent)
     around = bonds * (nodes.sin[:, None] * nodes.sin)
-    response, square = BesselResponse(), around.square()
+    response, square = SphereUnits(), around.square()
     kernel = exponent + response.scaled_log_partition(square, dim - 1)
     return kernel, around * response.gain(square, dim - 1)
 
@@ -251,11 +248,6 @@ def _evidence(value: Tensor, coarse: Tensor, nodes: int) -> SolveReport:
     status = torch.where(torch.isfinite(value), status, int(Status.NONFINITE)).to(torch.int8)
     count = torch.full_like(status, nodes, dtype=torch.int32)
     return SolveReport(Record(status, residual, tolerance, count, count))
-
-
-def _numbers(system: SpinSystem) -> Tensor:
-    """Couplings as numbers, zero where there is no site."""
-    return system.live_couplings[..., 0, 0] if system.block else system.live_couplings
 
 
 def _axis(field: Tensor) -> Tensor:

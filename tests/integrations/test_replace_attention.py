@@ -106,7 +106,7 @@ def test_every_option_reaches_the_modules():
     with pytest.raises(ConvergenceError):
         made(max_steps=1, on_failure="raise")(x, x, x)
     with pytest.raises(UnsupportedImplementation):
-        made(impl="sdpa")(x, x, x)
+        made(impl="tiled")(x, x, x)
     gradients = []
     for adjoint in (None, OneStep()):
         module = made(adjoint=adjoint)

@@ -10,19 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention import (
-    AnchoredEnergy,
-    Enumeration,
-    LogSumExp,
-    NewtonKrylov,
-    Picard,
-    SpinSystem,
-    SquaredScores,
-    Status,
-    free_energy,
-    solve,
-)
-from implicit_attention.potentials.hidden_units import (
+from implicit_attention import AnchoredEnergy, LogSumExp, NewtonKrylov, Picard, SquaredScores, Status, solve
+from implicit_attention.potentials import (
     BernoulliUnits,
     ConstantUnits,
     ExponentialUnits,
@@ -34,6 +23,7 @@ from implicit_attention.potentials.hidden_units import (
     SphereUnits,
     Units,
 )
+from implicit_attention.spins import Enumeration, SpinSystem, free_energy
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract
 
@@ -349,12 +339,12 @@ def test_bounds_below_and_on_the_curvature():
     close(HiddenUnits(weights, GaussianUnits(0.0, 0.2)).lipschitz(), tensor(0.8))
     close(HiddenUnits(weights, SphereUnits(8)).lipschitz(), tensor(0.5))
     assert HiddenUnits(weights, PoissonUnits(1.0)).lipschitz() is None
-    assert HiddenUnits(weights, GaussianUnits(0.0, 0.2)).bounded_below(0.0)
-    assert not HiddenUnits(weights, GaussianUnits(0.0, 0.3)).bounded_below(0.0)
+    assert HiddenUnits(weights, GaussianUnits(0.0, 0.2)).bounded_below(1.0)
+    assert not HiddenUnits(weights, GaussianUnits(0.0, 0.3)).bounded_below(1.0)
     assert HiddenUnits(weights, GaussianUnits(0.0, 0.3)).bounded_below(0.5)
-    assert HiddenUnits(weights, SignUnits()).bounded_below(0.0)
+    assert HiddenUnits(weights, SignUnits()).bounded_below(1.0)
     assert not HiddenUnits(weights, PoissonUnits(1.0)).bounded_below(0.5)
-    assert HiddenUnits(weights, PoissonUnits(1.0)).bounded_below(1.0)
+    assert HiddenUnits(weights, PoissonUnits(1.0)).bounded_below(0.0)
 
 
 @each

@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention.potentials.prior import DiscretePrior, GaussianPrior, IsingPrior, Prior, SpherePrior
-from implicit_attention.potentials.spin import BesselResponse
+from implicit_attention.potentials import DiscreteUnits, GaussianUnits, SignUnits, SiteLaw, SphereUnits
 from implicit_attention.testing.numerics import random
 
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
 RADIUS = 1.2
-THREE = DiscretePrior((-1, 0, 2.5), (1.0, 2.0, 0.5))
+THREE = DiscreteUnits((-1, 0, 2.5), (1.0, 2.0, 0.5))
+
+
+def numbers(prior, theta, v, radius):
+    """(log A, m, c)."""
+    return prior.tilted_log_partition(theta, v, radius), *prior.tilted_moments(theta, v, radius)
 
 
 class PriorContract:
@@ -49,25 +53,26 @@ class PriorContract:
         prior, (theta, v) = self.make(), self.arguments()
         log_partition, mean, covariance = self.tilted(theta, v)
         near = {"rtol": 1e-10, "atol": 1e-11}
-        close(prior.log_partition(theta, v, RADIUS), log_partition, **near)
-        close(prior.mean(theta, v, RADIUS), mean[..., :-1], **near)
+        close(prior.tilted_log_partition(theta, v, RADIUS), log_partition, **near)
+        m, c = prior.tilted_moments(theta, v, RADIUS)
+        close(m, mean[..., :-1], **near)
         trace = covariance.diagonal(dim1=-2, dim2=-1)[..., :-1].sum(-1)
-        close(prior.variance(theta, v, RADIUS), trace / self.dim, **near)
+        close(c, trace / self.dim, **near)
         change = random(2, 3, self.dim + 1, seed=5)
-        by_mean, by_half_square = prior.covariance(theta, v, RADIUS)(change[..., :-1], change[..., -1])
+        by_mean, by_half_square = prior.tilted_covariance(theta, v, RADIUS)(change[..., :-1], change[..., -1])
         answer = (covariance @ change[..., None])[..., 0]
         close(torch.cat([by_mean, by_half_square[..., None]], -1), answer, **near)
 
     def test_nothing_is_tilted_at_zero(self):
         zero = torch.zeros(1, self.dim, dtype=torch.float64)
-        assert abs(self.make().log_partition(zero, zero[..., 0], RADIUS).item()) < 1e-15
+        assert abs(self.make().tilted_log_partition(zero, zero[..., 0], RADIUS).item()) < 1e-15
 
     def test_mean_and_variance_are_the_first_derivatives(self):
         prior, (theta, v) = self.make(), self.arguments()
         theta.requires_grad_(), v.requires_grad_()
-        value = prior.log_partition(theta, v, RADIUS)
+        value = prior.tilted_log_partition(theta, v, RADIUS)
         by_theta, by_v = torch.autograd.grad(value.sum(), (theta, v))
-        mean, variance = prior.mean(theta, v, RADIUS), prior.variance(theta, v, RADIUS)
+        mean, variance = prior.tilted_moments(theta, v, RADIUS)
         assert value.shape == variance.shape == (2, 3)
         close(mean, by_theta)
         close((mean.square().sum(-1) + self.dim * variance) / 2, by_v)
@@ -76,23 +81,22 @@ class PriorContract:
         prior, (theta, v) = self.make(), self.arguments()
 
         def log_partition(theta, v):
-            return prior.log_partition(theta[None], v[None], RADIUS)[0]
+            return prior.tilted_log_partition(theta[None], v[None], RADIUS)[0]
 
         hessian = torch.vmap(torch.func.jacrev(torch.func.jacrev(log_partition)))(theta[0], v[0])
         trace = hessian.diagonal(dim1=-2, dim2=-1).sum(-1)
-        close(prior.variance(theta[0], v[0], RADIUS), trace / self.dim, rtol=1e-11)
-        product, _ = prior.covariance(theta[0], v[0], RADIUS)(theta[1], torch.zeros_like(v[0]))
+        close(prior.tilted_moments(theta[0], v[0], RADIUS)[1], trace / self.dim, rtol=1e-11)
+        product, _ = prior.tilted_covariance(theta[0], v[0], RADIUS)(theta[1], torch.zeros_like(v[0]))
         close(product, (hessian @ theta[1][..., None])[..., 0], rtol=1e-11)
 
     def test_the_defaults_of_the_base_class_agree(self):
         prior, arguments = self.make(), (*self.arguments(), RADIUS)
         change = (random(2, 3, self.dim, seed=7), random(2, 3, seed=8))
         near = {"rtol": 1e-10, "atol": 1e-12}
-        close(Prior.mean(prior, *arguments), prior.mean(*arguments), **near)
-        close(Prior.variance(prior, *arguments), prior.variance(*arguments), **near)
-        for base, own in zip(
-            Prior.covariance(prior, *arguments)(*change), prior.covariance(*arguments)(*change), strict=True
-        ):
+        for base, own in zip(SiteLaw.tilted_moments(prior, *arguments), prior.tilted_moments(*arguments), strict=True):
+            close(base, own, **near)
+        bases, owns = SiteLaw.tilted_covariance(prior, *arguments), prior.tilted_covariance(*arguments)
+        for base, own in zip(bases(*change), owns(*change), strict=True):
             close(base, own, **near)
 
     @FORWARD_MODE
@@ -100,8 +104,7 @@ class PriorContract:
         prior, inputs = self.make(), [x.requires_grad_() for x in self.arguments()]
 
         def outputs(theta, v):
-            functions = (prior.log_partition, prior.mean, prior.variance)
-            return tuple(function(theta, v, RADIUS) for function in functions)
+            return numbers(prior, theta, v, RADIUS)
 
         assert torch.autograd.gradcheck(outputs, inputs, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(outputs, inputs, fast_mode=True)
@@ -110,32 +113,31 @@ class PriorContract:
         prior, (theta, v) = self.make(), self.arguments()
         spoilt, other = theta.clone(), v.clone()
         spoilt[:, 1], other[:, 1] = torch.nan, torch.nan
-        for function in (prior.log_partition, prior.mean, prior.variance):
-            before, after = function(theta, v, RADIUS), function(spoilt, other, RADIUS)
+        for before, after in zip(numbers(prior, theta, v, RADIUS), numbers(prior, spoilt, other, RADIUS), strict=True):
             assert torch.equal(before[:, [0, 2]], after[:, [0, 2]])
             assert bool(after[:, 1].isnan().all())
 
     def test_radius_is_a_scale(self):
         """R s with theta/R and V/R^2 is s with theta and V."""
         prior, (theta, v) = self.make(), self.arguments()
-        close(prior.log_partition(theta / 3, v / 9, 3 * RADIUS), prior.log_partition(theta, v, RADIUS))
-        close(prior.mean(theta / 3, v / 9, 3 * RADIUS), 3 * prior.mean(theta, v, RADIUS))
-        close(prior.variance(theta / 3, v / 9, 3 * RADIUS), 9 * prior.variance(theta, v, RADIUS))
+        value, m, c = numbers(prior, theta, v, RADIUS)
+        for found, expected in zip(numbers(prior, theta / 3, v / 9, 3 * RADIUS), (value, 3 * m, 9 * c), strict=True):
+            close(found, expected)
 
     def test_strong_fields_overflow_nothing(self):
         prior = self.make()
         for size in (1e-8, 30.0, 1e3, 1e5):
             theta = (size * torch.ones(2, self.dim, dtype=torch.float64)).requires_grad_()
             v = torch.tensor([-0.3, 0.2], dtype=torch.float64, requires_grad=True)
-            numbers = [getattr(prior, name)(theta, v, RADIUS) for name in ("log_partition", "mean", "variance")]
-            gradients = torch.autograd.grad(sum(x.sum() for x in numbers), (theta, v))
-            assert all(bool(x.isfinite().all()) for x in (*numbers, *gradients))
-            assert bool((numbers[2] >= 0).all())
+            found = numbers(prior, theta, v, RADIUS)
+            gradients = torch.autograd.grad(sum(x.sum() for x in found), (theta, v))
+            assert all(bool(x.isfinite().all()) for x in (*found, *gradients))
+            assert bool((found[2] >= 0).all())
 
 
 class TestIsing(PriorContract):
     def make(self):
-        return IsingPrior()
+        return SignUnits()
 
     def states(self):
         return RADIUS * torch.tensor([[-1.0], [1.0]]).double(), torch.full((2,), 0.5).double()
@@ -143,7 +145,7 @@ class TestIsing(PriorContract):
     def test_variance_is_right_however_small(self):
         theta = torch.tensor([[40.0]], dtype=torch.float64)
         truth = 4 * math.exp(-80.0)
-        assert IsingPrior().variance(theta, theta[..., 0] * 0, 1.0).item() == pytest.approx(truth, rel=1e-13)
+        assert SignUnits().tilted_moments(theta, theta[..., 0] * 0, 1.0)[1].item() == pytest.approx(truth, rel=1e-13)
 
 
 class TestDiscrete(PriorContract):
@@ -158,14 +160,14 @@ class TestDiscrete(PriorContract):
         """All but the state 2.5 die out; the nearest is 0."""
         theta = torch.tensor([[40.0]], dtype=torch.float64)
         truth = 2.5**2 * 2 / 0.5 * math.exp(-100.0)
-        assert THREE.variance(theta, theta[..., 0] * 0, 1.0).item() == pytest.approx(truth, rel=1e-12)
+        assert THREE.tilted_moments(theta, theta[..., 0] * 0, 1.0)[1].item() == pytest.approx(truth, rel=1e-12)
 
 
 class TestGaussian(PriorContract):
     dim = 2
 
     def make(self):
-        return GaussianPrior()
+        return GaussianUnits()
 
     def states(self):
         x, w = np.polynomial.hermite_e.hermegauss(60)
@@ -178,10 +180,10 @@ class TestGaussian(PriorContract):
         theta = torch.zeros(4, 2, dtype=torch.float64, requires_grad=True)
         edge = 2 / RADIUS**2
         v = torch.tensor([0.999 * edge, 1.001 * edge, 2 * edge, -1e6], dtype=torch.float64)
-        for function in (GaussianPrior().log_partition, GaussianPrior().mean, GaussianPrior().variance):
-            known = function(theta, v, RADIUS).reshape(4, -1).isfinite().all(-1)
+        for found in numbers(GaussianUnits(), theta, v, RADIUS):
+            known = found.reshape(4, -1).isfinite().all(-1)
             assert known.tolist() == [True, False, False, True]
-        value = GaussianPrior().log_partition(theta, v, RADIUS)
+        value = GaussianUnits().tilted_log_partition(theta, v, RADIUS)
         (gradient,) = torch.autograd.grad(value[[0, 3]].sum(), theta)
         assert bool(gradient[[0, 3]].isfinite().all())
 
@@ -190,7 +192,7 @@ class TestSphere(PriorContract):
     dim = 3
 
     def make(self):
-        return SpherePrior()
+        return SphereUnits()
 
     def states(self):
         z, w = np.polynomial.legendre.leggauss(40)
@@ -203,48 +205,48 @@ class TestSphere(PriorContract):
 
 def test_a_sphere_of_one_dimension_is_two_states():
     theta, v = 3 * random(2, 4, 1), random(2, 4, seed=1)
-    two, lone = DiscretePrior((-1, 1)), BesselResponse()
-    for name in ("log_partition", "mean", "variance"):
-        number = getattr(IsingPrior(), name)(theta, v, RADIUS)
-        assert torch.equal(number, getattr(SpherePrior(), name)(theta, v, RADIUS))
-        close(number, getattr(two, name)(theta, v, RADIUS))
-    assert torch.equal(IsingPrior().mean(theta, v, RADIUS), lone.magnetization(theta, 1.0, RADIUS))
+    laws = SignUnits(), SphereUnits(), DiscreteUnits((-1, 1))
+    for number, sphere, two in zip(*(numbers(law, theta, v, RADIUS) for law in laws), strict=True):
+        assert torch.equal(number, sphere)
+        close(number, two)
+    mean = SignUnits().tilted_moments(theta, v, RADIUS)[0]
+    assert torch.equal(mean, SphereUnits().magnetization(theta, 1.0, RADIUS))
 
 
 def test_spheres_of_many_dimensions_have_what_is_left_of_their_length():
     for dim in (2, 3, 17, 300):
         theta = 5 * random(4, dim, seed=dim)
-        m, c = (function(theta, theta[..., 0] * 0, 1.7) for function in (SpherePrior().mean, SpherePrior().variance))
+        m, c = SphereUnits().tilted_moments(theta, theta[..., 0] * 0, 1.7)
         close(m.square().sum(-1) + dim * c, torch.full((4,), 1.7**2, dtype=torch.float64))
 
 
 def test_weights_are_divided_by_their_sum():
     theta, v = random(1, 2, 1), random(1, 2, seed=1)
-    twice = DiscretePrior([-1, 0, 2.5], [2.0, 4.0, 1.0])
-    close(twice.log_partition(theta, v, 1.0), THREE.log_partition(theta, v, 1.0))
-    even = DiscretePrior((-1, 0, 2.5), (3, 3, 3))
-    close(even.mean(theta, v, 1.0), DiscretePrior((-1, 0, 2.5)).mean(theta, v, 1.0))
-    assert hash(DiscretePrior([1, 2])) == hash(DiscretePrior((1.0, 2.0)))
+    twice = DiscreteUnits([-1, 0, 2.5], [2.0, 4.0, 1.0])
+    close(twice.tilted_log_partition(theta, v, 1.0), THREE.tilted_log_partition(theta, v, 1.0))
+    even = DiscreteUnits((-1, 0, 2.5), (3, 3, 3))
+    close(even.tilted_moments(theta, v, 1.0), DiscreteUnits((-1, 0, 2.5)).tilted_moments(theta, v, 1.0))
+    assert hash(DiscreteUnits([1, 2])) == hash(DiscreteUnits((1.0, 2.0)))
 
 
 def test_wrong_arguments_are_named():
     with pytest.raises(
-        ValueError, match="`system` must have spins of dimension 1 for IsingPrior, got D = 3; use Sphere"
+        ValueError, match="`system` must have spins of dimension 1 for SignUnits, got D = 3; use Sphere"
     ):
-        IsingPrior().check(3)
-    with pytest.raises(ValueError, match="`system` must have spins of dimension 1 for DiscretePrior, got D = 2"):
-        THREE.check(2)
-    GaussianPrior().check(2)
-    SpherePrior().check(1)
+        SignUnits().check("system", 3, 1.0)
+    with pytest.raises(ValueError, match="`system` must have spins of dimension 1 for DiscreteUnits, got D = 2"):
+        THREE.check("system", 2, 1.0)
+    GaussianUnits().check("system", 2, 1.0)
+    SphereUnits().check("system", 1, 1.0)
     with pytest.raises(TypeError, match="`values` must be a tuple of numbers, got float"):
-        DiscretePrior(1.0)
+        DiscreteUnits(1.0)
     with pytest.raises(ValueError, match="`values` must have at least one entry"):
-        DiscretePrior(())
+        DiscreteUnits(())
     with pytest.raises(TypeError, match="`values` must be a number, got 'a'"):
-        DiscretePrior(("a",))
+        DiscreteUnits(("a",))
     with pytest.raises(ValueError, match="`weights` must have 2 entries, one for each value, got 1"):
-        DiscretePrior((0, 1), (1.0,))
+        DiscreteUnits((0, 1), (1.0,))
     with pytest.raises(ValueError, match="`weights` must be > 0, got 0"):
-        DiscretePrior((0, 1), (1.0, 0.0))
-    with pytest.raises(NotImplementedError, match="Prior must define log_partition"):
-        Prior().log_partition(torch.zeros(1, 1), torch.zeros(1), 1.0)
+        DiscreteUnits((0, 1), (1.0, 0.0))
+    with pytest.raises(NotImplementedError, match="SiteLaw must define tilted_log_partition"):
+        SiteLaw().tilted_log_partition(torch.zeros(1, 1), torch.zeros(1), 1.0)

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention.potentials.spin import (
+from implicit_attention.potentials import (
     AmosResponse,
-    BesselResponse,
     LargeDResponse,
-    Response,
     SaddlePointResponse,
+    SphereUnits,
+    SphericalLaw,
 )
 from implicit_attention.testing.numerics import random
 
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-RESPONSES = [BesselResponse(), AmosResponse(), SaddlePointResponse(), LargeDResponse()]
+RESPONSES = [SphereUnits(), AmosResponse(), SaddlePointResponse(), LargeDResponse()]
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
 
 BETA = torch.tensor([0.7, 1.3], dtype=torch.float64)
@@ -78,7 +78,7 @@ def to_the_digits_of(text):
 )
 def test_bessel_has_the_known_values(dim, kappa, ratio, log_partition):
     field = along([kappa], dim)
-    response = BesselResponse()
+    response = SphereUnits()
     assert response.magnetization(field, 1.0, 1.0).norm().item() == to_the_digits_of(ratio)
     if log_partition:
         assert response.log_partition(field, 1.0, 1.0).item() == to_the_digits_of(log_partition)
@@ -91,8 +91,8 @@ def test_amos_and_large_d_have_the_known_values():
     assert ratio(amos, [100.0], 64).item() == to_the_digits_of(".731803499842")
     assert amos.log_partition(along([100.0], 64), 1.0, 1.0).item() == to_the_digits_of("48.754998308505")
     assert ratio(LargeDResponse(), [5.0], 8).item() == to_the_digits_of(".566190378969")
-    assert ratio(BesselResponse(), [5.0], 8).item() == to_the_digits_of(".494449764064")
-    assert BesselResponse().log_partition(along([5.0], 8), 1.0, 1.0).item() == to_the_digits_of("1.378050893148")
+    assert ratio(SphereUnits(), [5.0], 8).item() == to_the_digits_of(".494449764064")
+    assert SphereUnits().log_partition(along([5.0], 8), 1.0, 1.0).item() == to_the_digits_of("1.378050893148")
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_amos_and_large_d_have_the_known_values():
         (SaddlePointResponse(), [".1156", ".0797", ".0309", ".0155", ".0078", ".0039", ".0005"]),
         (LargeDResponse(), [None, "2.00", ".333", ".143", ".0667", ".0323", ".0039"]),
     ],
-    ids=lambda x: type(x).__name__ if isinstance(x, Response) else "",
+    ids=lambda x: type(x).__name__ if isinstance(x, SphericalLaw) else "",
 )
 def test_largest_errors_of_the_closed_forms(response, errors):
     # The grid of the table: on a finer one two of its numbers are .0447 (Amos, D = 2) and .0799 (steepest descent, 3).
     kappa = torch.logspace(-2, 5, 120, dtype=torch.float64)
     for dim, text in zip([2, 3, 8, 16, 32, 64, 512], errors, strict=True):
         if text:
-            error = (ratio(response, kappa, dim) / ratio(BesselResponse(), kappa, dim) - 1).abs().max()
+            error = (ratio(response, kappa, dim) / ratio(SphereUnits(), kappa, dim) - 1).abs().max()
             assert error.item() == to_the_digits_of(text)
 
 
@@ -117,7 +117,7 @@ def test_a_fine_grid_finds_the_largest_errors_at_moderate_fields():
     kappa = torch.logspace(-1, 2, 20001, dtype=torch.float64)
     worst = {}
     for response in (AmosResponse(), SaddlePointResponse()):
-        error = 1 - ratio(response, kappa, 2) / ratio(BesselResponse(), kappa, 2)
+        error = 1 - ratio(response, kappa, 2) / ratio(SphereUnits(), kappa, 2)
         worst[type(response)] = error.max().item()
         assert 0 < error.argmax() < 20000
     # By mpmath: the maximum of 1 - A_Amos/A at kappa = 2.0866.
@@ -128,7 +128,7 @@ def test_a_fine_grid_finds_the_largest_errors_at_moderate_fields():
 def test_amos_is_a_lower_bound_that_is_exact_in_both_limits():
     kappa = torch.logspace(-3, 5, 200, dtype=torch.float64)
     for dim in (2, 3, 8, 512):
-        error = 1 - ratio(AmosResponse(), kappa, dim) / ratio(BesselResponse(), kappa, dim)
+        error = 1 - ratio(AmosResponse(), kappa, dim) / ratio(SphereUnits(), kappa, dim)
         assert bool((error > -1e-15).all())
         assert error[[0, -1]].max() < 1e-5
 
@@ -222,15 +222,15 @@ def test_fourth_derivative_at_zero_field_is_the_fourth_cumulant(response, dim):
         derivative = torch.func.grad(derivative)
         found.append(derivative(torch.zeros((), dtype=torch.float64)).item())
     tau, slope = (x.item() for x in response.covariance_terms(torch.zeros(1, dim, dtype=torch.float64), 1.0, radius))
-    fourth = 3 * slope if dim > 1 or not isinstance(response, BesselResponse) else -2 * radius**4
+    fourth = 3 * slope if dim > 1 or not isinstance(response, SphereUnits) else -2 * radius**4
     assert found == pytest.approx([0, tau, 0, fourth], rel=1e-13, abs=1e-14)
-    if isinstance(response, BesselResponse):
+    if isinstance(response, SphereUnits):
         assert found[3] == pytest.approx(-6 * radius**4 / (dim**2 * (dim + 2)), rel=1e-13)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 64, 4096])
 def test_strong_fields_keep_their_derivatives(dim):
-    response, kappa = BesselResponse(), 1e5
+    response, kappa = SphereUnits(), 1e5
     x = torch.tensor(kappa, dtype=torch.float64)
     unit = torch.zeros(1, dim, dtype=torch.float64)
     unit[0, 0] = 1
@@ -264,7 +264,7 @@ def test_quadrature_gives_the_same_moments(dim):
     across = (density * (1 - component**2)).sum(-1) / z / (dim - 1)
     radius, beta = 1.7, 0.6
     field = along(kappa / (beta * radius), dim)
-    response = BesselResponse()
+    response = SphereUnits()
     value = response.log_partition(field, beta, radius)[0]
     np.testing.assert_allclose(value, np.log(z) + kappa, rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(response.magnetization(field, beta, radius)[0].norm(dim=-1), radius * mean, rtol=1e-12)
@@ -274,7 +274,7 @@ def test_quadrature_gives_the_same_moments(dim):
 
 
 def test_one_dimension_is_an_ising_spin():
-    response, radius, beta = BesselResponse(), 1.0, 0.8
+    response, radius, beta = SphereUnits(), 1.0, 0.8
     field = torch.tensor([0.0, 1e-9, -0.3, 0.9, -1.3, 40.0, -1e5], dtype=torch.float64)[:, None]
     x = beta * field[:, 0]
     m = response.magnetization(field, beta, radius)
@@ -354,6 +354,6 @@ def test_all_responses_agree_in_high_dimension():
     dim = 100_000
     radius = math.sqrt(dim / 2 - 1)
     field = random(1, 2, dim)
-    truth = BesselResponse().magnetization(field, 1.5, radius)
+    truth = SphereUnits().magnetization(field, 1.5, radius)
     for response in RESPONSES[1:]:
         torch.testing.assert_close(response.magnetization(field, 1.5, radius), truth, rtol=3e-5, atol=0)

@@ -6,18 +6,18 @@ import math
 import pytest
 import torch
 
-from implicit_attention.potentials.spin import (
+from implicit_attention.potentials import (
     AmosResponse,
-    BesselResponse,
     LargeDResponse,
-    Response,
     SaddlePointResponse,
+    SphereUnits,
+    SphericalLaw,
 )
 from implicit_attention.testing.numerics import random
 
 # Forward mode loads torch's own scripted formulas.
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-RESPONSES = [BesselResponse(), AmosResponse(), SaddlePointResponse(), LargeDResponse()]
+RESPONSES = [SphereUnits(), AmosResponse(), SaddlePointResponse(), LargeDResponse()]
 every_response = pytest.mark.parametrize("response", RESPONSES, ids=lambda r: type(r).__name__)
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
 
@@ -125,7 +125,7 @@ def test_transforms_of_torch_func(response):
 
 @pytest.mark.parametrize("dim", [1, 3])
 def test_compiles_without_graph_breaks(dim):
-    response, radius = BesselResponse(), 1.3
+    response, radius = SphereUnits(), 1.3
     field = 0.2 * fields(dim, dtype=torch.float32)
 
     def function(field):
@@ -162,7 +162,7 @@ def test_a_large_d_response_has_one_radius():
     field, response = torch.ones(1, 8), LargeDResponse()
     response.magnetization(field, 1.0, torch.tensor(3.0).sqrt().item())
     with pytest.raises(
-        ValueError, match=r"`radius` must be sqrt\(D/2 - 1\) = 1.73205 for .* at D = 8, got 2.0; use Bessel"
+        ValueError, match=r"`radius` must be sqrt\(D/2 - 1\) = 1.73205 for .* at D = 8, got 2.0; use Sphere"
     ):
         response.magnetization(field, 1.0, 2.0)
     for call in (
@@ -171,7 +171,7 @@ def test_a_large_d_response_has_one_radius():
         lambda f: response.inverse(f, 1.0, 1.0),
         lambda f: response.entropy(f, 1.0),
     ):
-        with pytest.raises(ValueError, match=r"must have more than 2 dimensions .*, got D = 2; use BesselResponse"):
+        with pytest.raises(ValueError, match=r"must have more than 2 dimensions .*, got D = 2; use SphereUnits"):
             call(torch.zeros(3, 2))
 
 
@@ -208,4 +208,4 @@ def test_a_response_says_what_it_must_define():
     field = torch.ones(1, 3)
     for name in ("log_partition", "magnetization", "covariance_parts"):
         with pytest.raises(NotImplementedError):
-            getattr(Response(), name)(field, 1.0, 1.0)
+            getattr(SphericalLaw(), name)(field, 1.0, 1.0)

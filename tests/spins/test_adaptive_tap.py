@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from implicit_attention import ConvergenceError, Picard, Status, Unrolled, solve
-from implicit_attention.potentials.prior import DiscretePrior, GaussianPrior, IsingPrior, SpherePrior
+from implicit_attention.potentials import DiscreteUnits, GaussianUnits, SignUnits, SphereUnits
 from implicit_attention.problem import pullback
 from implicit_attention.spins import (
     Enumeration,
@@ -26,8 +26,8 @@ from implicit_attention.spins.approximation import physics_solver
 from implicit_attention.testing.numerics import dense_jacobian, random
 
 SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
-THREE = DiscretePrior((-1, 0, 2), (1.0, 2.0, 0.5))
-GAUSSIAN = AdaTAP(prior=GaussianPrior())
+THREE = DiscreteUnits((-1, 0, 2), (1.0, 2.0, 0.5))
+GAUSSIAN = AdaTAP(prior=GaussianUnits())
 
 
 def double(values):
@@ -89,7 +89,7 @@ def covariance(system, method):
         (2.0, -1.745059348675, [0.2360586186, 0.0629455867, 0.5167001076, 0.3871640194]),
     ],
 )
-@pytest.mark.parametrize("prior", [SpherePrior(), IsingPrior(), DiscretePrior((-1, 1))], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("prior", [SphereUnits(), SignUnits(), DiscreteUnits((-1, 1))], ids=lambda p: type(p).__name__)
 def test_four_spins(prior, beta, free, m):
     measure = "counting" if prior.fixed_length else "uniform"
     found = thermodynamics(SpinSystem(COUPLINGS, FIELD, beta, measure=measure), AdaTAP(prior=prior))
@@ -145,7 +145,7 @@ def test_curie_weiss_of_a_hundred_spins():
 # Exact cases.
 
 
-@pytest.mark.parametrize("prior", [IsingPrior(), THREE], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("prior", [SignUnits(), THREE], ids=lambda p: type(p).__name__)
 def test_sites_that_are_coupled_to_themselves_only_are_exact(prior):
     values, weights = ((-1, 1), (1, 1)) if prior.fixed_length else (THREE.values, THREE.weights)
     own, field, beta, radius = double([0.7, -0.4]), double([[0.4], [-1.0]]), 1.3, 1.2
@@ -266,7 +266,7 @@ def test_matrices_of_one_number_are_numbers():
 @pytest.mark.parametrize("case", ["ising", "vectors", "matrices", "spin one"])
 def test_the_linearization_is_the_jacobian(case):
     dim = {"vectors": 3, "matrices": 2}.get(case, 1)
-    prior = THREE if case == "spin one" else SpherePrior()
+    prior = THREE if case == "spin one" else SphereUnits()
     couplings, _ = disordered(2, sites=4 * dim if case == "matrices" else 4, scale=0.5)
     problem = SiteEquations(random(2, 4, dim, seed=3), couplings, prior, 1.3)
     z = descended(problem, problem.field)[0] + 0.05 * random(2, 4, dim + 1, seed=4)
@@ -279,7 +279,7 @@ def test_the_linearization_is_the_jacobian(case):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(("prior", "dim"), [(SpherePrior(), 1), (SpherePrior(), 3), (THREE, 1)])
+@pytest.mark.parametrize(("prior", "dim"), [(SphereUnits(), 1), (SphereUnits(), 3), (THREE, 1)])
 def test_log_partition_is_stationary_at_the_solution(prior, dim):
     couplings, field = disordered(sites=5, dim=dim, seed=2)
     method, system = AdaTAP(prior=prior), SpinSystem(couplings, field, 1.4)
@@ -391,7 +391,7 @@ def test_outputs_are_differentiable_twice(dim, outputs):
     assert torch.autograd.gradgradcheck(second, arguments, fast_mode=True, atol=1e-6)
 
 
-@pytest.mark.parametrize("prior", [GaussianPrior(), THREE], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("prior", [GaussianUnits(), THREE], ids=lambda p: type(p).__name__)
 def test_derivatives_for_other_priors(prior):
     couplings, field = disordered(sites=2, scale=0.4, diagonal=True)
 
@@ -494,7 +494,7 @@ def test_a_solve_that_breaks_down_fails_alone():
     assert variances.isnan().any(-1).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("prior", [SpherePrior(), THREE, GaussianPrior()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("prior", [SphereUnits(), THREE, GaussianUnits()], ids=lambda p: type(p).__name__)
 def test_masked_sites_change_nothing(prior):
     """Also for a law whose mean is not 0."""
     couplings, field = disordered(sites=6, scale=0.4)
@@ -556,14 +556,14 @@ def test_wrong_arguments_are_named():
         with pytest.raises(TypeError, match=re.escape(f"`{name}` must be ")):
             AdaTAP(**{name: value})
     vectors = SpinSystem(torch.zeros(3, 3), torch.zeros(3, 2))
-    for prior in (IsingPrior(), THREE):
+    for prior in (SignUnits(), THREE):
         with pytest.raises(
             ValueError, match=f"`system` must have spins of dimension 1 for {type(prior).__name__}, got D = 2"
         ):
             free_energy(vectors, AdaTAP(prior=prior))
     counting = SpinSystem(torch.zeros(3, 3), torch.zeros(3, 1), measure="counting")
-    assert float(free_energy(counting, AdaTAP(prior=IsingPrior()))) == pytest.approx(-3 * math.log(2))
-    for prior in (GaussianPrior(), THREE):
+    assert float(free_energy(counting, AdaTAP(prior=SignUnits()))) == pytest.approx(-3 * math.log(2))
+    for prior in (GaussianUnits(), THREE):
         with pytest.raises(ValueError, match=r"`measure` must be 'uniform' for .*, got 'counting'; use SpinSystem"):
             free_energy(counting, AdaTAP(prior=prior))
     with pytest.raises(ValueError, match="`couplings` must be symmetric"):

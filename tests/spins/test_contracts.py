@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from implicit_attention import Picard
-from implicit_attention.potentials.prior import GaussianPrior
-from implicit_attention.potentials.spin import AmosResponse
+from implicit_attention.potentials import AmosResponse, GaussianUnits
 from implicit_attention.spins import (
     TAP,
     AdaTAP,
@@ -78,7 +77,7 @@ class TestAdaTAPOfGaussianSpins(ApproximationContract):
     test_spins_without_couplings_answer_alone = None
 
     def make(self):
-        return AdaTAP(prior=GaussianPrior())
+        return AdaTAP(prior=GaussianUnits())
 
 
 class TestSaddlePoint(ApproximationContract):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import ConvergenceError
-from implicit_attention.potentials.spin import AmosResponse, BesselResponse
+from implicit_attention.potentials import AmosResponse, SphereUnits
 from implicit_attention.spins import (
     Bethe,
     Enumeration,
@@ -176,7 +176,7 @@ def test_spins_that_saturate_are_taken_apart_like_others(method, beta):
 
 
 def test_a_mean_that_no_field_gives_is_still_told():
-    response, m = BesselResponse(), torch.tensor([[1.0], [1 + 1e-12], [1 - 1e-12]], dtype=torch.float64)
+    response, m = SphereUnits(), torch.tensor([[1.0], [1 + 1e-12], [1 - 1e-12]], dtype=torch.float64)
     field, saturated = local_field(response, m, 2.0, 1.0)
     assert saturated.tolist() == [True, False, False]
     assert field.isnan().flatten().tolist() == [False, True, False]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from implicit_attention import Anderson, Picard, Status
-from implicit_attention.potentials.spin import AmosResponse, BesselResponse, LargeDResponse
+from implicit_attention.potentials import AmosResponse, LargeDResponse, SphereUnits
 from implicit_attention.problem import pullback
 from implicit_attention.spins import Enumeration, SpinSystem, free_energy, magnetization, thermodynamics
 from implicit_attention.spins.mean_field import MeanField, MeanFieldProblem
@@ -84,7 +84,7 @@ def test_it_is_off_in_second_order_of_the_couplings():
 
 
 @pytest.mark.parametrize("block", [False, True])
-@pytest.mark.parametrize("response", [BesselResponse(), AmosResponse()])
+@pytest.mark.parametrize("response", [SphereUnits(), AmosResponse()])
 def test_the_linearization_is_the_jacobian(response, block):
     couplings, field = vectors()
     if block:
@@ -101,7 +101,7 @@ def test_the_linearization_is_the_jacobian(response, block):
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("response", [BesselResponse(), AmosResponse()])
+@pytest.mark.parametrize("response", [SphereUnits(), AmosResponse()])
 def test_magnetizations_solve_their_equation(response):
     couplings, field = vectors()
     system = SpinSystem(couplings, field, 0.8)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from implicit_attention.potentials.spin import BesselResponse
+from implicit_attention.potentials import SphereUnits
 from implicit_attention.spins import Enumeration, SpinSystem, TransferMatrix, exact, thermodynamics
 from implicit_attention.spins.sampling import heat_bath, replica_exchange, synchronous
 from implicit_attention.testing.numerics import random
@@ -77,7 +77,7 @@ def driven(dim, turn=None, beta=0.9, radius=1.4):
     """Site 0 in a field drives site 1, which does not answer: all averages in closed form."""
     strength, field = 0.8, torch.zeros(2, dim, dtype=torch.float64)
     field[0] = random(dim, seed=4)
-    response, one = BesselResponse(), torch.zeros(1, dim, dtype=torch.float64)
+    response, one = SphereUnits(), torch.zeros(1, dim, dtype=torch.float64)
     one[0, 0] = strength * radius
     gain = float(response.magnetization(one, beta, radius)[0, 0]) / radius
     first = response.magnetization(field[:1], beta, radius)[0]
@@ -110,7 +110,7 @@ def test_a_driven_vector_coupled_by_a_matrix():
     found = synchronous(system, chains=512, burn_in=3, sweeps=100, generator=generator())
     assert_near(found.magnetization, found.magnetization_error, m, 0.02)
     assert_near(found.entropy_production, found.entropy_production_error, entropy, 0.03)
-    tau, rho = (float(v) for v in BesselResponse().covariance_parts(system.field[:1], system.beta, system.radius))
+    tau, rho = (float(v) for v in SphereUnits().covariance_parts(system.field[:1], system.beta, system.radius))
     u = m[0] / m[0].norm()
     expected = gain * (tau * turn.trace() + (rho - tau) * (u @ turn @ u))
     assert_near(found.delayed_correlations[1, 0], found.delayed_correlations_error[1, 0], expected, 0.02)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention.potentials.spin import BesselResponse
+from implicit_attention.potentials import SphereUnits
 from implicit_attention.spins.sampling import sample_spins
 from implicit_attention.testing.numerics import random
 
@@ -35,7 +35,7 @@ def test_moments(dim, kappa):
     field = kappa / (beta * radius) * u
     spins = drawn(field, beta, radius, draws=DRAWS if dim < 60 else 4000)
     torch.testing.assert_close(spins.norm(dim=-1), torch.full_like(spins[:, 0], radius), rtol=1e-14, atol=0)
-    response = BesselResponse()
+    response = SphereUnits()
     one = field[None]
     mean = response.magnetization(one, beta, radius)[0]
     tau, rho = (float(v) for v in response.covariance_parts(one, beta, radius))
@@ -95,7 +95,7 @@ def test_every_direction_of_the_axis(dim):
     """Also -e_1, at which the reflection that is used changes its form, and 0, which has no direction."""
     fields = torch.cat([torch.eye(dim), -torch.eye(dim), torch.zeros(1, dim)]).double() * 40
     spins = sample_spins(fields.expand(4000, *fields.shape), 1.0, 1.0, generator())
-    mean = BesselResponse().magnetization(fields, 1.0, 1.0)
+    mean = SphereUnits().magnetization(fields, 1.0, 1.0)
     assert ((spins.mean(0) - mean).abs() < 4.5 * spins.std(0) / 4000**0.5).all()
 
 
@@ -116,7 +116,7 @@ def test_a_uniform_number_that_is_zero_is_no_infinite_logistic_one():
 def test_beta_is_per_sample():
     field = torch.tensor([0.5, 0.0]).double().expand(2, 40_000, 2)
     spins = sample_spins(field, torch.tensor([0.1, 6.0]).double(), 1.5, generator())
-    mean = BesselResponse().magnetization(field[:, :1], torch.tensor([0.1, 6.0]).double(), 1.5)[:, 0]
+    mean = SphereUnits().magnetization(field[:, :1], torch.tensor([0.1, 6.0]).double(), 1.5)[:, 0]
     assert ((spins.mean(1) - mean).abs() < 4 * spins.std(1) / 200).all()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import spins
-from implicit_attention.potentials.prior import GaussianPrior
+from implicit_attention.potentials import GaussianUnits
 from implicit_attention.spins import SpinSystem, free_energy, magnetization
 from implicit_attention.spins.dynamics import DynamicalMethod, stationary_state
 from implicit_attention.testing.numerics import random
@@ -23,7 +23,7 @@ N = 3
 
 
 def make(text):
-    return eval(text, {**vars(spins), "GaussianPrior": GaussianPrior})
+    return eval(text, {**vars(spins), "GaussianUnits": GaussianUnits})
 
 
 def system(feature, chain):

@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 import torch
+from solvable_models import sherrington_kirkpatrick
 
 from implicit_attention import Anderson, ConvergenceError, OneStep, Picard, Status
-from implicit_attention.potentials.spin import AmosResponse, BesselResponse, LargeDResponse
+from implicit_attention.potentials import AmosResponse, LargeDResponse, SphereUnits
 from implicit_attention.problem import pullback
 from implicit_attention.spins import Enumeration, MeanField, SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins.exact import sherrington_kirkpatrick
 from implicit_attention.spins.tap import TAP
 from implicit_attention.testing.numerics import dense_jacobian, random
 
@@ -147,7 +147,7 @@ def three_vectors(couplings, field, beta, radius, nodes=12):
     first, second = (beta * spins @ h + log_weight for h in field[:2])
     pair = first[:, None] + second + beta * spins @ couplings[0, 1] @ spins.mT
     seen = field[2] + (spins @ couplings[0, 2])[:, None] + spins @ couplings[1, 2]
-    return (pair + BesselResponse().log_partition(seen, beta, radius)).flatten().logsumexp(0)
+    return (pair + SphereUnits().log_partition(seen, beta, radius)).flatten().logsumexp(0)
 
 
 @pytest.mark.parametrize(("order", "slope"), [(2, 3.0), (3, 4.0)])
@@ -179,7 +179,7 @@ def test_blocks_of_numbers_are_numbers(order, dim):
     close(plain.correlations.diagonal(dim1=-2, dim2=-1), torch.full((2, 4), 1.44, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("response", [BesselResponse(), AmosResponse()])
+@pytest.mark.parametrize("response", [SphereUnits(), AmosResponse()])
 @BOTH
 def test_magnetizations_are_those_of_the_fixed_point(response, order):
     couplings, field = symmetric(4, 4), random(4, 3, seed=1)
@@ -204,8 +204,8 @@ def test_magnetizations_are_slopes_of_the_free_energy():
 def test_without_couplings_spins_are_free(order):
     field = random(2, 3, 4, seed=1)
     found = thermodynamics(SpinSystem(torch.zeros(3, 3).double(), field, 0.7), TAP(order=order))
-    close(found.log_partition, BesselResponse().log_partition(field, 0.7, 2.0).sum(-1))
-    close(found.magnetization, BesselResponse().magnetization(field, 0.7, 2.0))
+    close(found.log_partition, SphereUnits().log_partition(field, 0.7, 2.0).sum(-1))
+    close(found.magnetization, SphereUnits().magnetization(field, 0.7, 2.0))
 
 
 @BOTH
@@ -230,7 +230,7 @@ def test_zero_field_is_no_singular_point(order):
 def test_a_lone_spin_with_a_diagonal_is_exact(dim):
     own, field = torch.tensor([[0.7]], dtype=torch.float64), random(1, dim, seed=3)
     found = free_energy(SpinSystem(own, field, 1.1, radius=1.3), TAP())
-    close(-1.1 * found, BesselResponse().log_partition(field, 1.1, 1.3)[0] + 1.1 * 0.7 * 1.69 / 2)
+    close(-1.1 * found, SphereUnits().log_partition(field, 1.1, 1.3)[0] + 1.1 * 0.7 * 1.69 / 2)
 
 
 def test_an_anisotropy_counts_to_first_order():
@@ -275,10 +275,10 @@ def test_rotated_blocks():
 @pytest.mark.parametrize(
     ("dim", "block", "response"),
     [
-        (1, False, BesselResponse()),
+        (1, False, SphereUnits()),
         (1, False, AmosResponse()),
-        (3, False, BesselResponse()),
-        (3, True, BesselResponse()),
+        (3, False, SphereUnits()),
+        (3, True, SphereUnits()),
     ],
 )
 @BOTH
@@ -417,7 +417,7 @@ def test_the_criterion_is_an_eigenvalue(dim):
     system, method = SpinSystem(couplings, random(5, dim, seed=2), 0.8), TAP()
     problem = problem_of(system, method)
     x = method.solution(system, method.start(system)).value
-    tau = torch.maximum(*BesselResponse().covariance_parts(x, 1.0, system.radius))
+    tau = torch.maximum(*SphereUnits().covariance_parts(x, 1.0, system.radius))
     matrix = 0.64 * couplings.square() * tau[:, None] * tau
     close(problem.instability(x), torch.linalg.eigvalsh(matrix)[-1], 1e-6)
 

@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 
-from implicit_attention import GMRES, ConvergenceError, ConvergenceWarning, Implicit, Status
-from implicit_attention.potentials.prior import GaussianPrior
+from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Status
+from implicit_attention.linear import GMRES
+from implicit_attention.potentials import GaussianUnits
 from implicit_attention.spins import (
     AdaTAP,
     Bethe,
@@ -346,7 +347,7 @@ def test_where_a_method_finds_no_answer_every_output_is_nan():
     couplings = symmetric(B, N, N)
     couplings[1] *= 40  # of Gaussian spins, which then have no largest weight
     given = couplings.requires_grad_()
-    method = AdaTAP(prior=GaussianPrior())
+    method = AdaTAP(prior=GaussianUnits())
     found = thermodynamics(system(random(B, N, D, seed=1), given, 0.5), method, on_failure="ignore")
     for name in OUTPUTS:
         assert read(found, name)[1].isnan().all(), name
@@ -394,7 +395,7 @@ def test_a_failed_sample_is_reported_as_asked():
 def test_wrong_arguments_are_refused(function):
     with pytest.raises(TypeError, match="`system` must be a SpinSystem, got Tensor"):
         function(torch.ones(3), Enumeration())
-    with pytest.raises(TypeError, match="`method` must be a Approximation, got type"):
+    with pytest.raises(TypeError, match="`method` must be an instance of Approximation, got type"):
         function(system(), Enumeration)
     with pytest.raises(ValueError, match="`on_failure` must be one of 'raise', 'warn', 'ignore', got 'stop'"):
         function(system(), Enumeration(), on_failure="stop")

@@ -1,0 +1,360 @@
+"""Laws of one number: K(t) = log of the mean of exp(t h), its derivatives, and what sites of spin systems ask besides.
+
+There is one class per law. Hidden units of a Boltzmann machine take all of them (`Units`), sites of a spin system those
+that answer to a quadratic term as well (`SiteLaw`). Spins of fixed length have a module of their own, `spherical`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _validate
+from ._law import SiteLaw, TiltMap, Units, require_dimension
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class GaussianUnits(Units, SiteLaw):
+    """h normal: K = mean t + variance t^2/2. Summing such hidden units over makes a Hopfield network.
+
+    As the law of a site, with mean 0 and variance 1, every component of s is normal with variance R^2/D, so that
+    <|s|^2> = R^2; SpinSystem's radius="sqrt_dim" makes the variance 1. Then
+    log A = (c |theta|^2 - D log(D/R^2 c'))/2 with c = 1/(D/R^2 - V), and m = c theta. It exists for V < D/R^2.
+
+    Not for units that must stay bounded: the effective energy then has no minimum once the weights are large; use
+    `SignUnits` or `SphereUnits`.
+
+    Args:
+        mean: <h> at t = 0; the attribute is `center`, as `mean` is K'.
+        variance: >= 0; the attribute is `spread`, as `variance` is K''.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import GaussianUnits
+        >>> GaussianUnits(mean=1.0, variance=2.0).cumulant(torch.tensor([0.0, 1.0]))
+        tensor([0., 2.])
+    """
+
+    center: float
+    spread: float
+
+    def __init__(self, mean: float = 0.0, variance: float = 1.0) -> None:
+        object.__setattr__(self, "center", _validate.check_number("mean", mean))
+        object.__setattr__(self, "spread", _validate.check_number("variance", variance, low=0.0))
+
+    def __repr__(self) -> str:
+        return f"GaussianUnits(mean={self.center}, variance={self.spread})"
+
+    @property
+    def largest_variance(self) -> float:
+        return self.spread
+
+    def cumulant(self, t: Tensor) -> Tensor:
+        return t * (self.center + self.spread * t / 2)
+
+    def mean(self, t: Tensor) -> Tensor:
+        return self.center + self.spread * t
+
+    def variance(self, t: Tensor) -> Tensor:
+        return torch.full_like(t, self.spread)
+
+    def check(self, argument: str, dim: int, radius: float) -> None:
+        required = "be GaussianUnits() of mean 0 and variance 1 as the law of a site"
+        remedy = "the radius of the system is the scale of its spins, and a field moves their mean"
+        _validate.require((self.center, self.spread) == (0, 1), "prior", required, repr(self), remedy)
+
+    def tilted_log_partition(self, theta: Tensor, v: Tensor, radius: float) -> Tensor:
+        m, c = self.tilted_moments(theta, v, radius)
+        dim = theta.shape[-1]
+        return ((m * theta).sum(-1) + dim * (c * (dim / radius**2)).log()) / 2
+
+    def tilted_moments(self, theta: Tensor, v: Tensor, radius: float) -> tuple[Tensor, Tensor]:
+        plain = radius**2 / theta.shape[-1]
+        scale = 1 - plain * v
+        c = plain * torch.where(scale > 0, scale, torch.nan).reciprocal()
+        return c[..., None] * theta, c
+
+
+@dataclass(frozen=True)
+class DiscreteUnits(Units, SiteLaw):
+    """One of finitely many numbers x: K = log sum_k w_k exp(t x_k).
+
+    As the law of a site s = R x, D = 1: log A = log sum_k w_k exp(theta R x_k + V R^2 x_k^2/2).
+    `DiscreteUnits((-1, 0, 1))` is the spin 1.
+
+    Not for two states: `SignUnits` and `BernoulliUnits` have closed forms. A variance costs the square of the number of
+    states.
+
+    Args:
+        values: x, at least one number.
+        weights: w > 0, one for each; divided by their sum. None makes them equal.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import DiscreteUnits
+        >>> DiscreteUnits((0, 1, 2), weights=(1, 2, 1)).mean(torch.tensor([0.0, 9.0]))
+        tensor([1.0000, 1.9998])
+    """
+
+    values: tuple[float, ...]
+    weights: tuple[float, ...] | None = None
+    linear_growth: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _numbers("values", self.values))
+        if self.weights is not None:
+            object.__setattr__(self, "weights", _numbers("weights", self.weights, low=0.0))
+            required = f"have {len(self.values)} entries, one for each value"
+            _validate.require(len(self.weights) == len(self.values), "weights", required, len(self.weights))
+
+    @property
+    def largest_variance(self) -> float:
+        return (max(self.values) - min(self.values)) ** 2 / 4
+
+    def cumulant(self, t: Tensor, v: Tensor | float = 0.0) -> Tensor:
+        return self._exponents(t, v)[1].logsumexp(-1)
+
+    def mean(self, t: Tensor, v: Tensor | float = 0.0) -> Tensor:
+        x, exponents = self._exponents(t, v)
+        return (exponents.softmax(-1) * x).sum(-1)
+
+    def variance(self, t: Tensor, v: Tensor | float = 0.0) -> Tensor:
+        x, exponents = self._exponents(t, v)
+        return _covariance(exponents.softmax(-1), x, x)
+
+    def check(self, argument: str, dim: int, radius: float) -> None:
+        require_dimension(self, argument, dim, 1, "use SphereUnits() or GaussianUnits() for vectors")
+
+    def tilted_log_partition(self, theta: Tensor, v: Tensor, radius: float) -> Tensor:
+        return self.cumulant(radius * theta[..., 0], radius**2 * v)
+
+    def tilted_moments(self, theta: Tensor, v: Tensor, radius: float) -> tuple[Tensor, Tensor]:
+        x, exponents = self._exponents(radius * theta[..., 0], radius**2 * v)
+        weights = exponents.softmax(-1)
+        return radius * (weights * x).sum(-1, keepdim=True), radius**2 * _covariance(weights, x, x)
+
+    def tilted_covariance(self, theta: Tensor, v: Tensor, radius: float) -> TiltMap:
+        x, exponents = self._exponents(radius * theta[..., 0], radius**2 * v)
+        weights, x = exponents.softmax(-1), radius * x
+        half_square = x.square() / 2
+
+        def product(by_theta: Tensor, by_v: Tensor) -> tuple[Tensor, Tensor]:
+            change = by_theta * x + by_v[..., None] * half_square
+            return _covariance(weights, x, change)[..., None], _covariance(weights, half_square, change)
+
+        return product
+
+    def _exponents(self, t: Tensor, v: Tensor | float) -> tuple[Tensor, Tensor]:
+        """The states, (K,), and the logarithms of their tilted weights, (..., K)."""
+        weights = self.weights or (1.0,) * len(self.values)
+        logs, x = (
+            torch.tensor(numbers, dtype=t.dtype, device=t.device)
+            for numbers in ([math.log(w / sum(weights)) for w in weights], self.values)
+        )
+        quadratic = x.square() * (v[..., None] if isinstance(v, Tensor) else v) / 2
+        return x, logs + t[..., None] * x + quadratic
+
+
+def _numbers(name: str, given: Any, low: float = -math.inf) -> tuple[float, ...]:
+    """A tuple that no one else can change."""
+    if not isinstance(given, tuple | list):
+        raise TypeError(_validate.message(name, "be a tuple of numbers", type(given).__name__))
+    _validate.require(len(given) > 0, name, "have at least one entry", given)
+    return tuple(float(_validate.check_number(name, x, low=low, open_low=math.isfinite(low))) for x in given)
+
+
+def _covariance(weights: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Of numbers a and b of states, (..., K), as a sum over pairs: exact however near 1 a weight is."""
+    pairs = weights[..., :, None] * weights[..., None, :]
+    differences = [x[..., :, None] - x[..., None, :] for x in (a, b)]
+    return (pairs * differences[0] * differences[1]).sum((-2, -1)) / 2
+
+
+@dataclass(frozen=True)
+class BernoulliUnits(Units):
+    """h = 1 with probability p, else 0: K = log(1 - p + p e^t).
+
+    Not for a p of 0 or 1: use `ConstantUnits`.
+
+    Args:
+        p: between 0 and 1, both excluded.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import BernoulliUnits
+        >>> BernoulliUnits(0.5).mean(torch.tensor([0.0, 2.0]))
+        tensor([0.5000, 0.8808])
+    """
+
+    p: float
+    linear_growth: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _validate.store_plain(self)
+        _validate.check_number("p", self.p)
+        _validate.require(0 < self.p < 1, "p", "be between 0 and 1", self.p, "use ConstantUnits(0.0 or 1.0) for these")
+
+    @property
+    def largest_variance(self) -> float:
+        return 0.25
+
+    def cumulant(self, t: Tensor) -> Tensor:
+        # Both terms by the same function, so that K is 0 at 0; softplus would be cut off at 20.
+        return F.logsigmoid(torch.full_like(t, -self._logit)) - F.logsigmoid(-t - self._logit)
+
+    def mean(self, t: Tensor) -> Tensor:
+        return torch.sigmoid(t + self._logit)
+
+    def variance(self, t: Tensor) -> Tensor:
+        return torch.sigmoid(t + self._logit) * torch.sigmoid(-t - self._logit)
+
+    @property
+    def _logit(self) -> float:
+        return math.log(self.p) - math.log1p(-self.p)
+
+
+@dataclass(frozen=True)
+class _PositiveParameter(Units):
+    """A law whose one parameter, a rate or a scale, is > 0."""
+
+    def __post_init__(self) -> None:
+        _validate.store_plain(self)
+        for field in dataclasses.fields(self):
+            _validate.check_number(field.name, getattr(self, field.name), low=0.0, open_low=True)
+
+
+@dataclass(frozen=True)
+class PoissonUnits(_PositiveParameter):
+    """h = 0, 1, 2, ...: K = rate (e^t - 1).
+
+    Not for Gaussian visible units, whose law cannot be normalised against it: use `BernoulliUnits`.
+
+    Args:
+        rate: > 0.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import PoissonUnits
+        >>> PoissonUnits(2.0).variance(torch.tensor([0.0, 1.0]))
+        tensor([2.0000, 5.4366])
+    """
+
+    rate: float
+
+    def cumulant(self, t: Tensor) -> Tensor:
+        return self.rate * torch.expm1(t)
+
+    def mean(self, t: Tensor) -> Tensor:
+        return self.rate * torch.exp(t)
+
+    def variance(self, t: Tensor) -> Tensor:
+        return self.mean(t)
+
+
+@dataclass(frozen=True)
+class ExponentialUnits(_PositiveParameter):
+    """h > 0 of density rate exp(-rate h): K = -log(1 - t/rate) for t < rate, else NaN.
+
+    Not for weights that grow without bound, which leave the domain of K: use `BernoulliUnits`.
+
+    Args:
+        rate: > 0.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import ExponentialUnits
+        >>> ExponentialUnits(2.0).mean(torch.tensor([0.0, 1.0, 2.0]))
+        tensor([0.5000, 1.0000,    nan])
+    """
+
+    rate: float
+
+    def cumulant(self, t: Tensor) -> Tensor:
+        return -torch.log1p(-self._inside(t) / self.rate)
+
+    def mean(self, t: Tensor) -> Tensor:
+        return (self.rate - self._inside(t)).reciprocal()
+
+    def variance(self, t: Tensor) -> Tensor:
+        return self.mean(t).square()
+
+    def _inside(self, t: Tensor) -> Tensor:
+        return torch.where(t < self.rate, t, torch.nan)
+
+
+@dataclass(frozen=True)
+class LaplaceUnits(_PositiveParameter):
+    """h of density exp(-|h|/scale)/(2 scale): K = -log(1 - scale^2 t^2) for |t| < 1/scale, else NaN.
+
+    Not for weights that grow without bound, which leave the domain of K: use `SignUnits`.
+
+    Args:
+        scale: > 0.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import LaplaceUnits
+        >>> LaplaceUnits(0.5).mean(torch.tensor([0.0, 1.0, -2.0]))
+        tensor([0.0000, 0.6667,    nan])
+    """
+
+    scale: float
+
+    def cumulant(self, t: Tensor) -> Tensor:
+        return -torch.log1p(-self._inside(t).square())
+
+    def mean(self, t: Tensor) -> Tensor:
+        x = self._inside(t)
+        return 2 * self.scale * x / (1 - x.square())
+
+    def variance(self, t: Tensor) -> Tensor:
+        square = self._inside(t).square()
+        return 2 * self.scale**2 * (1 + square) / (1 - square).square()
+
+    def _inside(self, t: Tensor) -> Tensor:
+        x = self.scale * t
+        return torch.where(x.abs() < 1, x, torch.nan)
+
+
+@dataclass(frozen=True)
+class ConstantUnits(Units):
+    """h = value for certain: K = value t, a field on the visible units.
+
+    Not for a field that every visible unit has of its own: give that to the energy.
+
+    Args:
+        value: any number.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import ConstantUnits
+        >>> ConstantUnits(3.0).cumulant(torch.tensor([0.0, 2.0]))
+        tensor([0., 6.])
+    """
+
+    value: float
+    linear_growth: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _validate.store_plain(self)
+        _validate.check_number("value", self.value)
+
+    @property
+    def largest_variance(self) -> float:
+        return 0.0
+
+    def cumulant(self, t: Tensor) -> Tensor:
+        return self.value * t
+
+    def mean(self, t: Tensor) -> Tensor:
+        # Not a constant tensor, so that every order of its derivative exists, and NaN stays NaN.
+        return self.value + 0 * t
+
+    def variance(self, t: Tensor) -> Tensor:
+        return 0 * t
