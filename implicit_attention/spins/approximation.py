@@ -26,7 +26,17 @@ Check: TypeAlias = Literal["none", "stability"]
 
 
 class LogPartition(NamedTuple):
-    """log Z of every sample, (*batch), and the evidence of the solve behind it, with *batch numbering its problems."""
+    """log Z of every sample, (*batch), and the report of the solve behind it, whose problems are the samples.
+
+    Not for free energies, from which samples that cannot be solved are kept away: use `free_energy`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem
+        >>> value, report = Enumeration().log_partition(SpinSystem(torch.zeros(2, 2), torch.zeros(2, 1)))
+        >>> round(float(value), 6), bool(report.converged)
+        (0.0, True)
+    """
 
     value: Tensor
     report: SolveReport
@@ -40,6 +50,17 @@ class Approximation:
     derivatives of F are wanted: magnetizations are the first with respect to the field, susceptibilities the second.
     The numbers that it gets are finite: samples with others are taken out, and their answers NaN. So are, unless
     `symmetric` is False, samples whose couplings are not symmetric, where `check` could not look at them.
+
+    Not for use by itself: use one of its subclasses, such as `AdaTAP()`, or derive your own method.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Approximation, Enumeration, MeanField, SpinSystem, free_energy
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> methods: list[Approximation] = [Enumeration(), MeanField()]
+        >>> [round(float(free_energy(system, method)), 3) for method in methods]
+        [-0.164, -0.058]
     """
 
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
@@ -75,6 +96,15 @@ class FixedPointApproximation(Approximation):
     no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solver that
     is given starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status UNSTABLE
     where `check="stability"` asks for it, and CONVERGED else: to find out costs more than most solves.
+
+    Not for methods that need no iteration: derive these from `Approximation`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import TAP, FixedPointApproximation, SpinSystem
+        >>> method, system = TAP(), SpinSystem(torch.zeros(2, 2), torch.ones(2, 1))
+        >>> isinstance(method, FixedPointApproximation), method.problem(system).event_ndim
+        (True, 2)
     """
 
     solver: Solver | None = None

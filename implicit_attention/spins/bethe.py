@@ -41,6 +41,17 @@ class Bethe(FixedPointApproximation):
 
     Reference: Yedidia, Freeman and Weiss (2005), section IV; Ricci-Tersenghi (2012), eq. 22, for the inverse covariance
     whose sign tells stability.
+
+    Not for dense couplings, whose loops are short: use `AdaTAP()` or `TAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Bethe, Enumeration, SpinSystem, magnetization
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> bethe, exact = (magnetization(system, method) for method in (Bethe(), Enumeration()))
+        >>> torch.allclose(bethe, exact, atol=1e-5)  # a pair is a tree
+        True
     """
 
     def check(self, system: SpinSystem) -> None:

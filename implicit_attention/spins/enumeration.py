@@ -19,7 +19,18 @@ BLOCK = 2**14
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Enumeration(Approximation):
-    """log Z = log mean_s exp(-beta E(s)) over all 2^N states: exact, for D = 1 and N <= 20."""
+    """log Z = log mean_s exp(-beta E(s)) over all 2^N states: exact, for D = 1 and N <= 20.
+
+    Not for more than 20 sites or for vectors: use `AdaTAP()`, `TransferMatrix()` for chains, or samples.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem, magnetization
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> magnetization(system, Enumeration())[:, 0].round(decimals=3)
+        tensor([0.2910, 0.1350])
+    """
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)

@@ -23,6 +23,15 @@ class StationaryLaw(NamedTuple):
     delayed: D_ij = <s_i(t + 1) s_j(t)> - <s_i><s_j>, (N, N).
     entropy_production: per step, sum over transitions of p log(forward/backward) >= 0.
     second_eigenvalue: the size of the transition matrix's second eigenvalue, which says how fast the law is reached.
+
+    Not for equilibrium, whose law is Boltzmann's: use `Enumeration()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import stationary_law
+        >>> law = stationary_law(torch.zeros(2, 2), torch.ones(2))
+        >>> law.probabilities.shape, round(law.second_eigenvalue, 6)
+        (torch.Size([4]), 0.0)
     """
 
     probabilities: Tensor
@@ -40,6 +49,15 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
         couplings: J, (N, N) with N <= 12, not necessarily symmetric; a diagonal counts.
         field: h, (N).
         beta: inverse temperature > 0.
+
+    Not for more than 12 sites: use `synchronous`; not for equilibrium: use `Enumeration()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import stationary_law
+        >>> law = stationary_law(torch.tensor([[0.0, 0.8], [-0.4, 0.0]]), torch.zeros(2))
+        >>> law.entropy_production > 0, law.magnetization.abs().max().item() < 1e-12
+        (True, True)
     """
     couplings, field = _checked(couplings, field, beta)
     spins = _states(len(field))

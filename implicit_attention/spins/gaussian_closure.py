@@ -43,6 +43,16 @@ class GaussianClosure(DynamicalMethod):
     Couplings are a number for each pair.
 
     Reference: Mezard and Sakellariou (2011), and Plefka[t-1] of Aguilera, Moosavi and Shimazaki (2021), for D = 1.
+
+    Not for equilibrium, whose law is Boltzmann's: use `AdaTAP()`; not for few strong neighbours: use `synchronous`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import GaussianClosure, SpinSystem, stationary_state
+        >>> asymmetric = torch.tensor([[0.0, 0.8], [-0.4, 0.0]])
+        >>> state = stationary_state(SpinSystem(asymmetric, torch.ones(2, 1)), GaussianClosure())
+        >>> bool(state.entropy_production > 0)
+        True
     """
 
     def check(self, system: SpinSystem) -> None:

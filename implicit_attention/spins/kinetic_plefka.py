@@ -41,6 +41,15 @@ class KineticPlefka(DynamicalMethod):
         adjoint: None is `Implicit()`.
 
     Reference: Aguilera, Moosavi and Shimazaki (2021), Plefka[t-1, t], for D = 1. Here for any response.
+
+    Not for equilibrium, whose law is Boltzmann's: use `TAP()`; not for strong couplings: use `GaussianClosure()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import KineticPlefka, SpinSystem, magnetization
+        >>> asymmetric = torch.tensor([[0.0, 0.4], [-0.2, 0.0]])
+        >>> magnetization(SpinSystem(asymmetric, torch.ones(2, 1)), KineticPlefka(order=2)).shape
+        torch.Size([2, 1])
     """
 
     order: int = 1

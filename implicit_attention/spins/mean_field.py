@@ -69,6 +69,16 @@ class MeanField(ResponseApproximation):
     from `initial=`. It need not be a minimum: m = 0 without a field is none, which `check="stability"` tells.
 
     Reference: Plefka (1982), first order.
+
+    Not for strong couplings or few neighbours, where it is the least accurate method: use `AdaTAP()` or `TAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import MeanField, SpinSystem, magnetization
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> magnetization(system, MeanField())[:, 0].round(decimals=3)
+        tensor([0.3590, 0.1980, 0.1420])
     """
 
     def problem(self, system: SpinSystem) -> MeanFieldProblem:

@@ -48,6 +48,16 @@ class SaddlePoint(Approximation):
     fourth, leading order alone to fifth.
 
     Reference: Berlin and Kac (1952) for the shared multiplier.
+
+    Not for spins of few dimensions, D = 1 above all: use `AdaTAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy
+        >>> couplings = 0.2 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.ones(5, 3, 64), beta=0.8)
+        >>> free_energy(system, SaddlePoint(one_loop=True)).shape
+        torch.Size([5])
     """
 
     shared: bool = False

@@ -55,6 +55,17 @@ class Stability:
             chain, a tree), else the one that was measured to be nearest to the truth over all temperatures,
             `AdaTAP` for D = 1 and one loop for vectors. Where `reliable` is False it is a guess: draw samples.
         report: of the method's own solve.
+
+    Not for how well the equations were solved: `report` tells that.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import TAP, SpinSystem, stability
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> found = stability(system, TAP(), starts=2)
+        >>> bool(found.reliable), int(found.branches), found.recommended_method
+        (True, 1, Enumeration())
     """
 
     spectral_radius: Tensor
@@ -115,6 +126,17 @@ def stability(
     Gradients: none.
 
     Reference: de Almeida and Thouless (1978) for the last number, here with the covariances of vectors.
+
+    Not for every step of a training run, as it costs many solves: use `check="stability"` of `thermodynamics`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import MeanField, SpinSystem, stability
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> found = stability(system, MeanField(), starts=2)
+        >>> bool(found.spectral_radius < 1), bool(found.smallest_eigenvalue > 0)
+        (True, True)
     """
     check_on_failure(on_failure)
     _validate.check_integer("starts", starts, low=0)

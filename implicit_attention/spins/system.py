@@ -48,6 +48,16 @@ class SpinSystem(Declared):
             "counting" with D > 1.
 
     Gradients: with respect to field, couplings (through their function to the field as well) and beta.
+
+    Not for dynamics of one trajectory or for clocks and Potts states: use a sampler, or `AdaTAP(prior=...)` for other
+    laws.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> SpinSystem(couplings, field=torch.zeros(8, 2, 3), beta=0.8)
+        SpinSystem(batch (8,), N = 2, D = 3, beta 0.8)
     """
 
     def __init__(

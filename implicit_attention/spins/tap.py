@@ -49,6 +49,16 @@ class TAP(ResponseApproximation):
     Gradients: with respect to field, couplings and beta, to any order.
 
     Reference: Thouless, Anderson and Palmer (1977); Plefka (1982); Georges and Yedidia (1991) for the third order.
+
+    Not for strong couplings, where the expansion does not converge (OUT_OF_RANGE): use `AdaTAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import TAP, SpinSystem, magnetization
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> magnetization(system, TAP())[:, 0].round(decimals=3)  # exact are 0.198, 0.078 and 0.038
+        tensor([0.2080, 0.0710, 0.0240])
     """
 
     order: Literal[2, 3] = 2

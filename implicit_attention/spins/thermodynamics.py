@@ -39,6 +39,19 @@ class Thermodynamics:
         magnetization: -dF/dh at fixed couplings, (*batch, N, D).
         correlations: <s_i . s_j> as the derivative -2 dF/dJ_ij, of the couplings' shape with the batch.
         report: of the solve behind it.
+
+    Not for synchronous dynamics, which has no free energy: `stationary_state` gives a `StationaryState`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem, thermodynamics
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> found = thermodynamics(system, Enumeration())
+        >>> found.susceptibility().shape
+        torch.Size([2, 1, 2, 1])
+        >>> torch.allclose(found.entropy, found.internal_energy - found.free_energy)  # beta = 1
+        True
     """
 
     free_energy: Tensor
@@ -100,6 +113,17 @@ def thermodynamics(
         ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
 
     Gradients: every output with respect to field, couplings and beta, to second order; none with respect to `initial`.
+
+    Not for one number alone, as it finds second derivatives, too: use `free_energy` or `magnetization`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import AdaTAP, SpinSystem, thermodynamics
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> found = thermodynamics(system, AdaTAP())
+        >>> found.magnetization.shape, found.correlations.shape, bool(found.report.converged)
+        (torch.Size([2, 1]), torch.Size([2, 2]), True)
     """
     system = accepted(system, method, initial, check, on_failure)
     field = system.field
@@ -158,7 +182,18 @@ def free_energy(
     check: Check = "none",
     on_failure: OnFailure = "raise",
 ) -> Float[Tensor, "*batch"]:
-    """F = -log Z/beta of every sample, (*batch); see `thermodynamics`."""
+    """F = -log Z/beta of every sample, (*batch); see `thermodynamics`.
+
+    Not for entropy or energy as well: `thermodynamics` finds all of them by one solve.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem, free_energy
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> round(float(free_energy(system, Enumeration())), 3)
+        -0.164
+    """
     system = accepted(system, method, initial, check, on_failure)
     with exact_precision(system.field):
         found, lost = _answer(method, system, initial, check, on_failure)
@@ -191,6 +226,16 @@ def magnetization(
 
     Gradients: with respect to field, couplings (and the parameters of their function) and beta, to second order; none
     with respect to `initial`.
+
+    Not for entropy or susceptibility as well: `thermodynamics` finds all of them by one solve.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SaddlePoint, SpinSystem, magnetization
+        >>> tokens = torch.randn(2, 5, 16)
+        >>> system = SpinSystem(lambda h: h @ h.mT / 80, tokens)  # couplings that are a function of the field
+        >>> magnetization(system, SaddlePoint()).shape
+        torch.Size([2, 5, 16])
     """
     if isinstance(method, DynamicalMethod):
         if split:

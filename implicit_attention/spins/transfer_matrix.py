@@ -44,6 +44,15 @@ class TransferMatrix(Approximation):
     all pairs are right.
 
     Reference: Stanley (1969) for the chain without a field.
+
+    Not for rings or for couplings between others than neighbours: use `AdaTAP()`, `Enumeration()` or samples.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem, TransferMatrix, thermodynamics
+        >>> chain = SpinSystem(torch.ones(5, 5).tril(1).triu(-1) - torch.eye(5), torch.zeros(5, 3))
+        >>> thermodynamics(chain, TransferMatrix()).correlations[0].round(decimals=2)
+        tensor([3.0000, 2.0100, 1.3500, 0.9100, 0.6100])
     """
 
     nodes: int = 80

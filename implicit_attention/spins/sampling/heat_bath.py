@@ -54,6 +54,17 @@ def heat_bath(
     Gradients: none.
 
     Reference: Miyatake et al. (1986), The implementation of the heat bath algorithm, for D = 3.
+
+    Not for synchronous dynamics: use `synchronous`; not at low temperatures, where chains stay caught: use
+    `replica_exchange`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem, heat_bath
+        >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> heat_bath(system, chains=20, burn_in=5, sweeps=20, generator=generator).correlations.shape
+        torch.Size([4, 4])
     """
     check_arguments(system, generator)
     plan = Schedule(**schedule)
