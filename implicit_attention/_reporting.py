@@ -11,7 +11,7 @@ from . import _validate
 from ._autograd import is_batched
 from ._types import OnFailure
 from .errors import ConvergenceError, ConvergenceWarning, outside
-from .solution import Record
+from .solution import NO_REMEDIES, Record, Remedies
 from .status import Status
 
 SHOWN = 3
@@ -23,8 +23,11 @@ def check_on_failure(on_failure: str) -> None:
     _validate.check_choice("on_failure", on_failure, ("raise", "warn", "ignore"))
 
 
-def report_failures(on_failure: OnFailure, what: str, record: Record) -> None:
-    """Raise or warn if any problem failed. Inside vmap, where the host cannot look, the status itself must be read."""
+def report_failures(on_failure: OnFailure, what: str, record: Record, remedies: Remedies = NO_REMEDIES) -> None:
+    """Raise or warn if any problem failed, with the remedy of the method for the first one.
+
+    Inside torch.vmap, where the host cannot look, the status itself must be read.
+    """
     if on_failure == "ignore" or is_batched(record.status):
         return
     failed = record.failed
@@ -36,14 +39,16 @@ def report_failures(on_failure: OnFailure, what: str, record: Record) -> None:
     more = ", ..." if len(indices) > SHOWN else ""
     message = (
         f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "
-        f"{record.message(first[0])}"
+        f"{record.message(first[0], remedies)}"
     )
     if on_failure == "raise":
         raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
     warnings.warn(message, ConvergenceWarning, stacklevel=outside())
 
 
-def report_gradients(on_failure: OnFailure, what: str, error: Tensor | None, record: Record) -> None:
+def report_gradients(
+    on_failure: OnFailure, what: str, error: Tensor | None, record: Record, remedies: Remedies = NO_REMEDIES
+) -> None:
     """`report_failures` of backward solves, and a warning of gradients that the states' residual leaves unsure."""
     if on_failure == "ignore" or is_batched(record.status):
         return
@@ -51,7 +56,7 @@ def report_gradients(on_failure: OnFailure, what: str, error: Tensor | None, rec
     unsure = torch.zeros_like(failed) if error is None else (error > UNSURE) & ~failed
     if not bool((failed | unsure).any()):
         return
-    report_failures(on_failure, what, record)
+    report_failures(on_failure, what, record, remedies)
     if error is not None and (count := int(unsure.sum())):
         worst = float(error[unsure].max())
         share = f"{100 * min(worst, UNKNOWN):.0f} %{' or more' if worst > UNKNOWN else ''}"

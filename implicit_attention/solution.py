@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from .status import Status
 
 __all__ = ["AdjointReport", "Record", "Solution", "SolveReport", "Status", "Trace", "summarize"]
 
+
+#: What a method advises where one of its problems ends with a status.
+Remedies: TypeAlias = Mapping[Status, str]
+NO_REMEDIES: Remedies = {}
 
 #: Residuals above this part of the value are told although they reached the tolerance.
 LOOSE = 0.01
@@ -54,10 +58,12 @@ class Record(NamedTuple):
         """(*lead), True where the value is not an answer."""
         return self.status > Status.UNSTABLE
 
-    def message(self, index: tuple[int, ...]) -> str:
-        """The sentence for one problem."""
-        status, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
-        return _status(int(status)).sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)
+    def message(self, index: tuple[int, ...], remedies: Remedies = NO_REMEDIES) -> str:
+        """What happened to one problem, and what to do if there is a remedy for its status."""
+        code, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
+        status = Status(int(code))
+        told = status.sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)
+        return f"{told}; {remedies[status]}" if status in remedies else told
 
 
 class Trace(NamedTuple):
@@ -163,10 +169,6 @@ class Recorded:
         """(*lead), True where the value is not an answer."""
         return self.record.failed
 
-    def message(self, *index: int) -> str:
-        """The sentence for one problem: what happened."""
-        return self.record.message(index)
-
     def amended(self, **fields: Tensor) -> Self:
         """The same with some fields of its record replaced."""
         return dataclasses.replace(self, record=self.record._replace(**fields))
@@ -179,9 +181,15 @@ class SolveReport(Recorded):
     Attributes:
         record: status, residual, tolerance, num_steps and num_evals, (*lead) each, which are read here by name.
         adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
+        remedies: what the method advises, by status.
     """
 
     adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
+    remedies: Remedies = dataclasses.field(default_factory=dict)
+
+    def message(self, *index: int) -> str:
+        """The sentence for one problem: what happened and what to do."""
+        return self.record.message(index, self.remedies)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The report with `function` applied to every field, as where heads or sites get axes of their own.
@@ -238,11 +246,7 @@ class Solution(SolveReport):
     @property
     def report(self) -> SolveReport:
         """How the solve went, without its value and what that was computed from."""
-        return SolveReport(self.record, self.adjoint)
-
-
-def _status(code: int) -> Status:
-    return next(s for s in Status if s == code)
+        return SolveReport(self.record, self.adjoint, self.remedies)
 
 
 def _largest(numbers: Tensor) -> float:
@@ -252,7 +256,7 @@ def _largest(numbers: Tensor) -> float:
 def summarize(status: Tensor, residual: Tensor, num_evals: Tensor) -> str:
     """One line over all problems: counts by status, largest residual, median and largest number of evaluations."""
     codes = Counter(status.flatten().tolist())
-    counts = ", ".join(f"{count} {_status(code).name}" for code, count in sorted(codes.items()))
+    counts = ", ".join(f"{count} {Status(code).name}" for code, count in sorted(codes.items()))
     if status.numel() == 0:
         return "no problems"
     return (

@@ -250,7 +250,7 @@ def _report(
         setattr(report, name, field)
     if doubtful:
         what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
-        report_gradients(report.on_failure, what, error, told)
+        report_gradients(report.on_failure, what, error, told, method.remedies)
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._types import LinearMap
+from ..solution import Remedies
 from ..status import Status
 from ._vectors import choose, freeze, length
 from .base import LinearSolver, SweepState, fresh
@@ -37,6 +38,11 @@ class Neumann(LinearSolver[NeumannState]):
     """
 
     symmetric: ClassVar[bool] = False
+    remedies: ClassVar[Remedies] = {
+        **LinearSolver.remedies,
+        Status.MAX_STEPS: "raise max_steps, or use GMRES()",
+        Status.DIVERGED: "I - A is no contraction: use CG(), MINRES() or GMRES()",
+    }
 
     def default_max_steps(self, n: int) -> int:
         """500, whatever n: the series does not terminate after n terms."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._autograd import looks_every
 from .._types import LinearMap
 from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
-from ..solution import Record
+from ..solution import Record, Remedies
 from ..status import Status
 from ._solution import LinearSolution
 from ._vectors import choose, norm, normalised
@@ -74,6 +74,13 @@ class LinearSolver(abc.ABC, Generic[S]):
     max_sweeps: ClassVar[int | None] = 3
     #: Whether |b - A x| never grows in exact arithmetic: a sweep that makes it grow is then undone, even the first.
     monotone: ClassVar[bool] = True
+    #: What to do about a problem that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.MAX_STEPS: "raise max_steps of the linear solver",
+        Status.STALLED: "the system is singular, nearly so (a fold), or not of the kind that the method solves: use "
+        "MINRES() if it is symmetric, GMRES() otherwise, a larger rtol, or float64",
+        Status.NONFINITE: "check the numbers that the problem reads",
+    }
     #: Whether the method finds directions of negative curvature.
     keeps_direction: ClassVar[bool] = False
 

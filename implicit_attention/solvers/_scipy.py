@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
+from ..solution import Remedies
+from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
 from .iterate import Outcome, Solver
 
@@ -54,6 +56,10 @@ class SciPy(Solver):
     options: Mapping[str, Any] | None = None
 
     differentiable: ClassVar[bool] = False
+    remedies: ClassVar[Remedies] = {
+        **Solver.remedies,
+        Status.STALLED: "SciPy gave up: use a larger rtol, or a solver of this library such as Anderson()",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

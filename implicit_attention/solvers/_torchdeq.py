@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import transforms_active
 from ..problem import FixedPointMap, Problem
+from ..solution import Remedies
 from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
 from .anderson import Anderson
@@ -70,6 +71,10 @@ class TorchDEQ(Solver):
     options: Mapping[str, Any] | None = None
 
     differentiable: ClassVar[bool] = False
+    remedies: ClassVar[Remedies] = {
+        **Solver.remedies,
+        Status.STALLED: "torchdeq gave up: use a larger rtol, or a solver of this library such as Anderson()",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ from .. import _validate
 from .._autograd import looks_every, transforms_active
 from .._fused_rule import FusedRule
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
-from ..solution import Record
+from ..solution import Record, Remedies
 from ..status import Status
 from ._rows import Best, Rows, flat, unflat
 
@@ -43,6 +43,10 @@ class Outcome(NamedTuple):
     value: Tensor
     record: Record
     trace: tuple[Tensor, ...] = ()
+
+
+#: The remedy that all methods share: what helps plain steps helps each of them.
+CONTRACT = "make f contract more (attention: lower beta or raise the anchor)"
 
 
 class Update(NamedTuple):
@@ -84,6 +88,14 @@ class Solver:
 
     #: Whether the steps can be differentiated through (`Unrolled`).
     differentiable: ClassVar[bool] = True
+    #: What to do about a problem that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.UNSTABLE: "start elsewhere, or use a solver with guard='energy'",
+        Status.MAX_STEPS: f"raise max_steps, or {CONTRACT}",
+        Status.STALLED: "use a larger rtol or a wider dtype",
+        Status.DIVERGED: CONTRACT,
+        Status.NONFINITE: "check the numbers that the problem reads",
+    }
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .. import _validate
 from .._fused_rule import FusedRule
 from ..problem import Problem
-from .iterate import Iteration, Solver, Update
+from ..solution import Remedies
+from ..status import Status
+from .iterate import CONTRACT, Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,12 @@ class Picard(Solver):
     """
 
     damping: float = 0.0
+
+    remedies: ClassVar[Remedies] = {
+        **Solver.remedies,
+        Status.MAX_STEPS: f"use Anderson(), raise max_steps, or {CONTRACT}",
+        Status.DIVERGED: f"use Anderson(), add damping, or {CONTRACT}",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
-from ..solution import Solution
+from ..solution import Remedies, Solution
 from ..solve import solve
 from ..solvers import NewtonKrylov, Solver
 from ..status import Status
@@ -72,6 +73,12 @@ class AdaTAP(FixedPointApproximation):
         >>> magnetization(system, AdaTAP())[:, 0].round(decimals=3)  # exact are 0.198, 0.078 and 0.038
         tensor([0.2030, 0.0670, 0.0210])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **FixedPointApproximation.remedies,
+        Status.MAX_STEPS: "leave out `solver`, so that the free energy is descended, or lower beta",
+        Status.OUT_OF_RANGE: "Z of Gaussian sites is infinite here: lower beta until beta J has no eigenvalue >= D/R^2",
+    }
 
     prior: SiteLaw = dataclasses.field(default_factory=SphereUnits)
 

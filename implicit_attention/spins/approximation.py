@@ -15,7 +15,7 @@ from .. import _validate
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem, restricted
-from ..solution import Record, Solution, SolveReport
+from ..solution import Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
@@ -65,6 +65,14 @@ class Approximation:
 
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
     symmetric: ClassVar[bool] = True
+    #: What to do about a sample that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.MAX_STEPS: "raise max_steps, or lower beta",
+        Status.STALLED: "use a larger rtol, or float64",
+        Status.DIVERGED: "lower beta, or use AdaTAP()",
+        Status.NONFINITE: "look for NaN, infinities, beta <= 0 and asymmetric couplings in this sample",
+        Status.OUT_OF_RANGE: "lower beta, or use a method that holds there",
+    }
 
     def check(self, system: SpinSystem) -> None:
         """Raise where the method does not hold for such a system."""
@@ -106,6 +114,12 @@ class FixedPointApproximation(Approximation):
         >>> isinstance(method, FixedPointApproximation), method.problem(system).event_ndim
         (True, 2)
     """
+
+    remedies: ClassVar[Remedies] = {
+        **Approximation.remedies,
+        Status.MAX_STEPS: "pass a solver with more steps, such as Anderson(max_steps=5000), or lower beta",
+        Status.UNSTABLE: "choose another branch by `initial=`, such as one of `stability`, or add a small field",
+    }
 
     solver: Solver | None = None
     adjoint: Adjoint | None = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Problem
+from ..solution import Remedies
+from ..status import Status
 from .approximation import FixedPointApproximation, SampleProblem, require_ising
 from .system import SpinSystem
 
@@ -53,6 +56,11 @@ class Bethe(FixedPointApproximation):
         >>> torch.allclose(bethe, exact, atol=1e-5)  # a pair is a tree
         True
     """
+
+    remedies: ClassVar[Remedies] = {
+        **FixedPointApproximation.remedies,
+        Status.MAX_STEPS: "messages need not settle around strong loops: use AdaTAP(), Enumeration() or samples",
+    }
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,7 +13,8 @@ from .. import _validate
 from .._autograd import exact_precision
 from .._types import LinearMap, OnFailure
 from ..potentials import SphericalLaw
-from ..solution import SolveReport
+from ..solution import Remedies, SolveReport
+from ..status import Status
 from ._curvature import radius_exceeds_one
 from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
@@ -88,6 +89,12 @@ class DynamicalMethod(ResponseApproximation):
     """
 
     symmetric = False
+    remedies: ClassVar[Remedies] = {
+        **ResponseApproximation.remedies,
+        Status.DIVERGED: "lower beta",
+        Status.UNSTABLE: "choose another state by `initial=`, or sample the dynamics with `synchronous`",
+        Status.NONFINITE: "look for NaN, infinities and beta <= 0 in this sample",
+    }
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         # The solution is a fixed point of the map from one step to the next: small deviations have to shrink.

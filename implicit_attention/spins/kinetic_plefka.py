@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from .. import _validate
 from .._autograd import jvp_by_vjp, vjp
 from .._types import LinearMap
 from ..problem import Problem
+from ..solution import Remedies
+from ..status import Status
 from ._site import Site
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem
@@ -51,6 +54,11 @@ class KineticPlefka(DynamicalMethod):
         >>> magnetization(SpinSystem(asymmetric, torch.ones(2, 1)), KineticPlefka(order=2)).shape
         torch.Size([2, 1])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **DynamicalMethod.remedies,
+        Status.MAX_STEPS: "the expansion need not settle for strong couplings: use GaussianClosure(), or lower beta",
+    }
 
     order: int = 1
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from ..potentials import SaddlePointResponse, SphericalLaw
-from ..solution import SolveReport
+from ..solution import Remedies, SolveReport
 from ..status import Status
 from ._minimum import Minimum
 from ._newton import Multipliers, inverse_and_logdet, minimise
@@ -59,6 +60,13 @@ class SaddlePoint(Approximation):
         >>> free_energy(system, SaddlePoint(one_loop=True)).shape
         torch.Size([5])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **Approximation.remedies,
+        Status.MAX_STEPS: "raise max_steps",
+        Status.STALLED: "use a larger rtol, or lower beta: at this beta A is nearly singular",
+        Status.OUT_OF_RANGE: "A is singular to rounding at this beta: lower it",
+    }
 
     shared: bool = False
     one_loop: bool = False

@@ -144,7 +144,7 @@ def stability(
     with torch.enable_grad():
         # What is said here of a saddle is more than a warning.
         found = thermodynamics(system, method, on_failure="ignore")
-        report_failures(on_failure, type(method).__name__, found.report.record)
+        report_failures(on_failure, type(method).__name__, found.report.record, method.remedies)
         m = found.magnetization.detach()
         system = widened(system)[0]
         system = system.replace(*(t.detach() for t in system.tensors()))
@@ -283,10 +283,9 @@ def _strongest_mode(system: SpinSystem, start: Tensor) -> Tensor:
     """The eigenvector of the largest eigenvalue of J, (*batch, N, D), from a start; the longest of its vectors is 1."""
     shape = start.shape
     vector = start.flatten(-2)
-    found = lanczos(_flat(system.coupled, shape), vector, min(64, vector.shape[-1]), keep_basis=True)
+    found = lanczos(_flat(system.coupled, shape), vector, min(64, vector.shape[-1]))
     tridiagonal = found.alphas.diag_embed() + found.betas.diag_embed(-1) + found.betas.diag_embed(1)
     weights = torch.linalg.eigh(tridiagonal.nan_to_num()).eigenvectors[..., -1]
-    assert found.basis is not None
     mode = (weights[..., None, :] @ found.basis)[..., 0, :].reshape(shape).nan_to_num()
     longest = torch.linalg.vector_norm(mode, dim=-1, keepdim=True).amax(-2, keepdim=True)
     scaled: Tensor = mode / torch.where(longest > 0, longest, 1.0)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from ..potentials import SphereUnits
+from ..solution import Remedies
+from ..status import Status
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
-from .approximation import ResponseApproximation
+from .approximation import FixedPointApproximation, ResponseApproximation
 from .system import SpinSystem, mirrored
 
 
@@ -60,6 +62,11 @@ class TAP(ResponseApproximation):
         >>> magnetization(system, TAP())[:, 0].round(decimals=3)  # exact are 0.198, 0.078 and 0.038
         tensor([0.2080, 0.0710, 0.0240])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **FixedPointApproximation.remedies,
+        Status.OUT_OF_RANGE: "the expansion in the couplings does not converge here: use AdaTAP(), or lower beta",
+    }
 
     order: Literal[2, 3] = 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look, is_plain
 from ..potentials import SphereUnits
-from ..solution import Record, SolveReport
+from ..solution import Record, Remedies, SolveReport
 from ..status import Status
 from .approximation import Approximation, LogPartition
 from .system import SpinSystem
@@ -54,6 +54,12 @@ class TransferMatrix(Approximation):
         >>> thermodynamics(chain, TransferMatrix()).correlations[0].round(decimals=2)
         tensor([3.0000, 2.0100, 1.3500, 0.9100, 0.6100])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **Approximation.remedies,
+        Status.MAX_STEPS: "raise `nodes`, which do not resolve the weights of the bonds",
+        Status.NONFINITE: "look for NaN, infinities, bonds beyond neighbours and fields off the axis in this sample",
+    }
 
     nodes: int = 80
 

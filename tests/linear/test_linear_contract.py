@@ -25,12 +25,10 @@ class TestGMRES(LinearSolverContract):
 
 class TestGMRESRestarted(LinearSolverContract):
     solver = GMRES(restart=3)
-    slow_when_hard = True
 
 
 class TestNeumann(LinearSolverContract):
     solver = Neumann()
-    slow_when_hard = True
 
 
 @dataclass(frozen=True)
@@ -66,4 +64,3 @@ class SteepestDescent(LinearSolver[DescentState]):
 
 class TestAUsersSolver(LinearSolverContract):
     solver = SteepestDescent()
-    slow_when_hard = True
