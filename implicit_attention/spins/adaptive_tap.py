@@ -176,9 +176,9 @@ class AdaTAP(FixedPointApproximation):
         answer = problem.replace(problem.field, plain * x).coupled(problem.field)
         value = ((problem.field * answer).sum((-2, -1)) - problem.copies * logdet) / 2
         value = value.masked_fill(~positive, torch.nan)
-        evidence = closed_form(value)
-        status = evidence.status.masked_fill(~positive, int(Status.OUT_OF_RANGE))
-        return LogPartition(value, evidence.amended(status=status))
+        report = closed_form(value)
+        status = report.status.masked_fill(~positive, int(Status.OUT_OF_RANGE))
+        return LogPartition(value, report.amended(status=status))
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to; the descent ends at minima, so that there is nothing to check."""

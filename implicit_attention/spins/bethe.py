@@ -94,7 +94,7 @@ class Bethe(FixedPointApproximation):
         # A pair has the weights exp(+-bonds +- cavity +- cavity^T); of its two spins r is the correlation coefficient.
         along, across = _log_cosh(cavity + cavity.mT), _log_cosh(cavity - cavity.mT)
         variance = torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity))
-        # log |r| and log(1 - r^2), of which no digit is lost where bonds are strong.
+        # log |r| and log(1 - r^2), in a form that loses no digit where bonds are strong.
         size = _log_sinh(2 * bonds.abs()) - (variance + variance.mT) / 2
         rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
         rest = rest - variance - variance.mT
@@ -106,7 +106,7 @@ class Bethe(FixedPointApproximation):
 
 
 class _Messages(SampleProblem):
-    """u = what u leads to, for fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
+    """u = f(u) for messages u, with fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
 
     def __init__(self, field: Tensor, bonds: Tensor) -> None:
         self.field = field
@@ -130,7 +130,7 @@ def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
         row, rest = bonds[..., 0, 1:], bonds[..., 1:, 1:]
         pivot = own[..., :1] + row.abs().sum(-1, keepdim=True)
         found = found | (pivot[..., 0] < 0)
-        # Past a negative pivot any numbers do.
+        # After a negative pivot the verdict stands, and only the numbers must stay finite.
         part = row / torch.where(pivot > 0, pivot, torch.inf)
         joined = row[..., :, None] * part[..., None, :]
         joined = joined - torch.diag_embed(joined.diagonal(dim1=-2, dim2=-1))

@@ -1,4 +1,4 @@
-"""What a magnetization is made of: the parts that a transformer module has as residual, mixing and local layers."""
+"""The parts of a magnetization, which correspond to residual connection, token mixing and local layers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
         others = system.coupled(direct)
         bare = system.live_field + others
         local, saturated = local_field(response, direct, beta, radius)
-        # A mean of R does not tell its field. Where the bare one is strong enough, nothing is to be corrected.
+        # A mean of length R belongs to all strong fields. Where the bare field is one of them, it needs no correction.
         apart = torch.linalg.vector_norm(response.magnetization(bare, beta, radius).detach() - direct.detach(), dim=-1)
         enough = saturated & (apart <= 16 * torch.finfo(direct.dtype).eps * radius)
         local = torch.where(enough[..., None], bare, local)
@@ -101,7 +101,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
         parts = (system.live_field, others, local - bare)
         field, coupling, onsager = (gain[..., None] * part for part in parts)
     if system.mask is not None:
-        # Where there is no site the others may still be coupled to, in a field of zero.
+        # `live_field` is zero at a missing site; its parts are made zero, too.
         field, coupling, onsager = (x.masked_fill(~system.mask[..., None], 0.0) for x in (field, coupling, onsager))
     return Decomposition(field, coupling, onsager, through, gain)
 

@@ -13,7 +13,7 @@ from .approximation import Approximation, LogPartition, closed_form, require_isi
 from .system import SpinSystem
 
 LARGEST = 20
-# States held at a time, for every sample.
+# Number of states in memory at a time, for every sample.
 BLOCK = 2**14
 
 
@@ -45,7 +45,7 @@ class Enumeration(Approximation):
         couplings, field = system.live_couplings, system.live_field[..., 0]
         parts = []
         for start in range(0, count, BLOCK):
-            spins = system.radius * _states(start, min(start + BLOCK, count), system.num_sites, field)
+            spins = system.radius * states(start, min(start + BLOCK, count), system.num_sites, field)
             pair = ((spins @ couplings) * spins).sum(-1) / 2
             weight = pair + torch.einsum("si,...i->...s", spins, field)
             # The largest weight is taken out before beta is multiplied in, or derivatives by beta lose digits.
@@ -56,7 +56,7 @@ class Enumeration(Approximation):
         return LogPartition(value, closed_form(value))
 
 
-def _states(start: int, stop: int, sites: int, like: Tensor) -> Tensor:
+def states(start: int, stop: int, sites: int, like: Tensor) -> Tensor:
     """Rows of +-1, the states number start to stop."""
     number = torch.arange(start, stop, device=like.device)[:, None]
     bits = (number >> torch.arange(sites, device=like.device)) & 1

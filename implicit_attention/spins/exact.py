@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from .enumeration import states
 
 # 2^12 states have a transition matrix of 128 MiB.
 LARGEST = 12
@@ -60,7 +61,7 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
         (True, True)
     """
     couplings, field = _checked(couplings, field, beta)
-    spins = _states(len(field))
+    spins = states(0, 2 ** len(field), len(field), field)
     forces = beta * (field + spins @ couplings.mT)
     log_rate = forces @ spins.mT - _log_two_cosh(forces).sum(-1, keepdim=True)
     rate = log_rate.exp()
@@ -100,11 +101,6 @@ def _checked(couplings: Tensor, field: Tensor, beta: float) -> tuple[Tensor, Ten
     _validate.require(couplings.shape == (n, n), "couplings", f"have shape (N, N) = {(n, n)}", received)
     _validate.require(1 <= n <= LARGEST, "field", f"have 1 to {LARGEST} sites", n, "sample the dynamics")
     return couplings.detach().cpu().double(), field.detach().cpu().double()
-
-
-def _states(sites: int) -> Tensor:
-    number = torch.arange(2**sites)[:, None]
-    return (2 * ((number >> torch.arange(sites)) & 1) - 1).double()
 
 
 def _log_two_cosh(x: Tensor) -> Tensor:

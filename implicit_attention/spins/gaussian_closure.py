@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _validate
 from ..potentials import SphereUnits
 from ._site import pair_traces
+from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .system import SpinSystem
 
@@ -57,9 +58,7 @@ class GaussianClosure(DynamicalMethod):
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
-        received = f"shape {tuple(system.couplings.shape)}"
-        required = "have a number for each pair, (N, N) or (*batch, N, N), for GaussianClosure"
-        _validate.require(not system.block, "couplings", required, received, "use KineticPlefka(order=1)")
+        require_numbers(self, system, "use KineticPlefka(order=1)")
         exact = system.dim > 1 or isinstance(self.response, SphereUnits)
         required = "be SphereUnits() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")

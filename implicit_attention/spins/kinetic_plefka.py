@@ -15,6 +15,7 @@ from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
 from ._site import Site
+from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem
 from .system import SpinSystem
@@ -69,9 +70,8 @@ class KineticPlefka(DynamicalMethod):
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
-        required = "have a number for each pair, (N, N) or (*batch, N, N), for order=2"
-        received = f"shape {tuple(system.couplings.shape)}"
-        _validate.require(self.order == 1 or not system.block, "couplings", required, received, "use order=1")
+        if self.order > 1:
+            require_numbers(self, system, "use order=1")
 
     def problem(self, system: SpinSystem) -> Problem:
         return MeanFieldProblem(system, self.response) if self.order == 1 else PlefkaProblem(system, self.response)
@@ -85,7 +85,7 @@ class KineticPlefka(DynamicalMethod):
     def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
         if self.order == 1:
             return super().step_jacobian(system, state)
-        # To second order theta is in its own equation, which a step solves: the problem's map is no step.
+        # To second order a step in time solves an equation for theta: the problem's map is not that step.
         return PlefkaProblem(system, self.response).step_jacobian(state)
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:

@@ -92,11 +92,11 @@ class MeanField(ResponseApproximation):
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
         field, couplings = system.live_field.detach(), system.live_couplings.detach()
-        # Numbers couple the components of the spins alike: one of them has all eigenvalues.
+        # Numbers couple all components of the spins alike: one component has all eigenvalues.
         like = field if system.block else field[..., :1]
         lowest = lowest_eigenvalue(lambda v: couple(couplings, v, block=system.block), like)
         steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest
-        # A power of two, so that rounding in other company does not lead another way.
+        # A power of two, so that rounding errors, which depend on the batch, do not lead to another branch.
         part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
         return part
 

@@ -88,18 +88,18 @@ class SaddlePoint(Approximation):
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         problem, copies = self._problem(system)
-        found, evidence = self._solved(problem)
+        found, report = self._solved(problem)
         value = copies * found.value()
         if self.one_loop:
             size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
             value = value - inverse_and_logdet(2 * found.hessian() / size)[1] / 2
         # A minimum at which A or the Hessian is not positive in the precision has no log Z.
-        nowhere = evidence.converged & value.detach().isnan()
-        status = evidence.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
+        nowhere = report.converged & value.detach().isnan()
+        status = report.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
         dtype = system.field.dtype
-        residual, tolerance = evidence.residual.to(dtype), evidence.tolerance.to(dtype)
-        evidence = evidence.amended(status=status, residual=residual, tolerance=tolerance)
-        return LogPartition(value.to(dtype), evidence)
+        residual, tolerance = report.residual.to(dtype), report.tolerance.to(dtype)
+        report = report.amended(status=status, residual=residual, tolerance=tolerance)
+        return LogPartition(value.to(dtype), report)
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
@@ -107,8 +107,8 @@ class SaddlePoint(Approximation):
         return self._solved(self._problem(system)[0])[0].multipliers().to(system.field.dtype)
 
     def _solved(self, problem: Multipliers) -> tuple[Minimum, SolveReport]:
-        t, evidence = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
-        return Minimum(problem, t, evidence.converged), evidence
+        t, report = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
+        return Minimum(problem, t, report.converged), report
 
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
         """The convex problem, and how many copies of it log Z is made of: D, or 1 where couplings mix dimensions."""

@@ -85,7 +85,7 @@ class SpinSystem(Declared):
         if mask is not None:
             check_sites("mask", mask, field, "True = the site exists")
         given: Any = couplings
-        # Not a declared tensor: its parameters act through `couplings`, which they have been evaluated into.
+        # Its parameters are not declared: they act through `couplings`, which were computed from them.
         self.coupling_function = None if isinstance(given, Tensor) else _Undeclared(given)
         if self.coupling_function is not None:
             given = self.coupling_function(field, mask)
@@ -224,7 +224,7 @@ class SpinSystem(Declared):
 
 
 class _Undeclared:
-    """A function that couplings are made by, whose tensors are not to be declared."""
+    """A function that makes couplings. Its tensors are not declared, as `couplings` depend on them."""
 
     def __init__(self, function: CouplingFunction | nn.Module) -> None:
         if not callable(function):
@@ -245,7 +245,7 @@ class _Undeclared:
         return self.ask(field.masked_fill(~mask[..., None], 0.0), mask.expand(field.shape[:-1]))
 
     def ask(self, field: Tensor, mask: Tensor | None) -> Tensor:
-        """What the function says, of `mask` only if it has that argument."""
+        """The function of the field, and of `mask` if it has that argument."""
         return self.function(field, mask=mask) if self.masked else self.function(field)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -113,10 +113,6 @@ class TAP(ResponseApproximation):
         else:
             trace = bonds.diagonal(dim1=-2, dim2=-1)
         field, bonds = system.beta_tensor(2) * system.live_field, bonds.masked_fill(itself, 0.0)
-        options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
-        problem: Expansion
-        if system.dim == 1 and isinstance(self.response, SphereUnits):
-            problem = IsingExpansion(field, bonds, **options)
-        else:
-            problem = VectorExpansion(field, bonds, onsite, **options)
+        kind = IsingExpansion if system.dim == 1 and isinstance(self.response, SphereUnits) else VectorExpansion
+        problem = kind(field, bonds, onsite, response=self.response, radius=system.radius, order=self.order)
         return problem, system.radius**2 / 2 * trace.sum(-1)

@@ -1,4 +1,4 @@
-"""All of thermodynamics from one log-partition function: its first and second derivatives."""
+"""Thermodynamics: first and second derivatives of one log-partition function."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .approximation import Approximation, Check, FixedPointApproximation, LogPar
 from .dynamics import DynamicalMethod, no_free_energy, stationary_state
 from .system import SpinSystem
 
-#: Directions to which the response is found at a time.
+#: Number of columns of the susceptibility that are computed at a time.
 CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Thermodynamics:
-    """What a method says of a spin system, one number per sample unless said.
+    """Thermodynamic quantities of a spin system by one method, one number per sample unless said.
 
     With F = -log Z/beta, at fixed couplings:
 
@@ -77,7 +77,7 @@ class Thermodynamics:
         n, d = m.shape[-2:]
         basis = torch.eye(n * d, dtype=m.dtype, device=m.device).reshape(n * d, n, d)
         directions = basis.reshape(n * d, *(1,) * (m.ndim - 2), n, d).expand(n * d, *m.shape)
-        # Symmetric: the response to direction k is its k-th row.
+        # chi is symmetric: the response to direction k is row k.
         rows: Tensor = torch.vmap(self._product, out_dims=-3, chunk_size=CHUNK)(directions)
         return rows.unflatten(-3, (n, d))  # type: ignore[no-any-return, no-untyped-call]
 
@@ -128,7 +128,7 @@ def thermodynamics(
     system = accepted(system, method, initial, check, on_failure)
     field = system.field
     beta = torch.as_tensor(system.beta, dtype=field.dtype, device=field.device).expand(system.batch)
-    # One set of couplings per sample, for correlations per sample.
+    # Every sample gets its own couplings, so that their derivatives are correlations of that sample.
     couplings = system.couplings.expand(*system.batch, *system.couplings.shape[-system.pair_axes :])
     adjoint = AdjointReport()
 
@@ -169,7 +169,7 @@ def thermodynamics(
         "magnetization": by_field / beta[..., None, None],
         "correlations": 2 * by_couplings / pairs,
     }
-    # Last, so that NaN of one sample enters no gradient of what it shares with others.
+    # Filled at the end, so that NaN of one sample enters no gradient of a tensor that samples share.
     numbers = {name: fill(number, lost) for name, number in numbers.items()}
     return Thermodynamics(**numbers, report=SolveReport(record, adjoint, method.remedies), _product=product)
 
@@ -258,7 +258,7 @@ def magnetization(
     if function is None:
         through = torch.zeros_like(direct)
     else:
-        # The function is asked with the field that it was made for.
+        # The function gets the field in its original precision.
         made, pullback = vjp(lambda field: function(field, system.mask), system.field)
         through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / beta
     return (direct, through) if split else direct + through
@@ -274,5 +274,5 @@ def _answer(
     else:
         value, report = method.log_partition(sound)
     report = told(method, report, nonfinite, check, on_failure)
-    # A method may find no log Z for numbers that are all finite: what does not exist has no derivatives either.
+    # A method may find no log Z although all numbers are finite: then its derivatives are NaN as well.
     return LogPartition(value, report), nonfinite | ~value.isfinite()

@@ -107,7 +107,7 @@ class HeatBath:
         self.field = beta[..., None] * ensemble.field
         stays = ~ensemble.exists if fixed is None else ~ensemble.exists | fixed
         self.stays = stays[..., None, None]
-        # The host asks once which sites move in no sample, and which in some.
+        # Read once: which sites stay in all samples, and which in some.
         self.skipped: list[bool] = stays.all(0).tolist()
         self.mixed: list[bool] = stays.any(0).tolist()
 

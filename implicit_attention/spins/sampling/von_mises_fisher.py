@@ -13,7 +13,7 @@ from ... import _validate
 from ..._autograd import at_least_single, exact_precision
 from ..system import check_type
 
-# A proposal is refused with probability < 0.35, so that nothing is left after this many rounds but what is not finite.
+# A proposal is refused with probability < 0.35: after this many rounds all are accepted, NaN at once.
 ROUNDS = 200
 # Rounds for few spins try several proposals at once: what they cost is the number of calls, not of numbers.
 WIDTH = 512
