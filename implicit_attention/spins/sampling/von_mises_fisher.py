@@ -13,7 +13,7 @@ from ... import _validate
 from ..._autograd import at_least_single, exact_precision
 from ..system import check_type
 
-# A proposal is refused with probability < 0.35, so that nothing is left after this many rounds but what is not finite.
+# A proposal is refused with probability < 0.35: after this many rounds all are accepted, NaN at once.
 ROUNDS = 200
 # Rounds for few spins try several proposals at once: what they cost is the number of calls, not of numbers.
 WIDTH = 512
@@ -63,6 +63,16 @@ def sample_spins(
 
     Reference: Wood (1994), Simulation of the von Mises-Fisher distribution, for the rejection; Ulrich (1984), Computer
     generation of distributions on the m-sphere, for symmetric beta variables.
+
+    Not for spins that are coupled: use `heat_bath`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import sample_spins
+        >>> field, generator = torch.ones(5, 4, 3), torch.Generator().manual_seed(0)
+        >>> spins = sample_spins(field, beta=2.0, radius=1.5, generator=generator)
+        >>> torch.allclose(spins.norm(dim=-1), torch.tensor(1.5))
+        True
     """
     _validate.check_float_tensor("field", field, min_ndim=2)
     _validate.require(field.shape[-1] > 0, "field", "have at least one dimension", f"shape {tuple(field.shape)}")
