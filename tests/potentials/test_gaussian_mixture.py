@@ -207,8 +207,8 @@ def test_bounded_below_follows_the_widest_component():
     zero = torch.zeros(2, dtype=torch.float64)
     widths = torch.diag_embed(tensor([[0.1, 0.2], [0.3, 1.2]]))
     potential = GaussianMixture(MU[:2], widths, zero)
-    assert not potential.bounded_below(0.0)
-    assert potential.bounded_below(0.2)
+    assert not potential.bounded_below(1.0)
+    assert potential.bounded_below(0.8)
 
 
 def test_errors_say_what_to_do():
