@@ -373,7 +373,7 @@ def _direction(problem: Multipliers, moments: Moments, level: Level, coldness: T
     hessian = problem.hessian(moments.covariance, moments.mean, coldness)
     factor, info = torch.linalg.cholesky_ex(hessian)
     newton = torch.cholesky_solve(force[..., None], factor).squeeze(-1)
-    # The squared length c of a short spin is the inverse of a linear function of its multiplier. So Newton's step is made
+    # The squared length c of a short spin is the inverse of a linear function of its multiplier. Newton's step is made
     # for 1/c = 1: it is c times the step for c = 1, which would have to be halved about 1/c times.
     short = level.squares(coldness).amin(-1, keepdim=True).clamp(max=1.0)
     return torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
