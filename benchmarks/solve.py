@@ -45,7 +45,7 @@ NOTES = (
     "Picard's evaluations are counted by hand over all queries (cap 1000).",
     "Unrolled autograd (C5) makes as many steps as Picard's slowest query needs evaluations, at most 200: the same "
     "residual for every query. Its memory is compared at 32 steps, where beta*sqrt(D) = 2.",
-    "Runs scatter by a tenth: over the last three that are committed C1's geometric mean (Gaussian, anchor 0) is 1.19 "
+    "Runs scatter by a tenth: over three runs in a row C1's geometric mean (Gaussian, anchor 0) is 1.19 "
     "to 1.30, C3's (Gaussian) 3.86 to 4.43, and the code that they time is the same. The table has the newest.",
     "What bounds C1 where it is missed (timers around the parts of the loop at beta*sqrt(D) 4, anchor 0): of 46 "
     "ms 32 are the attention kernel, 28 of them for queries that are not done, the others fill up blocks of 8; "

@@ -1,4 +1,4 @@
-"""Small helpers around torch's automatic differentiation."""
+"""What torch may be asked about tensors (derivatives, precision, numbers), and small helpers around it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-
-from . import _validate
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -64,6 +62,20 @@ def backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+#: Half precision, in which a state would sit up to a percent away from its solution: solves are done in float32.
+HALF = (torch.float16, torch.bfloat16)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of a solver's state for inputs of `dtype`: float32 for half precision, else the same."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def at_least_single(given: Any) -> Any:
+    """A tensor of half precision in float32; all else, other objects than tensors included, as it is."""
+    return given.float() if isinstance(given, Tensor) and given.dtype in HALF else given
+
+
 def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast does not lower the precision of what is computed from `tensor`."""
     if tensor.device.type == "meta":
@@ -87,13 +99,47 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether `tensor` is inside torch.vmap at any level, so that the host cannot look at its numbers."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
-            return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+def is_batched(*tensors: Tensor) -> bool:
+    """Whether one of `tensors` is inside torch.vmap at any level, where the host cannot read numbers.
+
+    Elsewhere it can, though it may have to wait for another device; see `host_may_look`.
+    """
+    for tensor in tensors:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if torch._C._functorch.is_batchedtensor(tensor):
+                return True
+            tensor = torch._C._functorch.get_unwrapped(tensor)
     return False
+
+
+def host_may_look(*tensors: Tensor) -> bool:
+    """Whether the host may read the numbers of `tensors` in passing, at no cost and without consequences.
+
+    False where one of these holds:
+
+    - Inside torch.func: in vmap a number stands for a whole batch, and what grad and jvp compute should hold for all
+      inputs.
+    - While torch.compile or torch.jit records a graph: it would break there, or keep an answer that is true of these
+      numbers only.
+    - Under a TorchDispatchMode (make_fx, FakeTensorMode): it records or replaces each operation in the same way.
+    - A tensor has a shape but no numbers: on the device meta, or under FakeTensorMode.
+    - A tensor is on another device than the CPU: the host would wait until the device has done all that was queued.
+    """
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    if torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    return not any(t.device.type != "cpu" or is_fake(t) for t in tensors)
+
+
+def looks_every(asked: int | None, *tensors: Tensor) -> int:
+    """After how many steps the host looks whether a loop has finished: as `asked`, 0 for never, inside torch.vmap.
+
+    Reading numbers of another device than the CPU waits for it, so that the host looks there less often.
+    """
+    if is_batched(*tensors):
+        return 0
+    return asked or (1 if tensors[0].device.type == "cpu" else 4)
 
 
 def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
@@ -107,13 +153,14 @@ def check_graph(name: str, result: Tensor, function: Callable[..., Tensor], *inp
     level = max((_level(t) for t in inputs if t.requires_grad), default=None)
     if level is None or not torch.is_grad_enabled() or _requires_grad_at(result, level):
         return
-    if any(is_batched(t) for t in (result, *inputs)):
+    if is_batched(result, *inputs):
         return
     moved = [1.25 * t.detach() + 0.1 if t.requires_grad and _level(t) == level else t for t in inputs]
     if not same(function(*moved).detach(), result.detach()):
-        requirement = "record the derivatives of what it reads"
-        remedy = "compute it by torch operations, without detach(), no_grad or numpy"
-        raise ValueError(_validate.message(name, requirement, "numbers that change with it and have no graph", remedy))
+        raise ValueError(
+            f"`{name}` must record the derivatives of the tensors that it reads, got numbers that change with them and "
+            "have no graph; compute it by torch operations, without detach(), no_grad or numpy"
+        )
 
 
 def _level(tensor: Tensor) -> int:

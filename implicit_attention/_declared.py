@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from typing_extensions import Self
+
+_D = TypeVar("_D", bound="Declared")
 
 
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -145,3 +147,31 @@ class Declared:
         for name, value in vars(self).items():
             object.__setattr__(clone, name, _rebuilt(value, new))
         return clone
+
+
+def restricted(held: _D, index: Tensor, **own: int) -> _D:
+    """The problems `index` (*batch, K) of the last axis that numbers problems: what `select` returns.
+
+    Args:
+        held: an object that holds tensors (*#batch, #N, *own) of N problems each.
+        index: which problems, for each batch entry.
+        own: for each attribute that numbers problems, how many of its axes belong to one. Numbers are left alone.
+    """
+    clone = held.replace(*held.tensors())
+    for name, count in own.items():
+        tensor = getattr(clone, name)
+        if isinstance(tensor, Tensor):
+            setattr(clone, name, _picked(tensor, index, tensor.ndim - count - 1))
+    return clone
+
+
+def _picked(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
+    if axis < 0 or tensor.shape[axis] == 1:
+        return tensor
+    if all(stride == 0 or size == 1 for stride, size in zip(index.stride()[:-1], index.shape[:-1], strict=True)):
+        # The same problems in every batch entry: the tensor stays as small as it is.
+        same = index.reshape(-1, index.shape[-1])[0] if index.numel() else index.new_empty(0)
+        return tensor.index_select(axis, same)
+    own = tensor.shape[axis + 1 :]
+    where = index.reshape(*index.shape, *(1,) * len(own)).expand(*index.shape, *own)
+    return tensor.expand(*index.shape[:-1], *tensor.shape[axis:]).gather(index.ndim - 1, where)

@@ -11,7 +11,7 @@ from . import _validate
 from ._autograd import is_batched
 from ._types import OnFailure
 from .errors import ConvergenceError, ConvergenceWarning, outside
-from .solution import sentence
+from .solution import NO_REMEDIES, Record, Remedies
 from .status import Status
 
 SHOWN = 3
@@ -23,23 +23,23 @@ def check_on_failure(on_failure: str) -> None:
     _validate.check_choice("on_failure", on_failure, ("raise", "warn", "ignore"))
 
 
-def report_failures(
-    on_failure: OnFailure, what: str, status: Tensor, residual: Tensor, tolerance: Tensor, steps: Tensor
-) -> None:
-    """Raise or warn if any problem failed. Inside vmap, where the host cannot look, the status itself must be read."""
-    if on_failure == "ignore" or is_batched(status):
+def report_failures(on_failure: OnFailure, what: str, record: Record, remedies: Remedies = NO_REMEDIES) -> None:
+    """Raise or warn if any problem failed, with the remedy of the method for the first one.
+
+    Inside torch.vmap, where the host cannot look, the status itself must be read.
+    """
+    if on_failure == "ignore" or is_batched(record.status):
         return
-    failed = status > Status.UNSTABLE
+    failed = record.failed
     if not bool(failed.any()):
         return
     indices = failed.nonzero()
     first = [tuple(i) for i in indices[:SHOWN].tolist()]
     where = ", ".join(str(i[0]) if len(i) == 1 else str(i) for i in first) if first[0] else "the only problem"
     more = ", ..." if len(indices) > SHOWN else ""
-    example = first[0]
     message = (
-        f"{what} failed for {len(indices)} of {status.numel()} problems, first at {where}{more}: "
-        f"{sentence(status[example], residual[example], tolerance[example], steps[example])}"
+        f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "
+        f"{record.message(first[0], remedies)}"
     )
     if on_failure == "raise":
         raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
@@ -47,34 +47,28 @@ def report_failures(
 
 
 def report_gradients(
-    on_failure: OnFailure,
-    what: str,
-    error: Tensor | None,
-    status: Tensor,
-    residual: Tensor,
-    tolerance: Tensor,
-    steps: Tensor,
+    on_failure: OnFailure, what: str, error: Tensor | None, record: Record, remedies: Remedies = NO_REMEDIES
 ) -> None:
     """`report_failures` of backward solves, and a warning of gradients that the states' residual leaves unsure."""
-    if on_failure == "ignore" or is_batched(status):
+    if on_failure == "ignore" or is_batched(record.status):
         return
-    failed = status > Status.UNSTABLE
+    failed = record.failed
     unsure = torch.zeros_like(failed) if error is None else (error > UNSURE) & ~failed
     if not bool((failed | unsure).any()):
         return
-    report_failures(on_failure, what, status, residual, tolerance, steps)
+    report_failures(on_failure, what, record, remedies)
     if error is not None and (count := int(unsure.sum())):
         worst = float(error[unsure].max())
         share = f"{100 * min(worst, UNKNOWN):.0f} %{' or more' if worst > UNKNOWN else ''}"
         message = (
-            f"the gradients of {count} of {status.numel()} problems may be off by {share}, as their states are "
+            f"the gradients of {count} of {failed.numel()} problems may be off by {share}, as their states are "
             "solved to a residual only and the problems are nearly singular there (a fold; see "
             "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
         )
         warnings.warn(message, ConvergenceWarning, stacklevel=outside())
 
 
-def warn_of_saddles(on_failure: OnFailure, what: str, status: Tensor) -> None:
+def warn_of_unstable(on_failure: OnFailure, what: str, status: Tensor) -> None:
     """Warn of solutions that are unstable: they solve the equations, but are hardly what was asked for."""
     if on_failure == "ignore" or is_batched(status):
         return

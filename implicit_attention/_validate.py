@@ -6,13 +6,13 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ._autograd import is_fake
+from ._autograd import host_may_look, is_fake
 
 
 def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
@@ -60,14 +60,6 @@ def check_local(argument: str, value: Tensor) -> None:
                 "RowwiseParallel() for out_proj",
             )
         )
-
-
-def check_rows(argument: str, value: Any, z: Tensor) -> None:
-    """What a function returned is one number for each row of the states z (*batch, N, D)."""
-    if not isinstance(value, Tensor) or value.shape != z.shape[:-1]:
-        received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        error = ValueError if isinstance(value, Tensor) else TypeError
-        raise error(message(argument, f"return one number per row, shape {tuple(z.shape[:-1])}", received))
 
 
 def check_dense(argument: str, value: Tensor) -> None:
@@ -175,19 +167,49 @@ def check_together(argument: str, shape: torch.Size, other: torch.Size, meaning:
         raise ValueError(message(argument, f"broadcast with {meaning} = {tuple(other)}", f"shape {tuple(shape)}"))
 
 
-def inside(value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False) -> Tensor:
-    """`value` with NaN where it lies outside [low, high], so that the problems that read it report it.
+@overload
+def inside(value: float, *, low: float, high: float = ..., open_low: bool = ...) -> float: ...
+@overload
+def inside(value: Tensor, *, low: float, high: float = ..., open_low: bool = ...) -> Tensor: ...
+def inside(value: float | Tensor, *, low: float, high: float = math.inf, open_low: bool = False) -> float | Tensor:
+    """A tensor with NaN where it lies outside [low, high], so that the problems that read it report it.
 
-    For what the host cannot look at without waiting, and for parameters that change after they were checked.
+    For numbers that the host cannot read without waiting, and for parameters that change after they were checked. A
+    number of Python's was checked once for all and is returned as it is.
     """
+    if not isinstance(value, Tensor):
+        return value
     fits = ((value > low) if open_low else (value >= low)) & (value <= high)
     return torch.where(fits, value, torch.nan)
 
 
-def can_look(tensor: Tensor) -> bool:
-    """Whether the host can read the numbers, without waiting and without breaking a graph."""
-    hidden = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or is_fake(tensor)
-    return tensor.device.type == "cpu" and not hidden
+def check_per_entry(
+    argument: str,
+    value: Any,
+    like: Tensor,
+    name: str,
+    *,
+    low: float,
+    high: float = math.inf,
+    open_low: bool = False,
+    remedy: str = "",
+    together: bool = False,
+) -> Any:
+    """A number in [low, high], returned as Python's own, or a tensor (*#batch) with one for each batch entry.
+
+    Args:
+        like: the tensor (*batch, N, D) of the argument `name` whose batch it is.
+        together: whether the tensor may have leading axes that `like` has not.
+        remedy: how to keep a tensor inside the range.
+    """
+    if not isinstance(value, Tensor):
+        return check_number(argument, value, low=low, high=high, open_low=open_low)
+    check_float_tensor(argument, value)
+    check_same_kind([(name, like), (argument, value)])
+    fits = check_together if together else check_broadcast
+    fits(argument, value.shape, like.shape[:-2], f"the leading axes of `{name}`")
+    check_range(argument, value, low=low, high=high, open_low=open_low, remedy=remedy)
+    return value
 
 
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:
@@ -201,10 +223,28 @@ def check_range(
     argument: str, value: Tensor, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
 ) -> None:
     """All entries in [low, high], where the host can look without waiting; NaN is bad data, not a bad argument."""
-    if not can_look(value):
+    if not host_may_look(value):
         return
     inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
     if not bool(inside.all()):
         worst = value.detach()[~inside].flatten()[0].item()
         bounds = f"{'>' if open_low else '>='} {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
         raise ValueError(message(argument, f"be {bounds} everywhere", worst, remedy))
+
+
+def check_per_batch(
+    argument: str, value: Any, *, low: float, high: float = math.inf, open_low: bool = False, remedy: str = ""
+) -> Any:
+    """A number, or a tensor with one number per batch entry, in [low, high]; returned, a number as Python's own."""
+    if not isinstance(value, Tensor):
+        return check_number(argument, value, low=low, high=high, open_low=open_low)
+    check_float_tensor(argument, value)
+    check_range(argument, value, low=low, high=high, open_low=open_low, remedy=remedy)
+    return value
+
+
+def check_fits_batch(argument: str, value: float | Tensor, name: str, states: Tensor) -> None:
+    """Numbers that passed `check_per_batch` fit the batch axes of `states` (*batch, N, D), which are called `name`."""
+    if isinstance(value, Tensor):
+        check_same_kind([(name, states), (argument, value)])
+        check_broadcast(argument, value.shape, states.shape[:-2], f"the leading axes of `{name}`")

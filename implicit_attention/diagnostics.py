@@ -14,12 +14,11 @@ from ._types import LinearMap
 from .energies import AnchoredEnergy
 from .linear import extreme_eigenvalues
 from .linear import spectral_radius as arnoldi_radius
-from .ops.problem import common
 from .potentials import LogSumExp
-from .potentials._keys import in_double
+from .potentials.scored_keys import ScoredKeys, common, in_double
 from .problem import Problem, widened
 from .solution import Solution
-from .solvers.iterate import flat, unflat
+from .solvers._rows import flat, unflat
 
 # Rows handled at a time where an (N, M) or (N, N) matrix would be needed.
 TILE = 512
@@ -34,7 +33,8 @@ class Diagnosis:
         smallest_curvature: estimate of the smallest eigenvalue of I - df/dz; NaN where that is not symmetric.
         saddle: whether that is negative.
         distinct: number of different fixed points along the last leading axis, (*lead[:-1]).
-        effective_keys: exp(entropy) of the attention at the solution; None where the potential is not LogSumExp.
+        effective_keys: exp(entropy) of the attention at the solution; None where the potential is not `LogSumExp` or
+            `SoftcapLogSumExp`.
         certified_error: bound on the distance to the solution, rounding included; inf where no Lipschitz bound below 1
             is known.
     """
@@ -59,7 +59,7 @@ def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagno
         smallest_curvature=curvature,
         saddle=curvature < -_negligible(z),
         distinct=distinct_fixed_points(z if z.ndim > problem.event_ndim else z[None], event_ndim=problem.event_ndim),
-        effective_keys=effective_keys(potential, z) if isinstance(potential, LogSumExp) else None,
+        effective_keys=effective_keys(potential, z) if isinstance(potential, ScoredKeys) else None,
         certified_error=certified_error(problem, solution),
     )
 
@@ -151,7 +151,7 @@ def first_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1e-2
 
 
 @torch.no_grad()
-def effective_keys(potential: LogSumExp, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+def effective_keys(potential: ScoredKeys, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
     """exp(-sum_j p_j log p_j) of the attention weights at z: on how many keys the answer rests, from 1 to M.
 
     Queries that attend to no key have 0.

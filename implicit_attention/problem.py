@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
+from ._autograd import at_least_single, check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared, Withdrawn
-from ._fused_rule import FusedRule
+from ._declared import restricted as restricted
 from ._types import LinearMap
 
-HALF = (torch.float16, torch.bfloat16)
 _P = TypeVar("_P", bound=Declared)
 
 
@@ -39,7 +38,10 @@ class Evaluation(NamedTuple):
 
 
 class Adjoined(NamedTuple):
-    """u with (I - J) u = cotangent, (*lead, *event), its evidence (*lead), and (df/dt)^T u for each declared tensor."""
+    """u with (I - J^T) u = cotangent, (*lead, *event), how its solve went, (*lead), and what u gives.
+
+    gradients: (df/dt)^T u for each declared tensor, or nothing where only u was asked for.
+    """
 
     value: Tensor
     status: Tensor
@@ -47,15 +49,13 @@ class Adjoined(NamedTuple):
     tolerance: Tensor
     num_steps: Tensor
     negative_curvature: Tensor
-    gradients: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...] = ()
 
 
 _OF_ALL = (
     "hessian_product",
     "evaluate",
     "linearize",
-    "solve_fused",
-    "adjoint_fused",
     "lipschitz",
     "select",
     "row_block",
@@ -75,9 +75,8 @@ class Problem(Declared, general=True):
         "fixed_point_map": ("energy", "gradient", *_OF_ALL),
         "energy": ("fixed_point_map", "gradient", *_OF_ALL),
         "gradient": ("energy", "fixed_point_map", *_OF_ALL),
-        "evaluate": ("linearize", "solve_fused", "adjoint_fused"),
-        "hessian_product": ("linearize", "adjoint_fused", "lipschitz"),
-        "linearize": ("adjoint_fused",),
+        "evaluate": ("linearize",),
+        "hessian_product": ("linearize", "lipschitz"),
     }
     _underived: ClassVar[tuple[str, ...]] = ("energy",)
 
@@ -132,20 +131,6 @@ class Problem(Declared, general=True):
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
 
-    def solve_fused(self, initial: Tensor, stop: FusedRule) -> tuple[Tensor, ...] | None:
-        """The whole solve in one operation, (value, status, residual, tolerance, num_steps, num_evals), or None.
-
-        An operation stops each problem by the same rule as the loop, and returns the state that it measured.
-        """
-        return None
-
-    def adjoint_fused(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
-        """The adjoint solve in one operation, by conjugate gradients, or None.
-
-        A problem that it could not solve has a failing status and an approximate gradient, or NaN, but never 0.
-        """
-        return None
-
     def lipschitz(self) -> Tensor | None:
         """A Lipschitz constant of f over all states, per batch entry (*lead[:-1]), or None if none is known."""
         return None
@@ -199,37 +184,12 @@ class Problem(Declared, general=True):
         return "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
 
 
-def restricted(problem: _P, index: Tensor, **own: int) -> _P:
-    """The problems `index` (*lead[:-1], K) of the last leading axis, for `select`.
-
-    Args:
-        problem: what reads tensors (*#lead, *own).
-        index: as in `Problem.select`.
-        own: for the attributes that number problems, how many of their axes belong to one. Numbers are left alone.
-    """
-    clone = problem.replace(*problem.tensors())
-    for name, count in own.items():
-        held = getattr(clone, name)
-        if isinstance(held, Tensor):
-            setattr(clone, name, _taken(held, index, held.ndim - count))
-    return clone
-
-
-def _taken(tensor: Tensor, index: Tensor, lead: int) -> Tensor:
-    if lead == 0 or tensor.shape[lead - 1] == 1:
-        return tensor
-    own = tensor.shape[lead:]
-    where = index.reshape(*index.shape, *(1,) * len(own)).expand(*index.shape, *own)
-    return tensor.expand(*index.shape[:-1], *tensor.shape[lead - 1 :]).gather(index.ndim - 1, where)
-
-
 def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
     """The problem and states in the precision of the solver's state: float32 for float16 and bfloat16.
 
     In half precision a state would sit up to a percent away from the solution.
     """
-    tensors = [t.float() if t.dtype in HALF else t for t in problem.tensors()]
-    return problem.replace(*tensors), tuple(z.float() if z.dtype in HALF else z for z in states)
+    return problem.replace(*map(at_least_single, problem.tensors())), tuple(map(at_least_single, states))
 
 
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ._autograd import exact_precision
 from ._types import OnFailure
 from .status import Status
 
-__all__ = ["AdjointReport", "Solution", "SolveReport", "Status", "Trace", "summarize"]
+__all__ = ["AdjointReport", "Record", "Solution", "SolveReport", "Status", "Trace", "summarize"]
 
+
+#: What a method advises where one of its problems ends with a status.
+Remedies: TypeAlias = Mapping[Status, str]
+NO_REMEDIES: Remedies = {}
 
 #: Residuals above this part of the value are told although they reached the tolerance.
 LOOSE = 0.01
@@ -23,9 +28,14 @@ _REMEDY = "lower atol for data of this scale, or rtol"
 
 
 class Record(NamedTuple):
-    """How a solve went, as plain tensors (*lead): what solvers, operations and compiled graphs hand on.
+    """How a solve went, problem by problem, as plain tensors (*lead): what solvers and compiled graphs hand on.
 
-    The fields are those of `SolveReport`, which tells them to the user.
+    Attributes:
+        status: (*lead), int8 codes of `Status`.
+        residual: (*lead), |f(z) - z|_2 of the very value that was returned; NaN where it was not measured (`EXPLICIT`).
+        tolerance: (*lead), atol + rtol |f(z)|_2, which the residual had to reach.
+        num_steps: (*lead), updates that led to the value.
+        num_evals: (*lead), evaluations of f (matrix-vector products of inner solves included) spent on the problem.
     """
 
     status: Tensor
@@ -37,6 +47,23 @@ class Record(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> Record:
         """The record with `function` applied to every field."""
         return Record(*map(function, self))
+
+    @property
+    def converged(self) -> Tensor:
+        """(*lead), True where the residual reached the tolerance."""
+        return (self.status == Status.CONVERGED) | (self.status == Status.UNSTABLE)
+
+    @property
+    def failed(self) -> Tensor:
+        """(*lead), True where the value is not an answer."""
+        return self.status > Status.UNSTABLE
+
+    def message(self, index: tuple[int, ...], remedies: Remedies = NO_REMEDIES) -> str:
+        """What happened to one problem, and what to do if there is a remedy for its status."""
+        code, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
+        status = Status(int(code))
+        told = status.sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)
+        return f"{told}; {remedies[status]}" if status in remedies else told
 
 
 class Trace(NamedTuple):
@@ -101,39 +128,77 @@ class AdjointReport:
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{told})"
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
-class SolveReport:
-    """What is known about a solve, problem by problem. `lead` are the axes that number problems.
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Recorded:
+    """Base of results that carry a `Record`: its fields by name."""
 
-    Attributes:
-        status: (*lead), int8 codes of `Status`.
-        residual: (*lead), |f(z) - z|_2 of the very value that was returned; NaN where it was not measured (`EXPLICIT`).
-        tolerance: (*lead), atol + rtol |f(z)|_2, which the residual had to reach.
-        num_steps: (*lead), updates that led to the value.
-        num_evals: (*lead), evaluations of f (matrix-vector products of inner solves included) spent on the problem.
-        adjoint: evidence of the backward solve, filled when a gradient was computed with `Implicit()`.
-    """
+    record: Record
 
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
-    adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
+    @property
+    def status(self) -> Tensor:
+        """(*lead), int8 codes of `Status`."""
+        return self.record.status
+
+    @property
+    def residual(self) -> Tensor:
+        """(*lead), |f(z) - z|_2 of the very value that was returned; NaN where it was not measured (`EXPLICIT`)."""
+        return self.record.residual
+
+    @property
+    def tolerance(self) -> Tensor:
+        """(*lead), atol + rtol |f(z)|_2, which the residual had to reach."""
+        return self.record.tolerance
+
+    @property
+    def num_steps(self) -> Tensor:
+        """(*lead), updates that led to the value."""
+        return self.record.num_steps
+
+    @property
+    def num_evals(self) -> Tensor:
+        """(*lead), evaluations of f (matrix-vector products of inner solves included) spent on the problem."""
+        return self.record.num_evals
 
     @property
     def converged(self) -> Tensor:
         """(*lead), True where the residual reached the tolerance."""
-        return (self.status == Status.CONVERGED) | (self.status == Status.UNSTABLE)
+        return self.record.converged
 
     @property
     def failed(self) -> Tensor:
         """(*lead), True where the value is not an answer."""
-        return self.status > Status.UNSTABLE
+        return self.record.failed
+
+    def amended(self, **fields: Tensor) -> Self:
+        """The same with some fields of its record replaced."""
+        return dataclasses.replace(self, record=self.record._replace(**fields))
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class SolveReport(Recorded):
+    """How a solve went, problem by problem. `lead` are the axes that number problems.
+
+    Attributes:
+        record: status, residual, tolerance, num_steps and num_evals, (*lead) each, which are read here by name.
+        adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
+        remedies: what the method advises, by status.
+    """
+
+    adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
+    remedies: Remedies = dataclasses.field(default_factory=dict)
 
     def message(self, *index: int) -> str:
         """The sentence for one problem: what happened and what to do."""
-        return sentence(self.status[index], self.residual[index], self.tolerance[index], self.num_steps[index])
+        return self.record.message(index, self.remedies)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The report with `function` applied to every field, as where heads or sites get axes of their own.
+
+        A backward solve reports in the new shape, too.
+        """
+        record = self.record.map(function)
+        self.adjoint.lead = record.status.shape
+        return dataclasses.replace(self, record=record)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({summarize(self.status, self.residual, self.num_evals)})"
@@ -181,15 +246,7 @@ class Solution(SolveReport):
     @property
     def report(self) -> SolveReport:
         """How the solve went, without its value and what that was computed from."""
-        return SolveReport(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SolveReport)})
-
-
-def _status(code: int) -> Status:
-    return next(s for s in Status if s == code)
-
-
-def sentence(status: Tensor, residual: Tensor, tolerance: Tensor, steps: Tensor) -> str:
-    return _status(int(status)).sentence.format(residual=float(residual), tolerance=float(tolerance), steps=int(steps))
+        return SolveReport(self.record, self.adjoint, self.remedies)
 
 
 def _largest(numbers: Tensor) -> float:
@@ -199,7 +256,7 @@ def _largest(numbers: Tensor) -> float:
 def summarize(status: Tensor, residual: Tensor, num_evals: Tensor) -> str:
     """One line over all problems: counts by status, largest residual, median and largest number of evaluations."""
     codes = Counter(status.flatten().tolist())
-    counts = ", ".join(f"{count} {_status(code).name}" for code, count in sorted(codes.items()))
+    counts = ", ".join(f"{count} {Status(code).name}" for code, count in sorted(codes.items()))
     if status.numel() == 0:
         return "no problems"
     return (

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import backward_running, exact_precision, transforms_active, uncompiled
+from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures
-from ._types import OnFailure
+from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
-from .problem import HALF, Problem, widened
+from .fused import lower, written_out
+from .problem import Problem, widened
 from .solution import AdjointReport, Solution, Trace
 from .solvers import Anderson, Solver
 
@@ -22,6 +23,7 @@ def solve(
     *,
     solver: Solver | None = None,
     adjoint: Adjoint | None = None,
+    impl: Impl = "auto",
     on_failure: OnFailure = "raise",
     trace: bool = False,
 ) -> Solution:
@@ -32,6 +34,9 @@ def solve(
         initial: where to start, (*lead, *event): the last `problem.event_ndim` axes form one problem.
         solver: default `Anderson()`. Half-precision problems are solved in float32.
         adjoint: default `Implicit()`, the exact gradient of the solution.
+        impl: "auto" solves by a fused operation where there is one for the problem and the solver, else by the solvers'
+            loop; "reference" always by the loop, with every product written out; "tiled" (by torch's attention kernels,
+            and adjoints in tiles) and "triton" insist on their operation.
         on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", or "ignore". The same
             holds for a backward solve. Inside torch.vmap, where the host cannot look, `Solution.status` alone tells.
         trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems).
@@ -43,6 +48,7 @@ def solve(
         ConvergenceError: with on_failure="raise", naming how many problems failed and the first of them.
         TypeError, ValueError: arguments that do not fit; a tensor that f reads and that requires grad without being
             declared.
+        UnsupportedImplementation: an `impl` that cannot do it, or is wrong on this machine, and why.
 
     Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()`.
     """
@@ -55,9 +61,14 @@ def solve(
             )
             raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
     check_on_failure(on_failure)
+    _validate.check_choice("impl", impl, IMPLEMENTATIONS)
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
-    request = Request(problem, initial, solver, trace, AdjointReport(on_failure=on_failure))
+    if impl == "reference":
+        problem = written_out(problem)
+    elif impl != "auto":
+        lower(problem, solver, impl, every_step=trace or isinstance(adjoint, Unrolled))
+    request = Request(problem, initial, solver, impl, trace, AdjointReport(on_failure=on_failure))
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_undeclared(initial)
@@ -65,20 +76,16 @@ def solve(
         outcome = adjoint.run(request)
     request.report.awaited = outcome.value.requires_grad and not backward_running()
     solution = Solution(
-        **{**outcome._asdict(), "trace": _trace(outcome.trace)},
-        adjoint=request.report,
+        outcome.record,
+        request.report,
+        solver.remedies,
+        value=outcome.value,
+        trace=_trace(outcome.trace),
         energy_function=problem.energy if problem.has_energy else None,
     )
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
-    report_failures(
-        on_failure,
-        f"{type(solver).__name__}",
-        solution.status,
-        solution.residual,
-        solution.tolerance,
-        solution.num_steps,
-    )
+    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies)
     return solution
 
 

@@ -1,4 +1,4 @@
-"""Per-problem outcome codes, shared by every iterative method of the library."""
+"""How one problem ended, as codes that every iterative method of the library shares."""
 
 from __future__ import annotations
 
@@ -6,66 +6,52 @@ import enum
 
 
 class Status(enum.IntEnum):
-    """How one problem of a batch ended; `sentence` says it in words.
+    """How one problem of a batch ended.
 
-    Tensors of status hold the integer codes. Codes up to `UNSTABLE` are answers, larger ones failures.
+    Tensors of status hold the integer codes. Codes up to `UNSTABLE` are answers, larger ones failures. `sentence`
+    states the fact; what to do about it is known to the method that failed, whose `remedies` say it by status. Not for
+    a whole batch: print the `Solution` or the `SolveReport`, which count the codes.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, Picard, Status, solve
+        >>> problem = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(problem, torch.zeros(1, 1), solver=Picard(max_steps=3), on_failure="ignore")
+        >>> status = Status(int(solution.status[0]))
+        >>> status.name, status.failed
+        ('MAX_STEPS', True)
     """
 
-    sentence: str
+    CONVERGED = 0
+    EXPLICIT = 1
+    BUDGET = 2
+    UNSTABLE = 3
+    MAX_STEPS = 4
+    STALLED = 5
+    DIVERGED = 6
+    NONFINITE = 7
+    OUT_OF_RANGE = 8
 
-    def __new__(cls, code: int, sentence: str) -> Status:
-        member = int.__new__(cls, code)
-        member._value_ = code
-        member.sentence = sentence
-        return member
-
-    CONVERGED = 0, "converged: residual {residual:.1e} <= {tolerance:.1e} after {steps} steps"
-    EXPLICIT = (
-        1,
-        "explicit: no step was asked for (max_steps=0), the initial state is returned; residual {residual:.1e}",
-    )
-    BUDGET = 2, "fixed budget of {steps} steps used as asked (rtol = atol = 0); residual {residual:.1e}"
-    UNSTABLE = (
-        3,
-        (
-            "converged to a stationary point with negative curvature (a saddle): residual {residual:.1e}; "
-            "start elsewhere or use a solver with guard='energy'"
-        ),
-    )
-    MAX_STEPS = (
-        4,
-        (
-            "residual {residual:.1e} > {tolerance:.1e} after {steps} steps; "
-            "raise max_steps, add damping, lower beta or raise the anchor"
-        ),
-    )
-    STALLED = (
-        5,
-        (
-            "residual {residual:.1e} > {tolerance:.1e} and no step improves it after {steps} steps; "
-            "use a larger rtol or a wider dtype"
-        ),
-    )
-    DIVERGED = (
-        6,
-        (
-            "the iteration left the finite numbers; the best state, after {steps} steps, has residual {residual:.1e}; "
-            "add damping, lower beta or raise the anchor"
-        ),
-    )
-    NONFINITE = (
-        7,
-        "the problem reads a NaN or an infinity: its map is not finite at the initial state; check its inputs",
-    )
-    OUT_OF_RANGE = (
-        8,
-        (
-            "solved (residual {residual:.1e}), but where the approximation does not hold; "
-            "lower beta, or use a method that holds there"
-        ),
-    )
+    @property
+    def sentence(self) -> str:
+        """What happened, with places for `residual`, `tolerance` and `steps`."""
+        return _SENTENCES[self]
 
     @property
     def failed(self) -> bool:
         """Whether the value that carries this status is not an answer."""
         return self > Status.UNSTABLE
+
+
+_SENTENCES = {
+    Status.CONVERGED: "converged: residual {residual:.1e} <= {tolerance:.1e} after {steps} steps",
+    Status.EXPLICIT: "no step was asked for (max_steps=0), the initial state is returned; residual {residual:.1e}",
+    Status.BUDGET: "fixed budget of {steps} steps used as asked (rtol = atol = 0); residual {residual:.1e}",
+    Status.UNSTABLE: "converged to a stationary point with negative curvature (a saddle): residual {residual:.1e}",
+    Status.MAX_STEPS: "residual {residual:.1e} > {tolerance:.1e} after {steps} steps",
+    Status.STALLED: "residual {residual:.1e} > {tolerance:.1e} and no step improves it after {steps} steps",
+    Status.DIVERGED: "the iteration left the finite numbers; the best state, after {steps} steps, has residual "
+    "{residual:.1e}",
+    Status.NONFINITE: "the problem reads a NaN or an infinity: its map is not finite at the initial state",
+    Status.OUT_OF_RANGE: "solved (residual {residual:.1e}), but where the approximation does not hold",
+}

@@ -13,20 +13,21 @@ PACKAGE = Path(implicit_attention.__file__).parent
 # Part of the package -> the parts that it may import. Leaves are free for all.
 LEAVES = {"status", "errors", "_fused_rule", "_types", "_validate", "_declared", "_autograd"}
 ALLOWED = {
-    "linear": set(),
-    "ops": {"linear", "_reporting"},
+    "linear": {"solution"},
+    "ops": {"linear", "solution", "_reporting"},
     "solution": set(),
     "problem": set(),
     "_reporting": {"solution"},
     "potentials": {"ops"},
     "solvers": {"problem", "linear", "solution"},
-    "adjoints": {"solvers", "problem", "linear", "solution", "_reporting"},
+    "fused": {"ops", "energies", "potentials", "solvers", "problem", "solution"},
+    "adjoints": {"fused", "solvers", "problem", "linear", "solution", "_reporting"},
     "energies": {"potentials", "problem"},
-    "solve": {"adjoints", "solvers", "problem", "solution", "_reporting"},
+    "solve": {"fused", "adjoints", "solvers", "problem", "solution", "_reporting"},
     "options": {"solvers", "adjoints", "_reporting"},
     "attention": {
         "options",
-        "ops",
+        "fused",
         "energies",
         "potentials",
         "solve",
@@ -86,21 +87,83 @@ ALLOWED = {
 }
 
 
-def imported_parts(path: Path) -> set[str]:
-    """Top-level parts of the package that a file imports, at run time or for types."""
-    relative = path.relative_to(PACKAGE)
+def imported_modules(path: Path) -> set[str]:
+    """Modules and packages of the package that a file names in its imports: at the top, in functions, for types.
+
+    `from .base import X` and `from . import base` name the module `base`, `from ..ops import f` the face of `ops`.
+    """
+    folder = path.relative_to(PACKAGE).parent.parts
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = relative.parts[: len(relative.parts) - node.level]
-            module = [*base, *(node.module.split(".") if node.module else [])]
-            found |= {module[0]} if module else {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
-            found |= set(node.module.split(".")[1:2]) or {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names = [a.name.split(".") for a in node.names if a.name.split(".")[0] == PACKAGE.name]
-            found |= {name[1] for name in names if len(name) > 1}
+        if isinstance(node, ast.Import):
+            dotted = [alias.name.split(".") for alias in node.names]
+            found |= {".".join(names[1:]) for names in dotted if names[0] == PACKAGE.name and len(names) > 1}
+        elif isinstance(node, ast.ImportFrom):
+            named = (node.module or "").split(".") if node.module else []
+            if node.level:
+                base = [*folder[: len(folder) + 1 - node.level], *named]
+            elif named[:1] == [PACKAGE.name]:
+                base = named[1:]
+            else:
+                continue
+            inner = {alias.name for alias in node.names if module_file([*base, alias.name]) is not None}
+            found |= {".".join([*base, name]) for name in inner}
+            if {alias.name for alias in node.names} - inner:
+                found.add(".".join(base))
     return found
+
+
+def module_file(names: list[str]) -> Path | None:
+    path = PACKAGE.joinpath(*names)
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if names and f.is_file()), None)
+
+
+def imported_parts(path: Path) -> set[str]:
+    """Top-level parts of the package that a file imports, at run time or for types."""
+    return {name.split(".")[0] for name in imported_modules(path)} - {""}
+
+
+def dotted_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    imports = {dotted_name(path): imported_modules(path) for path in PACKAGE.rglob("*.py")}
+    for cycle in cycles(imports):
+        raise AssertionError(" -> ".join(cycle))
+
+
+def test_cycles_are_found():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
+    assert cycles({"a": {"a"}}) == [["a", "a"]]
+
+
+def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """A shortest way back to each module that has one, of every group once."""
+    found: list[list[str]] = []
+    for start in sorted(imports):
+        ways = [[start]]
+        seen: set[str] = set()
+        while ways and not any(start in cycle for cycle in found):
+            way = ways.pop(0)
+            for name in sorted(imports.get(way[-1], set()) - seen):
+                if name == start:
+                    found.append([*way, name])
+                    break
+                seen.add(name)
+                ways.append([*way, name])
+    return found
+
+
+def test_operations_are_asked_for_in_two_places():
+    askers = {
+        dotted_name(path)
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in ("ops", "testing") and "ops" in imported_parts(path)
+    }
+    assert askers == {"fused", "potentials.scored_keys"}
 
 
 def test_parts_import_only_what_they_may():
@@ -168,9 +231,9 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
     assert set(parts) == (set(ALLOWED) | LEAVES) - on_request
 
 
-def test_torchdeq_finds_our_solvers_once_it_is_loaded():
-    look = "from torchdeq.solver import get_solver; print(get_solver('implicit_anderson').__name__ != '')"
-    assert run(f"import torchdeq, implicit_attention; {look}") == "True"
+def test_torchdeq_knows_our_solvers_once_they_are_registered_and_not_before():
+    look = "from torchdeq.solver import _solvers; print('implicit_anderson' in _solvers)"
+    assert run(f"import torchdeq, implicit_attention.solvers; {look}") == "False"
     register = "from implicit_attention.solvers import register_with_torchdeq; register_with_torchdeq()"
     assert run(f"import implicit_attention; {register}; {look}") == "True"
 

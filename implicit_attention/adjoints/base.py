@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .._types import Impl
+from ..fused import lower
 from ..problem import Problem
 from ..solution import AdjointReport
-
-if TYPE_CHECKING:
-    from ..solvers import Outcome, Solver
+from ..solvers import Outcome, Solver
 
 
 @dataclasses.dataclass
@@ -22,8 +21,16 @@ class Request:
     problem: Problem
     initial: Tensor
     solver: Solver
+    impl: Impl
     trace: bool
     report: AdjointReport
+
+    def solved(self, problem: Problem, initial: Tensor) -> Outcome:
+        """The outcome for `problem` without a graph, by a fused operation where `impl` has or wants one."""
+        lowered = lower(problem, self.solver, self.impl, every_step=self.trace)
+        if lowered is None:
+            return self.solver.run(problem, initial, trace=self.trace)
+        return Outcome(*lowered.solve(initial))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .. import _validate
 from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
 from ..problem import Problem, VmappedProblem, isolated, pullback
+from ..solution import Record
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request
 from .linear_system import adjoint_gradients, solve_system
@@ -85,8 +86,8 @@ def fixed_point(
 ) -> Outcome:
     """The outcome of the solver, its value differentiable with respect to `tensors`."""
     call = _Call(request.problem, linear_solver, request)
-    value, status, residual, tolerance, steps, evals, *trace = _apply(_FixedPoint, call, initial, *tensors)
-    return Outcome(value, status, residual, tolerance, steps, evals, tuple(trace))
+    value, *found = _apply(_FixedPoint, call, initial, *tensors)
+    return Outcome(value, Record(*found[:5]), tuple(found[5:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +118,9 @@ class _FixedPoint(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         with exact_precision(initial):
-            outcome = call.request.solver.run(call.problem.replace(*tensors), initial, trace=call.request.trace)
+            outcome = call.request.solved(call.problem.replace(*tensors), initial)
         # Forward mode cannot attach tangents to outputs that are views.
-        return tuple(t.clone() if t._is_view() else t for t in (*outcome[:6], *outcome.trace))
+        return tuple(t.clone() if t._is_view() else t for t in (outcome.value, *outcome.record, *outcome.trace))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch import Tensor
 from .._autograd import transforms_active
 from .._reporting import UNSURE, report_gradients
 from .._types import LinearMap
+from ..fused import lower
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
 from ..linear._vectors import norm
-from ..problem import Linearization, Problem
+from ..problem import Adjoined, Linearization, Problem
+from ..solution import Record
 from ..status import Status
 from .base import Request
 
@@ -25,17 +27,6 @@ TILE = 1024
 TILE_ROWS = 64
 # The part of a state that is told from zero where only an absolute tolerance says so: the default rtol.
 SCALE = 1e-4
-
-
-class _Answer(NamedTuple):
-    """x (*lead, *event) and its evidence (*lead)."""
-
-    value: Tensor
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    negative_curvature: Tensor
 
 
 def solve_system(
@@ -58,17 +49,15 @@ def adjoint_gradients(
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
     """
     chosen = method or _default_method(problem, z.dtype)
-    found = None
-    if method is None and isinstance(chosen, CG):
+    answer = None
+    if method is None and isinstance(chosen, CG) and (lowered := lower(problem, None, request.impl)) is not None:
         steps = chosen.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
         with torch.no_grad():
-            found = problem.adjoint_fused(z, cotangent, chosen.rtol, steps)
-    if found is None:
-        answer, gradients = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
-    else:
-        answer, gradients = _Answer(*found[:-1]), found.gradients
+            answer = lowered.adjoint(z, cotangent, chosen.rtol, steps)
+    if answer is None:
+        answer = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
     _report(request, chosen, answer, problem, z, cotangent)
-    return gradients
+    return answer.gradients
 
 
 def _by_rows(
@@ -77,8 +66,8 @@ def _by_rows(
     z: Tensor,
     cotangent: Tensor,
     tiles: Iterable[Tensor | None],
-) -> tuple[_Answer, tuple[Tensor | None, ...]]:
-    """Answers and gradients from the rows of each tile (None: all of them), one linearisation at a time."""
+) -> Adjoined:
+    """The answer and its gradients from the rows of each tile (None: all of them), one linearisation at a time."""
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in problem.tensors()]
     live = problem.replace(*tensors)
     answers = []
@@ -94,11 +83,10 @@ def _by_rows(
         # Restricting to rows is differentiable: this adds the gradients of the tile up in the whole tensors.
         pairs = [(t, g) for t, g in zip(part.tensors(), gradients, strict=True) if t.requires_grad and g is not None]
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-    lead = z.ndim - problem.event_ndim
-    whole = _Answer(
-        *(torch.cat(fields, dim=lead - 1) if len(answers) > 1 else fields[0] for fields in zip(*answers, strict=True))
-    )
-    return whole, tuple(t.grad for t in tensors)
+    last = z.ndim - problem.event_ndim - 1
+    fields = zip(*(answer[:6] for answer in answers), strict=True)
+    whole = [torch.cat(parts, dim=last) if len(answers) > 1 else parts[0] for parts in fields]
+    return Adjoined._make((*whole, tuple(t.grad for t in tensors)))
 
 
 def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
@@ -142,10 +130,10 @@ def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
 
 def _solve(
     method: LinearSolver[Any], problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, transpose: bool
-) -> _Answer:
+) -> Adjoined:
     solution = method.solve(*_flat_system(problem, linear, rhs, transpose))
     tolerance = method.atol + method.rtol * _norm(rhs, problem.event_ndim)
-    answer = _Answer(
+    answer = Adjoined(
         solution.value.reshape(rhs.shape),
         solution.status,
         solution.residual,
@@ -169,8 +157,8 @@ def _flat_system(problem: Problem, linear: Linearization, rhs: Tensor, transpose
 
 
 def _finish_with_minres(
-    method: CG, problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, first: _Answer
-) -> _Answer:
+    method: CG, problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, first: Adjoined
+) -> Adjoined:
     """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
     saddle = first.negative_curvature
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
@@ -208,7 +196,7 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
 
 @torch.no_grad()
 def _gradient_error(
-    request: Request, answer: _Answer, problem: Problem, z: Tensor, rhs: Tensor
+    request: Request, answer: Adjoined, problem: Problem, z: Tensor, rhs: Tensor
 ) -> tuple[Tensor | None, bool]:
     """`AdjointReport.gradient_error`, (*lead), and whether something may have to be told: one look of the host."""
     residual, solver = request.report.state_residual, request.solver
@@ -236,11 +224,11 @@ def _gradient_error(
 
 
 def _report(
-    request: Request, method: LinearSolver[Any], answer: _Answer, problem: Problem, z: Tensor, rhs: Tensor
+    request: Request, method: LinearSolver[Any], answer: Adjoined, problem: Problem, z: Tensor, rhs: Tensor
 ) -> None:
     report = request.report
     fields = answer._asdict()
-    del fields["value"]
+    del fields["value"], fields["gradients"]
     error, doubtful = _gradient_error(request, answer, problem, z, rhs)
     if error is not None:
         fields["gradient_error"] = error
@@ -248,7 +236,8 @@ def _report(
         fields = {name: field.reshape(report.lead) for name, field in fields.items()}
     elif report.lead is not None and answer.status.shape[-len(report.lead) or answer.status.ndim :] == report.lead:
         fields = _worst(fields, answer.status.ndim - len(report.lead))
-    told = [fields[name] for name in ("status", "residual", "tolerance", "num_steps")]
+    steps = fields["num_steps"]
+    told = Record(fields["status"], fields["residual"], fields["tolerance"], steps, steps)
     status, error, before = fields["status"], fields.get("gradient_error"), report.gradient_error
     if report.status is not None and report.status.shape == status.shape:
         # Of several solves (second derivatives make more) the worst is kept, problem by problem.
@@ -261,7 +250,7 @@ def _report(
         setattr(report, name, field)
     if doubtful:
         what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
-        report_gradients(report.on_failure, what, error, *told)
+        report_gradients(report.on_failure, what, error, told, method.remedies)
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ class Unrolled(Adjoint):
 
     def run(self, request: Request) -> Outcome:
         outcome = request.solver.run(request.problem, request.initial, trace=request.trace, graph=True)
-        lost = outcome.status == Status.NONFINITE
+        lost = outcome.record.status == Status.NONFINITE
         if is_batched(lost) or not outcome.value.requires_grad or not bool(lost.any()):
             return outcome
         # Once more, without what those read: NaN in their steps would be NaN in the gradients of all that they share.

@@ -7,20 +7,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import exact_precision
-from .._types import OnFailure
-from ..adjoints import Adjoint
+from .._autograd import HALF, at_least_single, exact_precision
 from ..attention.core import attend
-from ..attention.read_out import at_least_single
 from ..energies import AnchoredEnergy
-from ..options import SolveOptions
+from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
-from ..problem import HALF
 from ..solution import SolveReport
-from ..solvers import Solver
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from .remembering import Remembering
@@ -85,32 +80,27 @@ class MemoryLookup(Remembering):
         similarity: Literal["distance", "dot"] = "distance",
         beta: Scalar | Literal["auto"] | None = None,
         anchor: Scalar | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        dim = _validate.check_integer("dim", dim, low=1)
+        self.dim = _validate.check_integer("dim", dim, low=1)
         _validate.check_choice("similarity", similarity, ("distance", "dot"))
         beta = ("learned" if learned else "auto") if beta is None else beta
         anchor = ("learned" if learned else 0.0) if anchor is None else anchor
-        self.dim, self.learned, self.similarity, self.auto = dim, learned, similarity, beta == "auto"
-        self.options = SolveOptions(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
+        self.learned, self.similarity, self.auto = learned, similarity, beta == "auto"
+        self.options = SolveOptions().override(**options)
         if learned:
             if size is None:
                 raise ValueError(_validate.message("size", "be given with learned=True", None, "say how many patterns"))
             size = _validate.check_integer("size", size, low=1)
-            _validate.require(
-                not self.auto,
-                "beta",
+            required, reason = (
                 "be 'learned' or a number with learned=True",
-                "'auto'",
                 "patterns that move have no fixed distances",
             )
+            _validate.require(not self.auto, "beta", required, "'auto'", reason)
             width = dim if target_dim is None else target_dim
             self.patterns = nn.Parameter(torch.randn(size, dim, **made))
             self.targets = nn.Parameter(torch.randn(size, width, **made) / math.sqrt(size))
@@ -147,48 +137,44 @@ class MemoryLookup(Remembering):
         _validate.require(patterns.shape == (rows, self.dim), "patterns", required, f"shape {tuple(patterns.shape)}")
         if self.auto:
             _validate.check_numbers("patterns", patterns, "beta='auto' reads them; pass a number for beta")
-        held = self.targets
-        width = None if held is None else held.shape[1]
+        targets = self._checked_targets(patterns, targets)
+        if self.learned:
+            assert self.targets is not None
+            assert targets is not None
+            self.patterns.copy_(patterns)
+            self.targets.copy_(targets)
+            return
+        if targets is not None:
+            targets = targets.to(self.patterns)
+            self.targets = torch.cat([targets] if self.targets is None else [self.targets, targets])
+        self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
+        if self.auto:
+            self.found_beta = _separating_beta(self.patterns, self.similarity)
+
+    def _checked_targets(self, patterns: Tensor, targets: Tensor | None) -> Tensor | None:
+        """The targets to store with `patterns`: learned ones are the patterns by default."""
+        width = None if self.targets is None else self.targets.shape[1]
         if targets is None and self.learned:
             required = f"be given: they have width {width}, so that patterns of width {self.dim} cannot be their own"
             remedy = "pass them, or make the memory without target_dim to look up the patterns themselves"
             _validate.require(width == self.dim, "targets", required, None, remedy)
-            targets = patterns
-        if targets is not None:
-            _validate.check_float_tensor("targets", targets, min_ndim=2)
-            _validate.require(
-                targets.ndim == 2 and len(targets) == len(patterns),
-                "targets",
-                f"have one row for each of the {rows} patterns, shape ({rows}, target_dim)",
-                f"shape {tuple(targets.shape)}",
-                "use torch.nn.functional.one_hot(labels).float() for classes",
-            )
-            _validate.require(
-                width in (None, targets.shape[1]),
-                "targets",
-                f"have the width {width} of those held",
-                f"shape {tuple(targets.shape)}",
-                f"make the memory with target_dim={targets.shape[1]}" if self.learned else "call clear() first",
-            )
-        if self.learned:
-            assert held is not None
-            assert targets is not None
-            self.patterns.copy_(patterns)
-            held.copy_(targets)
-            return
-        _validate.require(
-            len(self.patterns) == 0 or (targets is None) == (held is None),
-            "targets",
-            "be given for all patterns or for none",
-            "none" if targets is None else "targets beside patterns without any",
-            "call clear() first",
-        )
-        self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
-        if targets is not None:
-            old = [] if held is None else [held]
-            self.targets = torch.cat([*old, targets.to(self.patterns)])
-        if self.auto:
-            self.found_beta = _separating_beta(self.patterns, self.similarity)
+            return patterns
+        if not self.learned:
+            alike = len(self.patterns) == 0 or (targets is None) == (width is None)
+            received = "none" if targets is None else "targets beside patterns without any"
+            _validate.require(alike, "targets", "be given for all patterns or for none", received, "call clear() first")
+        if targets is None:
+            return None
+        _validate.check_float_tensor("targets", targets, min_ndim=2)
+        received = f"shape {tuple(targets.shape)}"
+        required = f"have one row for each of the {len(patterns)} patterns, shape ({len(patterns)}, target_dim)"
+        remedy = "use torch.nn.functional.one_hot(labels).float() for classes"
+        fits = targets.ndim == 2 and len(targets) == len(patterns)
+        _validate.require(fits, "targets", required, received, remedy)
+        remedy = f"make the memory with target_dim={targets.shape[1]}" if self.learned else "call clear() first"
+        fits = width in (None, targets.shape[1])
+        _validate.require(fits, "targets", f"have the width {width} of those held", received, remedy)
+        return targets
 
     def clear(self) -> None:
         """Forget all patterns and targets that were stored, and the temperature that was found for them."""
@@ -197,16 +183,20 @@ class MemoryLookup(Remembering):
         if self.auto:
             self.found_beta = torch.ones_like(self.found_beta)
 
-    def retrieve(self, queries: Tensor, **overrides: Any) -> Any:
+    def retrieve(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
         """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, of that shape.
 
-        Overrides: solver, adjoint, max_steps, on_failure, and return_solution=True for (z, Solution).
+        Args:
+            queries: (*batch, N, dim).
+            return_solution: return (z, Solution).
+            **options: replace the memory's for this call, see `SolveOptions`.
         """
-        return self._ask(queries, None, **overrides)
+        return self._ask(queries, None, return_solution, options)
 
-    def forward(self, queries: Tensor, **overrides: Any) -> Any:
-        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim); `overrides` as in `retrieve`."""
-        return self._ask(queries, self.patterns if self.targets is None else self.targets, **overrides)
+    def forward(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
+        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim). Arguments as in `retrieve`."""
+        values = self.patterns if self.targets is None else self.targets
+        return self._ask(queries, values, return_solution, options)
 
     def energy(self, queries: Tensor) -> Tensor:
         """E of every query (*batch, N, dim), (*batch, N): low near what is stored, up to a constant.
@@ -220,36 +210,25 @@ class MemoryLookup(Remembering):
             potential = LogSumExp(keys, beta, bias=self._bias())
             return AnchoredEnergy(potential, queries, anchor).energy(queries)
 
-    def _ask(
-        self,
-        queries: Tensor,
-        values: Tensor | None,
-        *,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure | None = None,
-        return_solution: bool = False,
-    ) -> Any:
+    def _ask(self, queries: Tensor, values: Tensor | None, return_solution: bool, options: SolveKeywords) -> Any:
         self._check_queries(queries)
-        options = self.options.override(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
-        output, solution, self._last, _ = attend(
+        found = attend(
             queries,
             self.patterns,
             values,
             beta=self._beta(),
             anchor=self.anchor(),
             bias=self._bias(),
-            options=options,
-            measure=return_solution,
+            options=self.options.override(**options),
+            return_solution=return_solution,
         )
-        return (output, solution) if return_solution else output
+        self._last = found.report
+        return (found.output, found.solution) if return_solution else found.output
 
     def _check_queries(self, queries: Tensor) -> None:
         _validate.check_float_tensor("queries", queries, min_ndim=2)
-        _validate.require(
-            queries.shape[-1] == self.dim, "queries", f"have width {self.dim}", f"shape {tuple(queries.shape)}"
-        )
+        fits, received = queries.shape[-1] == self.dim, f"shape {tuple(queries.shape)}"
+        _validate.require(fits, "queries", f"have width {self.dim}", received)
         _validate.require(len(self.patterns) > 0, "store", "be called before a memory is asked", "an empty memory")
 
     def _beta(self) -> float | Tensor:

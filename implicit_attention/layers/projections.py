@@ -9,21 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
+from .._autograd import at_least_single
 
 Scalar: TypeAlias = float | Literal["learned"]
 
 # A learned anchor stays this far from 0 and 1, where a gradient would end for good.
 MARGIN = 1e-4
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
-    return x.transpose(-3, -2).flatten(-2)
 
 
 class Fixed(nn.Module):
@@ -55,7 +46,8 @@ class LearnedAnchor(nn.Module):
         self.set(initial)
 
     def forward(self) -> Tensor:
-        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(_at_least_single(self.logit))
+        # Also in a half-precision model: a whole solve depends on this one number per head.
+        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(self.logit))
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -87,8 +79,8 @@ class LearnedBeta(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(shape, **made))
 
     def forward(self) -> Tensor:
-        # Beyond e^+-20 nothing is left to learn, and zero or infinity would be out of range.
-        return self.initial * torch.exp(_at_least_single(self.log_scale).clamp(-20.0, 20.0))
+        # In float32 also in a half-precision model. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
+        return self.initial * torch.exp(at_least_single(self.log_scale).clamp(-20.0, 20.0))
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -98,11 +90,6 @@ class LearnedBeta(nn.Module):
 
     def extra_repr(self) -> str:
         return f"initial={self.initial:g}"
-
-
-def _at_least_single(parameter: Tensor) -> Tensor:
-    # Also in a half-precision model: it is one number per head, and a whole solve depends on it.
-    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:

@@ -7,27 +7,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.core import Measured, is_repetition
+from ..attention.core import is_repetition, report_from_graph
 from ..options import SolveOptions
-from ..solution import SolveReport
+from ..solution import Record, SolveReport
 
 
 class Remembering(nn.Module):
     """Base of layers with `last_solve`: part of neither the state dict, copies nor pickles."""
 
     options: SolveOptions
-    _remembered: SolveReport | Measured | None
+    _remembered: SolveReport | Record | None
 
     def __init__(self) -> None:
         super().__init__()
         self._remembered = None
 
     @property
-    def _last(self) -> SolveReport | Measured | None:
+    def _last(self) -> SolveReport | Record | None:
         return self._remembered
 
     @_last.setter
-    def _last(self, evidence: SolveReport | Measured | None) -> None:
+    def _last(self, evidence: SolveReport | Record | None) -> None:
         # A graph that looked at what is there would be made anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
             self._remembered = evidence
@@ -35,8 +35,8 @@ class Remembering(nn.Module):
     @property
     def last_solve(self) -> SolveReport | None:
         """The evidence of the last call; of a compiled one, which could not tell, failures are warned of here."""
-        if isinstance(self._remembered, Measured):
-            self._remembered = self._remembered.report(self.options.on_failure)
+        if isinstance(self._remembered, Record):
+            self._remembered = report_from_graph(self._remembered, self.options.on_failure)
         return self._remembered
 
     def __getstate__(self) -> dict[str, Any]:

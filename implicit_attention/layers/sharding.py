@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import _validate
-from .projections import split_heads
+from ..attention.heads import split_heads
 
 T = TypeVar("T", float, Tensor, Tensor | None, float | Tensor)
 

@@ -5,10 +5,10 @@ each row separately. Symmetric positive definite: `CG`. Symmetric: `MINRES`. Any
 contraction: `Neumann`. A new method subclasses `LinearSolver`.
 """
 
-from ._cg import CG, cg
-from ._gmres import GMRES, gmres
-from ._minres import MINRES, minres
-from ._neumann import Neumann, neumann
+from ._cg import CG
+from ._gmres import GMRES
+from ._minres import MINRES
+from ._neumann import Neumann
 from ._solution import LinearSolution
 from .base import LinearSolver, SweepState
 from .spectrum import Eigenvalue, LanczosResult, extreme_eigenvalues, lanczos, spectral_radius
@@ -18,10 +18,6 @@ __all__ = [
     "GMRES",
     "MINRES",
     "Neumann",
-    "cg",
-    "gmres",
-    "minres",
-    "neumann",
     "LinearSolution",
     "LinearSolver",
     "SweepState",

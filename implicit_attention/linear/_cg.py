@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._types import LinearMap
 from ..status import Status
-from ._solution import LinearSolution
 from ._vectors import ROUNDOFF, divide, dot, freeze, length
 from .base import LinearSolver, SweepState, fresh
 
@@ -42,17 +41,14 @@ class CG(LinearSolver[CGState]):
     keeps_direction: ClassVar[bool] = True
 
     def begin(self, residual: Tensor) -> CGState:
-        zeros, verdict, negative = fresh(residual)
         square = dot(residual, residual)
         return CGState(
-            residual_norm=square.sqrt(),
-            verdict=verdict,
-            negative_curvature=negative,
+            **fresh(square.sqrt()),
             value=torch.zeros_like(residual),
             residual=residual,
             residual_square=square,
             search=residual,
-            stiffness=zeros,
+            stiffness=torch.zeros_like(square),
         )
 
     def step(self, matvec: LinearMap, state: CGState, active: Tensor) -> CGState:
@@ -92,36 +88,3 @@ class CG(LinearSolver[CGState]):
         # The search direction of a blocked problem is still the one that blocked it.
         unit = divide(state.search, length(state.search))
         return torch.where(state.negative_curvature.unsqueeze(-1), unit, 0.0)
-
-
-def cg(
-    matvec: LinearMap,
-    b: Tensor,
-    *,
-    initial: Tensor | None = None,
-    rtol: float = 1e-6,
-    atol: float = 0.0,
-    max_steps: int | None = None,
-    check_every: int | None = None,
-) -> LinearSolution:
-    """Solve A x = b by conjugate gradients, A symmetric positive definite: `CG(...).solve(matvec, b)`.
-
-    Args:
-        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
-        b: right-hand sides, (*batch, n).
-        initial: first guess, (*batch, n).
-        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
-        atol: absolute tolerance.
-        max_steps: largest number of matvecs of a problem.
-        check_every: steps between two looks of the host.
-
-    Returns:
-        `LinearSolution`, with `negative_curvature` and `direction` where A turned out not to be positive definite.
-
-    Raises:
-        TypeError, ValueError: as `LinearSolver.solve`.
-
-    Reference: Hestenes, Stiefel (1952).
-
-    """
-    return CG(rtol, atol, max_steps, check_every).solve(matvec, b, initial=initial)

@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from .._types import LinearMap
 from .._validate import check_integer
 from ..status import Status
-from ._solution import LinearSolution
 from ._vectors import ROUNDOFF, choose, coordinates, divide, dot, length, orthogonalise
 from .base import LinearSolver, SweepState, fresh
 
@@ -57,13 +56,11 @@ class GMRES(LinearSolver[GMRESState]):
         return min(self.restart, max_steps)
 
     def begin(self, residual: Tensor) -> GMRESState:
-        zeros, verdict, negative = fresh(residual)
         size = length(residual)
+        zeros = torch.zeros_like(size)
         none = zeros.unsqueeze(-1)[..., :0]
         return GMRESState(
-            residual_norm=size,
-            verdict=verdict,
-            negative_curvature=negative,
+            **fresh(size),
             basis=divide(residual, size).unsqueeze(-2),
             rotated=none.unsqueeze(-1),
             last=torch.ones_like(zeros).unsqueeze(-1),
@@ -126,38 +123,3 @@ def _with_column(triangle: Tensor, above: Tensor, diagonal: Tensor, used: Tensor
     column = torch.cat([above, diagonal.unsqueeze(-1)], -1)
     unit = torch.cat([torch.zeros_like(above), torch.ones_like(diagonal).unsqueeze(-1)], -1)
     return torch.cat([pad(triangle, (0, 0, 0, 1)), choose(used, column, unit).unsqueeze(-1)], -1)
-
-
-def gmres(
-    matvec: LinearMap,
-    b: Tensor,
-    *,
-    initial: Tensor | None = None,
-    rtol: float = 1e-6,
-    atol: float = 0.0,
-    max_steps: int | None = None,
-    check_every: int | None = None,
-    restart: int = 30,
-) -> LinearSolution:
-    """Solve A x = b by restarted generalised minimal residuals, any A: `GMRES(...).solve(matvec, b)`.
-
-    Args:
-        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
-        b: right-hand sides, (*batch, n).
-        initial: first guess, (*batch, n).
-        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
-        atol: absolute tolerance.
-        max_steps: largest number of matvecs of a problem.
-        check_every: steps between two looks of the host.
-        restart: steps between two restarts.
-
-    Returns:
-        `LinearSolution`; STALLED where restarts make no progress.
-
-    Raises:
-        TypeError, ValueError: as `LinearSolver.solve`.
-
-    Reference: Saad, Schultz (1986).
-
-    """
-    return GMRES(rtol, atol, max_steps, check_every, restart).solve(matvec, b, initial=initial)

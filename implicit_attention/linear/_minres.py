@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._types import LinearMap
 from ..status import Status
-from ._solution import LinearSolution
 from ._vectors import ROUNDOFF, divide, dot, freeze, length
 from .base import LinearSolver, SweepState, fresh
 
@@ -47,12 +46,10 @@ class MINRES(LinearSolver[MINRESState]):
     symmetric: ClassVar[bool] = True
 
     def begin(self, residual: Tensor) -> MINRESState:
-        zeros, verdict, negative = fresh(residual)
         size, still = length(residual), torch.zeros_like(residual)
+        zeros = torch.zeros_like(size)
         return MINRESState(
-            residual_norm=size,
-            verdict=verdict,
-            negative_curvature=negative,
+            **fresh(size),
             value=still,
             lanczos=divide(residual, size),
             lanczos_before=still,
@@ -118,36 +115,3 @@ class MINRES(LinearSolver[MINRESState]):
 
     def correction(self, state: MINRESState) -> Tensor:
         return state.value
-
-
-def minres(
-    matvec: LinearMap,
-    b: Tensor,
-    *,
-    initial: Tensor | None = None,
-    rtol: float = 1e-6,
-    atol: float = 0.0,
-    max_steps: int | None = None,
-    check_every: int | None = None,
-) -> LinearSolution:
-    """Solve A x = b by minimal residuals, A symmetric, definite or not: `MINRES(...).solve(matvec, b)`.
-
-    Args:
-        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
-        b: right-hand sides, (*batch, n).
-        initial: first guess, (*batch, n).
-        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
-        atol: absolute tolerance.
-        max_steps: largest number of matvecs of a problem.
-        check_every: steps between two looks of the host.
-
-    Returns:
-        `LinearSolution`, flagged `negative_curvature` where a residual met v . A v <= 0; no `direction`.
-
-    Raises:
-        TypeError, ValueError: as `LinearSolver.solve`.
-
-    Reference: Paige, Saunders (1975).
-
-    """
-    return MINRES(rtol, atol, max_steps, check_every).solve(matvec, b, initial=initial)

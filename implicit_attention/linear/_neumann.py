@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._types import LinearMap
+from ..solution import Remedies
 from ..status import Status
-from ._solution import LinearSolution
 from ._vectors import choose, freeze, length
 from .base import LinearSolver, SweepState, fresh
 
@@ -38,18 +38,20 @@ class Neumann(LinearSolver[NeumannState]):
     """
 
     symmetric: ClassVar[bool] = False
+    remedies: ClassVar[Remedies] = {
+        **LinearSolver.remedies,
+        Status.MAX_STEPS: "raise max_steps, or use GMRES()",
+        Status.DIVERGED: "I - A is no contraction: use CG(), MINRES() or GMRES()",
+    }
 
     def default_max_steps(self, n: int) -> int:
         """500, whatever n: the series does not terminate after n terms."""
         return 500
 
     def begin(self, residual: Tensor) -> NeumannState:
-        _, verdict, negative = fresh(residual)
         size, still = length(residual), torch.zeros_like(residual)
         return NeumannState(
-            residual_norm=size,
-            verdict=verdict,
-            negative_curvature=negative,
+            **fresh(size),
             value=still,
             residual=residual,
             best=still,
@@ -74,36 +76,3 @@ class Neumann(LinearSolver[NeumannState]):
 
     def correction(self, state: NeumannState) -> Tensor:
         return state.best
-
-
-def neumann(
-    matvec: LinearMap,
-    b: Tensor,
-    *,
-    initial: Tensor | None = None,
-    rtol: float = 1e-6,
-    atol: float = 0.0,
-    max_steps: int | None = None,
-    check_every: int | None = None,
-) -> LinearSolution:
-    """Solve A x = b by the Neumann series, I - A a contraction: `Neumann(...).solve(matvec, b)`.
-
-    Args:
-        matvec: x -> A x, (*batch, n) -> (*batch, n), acting on each row separately.
-        b: right-hand sides, (*batch, n).
-        initial: first guess, (*batch, n).
-        rtol: relative tolerance of |b - A x|; see `LinearSolver` for this and the other options.
-        atol: absolute tolerance.
-        max_steps: largest number of matvecs of a problem.
-        check_every: steps between two looks of the host.
-
-    Returns:
-        `LinearSolution`; DIVERGED, with the best iterate, where the series does not converge.
-
-    Raises:
-        TypeError, ValueError: as `LinearSolver.solve`.
-
-    Reference: Neumann (1877).
-
-    """
-    return Neumann(rtol, atol, max_steps, check_every).solve(matvec, b, initial=initial)

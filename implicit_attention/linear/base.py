@@ -1,24 +1,30 @@
-"""The base class of the linear solvers: options, the two hooks of a method, and the door `solve`."""
+"""What a linear solver is (options, and the hooks of a method), and the one loop: sweeps from true residuals."""
 
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from .._autograd import looks_every
 from .._types import LinearMap
-from .._validate import check_integer, check_number, store_plain
-from . import _sweeps
+from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
+from ..solution import Record, Remedies
+from ..status import Status
 from ._solution import LinearSolution
-from ._vectors import freeze
-
-__all__ = ["RUNNING", "LinearSolver", "SweepState", "freeze"]
+from ._vectors import choose, norm, normalised
 
 #: The verdict of a problem that may go on.
 RUNNING = -1
+#: A sweep that leaves more than this part of the residual is no progress.
+PROGRESS = 0.999
+#: How far above the tolerance rounding may keep a residual that the method's own recurrence has below it.
+SLACK = 10.0
+#: The smallest relative tolerance of float32 (with a tenth of slack for a tolerance that was itself rounded).
+FLOAT32_RTOL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,13 @@ class LinearSolver(abc.ABC, Generic[S]):
     max_sweeps: ClassVar[int | None] = 3
     #: Whether |b - A x| never grows in exact arithmetic: a sweep that makes it grow is then undone, even the first.
     monotone: ClassVar[bool] = True
+    #: What to do about a problem that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.MAX_STEPS: "raise max_steps of the linear solver",
+        Status.STALLED: "the system is singular, nearly so (a fold), or not of the kind that the method solves: use "
+        "MINRES() if it is symmetric, GMRES() otherwise, a larger rtol, or float64",
+        Status.NONFINITE: "check the numbers that the problem reads",
+    }
     #: Whether the method finds directions of negative curvature.
     keeps_direction: ClassVar[bool] = False
 
@@ -124,10 +137,174 @@ class LinearSolver(abc.ABC, Generic[S]):
 
         """
         with torch.no_grad():
-            return _sweeps.run(self, matvec, b, initial)
+            return _run(self, matvec, b, initial)
 
 
-def fresh(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(zeros, RUNNING verdicts, no negative curvature), each (*batch): the bookkeeping of a new sweep."""
-    zeros = torch.zeros_like(residual[..., 0])
-    return zeros, torch.full_like(zeros, RUNNING, dtype=torch.int8), torch.zeros_like(zeros, dtype=torch.bool)
+def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
+    """The fields of a `SweepState` at the start of a sweep: no problem has a verdict or met negative curvature."""
+    return {
+        "residual_norm": residual_norm,
+        "verdict": torch.full_like(residual_norm, RUNNING, dtype=torch.int8),
+        "negative_curvature": torch.zeros_like(residual_norm, dtype=torch.bool),
+    }
+
+
+class _System(NamedTuple):
+    """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit."""
+
+    apply: LinearMap
+    b: Tensor
+    tolerance: Tensor
+    max_steps: int
+
+
+class _Reached(NamedTuple):
+    """Where every problem stands between two sweeps: the answer so far, in units of b, and the vector b - A x.
+
+    Status MAX_STEPS means that a problem may still go on.
+    """
+
+    solution: LinearSolution
+    residual: Tensor
+
+
+def _run(solver: LinearSolver[S], matvec: LinearMap, b: Tensor, initial: Tensor | None) -> LinearSolution:
+    """Sweep until no problem may go on; see `LinearSolver.solve`."""
+    check_arguments(solver.rtol, matvec, b, initial)
+    b, max_steps = b.detach(), solver.max_steps or solver.default_max_steps(b.shape[-1])
+    if b.numel() == 0:
+        nothing = b.sum(-1)
+        return _first(solver, b, nothing, nothing)
+    # In units of a power of two for each problem, so that no size of b, nor its tolerance, over- or underflows.
+    _, scale = normalised(b if initial is None else torch.cat([b, initial.detach()], -1))
+    unit = b / scale.unsqueeze(-1)
+    # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
+    tolerance = torch.full_like(scale, solver.atol) / scale + solver.rtol * norm(unit)
+    system = _System(checked(matvec, b), unit, tolerance, max_steps)
+    reached = _opened(solver, system, None if initial is None else initial.detach() / scale.unsqueeze(-1))
+    for sweep in range(solver.max_sweeps or max_steps):
+        record = reached.solution.record
+        cost = min(sweep, 1)  # the residual with which a restart begins
+        live = (record.status == Status.MAX_STEPS) & (record.num_steps + cost < max_steps)
+        if not bool(live.any()):
+            break
+        reached = _swept(solver, system, reached, record.num_steps + cost * live, live, sweep)
+    return _scaled(reached.solution, scale)
+
+
+def _swept(
+    solver: LinearSolver[S], system: _System, before: _Reached, num_steps: Tensor, live: Tensor, sweep: int
+) -> _Reached:
+    """One sweep of the live problems, undone where it made the residual worse."""
+    solution, record = before.solution, before.solution.record
+    unit, scale = normalised(before.residual)
+    state = solver.begin(choose(live, unit, torch.zeros_like(unit)))
+    state, num_steps = _stepped(solver, system, state, live, system.tolerance / scale, num_steps)
+    value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
+    residual = system.b - system.apply(value)
+    size = norm(residual)
+    kept = live & (size.isfinite() if sweep == 0 and not solver.monotone else size < record.residual)
+    met, direction = live & state.negative_curvature, solution.direction
+    if direction is not None:
+        direction = choose(met, solver.direction(state), direction)
+    # Where a sweep is the last that can help: it made no progress, or no other is allowed.
+    settled = ~(size < PROGRESS * record.residual) | (sweep + 1 == solver.max_sweeps)
+    claimed = state.residual_norm * scale <= system.tolerance
+    after = record._replace(residual=torch.where(kept, size, record.residual), num_steps=num_steps, num_evals=num_steps)
+    status = _judged(system, after, state.verdict, settled, claimed)
+    status = _coded(~size.isfinite() & (sweep == 0), Status.NONFINITE, status)
+    after = after._replace(status=torch.where(live, status, record.status))
+    best = choose(kept, value, solution.value)
+    return _Reached(
+        LinearSolution(after, best, solution.negative_curvature | met, direction),
+        choose(kept, residual, before.residual),
+    )
+
+
+def _judged(system: _System, record: Record, verdict: Tensor, settled: Tensor, claimed: Tensor) -> Tensor:
+    """Status after a sweep: by the true residual first, then by the method's verdict, then by the progress made."""
+    status = _coded(settled & (record.num_steps < system.max_steps), Status.STALLED, record.status)
+    # Refined, and still short of what the method claims: that is rounding, and good enough within SLACK.
+    rounding = settled & claimed & (record.residual <= SLACK * system.tolerance)
+    status = _coded(rounding, Status.CONVERGED, status)
+    status = torch.where(verdict >= 0, verdict, status)
+    return _coded(record.residual <= system.tolerance, Status.CONVERGED, status)
+
+
+def _stepped(
+    solver: LinearSolver[S], system: _System, state: S, live: Tensor, tolerance: Tensor, num_steps: Tensor
+) -> tuple[S, Tensor]:
+    """Step while any live problem is above its tolerance, has no verdict and has steps left."""
+    every = looks_every(solver.check_every, live)
+    for step in range(solver.sweep_steps(system.max_steps)):
+        # A NaN residual compares false: such a problem rests until the true residual gives its status.
+        wanted = (state.residual_norm > tolerance) & (state.verdict < 0)
+        active = live & wanted & (num_steps < system.max_steps)
+        if step and step % every == 0 and not bool(active.any()):
+            break
+        state = solver.step(system.apply, state, active)
+        num_steps = num_steps + active
+    return state, num_steps
+
+
+def _opened(solver: LinearSolver[S], system: _System, initial: Tensor | None) -> _Reached:
+    """Where the initial guess is; problems with b = 0 start, and end, at 0."""
+    value, residual = torch.zeros_like(system.b), system.b
+    if initial is not None:
+        asked = norm(system.b) != 0
+        value = choose(asked, initial, value)
+        residual = choose(asked, system.b - system.apply(value), system.b)
+    return _Reached(_first(solver, value, norm(residual), system.tolerance), residual)
+
+
+def _first(solver: LinearSolver[S], value: Tensor, residual: Tensor, tolerance: Tensor) -> LinearSolution:
+    """The solution before any step, with residuals of these sizes (*batch)."""
+    status = torch.full_like(residual, Status.MAX_STEPS, dtype=torch.int8)
+    status = _coded(residual <= tolerance, Status.CONVERGED, status)
+    status = _coded(~residual.isfinite(), Status.NONFINITE, status)
+    count = torch.zeros_like(status, dtype=torch.int64)
+    direction = torch.zeros_like(value) if solver.keeps_direction else None
+    return LinearSolution(
+        Record(status, residual, tolerance, count, count), value, torch.zeros_like(status, dtype=torch.bool), direction
+    )
+
+
+def _scaled(solution: LinearSolution, scale: Tensor) -> LinearSolution:
+    """The solution in the units of b: a problem that met a NaN or an infinity gets NaN, not a number."""
+    record = solution.record
+    broken = record.status == Status.NONFINITE
+    residual = (record.residual * scale).masked_fill(broken, torch.nan)
+    value = choose(broken, torch.full_like(solution.value, torch.nan), solution.value * scale.unsqueeze(-1))
+    return replace(solution, value=value, record=record._replace(residual=residual, tolerance=record.tolerance * scale))
+
+
+def _coded(where: Tensor, status: Status, otherwise: Tensor) -> Tensor:
+    return otherwise.masked_fill(where, int(status))
+
+
+def checked(matvec: LinearMap, b: Tensor) -> LinearMap:
+    """Matvec, with every result compared with b in shape, dtype and device (no synchronisation)."""
+
+    def apply(vector: Tensor) -> Tensor:
+        product = matvec(vector)
+        require(product.shape == b.shape, "matvec", f"return the shape {tuple(b.shape)} of b", tuple(product.shape))
+        check_same_kind([("b", b), ("matvec(x)", product)])
+        return product
+
+    return apply
+
+
+def check_arguments(rtol: float, matvec: LinearMap, b: Tensor, initial: Tensor | None) -> None:
+    """Types, shapes, dtypes and devices; nothing here reads the numbers in a tensor."""
+    if not callable(matvec):
+        raise TypeError(message("matvec", "be callable", type(matvec).__name__, "pass lambda x: A @ x"))
+    check_float_tensor("b", b, min_ndim=1)
+    if b.dtype not in (torch.float32, torch.float64):
+        raise TypeError(message("b", "have the dtype float32 or float64", b.dtype, "convert it with b.float()"))
+    if b.dtype == torch.float32:
+        remedy = "use rtol >= 1e-6 or convert the problem to float64"
+        require(rtol >= 0.9 * FLOAT32_RTOL, "rtol", f"be >= {FLOAT32_RTOL:g} for float32", rtol, remedy)
+    if initial is not None:
+        check_float_tensor("initial", initial)
+        require(initial.shape == b.shape, "initial", f"have the shape {tuple(b.shape)} of b", tuple(initial.shape))
+        check_same_kind([("b", b), ("initial", initial)])

@@ -12,8 +12,8 @@ from torch import Tensor
 from .._autograd import exact_precision
 from .._types import LinearMap
 from .._validate import check_integer, require
-from ._sweeps import check_arguments, checked
 from ._vectors import ROUNDOFF, along, divide, dot, length, normalised
+from .base import check_arguments, checked
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class LanczosResult:
         betas: off-diagonal of T, (*batch, k - 1); 0 where an invariant subspace was complete.
         ritz_values: eigenvalues of T, ascending, (*batch, k).
         error_bounds: |A y - theta y| of the unit Ritz vectors y, (*batch, k): an eigenvalue of A lies that near.
-        basis: the rows of Q, orthonormal, (*batch, k, n), or None.
+        basis: the rows of Q, orthonormal, (*batch, k, n).
     """
 
     alphas: Tensor
     betas: Tensor
     ritz_values: Tensor
     error_bounds: Tensor
-    basis: Tensor | None = None
+    basis: Tensor
 
 
 class Eigenvalue(NamedTuple):
@@ -42,7 +42,7 @@ class Eigenvalue(NamedTuple):
     error_bound: Tensor
 
 
-def lanczos(matvec: LinearMap, start: Tensor, steps: int, *, keep_basis: bool = False) -> LanczosResult:
+def lanczos(matvec: LinearMap, start: Tensor, steps: int) -> LanczosResult:
     """Reduce a symmetric map to tridiagonal form on the Krylov space of `start`, with full reorthogonalisation.
 
     A q_j = beta_{j-1} q_{j-1} + alpha_j q_j + beta_j q_{j+1}. Where the Krylov space is complete before k vectors, the
@@ -53,7 +53,6 @@ def lanczos(matvec: LinearMap, start: Tensor, steps: int, *, keep_basis: bool = 
         matvec: x -> A x, symmetric, (*batch, n) -> (*batch, n), acting on each row separately.
         start: first vector, (*batch, n), any length; a zero start is replaced.
         steps: number k of vectors, at most n of them are used.
-        keep_basis: whether to return Q.
 
     Returns:
         `LanczosResult`.
@@ -73,13 +72,8 @@ def lanczos(matvec: LinearMap, start: Tensor, steps: int, *, keep_basis: bool = 
         values, vectors = torch.linalg.eigh(clean)
         bounds = last.unsqueeze(-1) * vectors[..., -1, :].abs()
         fill = broken.unsqueeze(-1)
-        return LanczosResult(
-            alphas,
-            betas,
-            values.masked_fill(fill, torch.nan),
-            bounds.masked_fill(fill, torch.nan),
-            basis if keep_basis else None,
-        )
+        values, bounds = (t.masked_fill(fill, torch.nan) for t in (values, bounds))
+        return LanczosResult(alphas, betas, values, bounds, basis)
 
 
 def extreme_eigenvalues(matvec: LinearMap, start: Tensor, steps: int = 30) -> tuple[Eigenvalue, Eigenvalue]:

@@ -3,8 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import CovarianceMap, Potential
+from .base import CovarianceMap, Potential, ReadsOut
 from .log_sum_exp import LogSumExp
+from .self_attention import SelfAttention
+from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
@@ -27,9 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CovarianceMap",
     "Potential",
+    "ReadsOut",
     "LogSumExp",
+    "Softmax1",
     "SoftcapLogSumExp",
     "SquaredScores",
+    "SelfAttention",
     "GaussianMixture",
     "HiddenUnits",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.

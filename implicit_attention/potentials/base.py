@@ -1,23 +1,26 @@
-"""A potential: a log-partition function Phi, its gradient (the mean) and its Hessian (the covariance)."""
+"""A potential: a log-partition function Phi, its gradient (the mean) and its Hessian (the covariance); sums of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+import functools
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import check_graph, vjp
+from .._autograd import check_graph, sum_to_shape, vjp
 from .._declared import Declared
-from .._fused_rule import FusedRule
 from .._types import LinearMap
 
 
 class CovarianceMap(NamedTuple):
-    """The covariance of a potential at one state, without graph.
+    """The covariance of a potential at one state, for many products, without graph.
 
     product: v -> Cov v; vjp_tensors: u -> (d mean/dt)^T u for each t of `potential.tensors()`.
     """
@@ -30,8 +33,6 @@ _OF_BOTH = (
     "covariance_product",
     "evaluate",
     "linearize",
-    "solve_anchored",
-    "adjoint_anchored",
     "bounded_below",
     "lipschitz",
     "select",
@@ -42,53 +43,104 @@ _OF_BOTH = (
 )
 
 
+class ReadsOut(ABC):
+    """A potential whose mean is attention: with weights, and a read-out of other values than the keys.
+
+    `isinstance` and `issubclass` look for the two methods; nothing needs to inherit from this.
+
+    Not for a base class: subclass `Potential`.
+
+    Example:
+        >>> from implicit_attention import LogSumExp, SquaredScores
+        >>> from implicit_attention.potentials import ReadsOut
+        >>> issubclass(LogSumExp, ReadsOut), issubclass(SquaredScores, ReadsOut)
+        (True, False)
+    """
+
+    @abstractmethod
+    def probabilities(self, z: Tensor) -> Tensor:
+        """The attention weights of z over the keys, (*batch, N, D) -> (*batch, N, M)."""
+
+    @abstractmethod
+    def readout(self, z: Tensor, values: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+        """probabilities(z) V for one value (*batch, M, E) per key, a part of the weights dropped."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        # Not a Protocol: that would find the methods which a subclass has, but which raise as they are withdrawn.
+        return all(hasattr(other, name) for name in ("probabilities", "readout"))
+
+
 class Potential(Declared, general=True):
     """Phi(z) with mean(z) = grad Phi(z) and covariance_product(z, v) = Hess Phi(z) v.
 
-    States have shape (*batch, N, D) and values (*batch, N): every row z is its own problem. A subclass defines
-    `value`; the rest follows by automatic differentiation until it is given in closed form. Tensors held in
-    attributes are declared by that (see `Declared`).
+    A subclass defines `value`; the rest follows by automatic differentiation until it is given in closed form. Tensors
+    held in attributes are declared by being held (see `Declared`).
+
+    Potentials form new ones, whose derivatives, bounds and tensors follow from those of their parts:
+    `a * phi` for a number a > 0 or one per batch entry, `phi + psi`, and `phi.of(W)`, which is Phi(W z).
 
     A subclass of a potential in closed form that overrides `value` keeps none of its closed forms, but differentiates;
     one that overrides `mean` has to define `value` as well. Neither is taken for convex unless it says so.
+
+    Not for a map that is no gradient: use `FixedPointMap`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, Potential, solve
+        >>> class Ridge(Potential):
+        ...     convex = True
+        ...     def value(self, z):
+        ...         return (1 + z.square()).sqrt().sum(-1)
+        >>> memories, x = LogSumExp(torch.eye(4), beta=2.0), torch.ones(3, 4)
+        >>> phi = 0.5 * memories + Ridge().of(0.1 * torch.eye(4))
+        >>> phi.mean(x).shape, phi.convex
+        (torch.Size([3, 4]), True)
+        >>> bool(solve(AnchoredEnergy(phi, field=x, anchor=0.5), x).converged.all())
+        True
     """
 
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
         "value": ("mean", *_OF_BOTH),
         "mean": ("value", *_OF_BOTH),
-        "covariance_product": ("linearize", "adjoint_anchored", "lipschitz"),
-        "evaluate": ("linearize", "solve_anchored", "adjoint_anchored"),
-        "linearize": ("adjoint_anchored",),
+        "covariance_product": ("linearize", "lipschitz"),
+        "evaluate": ("linearize",),
         "probabilities": ("readout",),
     }
-    _underived: ClassVar[tuple[str, ...]] = ("value", "bounded_below")
+    _underived: ClassVar[tuple[str, ...]] = ("value",)
+    # numpy leaves products with its numbers to `__rmul__`.
+    __array_ufunc__ = None
 
-    #: Whether Phi is convex. It then certifies that fixed-point steps of the anchored energy descend.
+    #: How many trailing axes of a state Phi reads together. 1: every row (*batch, N, D) is a problem of its own.
+    #: 2: all N tokens of a sample are one problem.
+    event_ndim: int = 1
+    #: Whether Phi is convex. Fixed-point steps of the anchored energy then descend.
     convex: bool = False
     #: See `Problem.row_block`.
     row_block: int = 32
     #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
     declares_all: ClassVar[bool] = False
+    #: The potentials that this one is made of.
+    parts: tuple[Potential, ...] = ()
 
     def value(self, z: Tensor) -> Tensor:
-        """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        raise NotImplementedError(f"{type(self).__name__} must define value(z) -> (*batch, N)")
+        """Phi(z), one number per problem: (*batch, N, D) -> (*batch, N), or (*batch) with `event_ndim` 2."""
+        raise NotImplementedError(f"{type(self).__name__} must define value(z) -> one number per problem")
 
     def mean(self, z: Tensor) -> Tensor:
         """Grad Phi(z), (*batch, N, D) -> (*batch, N, D)."""
 
         def total(z: Tensor) -> Tensor:
             value = self.value(z)
-            name = f"{type(self).__name__}.value"
-            _validate.check_rows(name, value, z)
-            check_graph(name, value, self.value, z)
+            self.check_value(value, z)
+            check_graph(f"{type(self).__name__}.value", value, self.value, z)
             return value.sum()
 
         gradient: Tensor = torch.func.grad(total)(z)
         return gradient
 
     def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
-        """Hess Phi(z) v, per row; symmetric in its two uses, so that it is both the JVP and the VJP of `mean`."""
+        """Hess Phi(z) v, per problem; the Hessian is symmetric, so that it is both the JVP and the VJP of `mean`."""
         _, pullback = vjp(self.mean, z)
         product: Tensor = pullback(v)[0]
         return product
@@ -101,32 +153,258 @@ class Potential(Declared, general=True):
         """The covariance at one state for many products, or None where it is no cheaper than differentiation."""
         return None
 
-    def solve_anchored(
-        self, field: Tensor, anchor: float | Tensor, initial: Tensor, stop: FusedRule
-    ) -> tuple[Tensor, ...] | None:
-        """z = anchor field + (1 - anchor) mean(z) in one operation, or None; see `Problem.solve_fused`."""
-        return None
+    def bounded_below(self, scale: float) -> bool | None:
+        """Whether |z|^2/2 - scale Phi(z) is bounded below for every batch entry; None where that is not known.
 
-    def adjoint_anchored(
-        self, field: Tensor, anchor: float | Tensor, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]] | None:
-        """The adjoint solve for that z in one operation, or None; see `Problem.adjoint_fused`.
-
-        The first part are its fields without the gradients, the second the gradients of `self.tensors()`.
+        At scale = inf: whether it is for every scale, as where Phi grows no faster than |z|.
         """
-        return None
-
-    def bounded_below(self, anchor: float) -> bool:
-        """Whether |z|^2/2 - (1 - anchor) Phi(z) is bounded below; a potential that may not be says so here."""
-        return True
+        bound = self.lipschitz()
+        return True if bound is not None and bool((scale * bound < 1).all()) else None
 
     def lipschitz(self) -> Tensor | None:
         """An upper bound on |Hess Phi(z)| over all z, per batch entry, or None if none is known."""
         return None
 
     def select(self, index: Tensor) -> Self | None:
-        """The same potential for the rows `index` (*batch, K) of its states, or None if it cannot tell."""
+        """The same potential for the problems `index` (*batch, K) of its states, or None if it cannot tell."""
         return None
 
     def check_state(self, argument: str, z: Tensor) -> None:
         """Raise if states of z's shape do not fit the potential."""
+
+    def check_value(self, value: Any, z: Tensor) -> None:
+        """Raise unless `value` is one number for each problem of the states z."""
+        expected = z.shape[: z.ndim - self.event_ndim]
+        if not isinstance(value, Tensor) or value.shape != expected:
+            name, one = f"{type(self).__name__}.value", "row" if self.event_ndim == 1 else "sample"
+            received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            error = ValueError if isinstance(value, Tensor) else TypeError
+            raise error(_validate.message(name, f"return one number per {one}, shape {tuple(expected)}", received))
+
+    @property
+    def knows_own(self) -> bool:
+        """Whether every tensor that is read is certainly declared, and a NaN in one reaches the problems that read it.
+
+        True of this library's classes (`declares_all`), not of their subclasses.
+        """
+        return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in self.parts)
+
+    # Potentials made of potentials.
+
+    def __mul__(self, weight: float | Tensor) -> Scaled:
+        return Scaled(self, weight)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Potential) -> Sum:
+        if not isinstance(other, Potential):
+            return NotImplemented
+        return Sum(*(part for term in (self, other) for part in (term.parts if type(term) is Sum else (term,))))
+
+    def of(self, matrix: Tensor) -> Mapped:
+        """z -> Phi(W z) for a linear map W of the state, (K, D) or (*#batch, K, D), where Phi reads K entries.
+
+        Its mean is W^T mean(W z) and its covariance W^T Cov(W z) W; W has gradients of every order.
+        """
+        return Mapped(self, matrix)
+
+
+class Composite(Potential, general=True):
+    """Base of potentials made of `parts`, and what they have from all of them alike."""
+
+    def __init__(self, *parts: Potential) -> None:
+        self.parts = parts
+
+    @property
+    def event_ndim(self) -> int:  # type: ignore[override]
+        return self.parts[0].event_ndim
+
+    @property
+    def convex(self) -> bool:  # type: ignore[override]
+        return all(part.convex for part in self.parts)
+
+    @property
+    def row_block(self) -> int:  # type: ignore[override]
+        return math.lcm(*(part.row_block for part in self.parts))
+
+    def select(self, index: Tensor) -> Self | None:
+        parts = [part.select(index) for part in self.parts]
+        if self.event_ndim != 1 or any(part is None for part in parts):
+            return None
+        clone = self.replace(*self.tensors())
+        clone.parts = tuple(part for part in parts if part is not None)
+        return clone
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        for part in self.parts:
+            part.check_state(argument, z)
+
+
+class Scaled(Composite):
+    """a Phi(z) for a number a > 0, or one per batch entry (*#batch)."""
+
+    declares_all = True
+
+    def __init__(self, potential: Potential, weight: float | Tensor) -> None:
+        super().__init__(potential)
+        remedy = "parametrise it, for example as an exponential"
+        self.weight: float | Tensor = _validate.check_per_batch("weight", weight, low=0.0, open_low=True, remedy=remedy)
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        super().check_state(argument, z)
+        _validate.check_fits_batch("weight", self.weight, argument, z)
+
+    def _times(self, result: Tensor, axes: int) -> Tensor:
+        """a times `result`, of which one batch entry has so many axes."""
+        if not isinstance(self.weight, Tensor):
+            return self.weight * result
+        weight = _validate.inside(self.weight, low=0.0, open_low=True)
+        return weight[(..., *(None,) * axes)] * result
+
+    def value(self, z: Tensor) -> Tensor:
+        return self._times(self.parts[0].value(z), 2 - self.event_ndim)
+
+    def mean(self, z: Tensor) -> Tensor:
+        return self._times(self.parts[0].mean(z), 2)
+
+    def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return self._times(self.parts[0].covariance_product(z, v), 2)
+
+    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        value, mean = self.parts[0].evaluate(z)
+        return self._times(value, 2 - self.event_ndim), self._times(mean, 2)
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        cov = self.parts[0].linearize(z)
+        if cov is None:
+            return None
+
+        def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
+            gradients = cov.vjp_tensors(self._times(u, 2))
+            if not isinstance(self.weight, Tensor):
+                return gradients
+            return *gradients, sum_to_shape((u * self.parts[0].mean(z)).sum((-1, -2)), self.weight.shape)
+
+        return CovarianceMap(lambda v: self._times(cov.product(v), 2), pullback)
+
+    def bounded_below(self, scale: float) -> bool | None:
+        answer = self.parts[0].bounded_below(scale * float(torch.as_tensor(self.weight).detach().amax()))
+        # That it is not bounded at the largest weight says nothing of the others.
+        return answer if answer or not isinstance(self.weight, Tensor) or self.weight.numel() == 1 else None
+
+    def lipschitz(self) -> Tensor | None:
+        bound = self.parts[0].lipschitz()
+        return None if bound is None else self._times(bound, 0)
+
+
+class Sum(Composite):
+    """The sum of potentials of the same states."""
+
+    declares_all = True
+
+    def __init__(self, *parts: Potential) -> None:
+        super().__init__(*parts)
+        kinds = {part.event_ndim for part in parts}
+        required = "have the same event_ndim: one problem per row (1) or per sample (2)"
+        _validate.require(len(kinds) == 1, "terms of a sum", required, " and ".join(map(str, sorted(kinds))))
+
+    def value(self, z: Tensor) -> Tensor:
+        return _total(part.value(z) for part in self.parts)
+
+    def mean(self, z: Tensor) -> Tensor:
+        return _total(part.mean(z) for part in self.parts)
+
+    def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return _total(part.covariance_product(z, v) for part in self.parts)
+
+    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        values, means = zip(*(part.evaluate(z) for part in self.parts), strict=True)
+        return _total(values), _total(means)
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        found = [part.linearize(z) for part in self.parts]
+        covs = [cov for cov in found if cov is not None]
+        if len(covs) < len(found):
+            return None
+        return CovarianceMap(
+            lambda v: _total(cov.product(v) for cov in covs),
+            lambda u: tuple(gradient for cov in covs for gradient in cov.vjp_tensors(u)),
+        )
+
+    def bounded_below(self, scale: float) -> bool | None:
+        # Parts that are bounded at every scale take as little of |z|^2/2 as one likes; the others share the rest.
+        others = [part for part in self.parts if not part.bounded_below(math.inf)]
+        share = scale * max(len(others), 1) * (1 + 1e-6)
+        return True if all(part.bounded_below(share) for part in others) else super().bounded_below(scale)
+
+    def lipschitz(self) -> Tensor | None:
+        found = [part.lipschitz() for part in self.parts]
+        bounds = [bound for bound in found if bound is not None]
+        return None if len(bounds) < len(found) else _total(bounds)
+
+
+class Mapped(Composite):
+    """Phi(W z) for a linear map W of the state, (K, D) or (*#batch, K, D)."""
+
+    declares_all = True
+
+    def __init__(self, potential: Potential, matrix: Tensor) -> None:
+        super().__init__(potential)
+        _validate.check_float_tensor("matrix", matrix, min_ndim=2)
+        self.matrix = matrix
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        _validate.check_float_tensor(argument, z, min_ndim=2)
+        rows, columns = self.matrix.shape[-2:]
+        required = f"have one entry for each of the {columns} columns of `matrix` on its last axis"
+        _validate.require(z.shape[-1] == columns, argument, required, f"shape {tuple(z.shape)}")
+        _validate.check_same_kind([("matrix", self.matrix), (argument, z)])
+        _validate.check_broadcast("matrix", self.matrix.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
+        self.parts[0].check_state(f"{argument} @ matrix.mT", z.new_empty(()).expand(*z.shape[:-1], rows))
+
+    def _there(self, z: Tensor) -> Tensor:
+        """W z."""
+        return z @ self.matrix.mT
+
+    def value(self, z: Tensor) -> Tensor:
+        return self.parts[0].value(self._there(z))
+
+    def mean(self, z: Tensor) -> Tensor:
+        return self.parts[0].mean(self._there(z)) @ self.matrix
+
+    def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return self.parts[0].covariance_product(self._there(z), self._there(v)) @ self.matrix
+
+    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        value, mean = self.parts[0].evaluate(self._there(z))
+        return value, mean @ self.matrix
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        there = self._there(z)
+        cov = self.parts[0].linearize(there)
+        if cov is None:
+            return None
+
+        def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
+            moved = self._there(u)
+            by_matrix = self.parts[0].mean(there).mT @ u + cov.product(moved).mT @ z
+            return *cov.vjp_tensors(moved), sum_to_shape(by_matrix, self.matrix.shape)
+
+        return CovarianceMap(lambda v: cov.product(self._there(v)) @ self.matrix, pullback)
+
+    def bounded_below(self, scale: float) -> bool | None:
+        # |z| >= |W z|/|W|.
+        return self.parts[0].bounded_below(scale * float(self._norm().square().amax())) or None
+
+    def lipschitz(self) -> Tensor | None:
+        bound = self.parts[0].lipschitz()
+        return None if bound is None else self._norm().square() * bound
+
+    def _norm(self) -> Tensor:
+        """The largest singular value of W, per batch entry."""
+        norm: Tensor = torch.linalg.matrix_norm(self.matrix.detach(), ord=2)
+        return norm
+
+
+def _total(terms: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, terms)

@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import sum_to_shape, transforms_active
+from .._autograd import host_may_look, sum_to_shape, transforms_active
 from .._types import LinearMap
-from ..ops.problem import common
 from .base import CovarianceMap, Potential
+from .scored_keys import common
 
 
 class GaussianMixture(Potential):
@@ -183,7 +183,7 @@ def _eigenvalues(covariances: Tensor) -> Tensor:
 
 
 def _check_semidefinite(covariances: Tensor) -> None:
-    if transforms_active() or not _validate.can_look(covariances):
+    if transforms_active() or not host_may_look(covariances):
         return
     eigenvalues = _eigenvalues(covariances)
     rounding = covariances.shape[-1] * torch.finfo(covariances.dtype).eps * eigenvalues.abs().amax(-1)

@@ -13,9 +13,10 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import is_batched, transforms_active
 from ..problem import Problem, evaluate_pure
+from ..solution import Record
 from ..status import Status
-from .base import Solver
-from .iterate import Outcome, flat
+from ._rows import flat
+from .iterate import Outcome, Solver
 
 
 class Finished(Exception):
@@ -153,17 +154,13 @@ class Recorder:
 
     def outcome(self) -> Outcome:
         """All of it, with the leading axes of the initial state."""
-        budget = self.solver.fixed_budget
-        last = Status.EXPLICIT if self.solver.max_steps == 0 else Status.BUDGET if budget else Status.MAX_STEPS
-        status = torch.full_like(self.num_steps, int(last), dtype=torch.int8)
+        status = torch.full_like(self.num_steps, int(self.solver.exhausted), dtype=torch.int8)
         status[self.stalled] = int(Status.STALLED)
         status[self.broken] = int(Status.DIVERGED)
         status[self.done] = int(Status.CONVERGED)
         status[self.unreadable] = int(Status.NONFINITE)
-        evidence = (status, self.residual, self.tolerance, self.num_steps, self.num_evals)
-        status, residual, tolerance, num_steps, num_evals = (t.reshape(self.lead) for t in evidence)
-        value = self.value.reshape(self.shape)
-        return Outcome(value, status, residual, tolerance, num_steps, num_evals, self._trace())
+        record = Record(status, self.residual, self.tolerance, self.num_steps, self.num_evals)
+        return Outcome(self.value.reshape(self.shape), record.map(lambda t: t.reshape(self.lead)), self._trace())
 
     def _trace(self) -> tuple[Tensor, ...]:
         """One row per evaluation of a problem; those that needed fewer keep their last entry."""
@@ -233,7 +230,7 @@ def check_plain(solver: Solver, problem: Problem, initial: Tensor, graph: bool) 
     _validate.require(
         not graph, "graph", f"be False: the steps of {name} cannot be differentiated", graph, "use Implicit()"
     )
-    if any(is_batched(t) for t in (initial, *problem.tensors())):
+    if is_batched(initial, *problem.tensors()):
         raise ValueError(
             f"{name} cannot run inside torch.vmap: it reads numbers on the host; use solve with Implicit()"
         )

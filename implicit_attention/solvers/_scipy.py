@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
+from ..solution import Remedies
+from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
-from .base import Solver
-from .iterate import Outcome
+from .iterate import Outcome, Solver
 
 REQUIREMENT = "scipy>=1.11"
 # The option that bounds the work of each method, and the tolerances of its own, set so that they never end a run.
@@ -55,6 +56,10 @@ class SciPy(Solver):
     options: Mapping[str, Any] | None = None
 
     differentiable: ClassVar[bool] = False
+    remedies: ClassVar[Remedies] = {
+        **Solver.remedies,
+        Status.STALLED: "SciPy gave up: use a larger rtol, or a solver of this library such as Anderson()",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

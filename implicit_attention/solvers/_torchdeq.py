@@ -14,12 +14,12 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import transforms_active
 from ..problem import FixedPointMap, Problem
+from ..solution import Remedies
 from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed
 from .anderson import Anderson
-from .base import Solver
 from .broyden import Broyden
-from .iterate import Outcome
+from .iterate import Outcome, Solver
 from .newton import NewtonKrylov
 from .picard import Picard
 
@@ -71,6 +71,10 @@ class TorchDEQ(Solver):
     options: Mapping[str, Any] | None = None
 
     differentiable: ClassVar[bool] = False
+    remedies: ClassVar[Remedies] = {
+        **Solver.remedies,
+        Status.STALLED: "torchdeq gave up: use a larger rtol, or a solver of this library such as Anderson()",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,18 +273,18 @@ class _Course:
 
     def trajectory(self, outcome: Outcome) -> list[Tensor]:
         """One state per index: the answer itself after a sample has converged, and after the end."""
-        value = outcome.value
-        ended = [outcome.num_steps.masked_fill(outcome.status != Status.CONVERGED, k + 1) <= k for k in self.indexing]
+        value, record = outcome.value, outcome.record
+        ended = [record.num_steps.masked_fill(record.status != Status.CONVERGED, k + 1) <= k for k in self.indexing]
         states = [torch.where(_per_sample(e, value), value, s) for e, s in zip(ended, self.states, strict=False)]
         return states + [value] * (len(self.indexing) - len(states))
 
     def statistics(self, outcome: Outcome, max_iter: int) -> Any:
         """The entries of torchdeq's SolverStat, the traces max_iter + 1 long as with its own solvers."""
-        steps = outcome.num_steps.reshape(self.samples)
+        steps = outcome.record.num_steps.reshape(self.samples)
         at = steps.to(torch.int64)[:, None]
         # What is evaluated of a sample after it has converged is no part of its course.
         after = torch.arange(len(self.absolute), device=at.device) > at
-        after = after & (outcome.status.reshape(self.samples, 1) == Status.CONVERGED)
+        after = after & (outcome.record.status.reshape(self.samples, 1) == Status.CONVERGED)
         errors: dict[str, Tensor] = {}
         for name, trace in (("abs", self.absolute), ("rel", self.relative)):
             full = torch.stack(trace, dim=1)

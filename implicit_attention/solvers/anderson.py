@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._fused_rule import FusedRule
 from ..problem import Problem
-from .base import rows_where
+from ._rows import rows_where
 from .iterate import Iteration
 from .safeguard import Proposal, Safeguarded
 
@@ -62,7 +62,7 @@ class Anderson(Safeguarded):
     def _plain_steps(self, problem: Problem) -> int:
         return self.plain_steps or (3 if problem.plain_steps_descend else 2)
 
-    def stop(self, problem: Problem) -> FusedRule | None:
+    def fused_rule(self, problem: Problem) -> FusedRule | None:
         guarded = problem.plain_steps_descend and self._guard(problem) == "energy"
         plain_steps = self._plain_steps(problem)
         if not guarded or self._history(problem) != 1 or self.ridge > NO_RIDGE or plain_steps < 2:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from .base import rows_where
+from ._rows import rows_where
 from .iterate import Iteration
 from .safeguard import Proposal, Safeguarded
 

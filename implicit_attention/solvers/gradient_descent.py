@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from .base import Solver, Update
-from .iterate import Iteration
+from ..solution import Remedies
+from ..status import Status
+from .iterate import Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,12 @@ class GradientDescent(Solver):
     """
 
     step_size: float = 0.1
+
+    remedies: ClassVar[Remedies] = {
+        **Solver.remedies,
+        Status.MAX_STEPS: "use Anderson(), or raise step_size or max_steps",
+        Status.DIVERGED: "lower step_size, or use Anderson()",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

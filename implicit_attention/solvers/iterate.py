@@ -1,24 +1,25 @@
-"""The only generic loop: evaluates candidates, decides per problem when to stop, keeps the evidence."""
+"""What a solver is (options, and the hooks of a method), and the one generic loop.
+
+The loop evaluates candidates, decides per problem when to stop, and keeps the best state with what was measured there.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import is_batched, transforms_active
+from .. import _validate
+from .._autograd import looks_every, transforms_active
+from .._fused_rule import FusedRule
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
+from ..solution import Record, Remedies
 from ..status import Status
-
-if TYPE_CHECKING:
-    from .base import Solver
-
-# The working set is made anew when it falls below this part of its size.
-COMPACT_BELOW = 2 / 3
+from ._rows import Best, Rows, flat, unflat
 
 
 class Iteration(NamedTuple):
@@ -34,61 +35,146 @@ class Iteration(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The fields of a `Solution` as plain tensors; `trace` holds (residual, energy if there is one, num_evals,
-    value) or nothing."""
+    """What a solver returns: the values, how the solve went, and its course.
+
+    `trace` holds (residual, energy if there is one, num_evals, value), or nothing.
+    """
 
     value: Tensor
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
+    record: Record
     trace: tuple[Tensor, ...] = ()
 
 
-class _Record(NamedTuple):
-    """The best state of every problem so far, with the evidence measured at that very state."""
+#: The remedy that all methods share: what helps plain steps helps each of them.
+CONTRACT = "make f contract more (attention: lower beta or raise the anchor)"
 
-    value: Tensor
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
-    energy: Tensor | None
+
+class Update(NamedTuple):
+    """What a step returns.
+
+    state: the solver's memory, a nested tuple whose tensors have the problems' leading axes.
+    candidate: the state to evaluate next, (*lead, n).
+    stalled: (*lead), problems that the method gives up; None for none.
+    num_evals: (*lead), evaluations beyond the one that led here (inner products); None for none.
+    """
+
+    state: Any
+    candidate: Tensor
+    stalled: Tensor | None = None
+    num_evals: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Solver:
+    """Base of all solvers.
+
+    A problem has converged when |f(z) - z|_2 <= atol + rtol |f(z)|_2 at a state that the solver accepts.
+
+    Args:
+        rtol: tolerance relative to |f(z)|.
+        atol: absolute tolerance, in the units of the state: what a solution at 0 is held to. Where |f(z)| <= atol/rtol
+            (1e-4 by default) it decides, and for data of its own scale any state has converged: lower it, or scale the
+            data. `repr(solution)` and `solution.message()` say where that happened. With rtol = atol = 0 exactly
+            `max_steps` steps are made, status BUDGET.
+        max_steps: largest number of updates; 0 returns the initial state, status EXPLICIT.
+        check_every: steps between two looks at whether all problems are finished, each of which makes the host wait;
+            None is 1 on a CPU and 4 on an accelerator. Results do not depend on it.
+    """
+
+    rtol: float = 1e-4
+    atol: float = 1e-8
+    max_steps: int = 200
+    check_every: int | None = None
+
+    #: Whether the steps can be differentiated through (`Unrolled`).
+    differentiable: ClassVar[bool] = True
+    #: What to do about a problem that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.UNSTABLE: "start elsewhere, or use a solver with guard='energy'",
+        Status.MAX_STEPS: f"raise max_steps, or {CONTRACT}",
+        Status.STALLED: "use a larger rtol or a wider dtype",
+        Status.DIVERGED: CONTRACT,
+        Status.NONFINITE: "check the numbers that the problem reads",
+    }
+
+    def __post_init__(self) -> None:
+        _validate.store_plain(self)
+        _validate.check_number("rtol", self.rtol, low=0.0)
+        _validate.check_number("atol", self.atol, low=0.0)
+        _validate.check_integer("max_steps", self.max_steps, low=0)
+        if self.check_every is not None:
+            _validate.check_integer("check_every", self.check_every, low=1)
+
+    @property
+    def fixed_budget(self) -> bool:
+        """Whether all steps are made whatever the residual."""
+        return self.rtol == 0 and self.atol == 0
+
+    @property
+    def exhausted(self) -> Status:
+        """The status of a problem on which all steps were spent."""
+        if self.max_steps == 0:
+            return Status.EXPLICIT
+        return Status.BUDGET if self.fixed_budget else Status.MAX_STEPS
+
+    def fused_rule(self, problem: Problem) -> FusedRule | None:
+        """What a fused operation would have to do to be this solver on such a problem, or None if none can be."""
+        return None
+
+    def check_problem(self, problem: Problem) -> None:
+        """Raise if the method cannot solve such a problem."""
+
+    def needs_energy(self, problem: Problem, step: int) -> bool:
+        """Whether E(z) is read at the state reached after this many steps."""
+        return False
+
+    def init(self, problem: Problem, z: Tensor) -> Any:
+        """The memory before the first evaluation, for a state z of shape (*lead, n)."""
+        return ()
+
+    def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
+        """(*lead), whether the evaluated candidate is better than what it came from; None accepts all."""
+        return None
+
+    def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
+        """The next candidate, from the evaluated one (or, where it was rejected, from the memory)."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(problem, state, point, accepted)")
+
+    def run(self, problem: Problem, initial: Tensor, *, trace: bool = False, graph: bool = False) -> Outcome:
+        """Solve `problem` from `initial`. With `graph` every step is recorded for differentiation."""
+        return iterate(self, problem, initial, trace=trace, graph=graph)
 
 
 def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome:
     """Run `solver` on `problem` from `initial`.
 
-    Every problem stops on its own, its outcome does not depend on the others, and what is returned for it is the state
-    with the smallest residual that was accepted (with a fixed budget: the last one). Finished problems leave the
-    working set where the problem can be restricted to some of its rows.
+    Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
+    with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
+    Finished problems leave the working set where the problem can be restricted to some of its rows.
     """
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
-        rows = _Rows(problem, initial, pad=not graph, compact=not trace)
-        look = not is_batched(initial) and not any(is_batched(t) for t in problem.tensors())
-        every = (solver.check_every or (1 if initial.device.type == "cpu" else 4)) if look else 0
+        rows = Rows(problem, initial, pad=not graph, compact=not trace)
+        every = looks_every(solver.check_every, initial, *problem.tensors())
         event = initial.shape[initial.ndim - problem.event_ndim :]
-        record, traced = _loop(solver, rows, every, trace, graph, event)
-        record = rows.all(record)
-        value = record.value.reshape(initial.shape)
+        best, traced = _loop(solver, rows, every, trace, graph, event)
+        value, record = rows.all(best)
         kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
-        residual, tolerance = record.residual.detach(), record.tolerance.detach()
-        return Outcome(value, record.status, residual, tolerance, record.num_steps, record.num_evals, kept)
+        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept)
 
 
 def _loop(
-    solver: Solver, rows: _Rows, every: int, trace: bool, graph: bool, event: torch.Size
-) -> tuple[_Record, list[Any]]:
+    solver: Solver, rows: Rows, every: int, trace: bool, graph: bool, event: torch.Size
+) -> tuple[Best, list[Any]]:
     z, active = rows.initial, rows.active
     state = solver.init(rows.problem, z)
     trace_energy = trace and rows.problem.has_energy
-    record = _empty_record(z, trace_energy)
-    num_evals = torch.zeros_like(record.num_evals)
+    best = _nothing_yet(z, trace_energy)
+    num_evals = best.record.num_evals
     traced: list[Any] = []
     point: Iteration | None = None
+    # What fused operations return, which keep no other state: as the energy falls, it is the best of all.
+    descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index)
         point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event, point)
@@ -99,22 +185,22 @@ def _loop(
         finite = torch.isfinite(point.residual) & torch.isfinite(tolerance)
         small = finite & (point.residual <= tolerance)
         converged = active & accepted & small if not solver.fixed_budget else torch.zeros_like(active)
-        record = _improve(record, point, tolerance, active & accepted, converged, num_evals, solver.fixed_budget)
+        best = _improve(solver, best, point, tolerance, active & accepted, converged, num_evals, descends)
         broken = active & accepted & ~finite
-        record = _finish(record, converged, Status.CONVERGED)
-        record = _finish(record, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
+        best = _finish(best, converged, Status.CONVERGED)
+        best = _finish(best, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
         active = active & ~converged & ~broken
         if trace:
-            best = (record.residual, record.energy, num_evals, unflat(record.value, event))
-            traced.append([t for t in best if t is not None])
+            course = (best.record.residual, best.energy, num_evals, unflat(best.value, event))
+            traced.append([t for t in course if t is not None])
         if index == solver.max_steps:
             break
         if every and index % every == 0:
             if not bool(active.any()):
                 break
             if (order := rows.compaction(active)) is not None:
-                state, point, active, accepted, num_evals, record = rows.take(
-                    order, record, (state, point, active, accepted, num_evals)
+                state, point, active, accepted, num_evals, best = rows.take(
+                    order, best, (state, point, active, accepted, num_evals)
                 )
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
@@ -124,11 +210,11 @@ def _loop(
         if update.num_evals is not None:
             num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
         if update.stalled is not None:
-            record = _finish(record, active & update.stalled, Status.STALLED)
+            best = _finish(best, active & update.stalled, Status.STALLED)
             active = active & ~update.stalled
-    last = Status.EXPLICIT if solver.max_steps == 0 else Status.BUDGET if solver.fixed_budget else Status.MAX_STEPS
     # Evaluations that did not improve a problem were spent on it all the same.
-    return _finish(record, active, last)._replace(num_evals=num_evals), traced
+    best = _finish(best, active, solver.exhausted)
+    return best._replace(record=best.record._replace(num_evals=num_evals)), traced
 
 
 def _live(tensor: Any, *, active: Tensor) -> Any:
@@ -159,135 +245,47 @@ def _evaluate(
     return Iteration(z, mapped, r, residual, value, index, event), tolerance
 
 
-def flat(z: Tensor, event: torch.Size) -> Tensor:
-    """(*lead, *event) -> (*lead, n)."""
-    return z.reshape((*z.shape[: z.ndim - len(event)], math.prod(event)))
-
-
-def unflat(z: Tensor, event: torch.Size) -> Tensor:
-    """(*lead, n) -> (*lead, *event)."""
-    return z.reshape((*z.shape[:-1], *event))
-
-
-def _empty_record(z: Tensor, energy: bool) -> _Record:
+def _nothing_yet(z: Tensor, energy: bool) -> Best:
     per_problem = z[..., 0] if z.shape[-1] else z.sum(-1)
     unknown = torch.full_like(per_problem, torch.inf)
     count = torch.zeros_like(per_problem, dtype=torch.int32)
     status = torch.full_like(count, Status.MAX_STEPS, dtype=torch.int8)
-    return _Record(z, status, unknown, torch.zeros_like(unknown), count, count, unknown if energy else None)
+    record = Record(status, unknown, torch.zeros_like(unknown), count, count)
+    return Best(z, record, unknown if energy else None)
 
 
 def _improve(
-    record: _Record,
+    solver: Solver,
+    best: Best,
     point: Iteration,
     tolerance: Tensor,
     candidates: Tensor,
     converged: Tensor,
     num_evals: Tensor,
-    last: bool,
-) -> _Record:
-    better = candidates if last or point.step == 0 else candidates & (point.residual < record.residual) | converged
+    descends: bool,
+) -> Best:
+    value, record, energy = best
+    if solver.fixed_budget or point.step == 0:
+        better = candidates
+    elif descends:
+        better = candidates & torch.isfinite(point.residual)
+    else:
+        better = candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
-    value = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
-    return _Record(
-        value=torch.where(better[..., None], value, record.value),
-        status=record.status,
-        residual=torch.where(better, point.residual, record.residual),
-        tolerance=torch.where(better, tolerance, record.tolerance),
-        num_steps=torch.where(better, point.step, record.num_steps),
-        num_evals=num_evals,
-        # A record has an energy only where every point was evaluated with one.
-        energy=None if record.energy is None else torch.where(better, point.energy, record.energy),  # type: ignore[arg-type]
+    new = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
+    return Best(
+        torch.where(better[..., None], new, value),
+        Record(
+            record.status,
+            residual=torch.where(better, point.residual, record.residual),
+            tolerance=torch.where(better, tolerance, record.tolerance),
+            num_steps=torch.where(better, point.step, record.num_steps),
+            num_evals=num_evals,
+        ),
+        None if energy is None or point.energy is None else torch.where(better, point.energy, energy),
     )
 
 
-def _finish(record: _Record, which: Tensor, status: Status) -> _Record:
-    return record._replace(status=record.status.masked_fill(which, int(status)))
-
-
-class _Rows:
-    """The working set: which rows of the last leading axis are still being iterated.
-
-    Rows are padded to multiples of `problem.row_block` from the first evaluation on, so that a row's bits do not depend
-    on how many others are left. A problem that cannot be restricted keeps all its rows to the end.
-    """
-
-    def __init__(self, problem: Problem, initial: Tensor, *, pad: bool, compact: bool) -> None:
-        lead = initial.shape[: initial.ndim - problem.event_ndim]
-        self.initial = flat(initial, initial.shape[len(lead) :])
-        self.active = torch.ones(lead, dtype=torch.bool, device=initial.device)
-        self.count = lead[-1] if lead else 0
-        self.base = self.problem = problem
-        self.rows: Tensor | None = None
-        self.full: _Record | None = None
-        self.compact = False
-        if pad and self.count > 0 and initial.numel() > 0:
-            padded = self._rounded_up(self.count)
-            index = torch.arange(padded, device=initial.device)
-            # Without padding one row tells whether there is a restriction, and does not copy the problem.
-            asked = index.clamp(max=self.count - 1) if padded > self.count else index[:1]
-            selected = problem.select(asked.expand(*lead[:-1], -1))
-            self.compact = compact and selected is not None
-            if selected is not None and padded > self.count:
-                self.base = self.problem = selected
-                self.active = (index < self.count).expand(*lead[:-1], padded)
-                self.initial = torch.cat(
-                    [self.initial, self.initial[..., -1:, :].expand(*lead[:-1], padded - self.count, -1)], dim=-2
-                )
-
-    def _rounded_up(self, count: int) -> int:
-        return -(-count // self.base.row_block) * self.base.row_block
-
-    def compaction(self, active: Tensor) -> Tensor | None:
-        """The working rows to keep, unfinished ones first, or None if too few have finished."""
-        if not self.compact or active.shape[-1] <= self.base.row_block:
-            return None
-        needed = self._rounded_up(int(active.sum(-1).max()))
-        if needed > COMPACT_BELOW * active.shape[-1]:
-            return None
-        # All distinct: finished rows fill up the block and are carried along unchanged.
-        return torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
-
-    def take(self, order: Tensor, record: _Record, tree: Any) -> list[Any]:
-        """Restrict problem, record and solver memory to the rows `order` of the present working set."""
-        lead_ndim = order.ndim
-
-        def pick(tensor: Any) -> Any:
-            if not isinstance(tensor, Tensor):
-                return tensor
-            tail = tensor.shape[lead_ndim:]
-            index = order.reshape(*order.shape, *(1,) * len(tail)).expand(*order.shape, *tail)
-            return tensor.gather(lead_ndim - 1, index)
-
-        self.full = self._merged(record)
-        self.rows = order if self.rows is None else self.rows.gather(-1, order)
-        selected = self.base.select(self.rows)
-        assert selected is not None
-        self.problem = selected
-        return [*pytree.tree_map(pick, tree), pytree.tree_map(pick, record)]
-
-    def all(self, record: _Record) -> _Record:
-        """The record of all rows, in their order, without padding."""
-        record = self._merged(record)
-        # Only the energy may be None, which the type of the fields by position cannot say.
-        return _Record(*(None if t is None else self.unpadded(t, 0) for t in record))  # type: ignore[arg-type]
-
-    def unpadded(self, tensor: Tensor, before: int) -> Tensor:
-        """`tensor`, whose leading axes follow `before` others, without the rows that were added."""
-        if self.active.ndim == 0 or self.active.shape[-1] == self.count:
-            return tensor
-        return tensor.narrow(before + self.active.ndim - 1, 0, self.count)
-
-    def _merged(self, record: _Record) -> _Record:
-        if self.rows is None:
-            return record
-        rows = self.rows
-
-        def put(full: Tensor | None, part: Tensor | None) -> Tensor | None:
-            if full is None or part is None:
-                return None
-            index = rows[..., None].expand(*rows.shape, part.shape[-1]) if part.ndim > rows.ndim else rows
-            return full.scatter(rows.ndim - 1, index, part)
-
-        assert self.full is not None
-        return _Record(*map(put, self.full, record))  # type: ignore[arg-type]
+def _finish(best: Best, which: Tensor, status: Status) -> Best:
+    record = best.record
+    return best._replace(record=record._replace(status=record.status.masked_fill(which, int(status))))

@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import _validate
 from ..linear import CG, GMRES
 from ..problem import Problem
-from .base import rows_where
-from .iterate import Iteration, flat, unflat
+from ._rows import flat, rows_where, unflat
+from .iterate import Iteration
 from .safeguard import STRETCH, Proposal, Safeguarded
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .. import _validate
 from .._fused_rule import FusedRule
 from ..problem import Problem
-from .base import Solver, Update
-from .iterate import Iteration
+from ..solution import Remedies
+from ..status import Status
+from .iterate import CONTRACT, Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,18 @@ class Picard(Solver):
 
     damping: float = 0.0
 
+    remedies: ClassVar[Remedies] = {
+        **Solver.remedies,
+        Status.MAX_STEPS: f"use Anderson(), raise max_steps, or {CONTRACT}",
+        Status.DIVERGED: f"use Anderson(), add damping, or {CONTRACT}",
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.check_number("damping", self.damping, low=0.0, high=1.0)
         _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 nothing would move")
 
-    def stop(self, problem: Problem) -> FusedRule | None:
+    def fused_rule(self, problem: Problem) -> FusedRule | None:
         if self.damping:
             return None
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=self.max_steps + 1)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from .base import Solver, Update, rows_where
-from .iterate import Iteration
+from ._rows import rows_where
+from .iterate import Iteration, Solver, Update
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 

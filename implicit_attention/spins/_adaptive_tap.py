@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .._autograd import uncompiled
 from .._types import LinearMap
 from ..potentials import SiteLaw
-from ..problem import Linearization, Problem, pullback, restricted
+from ..problem import Linearization, pullback
 from ._newton import Multipliers, inverse_and_logdet, minimise
+from .approximation import SampleProblem
 
 #: Least part of the slope's promise that a step has to keep (Armijo).
 ARMIJO = 1e-4
@@ -26,7 +26,7 @@ LONGEST = 10.0
 STEPS, HALVINGS, PRODUCTS = 200, 40, 100
 
 
-class SiteEquations(Problem):
+class SiteEquations(SampleProblem):
     """theta = g + K m - V m and V = Lambda - 1/C_ii with C = (Lambda - K)^{-1}: all sites of a sample are one problem.
 
     m and c are mean and variance of the prior tilted by theta and V, Lambda = V + 1/c, g = beta h and K = beta J. A
@@ -40,14 +40,12 @@ class SiteEquations(Problem):
         radius: R, the prior's scale.
     """
 
-    event_ndim = 2
-    row_block = 1
-
     def __init__(self, field: Tensor, couplings: Tensor, prior: SiteLaw, radius: float) -> None:
         self.field = field
         self.couplings = couplings
         self.prior = prior
         self.radius = radius
+        self.own_axes = {"field": 2, "couplings": 2}
 
     @property
     def tie(self) -> int:
@@ -150,12 +148,6 @@ class SiteEquations(Problem):
         sites = self.prior.tilted_log_partition(theta, v, self.radius) - v * m.square().sum(-1) / 2
         pairs = _dot(m, self.field - theta + self.coupled(m) / 2)
         return (sites.sum(-1) + pairs - self.copies * logdet / 2).masked_fill(~positive, torch.nan)
-
-    def select(self, index: Tensor) -> Self:
-        return restricted(self, index, field=2, couplings=2)
-
-    def check_undeclared(self, z: Tensor) -> None:
-        """Nothing is read but attributes."""
 
 
 def guarded_inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:

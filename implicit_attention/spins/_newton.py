@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .._autograd import is_batched, uncompiled
-from ..solution import SolveReport
+from ..solution import Record, SolveReport
 from ..status import Status
 
 #: Least part of the slope's promise that a step has to keep (Armijo).
@@ -298,11 +298,7 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     residual, tolerance = _accuracy(record.here, rtol)
     status = torch.where(record.status == _RUNNING, int(Status.MAX_STEPS), record.status).to(torch.int8)
     evidence = SolveReport(
-        status=status.reshape(batch),
-        residual=residual.reshape(batch),
-        tolerance=tolerance.reshape(batch),
-        num_steps=record.num_steps.reshape(batch),
-        num_evals=record.num_evals.reshape(batch),
+        Record(status, residual, tolerance, record.num_steps, record.num_evals).map(lambda x: x.reshape(batch))
     )
     t = record.t
     if polish:

@@ -23,18 +23,19 @@ from collections.abc import Callable, Sequence
 import torch
 from einops import einsum
 from torch import Tensor
-from typing_extensions import Self
 
 from .._autograd import vjp
 from ..potentials import SphericalLaw
-from ..problem import Linearization, Problem, pullback, restricted
+from ..problem import Linearization, pullback
+from ._site import outer, stretched
+from .approximation import SampleProblem
 from .system import couple
 
 # Power steps towards the largest eigenvalue of a matrix without negative entries.
 POWER_STEPS = 30
 
 
-class Expansion(Problem, general=True):
+class Expansion(SampleProblem, general=True):
     """x = field + K m(x) + dG/dm for the natural fields x of all sites: log Z is stationary there.
 
     Args:
@@ -45,8 +46,6 @@ class Expansion(Problem, general=True):
         order: of the expansion, 2 or 3.
     """
 
-    event_ndim = 2
-    row_block = 1
     block = False
 
     def __init__(self, field: Tensor, bonds: Tensor, *, response: SphericalLaw, radius: float, order: int) -> None:
@@ -55,6 +54,7 @@ class Expansion(Problem, general=True):
         self.response = response
         self.radius = radius
         self.order = order
+        self.own_axes = {"field": 2, "bonds": 2}
 
     def correction(self, x: Tensor) -> Tensor:
         """G, what log Z has beyond first order, (*batch)."""
@@ -81,12 +81,6 @@ class Expansion(Problem, general=True):
             # Not the Rayleigh quotient: where sites fall into two classes, minus the eigenvalue is one, too.
             size = torch.linalg.vector_norm(vector, dim=-1)
         return size
-
-    def select(self, index: Tensor) -> Self:
-        return restricted(self, index, field=2, bonds=4 if self.block else 2)
-
-    def check_undeclared(self, z: Tensor) -> None:
-        """Nothing is read but attributes."""
 
 
 class IsingExpansion(Expansion):
@@ -150,9 +144,7 @@ class VectorExpansion(Expansion):
         super().__init__(field, bonds, response=response, radius=radius, order=order)
         self.onsite = onsite
         self.block = onsite is not None
-
-    def select(self, index: Tensor) -> Self:
-        return restricted(self, index, field=2, bonds=4 if self.block else 2, onsite=3)
+        self.own_axes = {"field": 2, "bonds": 4 if self.block else 2, "onsite": 3}
 
     def correction(self, x: Tensor) -> Tensor:
         return self._correction(x, self._ladder(x, self.order))
@@ -193,8 +185,7 @@ class VectorExpansion(Expansion):
             return result
 
         def product(v: Tensor) -> Tensor:
-            responded = ladder[0][..., None] * v + (ladder[1] * (z * v).sum(-1))[..., None] * z
-            return _unresponded(transposed(responded), z, ladder, rho)
+            return _unresponded(transposed(stretched(v, z, *ladder[:2])), z, ladder, rho)
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
 
@@ -217,11 +208,11 @@ def _vectors(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor 
     """The terms for numbers K_ij, (*batch): the second order in O(N^2 D), the third, if there is `bend`, in O(N^3)."""
     dim, square, overlap = x.shape[-1], x.square().sum(-1), x @ x.mT
     # Tr(S_i S_j) has these three parts.
-    across, along = _outer(tau, tau), _outer(slope, slope)
-    mixed, twice = _outer(slope * square, tau), along * overlap.square()
+    across, along = outer(tau, tau), outer(slope, slope)
+    mixed, twice = outer(slope * square, tau), along * overlap.square()
     total = (bonds.square() * (dim * across + 2 * mixed + twice)).sum((-1, -2)) / 4
     if bend is not None:
-        contracted = (3 * dim + 6) * along + 6 * _outer(slope, bend * square) + _outer(bend, bend) * overlap.square()
+        contracted = (3 * dim + 6) * along + 6 * outer(slope, bend * square) + outer(bend, bend) * overlap.square()
         total = total + (bonds**3 * overlap * contracted).sum((-1, -2)) / 12
         # In Tr(S_i S_j S_k) at least one site gives a multiple of 1, by which the others are joined, or none does.
         joined = bonds * (bonds @ (tau[..., None] * bonds))
@@ -235,7 +226,7 @@ def _vectors(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor 
 def _blocks(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor | None = None) -> Tensor:
     """The terms for matrices K_ij, (*batch)."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    covariance = tau[..., None, None] * eye + slope[..., None, None] * _outer(x, x)
+    covariance = tau[..., None, None] * eye + slope[..., None, None] * outer(x, x)
     chain = einsum(bonds, covariance, "... i j a b, ... j b c -> ... i a j c").flatten(-2, -1).flatten(-3, -2)
     total = (chain * chain.mT).sum((-1, -2)) / 4
     if bend is not None:
@@ -243,14 +234,10 @@ def _blocks(bonds: Tensor, x: Tensor, tau: Tensor, slope: Tensor, bend: Tensor |
         overlap = einsum(x, seen, "... i a, ... i j a -> ... i j")
         # x_i^T K_ij K_ji K_ij x_j
         there_and_back = einsum(seen.transpose(-3, -2), bonds, seen, "... i j b, ... i j a b, ... i j a -> ... i j")
-        pairs = _outer(slope, slope) * (3 * overlap * bonds.square().sum((-1, -2)) + 6 * there_and_back)
-        pairs = pairs + 6 * _outer(slope, bend) * overlap * seen.square().sum(-1) + _outer(bend, bend) * overlap**3
+        pairs = outer(slope, slope) * (3 * overlap * bonds.square().sum((-1, -2)) + 6 * there_and_back)
+        pairs = pairs + 6 * outer(slope, bend) * overlap * seen.square().sum(-1) + outer(bend, bend) * overlap**3
         total = total + pairs.sum((-1, -2)) / 12 + ((chain @ chain) * chain.mT).sum((-1, -2)) / 6
     return total
-
-
-def _outer(a: Tensor, b: Tensor) -> Tensor:
-    return a[..., :, None] * b[..., None, :]
 
 
 def _unresponded(v: Tensor, x: Tensor, ladder: Sequence[Tensor], rho: Tensor) -> Tensor:

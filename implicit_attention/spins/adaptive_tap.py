@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
 from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, closed_form
-from .system import SpinSystem
+from .system import SpinSystem, check_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +67,7 @@ class AdaTAP(FixedPointApproximation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given: Any = self.prior
-        if not isinstance(given, SiteLaw):
-            raise TypeError(_validate.message("prior", "be a SiteLaw", repr(given), "for example SignUnits()"))
+        check_type("prior", self.prior, SiteLaw, "be a SiteLaw", "for example SignUnits()")
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -122,13 +119,10 @@ class AdaTAP(FixedPointApproximation):
         return v.masked_fill(~positive[..., None, None, None], torch.nan)
 
     def problem(self, system: SpinSystem) -> SiteEquations:
-        field, couplings = system.live_field, system.live_couplings
-        if system.block:
-            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
-        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).expand(system.batch)
+        couplings, beta = system.flat_couplings, system.beta_tensor(2).expand(*system.batch, 1, 1)
         # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
-        bonds = beta[..., None, None] * (couplings + couplings.mT) / 2
-        return SiteEquations(beta[..., None, None] * field, bonds, self.prior, system.radius)
+        bonds = beta * (couplings + couplings.mT) / 2
+        return SiteEquations(beta * system.live_field, bonds, self.prior, system.radius)
 
     def start(self, system: SpinSystem) -> Tensor:
         problem = self.problem(system)
@@ -167,7 +161,7 @@ class AdaTAP(FixedPointApproximation):
         value = value.masked_fill(~positive, torch.nan)
         evidence = closed_form(value)
         status = evidence.status.masked_fill(~positive, int(Status.OUT_OF_RANGE))
-        return LogPartition(value, dataclasses.replace(evidence, status=status))
+        return LogPartition(value, evidence.amended(status=status))
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to; the descent ends at minima, so that there is nothing to check."""
@@ -176,7 +170,7 @@ class AdaTAP(FixedPointApproximation):
             return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
         near, num_steps, num_evals = descended(problem, start[..., :-1])
         found = solve(problem, near, solver=_finisher(near.dtype), adjoint=self.adjoint, on_failure="ignore")
-        return dataclasses.replace(found, num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
+        return found.amended(num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
 
 
 def _finisher(dtype: torch.dtype) -> Solver:

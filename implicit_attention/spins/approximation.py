@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import NoneType
 from typing import ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -13,18 +15,14 @@ from .. import _validate
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem, restricted
-from ..solution import Solution, SolveReport
+from ..solution import Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
-from .system import SpinSystem
+from .system import SpinSystem, check_type
 
 #: What is asked of a solution beyond that it solves the equations: nothing, or whether it is stable.
 Check: TypeAlias = Literal["none", "stability"]
-
-
-def check_check(check: Check) -> None:
-    _validate.check_choice("check", check, ("none", "stability"))
 
 
 class LogPartition(NamedTuple):
@@ -46,6 +44,14 @@ class Approximation:
 
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
     symmetric: ClassVar[bool] = True
+    #: What to do about a sample that ended with a status.
+    remedies: ClassVar[Remedies] = {
+        Status.MAX_STEPS: "raise max_steps, or lower beta",
+        Status.STALLED: "use a larger rtol, or float64",
+        Status.DIVERGED: "lower beta",
+        Status.NONFINITE: "check the numbers of the system",
+        Status.OUT_OF_RANGE: "lower beta, or use a method that holds there",
+    }
 
     def check(self, system: SpinSystem) -> None:
         """Raise where the method does not hold for such a system."""
@@ -83,11 +89,8 @@ class FixedPointApproximation(Approximation):
     adjoint: Adjoint | None = None
 
     def __post_init__(self) -> None:
-        for name, kind, example in (("solver", Solver, "Anderson()"), ("adjoint", Adjoint, "Implicit()")):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                required = f"be None or a {kind.__name__}"
-                raise TypeError(_validate.message(name, required, repr(value), f"for example {example}"))
+        check_type("solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()")
+        check_type("adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()")
 
     def problem(self, system: SpinSystem) -> Problem:
         """The fixed-point problem, whose last two axes make a sample."""
@@ -153,7 +156,7 @@ class FixedPointApproximation(Approximation):
         # What failed is told by whoever asks for log Z.
         solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
         if spent is not None:
-            solution = dataclasses.replace(solution, num_evals=solution.num_evals + spent)
+            solution = solution.amended(num_evals=solution.num_evals + spent)
         # Of what a fixed budget leaves nothing is claimed that could be doubted.
         return solution if solver.fixed_budget else self._judged(system, solution, check)
 
@@ -168,7 +171,48 @@ class FixedPointApproximation(Approximation):
             doubtful = asked(system, state)
             if doubtful is not None:
                 status = status.masked_fill(solution.converged & doubtful, int(verdict))
-        return dataclasses.replace(solution, status=status)
+        return solution.amended(status=status)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseApproximation(FixedPointApproximation):
+    """Base of methods in which every spin answers a field by a `SphericalLaw`. Their state is m, unless said."""
+
+    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_type("response", self.response, SphericalLaw, "be a SphericalLaw", "for example SphereUnits()")
+
+    def check(self, system: SpinSystem) -> None:
+        super().check(system)
+        self.response.check("system", system.dim, system.radius)
+
+    def site_response(self) -> SphericalLaw:
+        return self.response
+
+    def start(self, system: SpinSystem) -> Tensor:
+        return self.response.magnetization(system.live_field, system.beta_over(0), system.radius)
+
+    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
+        return m
+
+
+class SampleProblem(Problem, general=True):
+    """Base of problems of which all sites of a sample are one, in two axes, and whose tensors are all attributes.
+
+    `own_axes` says for each attribute that has one tensor per sample how many of its axes belong to one.
+    """
+
+    event_ndim = 2
+    row_block = 1
+    own_axes: Mapping[str, int]
+
+    def select(self, index: Tensor) -> Self | None:
+        return restricted(self, index, **self.own_axes)
+
+    def check_undeclared(self, z: Tensor) -> None:
+        """Nothing is read but attributes."""
 
 
 @torch.no_grad()
@@ -240,4 +284,4 @@ def closed_form(value: Tensor) -> SolveReport:
     none = torch.zeros_like(value, dtype=torch.int32)
     status = torch.where(torch.isfinite(value), int(Status.CONVERGED), int(Status.NONFINITE)).to(torch.int8)
     zero = torch.zeros_like(value)
-    return SolveReport(status=status, residual=zero, tolerance=zero, num_steps=none, num_evals=none)
+    return SolveReport(Record(status, zero, zero, none, none))

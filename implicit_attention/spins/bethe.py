@@ -8,10 +8,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import Self
 
-from ..problem import Problem, restricted
-from .approximation import FixedPointApproximation, require_ising
+from ..problem import Problem
+from .approximation import FixedPointApproximation, SampleProblem, require_ising
 from .system import SpinSystem
 
 
@@ -87,24 +86,16 @@ class Bethe(FixedPointApproximation):
         return _indefinite(own + torch.finfo(own.dtype).eps ** 0.5, torch.sign(bonds) * weights)
 
 
-class _Messages(Problem):
+class _Messages(SampleProblem):
     """u = what u leads to, for fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
-
-    event_ndim = 2
-    row_block = 1
 
     def __init__(self, field: Tensor, bonds: Tensor) -> None:
         self.field = field
         self.bonds = bonds
+        self.own_axes = {"field": 1, "bonds": 2}
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return _passed_on(z, self.field, self.bonds)
-
-    def select(self, index: Tensor) -> Self:
-        return restricted(self, index, field=1, bonds=2)
-
-    def check_undeclared(self, z: Tensor) -> None:
-        """Nothing is read but attributes."""
 
 
 def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
@@ -132,11 +123,8 @@ def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
 
 def _in_units(system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:
     """Field, bonds and their diagonal of +-1 spins in units of 1/beta; bonds of every sample on their own."""
-    beta = system.site_beta
-    couplings = system.live_couplings[..., 0, 0] if system.block else system.live_couplings
-    pair_beta = beta[..., None] if isinstance(beta, Tensor) else beta
-    field = beta * system.radius * system.live_field[..., 0]
-    bonds = (pair_beta * system.radius**2 * couplings).expand(*system.batch, -1, -1)
+    field = system.beta_over(1) * system.radius * system.live_field[..., 0]
+    bonds = (system.beta_over(2) * system.radius**2 * system.live_couplings).expand(*system.batch, -1, -1)
     own = bonds.diagonal(dim1=-2, dim2=-1)
     return field, bonds - torch.diag_embed(own), own
 

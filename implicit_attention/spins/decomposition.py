@@ -66,8 +66,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
     """
     direct, through = magnetization(system, method, split=True, on_failure=on_failure)
     system = widened(system)[0]
-    response, radius, beta = method.site_response(), system.radius, system.sample_beta
-    rows = beta[..., None] if isinstance(beta, Tensor) else beta
+    response, radius, beta, rows = method.site_response(), system.radius, system.beta_over(0), system.beta_over(1)
     with exact_precision(direct):
         others = system.coupled(direct)
         bare = system.live_field + others

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import exact_precision
-from .._reporting import check_on_failure, report_failures, warn_of_saddles
 from .._types import LinearMap, OnFailure
-from ..potentials import SphereUnits, SphericalLaw
-from ..problem import widened
+from ..potentials import SphericalLaw
 from ..solution import SolveReport
-from ..status import Status
 from ._curvature import radius_exceeds_one
-from ._lost import fill, without_lost
-from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, check_check
-from .system import SpinSystem
+from ._nonfinite import fill, without_nonfinite
+from ._request import accepted, told
+from .approximation import Approximation, Check, LogPartition, ResponseApproximation, SampleProblem
+from .system import SpinSystem, mirrored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Moments(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicalMethod(FixedPointApproximation):
+class DynamicalMethod(ResponseApproximation):
     """Base of the closures of p(s' | s) = prod_i exp(beta s'_i . f_i(s))/Z_1(f_i(s)) with f = h + J s.
 
     Every spin is drawn anew at every step, from the field that all of them made at the step before. Couplings need not
@@ -69,21 +67,6 @@ class DynamicalMethod(FixedPointApproximation):
     """
 
     symmetric = False
-    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given: Any = self.response
-        if not isinstance(given, SphericalLaw):
-            raise TypeError(
-                _validate.message("response", "be a SphericalLaw", repr(given), "for example SphereUnits()")
-            )
-
-    def check(self, system: SpinSystem) -> None:
-        self.response.check("system", system.dim, system.radius)
-
-    def site_response(self) -> SphericalLaw:
-        return self.response
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         # The solution is a fixed point of the map from one step to the next: small deviations have to shrink.
@@ -101,6 +84,19 @@ class DynamicalMethod(FixedPointApproximation):
         self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
     ) -> LogPartition:
         no_free_energy(self)
+
+
+class StepProblem(SampleProblem, general=True):
+    """Base of the closures' equations: problems of a system with a number for each pair, and of its spins' response."""
+
+    def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
+        self.system = system
+        self.response = response
+
+    def select(self, index: Tensor) -> Self:
+        clone = self.replace(*self.tensors())
+        clone.system = self.system.select(index)
+        return clone
 
 
 def no_free_energy(method: Approximation) -> NoReturn:
@@ -140,40 +136,21 @@ def stationary_state(
 
     Gradients: every output with respect to field, couplings and beta, to any order; none with respect to `initial`.
     """
-    for name, value, kind, hint in (
-        ("system", system, SpinSystem, ""),
-        ("method", method, DynamicalMethod, "use GaussianClosure() or KineticPlefka()"),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__, hint))
-    check_on_failure(on_failure)
-    check_check(check)
-    method.check(system)
-    if initial is not None:
-        method.check_initial(system, initial)
-    system = widened(system)[0]
+    remedy = "use GaussianClosure() or KineticPlefka()"
+    system = accepted(system, method, initial, check, on_failure, kind=DynamicalMethod, remedy=remedy)
     with exact_precision(system.field):
-        sound, lost = without_lost(system)
+        sound, nonfinite = without_nonfinite(system)
         solution = method.solution(sound, method.begin(sound, initial), check=check)
         m, delayed = method.moments(sound, solution.value)
         couplings = sound.live_couplings
-        twin = couplings.transpose(-4, -3).mT if sound.block else couplings.mT
         pairs = (-4, -3, -2, -1) if sound.block else (-2, -1)
-        entropy = sound.sample_beta * ((couplings - twin) * delayed).sum(pairs)
+        asymmetry = couplings - mirrored(couplings, block=sound.block)
+        entropy = sound.beta_over(0) * (asymmetry * delayed).sum(pairs)
         if sound.block:
             delayed = delayed.diagonal(dim1=-2, dim2=-1).sum(-1)
-    evidence = solution.report
-    # What a later backward pass finds out is told in the same way.
-    evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
-    status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
-    evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
-    name, e = type(method).__name__, evidence
-    report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
-    if check == "stability":
-        warn_of_saddles(on_failure, name, e.status)
     return StationaryState(
-        magnetization=fill(m, lost, torch.nan),
-        delayed_correlations=fill(delayed, lost, torch.nan),
-        entropy_production=fill(entropy, lost, torch.nan),
-        report=evidence,
+        magnetization=fill(m, nonfinite),
+        delayed_correlations=fill(delayed, nonfinite),
+        entropy_production=fill(entropy, nonfinite),
+        report=told(method, solution.report, nonfinite, check, on_failure),
     )

@@ -32,8 +32,6 @@ class Enumeration(Approximation):
     def log_partition(self, system: SpinSystem) -> LogPartition:
         count = 2**system.num_sites
         couplings, field = system.live_couplings, system.live_field[..., 0]
-        if system.block:
-            couplings = couplings[..., 0, 0]
         parts = []
         for start in range(0, count, BLOCK):
             spins = system.radius * _states(start, min(start + BLOCK, count), system.num_sites, field)
@@ -41,7 +39,7 @@ class Enumeration(Approximation):
             weight = pair + torch.einsum("si,...i->...s", spins, field)
             # The largest weight is taken out before beta is multiplied in, or derivatives by beta lose digits.
             top = weight.detach().amax(-1, keepdim=True)
-            beta = system.site_beta
+            beta = system.beta_over(1)
             parts.append((beta * (weight - top)).logsumexp(-1) + (beta * top)[..., 0])
         value = torch.stack(parts, dim=-1).logsumexp(-1) - system.num_sites * math.log(2.0)
         return LogPartition(value, closed_form(value))

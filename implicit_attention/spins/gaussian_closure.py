@@ -8,12 +8,11 @@ import math
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
-from ..potentials import SphereUnits, SphericalLaw
-from ..problem import Problem
-from .dynamics import DynamicalMethod, Moments
+from ..potentials import SphereUnits
+from ._site import pair_traces
+from .dynamics import DynamicalMethod, Moments, StepProblem
 from .system import SpinSystem
 
 
@@ -55,33 +54,15 @@ class GaussianClosure(DynamicalMethod):
         required = "be SphereUnits() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")
 
-    def problem(self, system: SpinSystem) -> GaussianFieldProblem:
-        return GaussianFieldProblem(system, self.response)
-
-    def start(self, system: SpinSystem) -> Tensor:
-        return self.response.magnetization(system.live_field, system.sample_beta, system.radius)
-
-    def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
-        return m
+    def problem(self, system: SpinSystem) -> GaussianClosureProblem:
+        return GaussianClosureProblem(system, self.response)
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         return Moments(state, self.problem(system).delayed(state))
 
 
-class GaussianFieldProblem(Problem):
-    """m = the mean answer to the fields that m makes: all sites of a sample are one problem.
-
-    Args:
-        system: the spins, with a number for each pair.
-        response: of one spin to its field.
-    """
-
-    event_ndim = 2
-    row_block = 1
-
-    def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
-        self.system = system
-        self.response = response
+class GaussianClosureProblem(StepProblem):
+    """m = the mean answer to the fields that m makes: all sites of a sample are one problem."""
 
     def local(self, m: Tensor) -> tuple[Tensor, Tensor]:
         """f, (*batch, N, D), and V, (*batch, N)."""
@@ -90,14 +71,9 @@ class GaussianFieldProblem(Problem):
         spread = (system.live_couplings.square() @ variance)[..., 0]
         return system.live_field + system.coupled(m), spread
 
-    def select(self, index: Tensor) -> Self:
-        clone = self.replace(*self.tensors())
-        clone.system = self.system.select(index)
-        return clone
-
     def fixed_point_map(self, z: Tensor) -> Tensor:
         f, spread = self.local(z)
-        beta, radius, dim = self.system.site_beta, self.system.radius, self.system.dim
+        beta, radius, dim = self.system.beta_over(1), self.system.radius, self.system.dim
         scale = beta * radius
         if dim == 1:
             return radius * _mean_tanh(scale * f[..., 0], scale * scale * spread)[..., None]
@@ -107,7 +83,7 @@ class GaussianFieldProblem(Problem):
     def delayed(self, m: Tensor) -> Tensor:
         """D, (*batch, N, N), from a solution m."""
         f, spread = self.local(m)
-        beta, radius, dim = self.system.site_beta, self.system.radius, self.system.dim
+        beta, radius, dim = self.system.beta_over(1), self.system.radius, self.system.dim
         scale = beta * radius
         squared = f.square().sum(-1)
         # dm/df = beta (tau I + slope f f^T), and C = rest I + slope f f^T.
@@ -118,16 +94,8 @@ class GaussianFieldProblem(Problem):
             t = scale * scale * (squared + spread)
             tau = radius**2 * self.response.gain(t, dim)
             slope = 2 * (scale * radius) ** 2 * self.response.gain_slope(t, dim)
-        variance = radius**2 - m.square().sum(-1)
-        rest = (variance - slope * squared) / dim
-        overlap = (f @ f.mT).square()
-        traces = (
-            tau[..., :, None] * variance[..., None, :]
-            + (slope * squared)[..., :, None] * rest[..., None, :]
-            + slope[..., :, None] * slope[..., None, :] * overlap
-        )
-        pair_beta = beta[..., None] if isinstance(beta, Tensor) else beta
-        return pair_beta * self.system.live_couplings * traces
+        rest = (radius**2 - m.square().sum(-1) - slope * squared) / dim
+        return self.system.beta_over(2) * self.system.live_couplings * pair_traces(f, tau, slope, rest)
 
 
 def _mean_tanh(mean: Tensor, variance: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import at_least_single, host_may_look
 from .system import SpinSystem
 
 InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap"]
@@ -48,11 +49,11 @@ def fit_ising(
     _validate.check_number("pseudocount", pseudocount, low=0.0)
     count = samples.shape[-2]
     _validate.require(count > 0, "samples", "hold at least one sample", f"shape {tuple(samples.shape)}")
-    if _can_look(samples):
+    if host_may_look(samples):
         odd = samples[(samples.abs() != 1) & samples.isfinite()]
         remedy = "binarise them, for example torch.where(x > 0, 1.0, -1.0)"
         _validate.require(odd.numel() == 0, "samples", "be -1 or 1", float(odd[0]) if odd.numel() else "", remedy)
-    samples = _wide(samples)
+    samples = at_least_single(samples)
     keep = count / (count + pseudocount)
     mean = samples.mean(-2)
     centred = samples - mean[..., None, :]
@@ -108,9 +109,7 @@ def fit_ising_moments(
     _validate.require(
         covariance.shape == shape, "covariance", f"have shape (*batch, N, N) = {shape}", tuple(covariance.shape)
     )
-    m, covariance = (
-        t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (magnetization, covariance)
-    )
+    m, covariance = at_least_single(magnetization), at_least_single(covariance)
     remedy = "use a pseudocount, or leave out spins that never change"
     m = _checked("magnetization", m, m.abs() < 1, "have |m_i| < 1 everywhere", "a spin that never changes", remedy)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
@@ -150,17 +149,9 @@ def _inverse(covariance: Tensor) -> Tensor:
 
 def _checked(argument: str, value: Tensor, good: Tensor, requirement: str, received: str, remedy: str) -> Tensor:
     """`value`, NaN where it is not `good`; or raise, where the host can look and what is wrong is a number."""
-    if _can_look(value):
+    if host_may_look(value):
         _validate.require(not bool((~good & value.isfinite()).any()), argument, requirement, received, remedy)
     return torch.where(good, value, torch.nan)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _can_look(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not torch._C._are_functorch_transforms_active()
 
 
 def _with_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from einops import einsum
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import jvp_by_vjp, vjp
 from .._types import LinearMap
-from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem
-from .dynamics import DynamicalMethod, Moments
+from ._site import Site
+from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem
 from .system import SpinSystem
 
@@ -38,8 +36,6 @@ class KineticPlefka(DynamicalMethod):
 
     Args:
         order: 1 or 2. A matrix for each pair, (N, N, D, D), goes with 1.
-        squared_shift: with order 2, let Sbar_i have the term (f_i - theta_i)(f_i - theta_i)^T. It is of fourth order,
-            left out of the usual formula for D = 1, but not of one for vectors; there it costs accuracy.
         response: of one spin to its field.
         solver: None is damped steps and then `Anderson`.
         adjoint: None is `Implicit()`.
@@ -48,16 +44,11 @@ class KineticPlefka(DynamicalMethod):
     """
 
     order: int = 1
-    squared_shift: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.check_integer("order", self.order, low=1, remedy="use 1 or 2")
         _validate.check_choice("order", self.order, (1, 2))
-        if not isinstance(self.squared_shift, bool):
-            raise TypeError(_validate.message("squared_shift", "be True or False", repr(self.squared_shift)))
-        first = self.order == 1
-        _validate.require(not (first and self.squared_shift), "squared_shift", "be False", True, "use order=2")
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -66,24 +57,19 @@ class KineticPlefka(DynamicalMethod):
         _validate.require(self.order == 1 or not system.block, "couplings", required, received, "use order=1")
 
     def problem(self, system: SpinSystem) -> Problem:
-        if self.order == 1:
-            return MeanFieldProblem(system, self.response)
-        return PlefkaProblem(system, self.response, squared_shift=self.squared_shift)
+        return MeanFieldProblem(system, self.response) if self.order == 1 else PlefkaProblem(system, self.response)
 
     def start(self, system: SpinSystem) -> Tensor:
-        if self.order == 2:
-            return system.live_field
-        return self.response.magnetization(system.live_field, system.sample_beta, system.radius)
+        return super().start(system) if self.order == 1 else system.live_field
 
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
-        return m if self.order == 1 else self.response.inverse(m, system.sample_beta, system.radius)
+        return m if self.order == 1 else self.response.inverse(m, system.beta_over(0), system.radius)
 
     def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
-        problem = self.problem(system)
+        if self.order == 1:
+            return super().step_jacobian(system, state)
         # To second order theta is in its own equation, which a step solves: the problem's map is no step.
-        return (
-            problem.step_jacobian(state) if isinstance(problem, PlefkaProblem) else super().step_jacobian(system, state)
-        )
+        return PlefkaProblem(system, self.response).step_jacobian(state)
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         if self.order == 1:
@@ -93,29 +79,11 @@ class KineticPlefka(DynamicalMethod):
         return Moments(site.mean, site.linear_response(system) + site.skew_response(system))
 
 
-class PlefkaProblem(Problem):
+class PlefkaProblem(StepProblem):
     """theta = h + J m(theta) + the second-order term: all sites of a sample are one problem.
 
     The state is theta and not m, which would have to stay inside the sphere.
-
-    Args:
-        system: the spins, with a number for each pair.
-        response: of one spin to its field.
-        squared_shift: as in `KineticPlefka`.
     """
-
-    event_ndim = 2
-    row_block = 1
-
-    def __init__(self, system: SpinSystem, response: SphericalLaw, *, squared_shift: bool) -> None:
-        self.system = system
-        self.response = response
-        self.squared_shift = squared_shift
-
-    def select(self, index: Tensor) -> Self:
-        clone = self.replace(*self.tensors())
-        clone.system = self.system.select(index)
-        return clone
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.next(z, z)
@@ -129,10 +97,6 @@ class PlefkaProblem(Problem):
         # Of the second moment M of the field, M theta and tr M are all that counts.
         along = (weights @ past.tau[..., None]) * z + (weights * past.slope[..., None, :] * (z @ before.mT)) @ before
         trace = (weights @ past.trace[..., None])[..., 0]
-        if self.squared_shift:
-            shift = local - z
-            along = along + shift * (shift * z).sum(-1, keepdim=True)
-            trace = trace + shift.square().sum(-1)
         return local + site.onsager(along, trace)
 
     def step_jacobian(self, theta: Tensor) -> LinearMap:
@@ -149,88 +113,3 @@ class PlefkaProblem(Problem):
             return result
 
         return product
-
-
-class Site:
-    """The cumulants of spins in given fields theta, (*batch, N, D), as functions that are smooth also at 0.
-
-        m = beta tau theta,    Sigma = tau I + slope theta theta^T,
-        beta kappa_abc = skew (I_ab theta_c + I_ac theta_b + I_bc theta_a) + cubic theta_a theta_b theta_c,
-
-    with slope and, for D > 1, skew = slope the derivative of tau, and cubic that of slope, over |theta|.
-    """
-
-    def __init__(self, response: SphericalLaw, theta: Tensor, system: SpinSystem) -> None:
-        self.theta = theta
-        self.dim = theta.shape[-1]
-        self.beta, self.radius = system.site_beta, system.radius
-        self.response = response
-        self.squared = theta.square().sum(-1)
-        arguments = theta, system.sample_beta, system.radius
-        self.mean = response.magnetization(*arguments)
-        self.tau, self.slope = response.covariance_terms(*arguments)
-        self.rho = response.covariance_parts(*arguments)[1]
-        # Its variance is too small to divide by, but has a logarithm with a slope of -2 beta m.
-        self.ising = self.dim == 1 and isinstance(response, SphereUnits)
-
-    @property
-    def overlap(self) -> Tensor:
-        """theta_i . theta_j, (*batch, N, N)."""
-        return self.theta @ self.theta.mT
-
-    @property
-    def trace(self) -> Tensor:
-        """Tr Sigma."""
-        return self.dim * self.tau + self.slope * self.squared
-
-    def skewness(self) -> tuple[Tensor, Tensor]:
-        """(skew, cubic)."""
-        scale = self.beta * self.beta * self.radius**2
-        t = scale * self.squared
-        if self.ising:
-            return -2 / 3 * scale * self.response.gain(t, 1) * self.rho, torch.zeros_like(t)
-        by_t = vjp(lambda t: self.response.gain_slope(t, self.dim), t)[1](torch.ones_like(t))[0]
-        return self.slope, 4 * (scale * self.radius) ** 2 * by_t
-
-    def onsager(self, along: Tensor, trace: Tensor) -> Tensor:
-        """(beta/2) Sigma^{-1} (kappa : M) from M theta, (*batch, N, D), and tr M, (*batch, N)."""
-        if self.ising:
-            beta = self.beta[..., None] if isinstance(self.beta, Tensor) else self.beta
-            return -beta * self.mean * trace[..., None]
-        skew, cubic = self.skewness()
-        across = skew / self.tau
-        quadratic = (self.theta * along).sum(-1)
-        own = (skew * trace + (cubic - 2 * across * self.slope) * quadratic) / self.rho
-        return across[..., None] * along + own[..., None] * self.theta / 2
-
-    def linear_response(self, system: SpinSystem) -> Tensor:
-        """beta Tr Sigma_i J_ij Sigma_j, (*batch, N, N); for matrices without the trace, (*batch, N, N, D, D)."""
-        couplings, tau, slope = system.live_couplings, self.tau, self.slope
-        beta = self.beta[..., None] if isinstance(self.beta, Tensor) else self.beta
-        if not system.block:
-            radial = slope * self.squared
-            traces = (
-                tau[..., :, None] * self.trace[..., None, :]
-                + radial[..., :, None] * tau[..., None, :]
-                + slope[..., :, None] * slope[..., None, :] * self.overlap.square()
-            )
-            return beta * couplings * traces
-        theta, stretched = self.theta, slope[..., None] * self.theta
-        inner = "... i a, ... i j a b -> ... i j b"
-        left = tau[..., :, None, None, None] * couplings
-        left = left + einsum(stretched, einsum(theta, couplings, inner), "... i a, ... i j b -> ... i j a b")
-        right = tau[..., None, :, None, None] * left
-        right = right + einsum(
-            einsum(left, theta, "... i j a b, ... j b -> ... i j a"), stretched, "... i j a, ... j b -> ... i j a b"
-        )
-        return (beta[..., None, None] if isinstance(beta, Tensor) else beta) * right
-
-    def skew_response(self, system: SpinSystem) -> Tensor:
-        """(beta^2/2) J_ij^2 kappa_i ::: kappa_j, (*batch, N, N)."""
-        skew, cubic = self.skewness()
-        overlap = self.overlap
-        crossed = skew[..., :, None] * (cubic * self.squared)[..., None, :]
-        crossed = crossed + (cubic * self.squared)[..., :, None] * skew[..., None, :]
-        flat = (3 * self.dim + 6) * skew[..., :, None] * skew[..., None, :] + 3 * crossed
-        steep = cubic[..., :, None] * cubic[..., None, :] * overlap.square()
-        return system.live_couplings.square() * overlap * (flat + steep) / 2

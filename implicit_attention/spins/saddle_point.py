@@ -15,7 +15,7 @@ from ..status import Status
 from ._minimum import Minimum
 from ._newton import Multipliers, inverse_and_logdet, minimise
 from .approximation import Approximation, LogPartition
-from .system import SpinSystem
+from .system import SpinSystem, check_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,8 @@ class SaddlePoint(Approximation):
     max_steps: int = 200
 
     def __post_init__(self) -> None:
-        for name in ("shared", "one_loop"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(_validate.message(name, "be True or False", repr(value)))
+        check_type("shared", self.shared, bool, "be True or False")
+        check_type("one_loop", self.one_loop, bool, "be True or False")
         _validate.check_number("rtol", self.rtol, low=0.0)
         _validate.check_integer("max_steps", self.max_steps, low=1)
 
@@ -82,7 +80,7 @@ class SaddlePoint(Approximation):
         status = evidence.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
         dtype = system.field.dtype
         residual, tolerance = evidence.residual.to(dtype), evidence.tolerance.to(dtype)
-        evidence = dataclasses.replace(evidence, status=status, residual=residual, tolerance=tolerance)
+        evidence = evidence.amended(status=status, residual=residual, tolerance=tolerance)
         return LogPartition(value.to(dtype), evidence)
 
     def multipliers(self, system: SpinSystem) -> Tensor:
@@ -97,12 +95,11 @@ class SaddlePoint(Approximation):
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
         """The convex problem, and how many copies of it log Z is made of: D, or 1 where couplings mix dimensions."""
         n, d, radius = system.num_sites, system.dim, system.radius
-        field, couplings, tie = _wide(system.live_field), _wide(system.live_couplings), 1
+        field, couplings, tie = _wide(system.live_field), _wide(system.flat_couplings), 1
         if system.block:
             # N D sites of one dimension each, D of which share a multiplier. The field of a site is spread over them.
-            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
             field, tie = field.flatten(-2)[..., None] * math.sqrt(d), d
-        beta = _wide(torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device))[..., None, None]
+        beta = torch.as_tensor(system.beta_over(2), dtype=field.dtype, device=field.device)
         scale = beta * radius**2 / d
         # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
         scaled = scale * (couplings + couplings.mT) / 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -14,12 +13,12 @@ from .._reporting import check_on_failure, report_failures
 from .._types import LinearMap, OnFailure
 from ..diagnostics import first_fixed_points
 from ..linear import extreme_eigenvalues, lanczos, spectral_radius
-from ..potentials import SphericalLaw
 from ..problem import widened
 from ..solution import SolveReport
 from ..status import Status
 from ._curvature import local_field
-from ._lost import fill
+from ._nonfinite import fill
+from ._site import Site
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation, FixedPointApproximation
 from .bethe import Bethe
@@ -123,20 +122,24 @@ def stability(
     with torch.enable_grad():
         # What is said here of a saddle is more than a warning.
         found = thermodynamics(system, method, on_failure="ignore")
-        e = found.report
-        report_failures(on_failure, type(method).__name__, e.status, e.residual, e.tolerance, e.num_steps)
+        report_failures(on_failure, type(method).__name__, found.report.record, method.remedies)
         m = found.magnetization.detach()
-        system = _detached(system)
+        system = widened(system)[0]
+        system = system.replace(*(t.detach() for t in system.tensors()))
         lowest, highest = _extremes(found.susceptibility_product, m, system, steps)
-    local = _LocalCovariance(system, method.site_response(), m)
+    response, beta = method.site_response(), system.beta_over(2)
+    site = Site(response, local_field(response, m, system.beta_over(0), system.radius)[0], system)
+    if system.mask is not None:
+        # Of sites that do not exist nothing varies.
+        site.tau, site.slope = (part * system.mask for part in (site.tau, site.slope))
     own = method.inverse_variances(system)
 
     def jacobian(v: Tensor) -> Tensor:
-        return local.beta * local.product(system.coupled(v))
+        return beta * site.product(system.coupled(v))
 
     def precision(v: Tensor) -> Tensor:
-        alone = local.inverse_product(v) if own is None else own[..., None] * v
-        return alone - local.beta * system.coupled(v)
+        alone = site.inverse_product(v) if own is None else own[..., None] * v
+        return alone - beta * system.coupled(v)
 
     start = torch.zeros_like(m.flatten(-2))
     radius = spectral_radius(_flat(jacobian, m.shape), start, min(steps, start.shape[-1]))
@@ -145,7 +148,7 @@ def stability(
         spectral_radius=radius,
         smallest_eigenvalue=_extremes(precision, m, system, steps)[0],
         susceptibility=(lowest, highest),
-        almeida_thouless=_almeida_thouless(system, local, steps),
+        almeida_thouless=_almeida_thouless(system, site, steps),
         branches=first.sum(-1),
         free_energies=energies,
         magnetizations=states,
@@ -170,7 +173,7 @@ def _recommended(system: SpinSystem) -> Approximation:
 
 def _is_forest(system: SpinSystem) -> bool:
     """Whether bonds form no loop, in any sample."""
-    couplings = system.live_couplings[..., 0, 0] if system.block else system.live_couplings
+    couplings = system.live_couplings
     bonds = (couplings != 0) & ~torch.eye(system.num_sites, dtype=torch.bool, device=couplings.device)
     # Leaves are taken off until nothing changes.
     while True:
@@ -179,50 +182,6 @@ def _is_forest(system: SpinSystem) -> bool:
         if torch.equal(fewer, bonds):
             return not bool(bonds.any())
         bonds = fewer
-
-
-def _detached(system: SpinSystem) -> SpinSystem:
-    """The system without a graph, in the precision of solves."""
-    wide = widened(system)[0]
-    beta = wide.beta.detach() if isinstance(wide.beta, Tensor) else wide.beta
-    return wide.at(wide.field.detach(), wide.couplings.detach(), beta)
-
-
-class _LocalCovariance:
-    """Cov_i = tau_i + slope_i f_i f_i^T of lone spins with given magnetizations."""
-
-    def __init__(self, system: SpinSystem, response: SphericalLaw, m: Tensor) -> None:
-        beta = system.sample_beta
-        self.beta = beta[..., None, None] if isinstance(beta, Tensor) else beta
-        self.field = local_field(response, m, beta, system.radius)[0]
-        tau, slope = response.covariance_terms(self.field, beta, system.radius)
-        live = 1.0 if system.mask is None else system.mask.to(tau.dtype)
-        # Of sites that do not exist nothing varies.
-        self.tau, self.slope, self.live = tau * live, slope * live, live
-
-    def product(self, v: Tensor) -> Tensor:
-        along = self.slope * (self.field * v).sum(-1)
-        return self.tau[..., None] * v + along[..., None] * self.field
-
-    def inverse_product(self, v: Tensor) -> Tensor:
-        """By the formula of Sherman and Morrison; zero where there is no site."""
-        tau = torch.where(self.tau > 0, self.tau, torch.inf)
-        along = self.slope * (self.field * v).sum(-1) / (tau + self.slope * self.field.square().sum(-1))
-        return (v - along[..., None] * self.field) / tau[..., None]
-
-    def blocks(self) -> Tensor:
-        """(*batch, N, D, D)."""
-        outer = self.field[..., :, None] * self.field[..., None, :]
-        eye = torch.eye(self.field.shape[-1], dtype=outer.dtype, device=outer.device)
-        return self.tau[..., None, None] * eye + self.slope[..., None, None] * outer
-
-    def traces(self) -> Tensor:
-        """Tr Cov_i Cov_j, (*batch, N, N), without D x D matrices."""
-        tau, slope, square = self.tau, self.slope, self.field.square().sum(-1)
-        mixed = tau[..., :, None] * (slope * square)[..., None, :]
-        angle = (self.field @ self.field.mT).square()
-        both = self.field.shape[-1] * tau[..., :, None] * tau[..., None, :]
-        return both + mixed + mixed.mT + slope[..., :, None] * slope[..., None, :] * angle
 
 
 def _flat(product: LinearMap, shape: torch.Size) -> LinearMap:
@@ -245,16 +204,12 @@ def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> 
     return low.value, high.value
 
 
-def _almeida_thouless(system: SpinSystem, local: _LocalCovariance, steps: int) -> Tensor:
-    couplings = system.live_couplings
+def _almeida_thouless(system: SpinSystem, site: Site, steps: int) -> Tensor:
+    # Of beta Tr Cov_i J_ij Cov_j, which for matrices comes without the trace.
+    weights = site.linear_response(system) * system.live_couplings
     if system.block:
-        blocks = local.blocks()
-        turned = einsum(couplings, blocks, couplings, "... i j a b, ... j b c, ... i j d c -> ... i j a d")
-        weights = einsum(turned, blocks, "... i j a d, ... i d a -> ... i j")
-    else:
-        weights = couplings.square() * local.traces()
-    beta = local.beta
-    weights = beta * beta * (weights - torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))) / system.dim
+        weights = weights.sum((-2, -1))
+    weights = system.beta_over(2) * (weights - torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))) / system.dim
     # Its entries are positive, and so is the vector that belongs to the largest eigenvalue.
     start = torch.ones_like(weights[..., 0])
     return extreme_eigenvalues(lambda v: (weights @ v[..., None])[..., 0], start, min(steps, start.shape[-1]))[1].value
@@ -281,9 +236,9 @@ def _branches(
     size = couple(system.live_couplings.abs(), torch.ones_like(field), block=system.block) * system.radius
     strength = field.abs() + size
     drawn = torch.cat((field[None], noise * strength.nan_to_num()))
-    beta = system.sample_beta
 
     def spread(field: Tensor) -> SpinSystem:
+        beta = system.beta_over(0)
         return system.at(field, system.couplings, beta.expand(field.shape[:-2]) if isinstance(beta, Tensor) else beta)
 
     field = field.expand(drawn.shape)
@@ -296,11 +251,9 @@ def _branches(
     # log Z is stationary in the state, so that m is its slope at a fixed one.
     slope, value = torch.func.grad(log_z, has_aux=True)(field)
     failed = ~solution.converged | lost
-    free = fill(-(value + system.base_measure()) / beta, failed, torch.nan)
-    m = fill(slope / (beta[..., None, None] if isinstance(beta, Tensor) else beta), failed, torch.nan)
-    minima = fill(solution.value, failed | (solution.status == Status.UNSTABLE), torch.nan).movedim(
-        0, len(system.batch)
-    )
+    free = fill(-(value + system.base_measure()) / system.beta_over(0), failed)
+    m = fill(slope / system.beta_over(2), failed)
+    minima = fill(solution.value, failed | (solution.status == Status.UNSTABLE)).movedim(0, len(system.batch))
     return free.movedim(0, -1), m.movedim(0, -3), first_fixed_points(minima, event_ndim=2)
 
 
@@ -308,10 +261,9 @@ def _strongest_mode(system: SpinSystem, start: Tensor) -> Tensor:
     """The eigenvector of the largest eigenvalue of J, (*batch, N, D), from a start; the longest of its vectors is 1."""
     shape = start.shape
     vector = start.flatten(-2)
-    found = lanczos(_flat(system.coupled, shape), vector, min(64, vector.shape[-1]), keep_basis=True)
+    found = lanczos(_flat(system.coupled, shape), vector, min(64, vector.shape[-1]))
     tridiagonal = found.alphas.diag_embed() + found.betas.diag_embed(-1) + found.betas.diag_embed(1)
     weights = torch.linalg.eigh(tridiagonal.nan_to_num()).eigenvectors[..., -1]
-    assert found.basis is not None
     mode = (weights[..., None, :] @ found.basis)[..., 0, :].reshape(shape).nan_to_num()
     longest = torch.linalg.vector_norm(mode, dim=-1, keepdim=True).amax(-2, keepdim=True)
     scaled: Tensor = mode / torch.where(longest > 0, longest, 1.0)

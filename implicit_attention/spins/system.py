@@ -73,11 +73,7 @@ class SpinSystem(Declared):
         remedy = "the count of states is infinite for D > 1; use measure='uniform'"
         _validate.require(measure == "uniform" or dim == 1, "measure", "be 'uniform' for D > 1", measure, remedy)
         if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                received = getattr(mask, "dtype", type(mask).__name__)
-                raise TypeError(_validate.message("mask", "be boolean, True = the site exists", received))
-            _validate.check_same_kind([("field", field), ("mask", mask)])
-            _validate.check_broadcast("mask", mask.shape, field.shape[:-1], "(*batch, N)")
+            check_sites("mask", mask, field, "True = the site exists")
         given: Any = couplings
         # Not a declared tensor: its parameters act through `couplings`, which they have been evaluated into.
         self.coupling_function = None if isinstance(given, Tensor) else _Undeclared(given)
@@ -129,9 +125,14 @@ class SpinSystem(Declared):
         return self.field.shape[:-2]
 
     @property
+    def pair_axes(self) -> int:
+        """The number of axes of `couplings` that belong to one sample: 2 for numbers, 4 for matrices."""
+        return 4 if _is_block(self.couplings, self.field) else 2
+
+    @property
     def block(self) -> bool:
-        """Whether every pair is coupled by a matrix."""
-        return _is_block(self.couplings, self.field)
+        """Whether every pair is coupled by a matrix with more than one entry."""
+        return self.dim > 1 and self.pair_axes == 4
 
     @property
     def live_field(self) -> Tensor:
@@ -140,24 +141,31 @@ class SpinSystem(Declared):
 
     @property
     def live_couplings(self) -> Tensor:
-        """J, zero where there is no site."""
+        """J, zero where there is no site; numbers, (*#batch, N, N), where D = 1."""
+        couplings = self.couplings if self.block or self.pair_axes == 2 else self.couplings[..., 0, 0]
         if self.mask is None:
-            return self.couplings
+            return couplings
         pairs = self.mask[..., :, None] & self.mask[..., None, :]
         if self.block:
-            return torch.where(pairs[..., None, None], self.couplings, 0.0)
-        return self.couplings.masked_fill(~pairs, 0.0)
+            return torch.where(pairs[..., None, None], couplings, 0.0)
+        return couplings.masked_fill(~pairs, 0.0)
 
     @property
-    def sample_beta(self) -> float | Tensor:
-        """Beta, one number per sample; NaN where a tensor has left its range."""
-        return _validate.inside(self.beta, low=0.0, open_low=True) if isinstance(self.beta, Tensor) else self.beta
+    def flat_couplings(self) -> Tensor:
+        """`live_couplings` as one matrix: matrices of pairs as (*#batch, N D, N D), numbers as they are."""
+        couplings = self.live_couplings
+        return couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1) if self.block else couplings
 
-    @property
-    def site_beta(self) -> float | Tensor:
-        """Beta, shaped to multiply one number per site."""
-        beta = self.sample_beta
-        return beta[..., None] if isinstance(beta, Tensor) else beta
+    def beta_over(self, axes: int) -> float | Tensor:
+        """Beta, shaped to multiply what has so many axes after the batch; NaN where a tensor has left its range."""
+        if not isinstance(self.beta, Tensor):
+            return self.beta
+        beta = _validate.inside(self.beta, low=0.0, open_low=True)
+        return beta[(..., *(None,) * axes)]
+
+    def beta_tensor(self, axes: int = 0) -> Tensor:
+        """`beta_over(axes)` as a tensor of the field's dtype and device."""
+        return torch.as_tensor(self.beta_over(axes), dtype=self.field.dtype, device=self.field.device)
 
     def coupled(self, m: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_j J_ij m_j, what the other sites add to the field."""
@@ -179,7 +187,7 @@ class SpinSystem(Declared):
 
     def select(self, index: Tensor) -> Self:
         """The samples `index` (*batch[:-1], K) of the last axis of the batch; couplings do not follow the field."""
-        return restricted(self, index, field=2, couplings=4 if self.block else 2, beta=0, mask=1)
+        return restricted(self, index, field=2, couplings=self.pair_axes, beta=0, mask=1)
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
         """Where J_ij differs from J_ji^T beyond rounding."""
@@ -200,8 +208,7 @@ class SpinSystem(Declared):
     def _asymmetry(self) -> Tensor:
         """The largest |J_ij - J_ji^T| of every set of couplings; 0 where it is rounding, or no number."""
         couplings, axes = self.live_couplings.detach(), (-4, -3, -2, -1) if self.block else (-2, -1)
-        twin = couplings.transpose(-4, -3).mT if self.block else couplings.mT
-        apart = (couplings - twin).abs().nan_to_num(0.0, 0.0).amax(axes)
+        apart = (couplings - mirrored(couplings, block=self.block)).abs().nan_to_num(0.0, 0.0).amax(axes)
         rounding = 64 * torch.finfo(apart.dtype).eps * couplings.abs().nan_to_num().amax(axes)
         return torch.where(apart > rounding, apart, 0.0)
 
@@ -239,6 +246,27 @@ def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:
     return einsum(couplings, m, "... i j, ... j d -> ... i d")
 
 
+def mirrored(couplings: Tensor, *, block: bool) -> Tensor:
+    """J_ji^T in the place of J_ij."""
+    return (couplings.transpose(-4, -3) if block else couplings).mT
+
+
+def check_type(argument: str, value: object, kind: type | tuple[type, ...], requirement: str, remedy: str = "") -> None:
+    """Raise TypeError unless `value` is of some kind."""
+    if not isinstance(value, kind):
+        received = repr(value) if isinstance(value, str) else type(value).__name__
+        raise TypeError(_validate.message(argument, requirement, received, remedy))
+
+
+def check_sites(argument: str, value: Any, field: Tensor, meaning: str) -> None:
+    """Raise unless `value` is a boolean tensor that broadcasts to the sites of `field`."""
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        received = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(_validate.message(argument, f"be boolean, {meaning}", received))
+    _validate.check_same_kind([("field", field), (argument, value)])
+    _validate.check_broadcast(argument, value.shape, field.shape[:-1], "(*batch, N)")
+
+
 def _is_block(couplings: Tensor, field: Tensor) -> bool:
     """Whether couplings are (N, N, D, D); where N = D that could also be (*batch, N, N), which then goes first."""
     n, d = field.shape[-2:]
@@ -271,8 +299,7 @@ def _checked_couplings(couplings: Any, field: Tensor) -> Tensor:
 
 
 def _both_orders(couplings: Tensor, field: Tensor) -> Tensor:
-    block = _is_block(couplings, field)
-    return couplings + (couplings.transpose(-4, -3) if block else couplings).mT
+    return couplings + mirrored(couplings, block=_is_block(couplings, field))
 
 
 def _radius(radius: str | float, dim: int) -> float:

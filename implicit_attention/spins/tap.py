@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from ..potentials import SphereUnits, SphericalLaw
+from ..potentials import SphereUnits
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
-from .approximation import FixedPointApproximation
-from .system import SpinSystem
+from .approximation import ResponseApproximation
+from .system import SpinSystem, mirrored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TAP(FixedPointApproximation):
+class TAP(ResponseApproximation):
     """log Z expanded in the couplings at fixed magnetizations, to second or third order, stationary in them.
 
     With the covariance S_i(m_i) of a site that has the mean m_i, here for a number J_ij per pair:
@@ -52,24 +52,11 @@ class TAP(FixedPointApproximation):
     """
 
     order: Literal[2, 3] = 2
-    response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         _validate.check_integer("order", self.order, low=2, remedy="use MeanField for the first order")
         _validate.require(self.order <= 3, "order", "be 2 or 3", self.order)
         super().__post_init__()
-        given: Any = self.response
-        if not isinstance(given, SphericalLaw):
-            raise TypeError(
-                _validate.message("response", "be a SphericalLaw", repr(given), "for example SphereUnits()")
-            )
-
-    def check(self, system: SpinSystem) -> None:
-        super().check(system)
-        self.response.check("system", system.dim, system.radius)
-
-    def site_response(self) -> SphericalLaw:
-        return self.response
 
     def problem(self, system: SpinSystem) -> Expansion:
         return self._expansion(system)[0]
@@ -97,13 +84,9 @@ class TAP(FixedPointApproximation):
 
     def _expansion(self, system: SpinSystem) -> tuple[Expansion, Tensor]:
         """The fixed-point problem, and the constant of the diagonal, (*batch)."""
-        field, couplings, block = system.live_field, system.live_couplings, system.block
-        beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device)
-        if block and system.dim == 1:
-            couplings, block = couplings[..., 0, 0], False
-        twin = couplings.transpose(-4, -3).mT if block else couplings.mT
-        bonds = beta.reshape(*beta.shape, *(1,) * (4 if block else 2)) * (couplings + twin) / 2
-        itself = torch.eye(system.num_sites, dtype=torch.bool, device=field.device)
+        couplings, block = system.live_couplings, system.block
+        bonds = system.beta_tensor(4 if block else 2) * (couplings + mirrored(couplings, block=block)) / 2
+        itself = torch.eye(system.num_sites, dtype=torch.bool, device=bonds.device)
         onsite = None
         if block:
             own = bonds.diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
@@ -112,7 +95,7 @@ class TAP(FixedPointApproximation):
             itself = itself[..., None, None]
         else:
             trace = bonds.diagonal(dim1=-2, dim2=-1)
-        field, bonds = beta[..., None, None] * field, bonds.masked_fill(itself, 0.0)
+        field, bonds = system.beta_tensor(2) * system.live_field, bonds.masked_fill(itself, 0.0)
         options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
         problem: Expansion
         if system.dim == 1 and isinstance(self.response, SphereUnits):

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import exact_precision, vjp
-from .._reporting import check_on_failure, report_failures, warn_of_saddles
 from .._types import OnFailure
-from ..problem import widened
 from ..solution import AdjointReport, SolveReport
-from ..status import Status
-from ._lost import fill, without_lost
-from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, check_check
+from ._nonfinite import fill, without_nonfinite
+from ._request import accepted, told
+from .approximation import Approximation, Check, FixedPointApproximation, LogPartition
 from .dynamics import DynamicalMethod, no_free_energy, stationary_state
 from .system import SpinSystem
 
@@ -103,21 +101,18 @@ def thermodynamics(
 
     Gradients: every output with respect to field, couplings and beta, to second order; none with respect to `initial`.
     """
-    _check(system, method, initial, check, on_failure)
-    system = widened(system)[0]
-    shape = system.batch
-    beta = torch.as_tensor(system.beta, dtype=system.field.dtype, device=system.field.device).expand(shape)
+    system = accepted(system, method, initial, check, on_failure)
     field = system.field
+    beta = torch.as_tensor(system.beta, dtype=field.dtype, device=field.device).expand(system.batch)
     # One set of couplings per sample, for correlations per sample.
-    own = system.couplings.shape[-4:] if system.block else system.couplings.shape[-2:]
-    couplings = system.couplings.expand(*shape, *own)
+    couplings = system.couplings.expand(*system.batch, *system.couplings.shape[-system.pair_axes :])
     adjoint = AdjointReport()
 
     def log_z(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[Tensor, Any]:
         nonlocal adjoint
         found, lost = _answer(method, system.at(field, couplings, beta), initial, check, on_failure)
         adjoint = found.report.adjoint
-        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, _fields(found.report))
+        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, found.report.record)
 
     def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = torch.func.grad(
@@ -129,14 +124,14 @@ def thermodynamics(
         (by_field, by_couplings, by_beta), pullback, aux = cast(
             Any, torch.func.vjp(first, field, couplings, beta, has_aux=True)
         )
-        value, lost, fields = aux
+        value, lost, record = aux
         nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
         curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
 
     def product(v: Tensor) -> Tensor:
         with exact_precision(v):
             response: Tensor = pullback((v, nothing[1], torch.zeros_like(by_beta)))[0]
-        return fill(response / beta[..., None, None], lost, torch.nan)
+        return fill(response / beta[..., None, None], lost)
 
     log_partition = value + system.base_measure()
     free = -log_partition / beta
@@ -151,8 +146,8 @@ def thermodynamics(
         "correlations": 2 * by_couplings / pairs,
     }
     # Last, so that NaN of one sample enters no gradient of what it shares with others.
-    numbers = {name: fill(number, lost, torch.nan) for name, number in numbers.items()}
-    return Thermodynamics(**numbers, report=SolveReport(**fields, adjoint=adjoint), _product=product)
+    numbers = {name: fill(number, lost) for name, number in numbers.items()}
+    return Thermodynamics(**numbers, report=SolveReport(record, adjoint), _product=product)
 
 
 def free_energy(
@@ -164,11 +159,10 @@ def free_energy(
     on_failure: OnFailure = "raise",
 ) -> Float[Tensor, "*batch"]:
     """F = -log Z/beta of every sample, (*batch); see `thermodynamics`."""
-    _check(system, method, initial, check, on_failure)
-    system = widened(system)[0]
+    system = accepted(system, method, initial, check, on_failure)
     with exact_precision(system.field):
         found, lost = _answer(method, system, initial, check, on_failure)
-    return fill(-(found.value + system.base_measure()) / system.sample_beta, lost, torch.nan)
+    return fill(-(found.value + system.base_measure()) / system.beta_over(0), lost)
 
 
 def magnetization(
@@ -203,8 +197,7 @@ def magnetization(
             no_free_energy(method)
         found = stationary_state(system, method, initial=initial, check=check, on_failure=on_failure)
         return found.magnetization
-    _check(system, method, initial, check, on_failure)
-    wide = widened(system)[0]
+    wide = accepted(system, method, initial, check, on_failure)
 
     def log_z(field: Tensor, couplings: Tensor) -> tuple[Tensor, Any]:
         found, lost = _answer(method, wide.at(field, couplings, wide.beta), initial, check, on_failure)
@@ -214,52 +207,27 @@ def magnetization(
         (by_field, by_couplings), lost = torch.func.grad(log_z, argnums=(0, 1), has_aux=True)(
             wide.field, wide.couplings
         )
-    beta = wide.sample_beta
-    site = beta[..., None, None] if isinstance(beta, Tensor) else beta
-    direct = fill(by_field / site, lost, torch.nan)
+    beta = wide.beta_over(2)
+    direct = fill(by_field / beta, lost)
     function = system.coupling_function
     if function is None:
         through = torch.zeros_like(direct)
     else:
         # The function is asked with the field that it was made for.
         made, pullback = vjp(lambda field: function(field, system.mask), system.field)
-        through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / site
+        through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / beta
     return (direct, through) if split else direct + through
-
-
-def _check(
-    system: SpinSystem, method: Approximation, initial: Tensor | None, check: Check, on_failure: OnFailure
-) -> None:
-    for name, value, kind in (("system", system, SpinSystem), ("method", method, Approximation)):
-        if not isinstance(value, kind):
-            raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__))
-    check_on_failure(on_failure)
-    check_check(check)
-    method.check(system)
-    if initial is not None:
-        method.check_initial(system, initial)
 
 
 def _answer(
     method: Approximation, system: SpinSystem, initial: Tensor | None, check: Check, on_failure: OnFailure
 ) -> tuple[LogPartition, Tensor]:
-    """The method's log Z with evidence, and which samples are lost, (*batch), whose numbers mean nothing."""
-    sound, lost = without_lost(system, symmetric=method.symmetric)
+    """The method's log Z and report, and the samples without an answer, (*batch), whose numbers mean nothing."""
+    sound, nonfinite = without_nonfinite(system, symmetric=method.symmetric)
     if isinstance(method, FixedPointApproximation):
-        value, evidence = method.log_partition(sound, initial=initial, check=check)
+        value, report = method.log_partition(sound, initial=initial, check=check)
     else:
-        value, evidence = method.log_partition(sound)
-    # What a later backward pass finds out is told in the same way.
-    evidence.adjoint.on_failure, evidence.adjoint.lead = on_failure, lost.shape
-    status = evidence.status.masked_fill(lost, int(Status.NONFINITE))
-    evidence = dataclasses.replace(evidence, status=status, residual=evidence.residual.masked_fill(lost, torch.nan))
-    name, e = type(method).__name__, evidence
-    report_failures(on_failure, name, e.status, e.residual, e.tolerance, e.num_steps)
-    if check == "stability":
-        warn_of_saddles(on_failure, name, e.status)
-    # A method may find no answer without being given a wrong number: what does not exist has no derivatives either.
-    return LogPartition(value, evidence), lost | ~value.isfinite()
-
-
-def _fields(evidence: SolveReport) -> dict[str, Tensor]:
-    return {n: getattr(evidence, n) for n in ("status", "residual", "tolerance", "num_steps", "num_evals")}
+        value, report = method.log_partition(sound)
+    report = told(method, report, nonfinite, check, on_failure)
+    # A method may find no log Z for numbers that are all finite: what does not exist has no derivatives either.
+    return LogPartition(value, report), nonfinite | ~value.isfinite()

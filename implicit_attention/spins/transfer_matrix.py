@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import is_plain
+from .._autograd import host_may_look, is_plain
 from ..potentials import SphereUnits
-from ..solution import SolveReport
+from ..solution import Record, SolveReport
 from ..status import Status
 from .approximation import Approximation, LogPartition
 from .system import SpinSystem
@@ -53,13 +53,11 @@ class TransferMatrix(Approximation):
 
     def check(self, system: SpinSystem) -> None:
         remedy = "use numbers as couplings, or MeanField or SaddlePoint"
-        _validate.require(
-            not system.block or system.dim == 1, "couplings", "be numbers for TransferMatrix", "matrices", remedy
-        )
+        _validate.require(not system.block, "couplings", "be numbers for TransferMatrix", "matrices", remedy)
         super().check(system)
-        if system.field.device.type != "cpu" or torch._C._are_functorch_transforms_active():
+        if not host_may_look(system.field, system.couplings):
             return
-        far = _beyond_neighbours(_numbers(system).detach())
+        far = _beyond_neighbours(system.live_couplings.detach())
         _validate.require(
             not bool((far > _slack(far)).any()),
             "couplings",
@@ -107,10 +105,9 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, system: SpinSystem) -> _Chain:
-        beta = system.sample_beta
-        rows = beta[..., None, None] if isinstance(beta, Tensor) else beta
-        field = rows * system.radius * system.live_field
-        couplings = (rows * system.radius**2 * _numbers(system)).expand(*system.batch, -1, -1)
+        beta = system.beta_over(2)
+        field = beta * system.radius * system.live_field
+        couplings = (beta * system.radius**2 * system.live_couplings).expand(*system.batch, -1, -1)
         axis = _axis(field)
         along = (field * axis).sum(-1)
         # Both orders of a pair count half.
@@ -250,12 +247,7 @@ def _evidence(value: Tensor, coarse: Tensor, nodes: int) -> SolveReport:
     status = torch.where(residual <= tolerance, int(Status.CONVERGED), int(Status.MAX_STEPS))
     status = torch.where(torch.isfinite(value), status, int(Status.NONFINITE)).to(torch.int8)
     count = torch.full_like(status, nodes, dtype=torch.int32)
-    return SolveReport(status=status, residual=residual, tolerance=tolerance, num_steps=count, num_evals=count)
-
-
-def _numbers(system: SpinSystem) -> Tensor:
-    """Couplings as numbers, zero where there is no site."""
-    return system.live_couplings[..., 0, 0] if system.block else system.live_couplings
+    return SolveReport(Record(status, residual, tolerance, count, count))
 
 
 def _axis(field: Tensor) -> Tensor:

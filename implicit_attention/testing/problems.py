@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,56 +16,54 @@ from ..problem import FixedPointMap, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: where to start and, if there is only one, the answer. `source` says where the problem comes from."""
+    """One problem: where to start and, if there is only one, the answer."""
 
     name: str
     problem: Problem
     initial: Tensor
     answer: Tensor | None
-    source: str
 
 
 def fixed_point_cases(dtype: torch.dtype = torch.float64) -> list[Case]:
-    """Maps without an energy, one problem each: contractions, slopes of -1, a rotation, root finding as x + F(x)."""
+    """Maps without an energy, one problem each: contractions, slopes of -1, a rotation, root finding as x + F(x).
+
+    Those of SciPy are from scipy/optimize/tests/test_nonlin.py.
+    """
 
     def tensor(*values: float) -> Tensor:
         return torch.tensor([values], dtype=dtype)
 
-    def case(name: str, f: object, initial: Tensor, answer: Tensor | None, source: str, *inputs: Tensor) -> Case:
-        return Case(name, FixedPointMap(f, *inputs, event_ndim=1), initial, answer, source)  # type: ignore[arg-type]
+    def case(name: str, f: Callable[..., Tensor], initial: Tensor, answer: Tensor | None, *inputs: Tensor) -> Case:
+        return Case(name, FixedPointMap(f, *inputs, event_ndim=1), initial, answer)
 
     decay = tensor(0.9, 0.99, 0.999)
     cos, sin = math.cos(0.7), math.sin(0.7)
     rotation = torch.tensor([[cos, -sin], [sin, cos]], dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(200, 200, generator=generator, dtype=torch.float64)
+    # Of norm 0.9.
     matrix = (0.9 * matrix / torch.linalg.matrix_norm(matrix, ord=2)).to(dtype)
     shift = torch.randn(1, 200, generator=generator, dtype=torch.float64).to(dtype)
-    affine = torch.linalg.solve(torch.eye(200, dtype=torch.float64) - matrix.double(), shift[0].double()).to(dtype)[
-        None
-    ]
-    elementary = "elementary"
-    nonlin = "SciPy, scipy/optimize/tests/test_nonlin.py"
+    eye = torch.eye(200, dtype=torch.float64)
+    affine = torch.linalg.solve(eye - matrix.double(), shift[0].double()).to(dtype)[None]
+    ones, zeros = torch.ones(1, 6, dtype=dtype), torch.zeros(1, 6, dtype=dtype)
     return [
-        case("geometric decay", lambda x, d: d * x, tensor(1.0, 1.0, 1.0), tensor(0.0, 0.0, 0.0), elementary, decay),
-        case("sin(x) x^2", lambda x: x.sin() * x.square(), tensor(0.5), None, elementary),
-        case("x^3", lambda x: x**3, tensor(0.5), None, elementary),
-        case("cos x", torch.cos, tensor(0.0), tensor(0.7390851332151607), elementary),
-        case(
-            "cos x + pi/2", lambda x: x.cos() + math.pi / 2, tensor(0.0), tensor(math.pi / 2), "slope -1 at the answer"
-        ),
-        case(
-            "affine", lambda x, m, b: x @ m.mT + b, torch.zeros_like(shift), affine, "norm .9, n = 200", matrix, shift
-        ),
-        case("rotation", lambda x, r: x @ r.mT, tensor(1.0, 1.0), tensor(0.0, 0.0), "spectral radius 1", rotation),
-        case("exp(-x)", lambda x: (-x).exp(), tensor(0.0), tensor(0.5671432904097838), elementary),
-        case("tanh(x + 1)", lambda x: (x + 1).tanh(), tensor(0.0), tensor(0.9611797513715394), elementary),
-        case("scipy F", _scipy_f, torch.ones(1, 5, dtype=dtype), torch.zeros(1, 5, dtype=dtype), nonlin),
-        case("scipy F2", lambda x: 2 * x, tensor(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), torch.zeros(1, 6, dtype=dtype), nonlin),
-        case("scipy F3", _scipy_f3, tensor(1.0, 2.0, 3.0), tensor(-2.5, -4.0, -3.5), nonlin),
-        case("scipy F4 (Powell)", _scipy_f4, tensor(-1.0, -2.0), None, nonlin),
-        case("scipy F5", _scipy_f5, tensor(2.0, 0.0, 2.0, 0.0), None, nonlin),
-        case("scipy F6", _scipy_f6, tensor(-0.5, 1.4), None, nonlin),
+        case("geometric decay", lambda x, d: d * x, ones[:, :3], zeros[:, :3], decay),
+        case("sin(x) x^2", lambda x: x.sin() * x.square(), tensor(0.5), None),
+        case("x^3", lambda x: x**3, tensor(0.5), None),
+        case("cos x", torch.cos, tensor(0.0), tensor(0.7390851332151607)),
+        # Of slope -1 at the answer.
+        case("cos x + pi/2", lambda x: x.cos() + math.pi / 2, tensor(0.0), tensor(math.pi / 2)),
+        case("affine", lambda x, m, b: x @ m.mT + b, torch.zeros_like(shift), affine, matrix, shift),
+        case("rotation", lambda x, r: x @ r.mT, ones[:, :2], zeros[:, :2], rotation),
+        case("exp(-x)", lambda x: (-x).exp(), tensor(0.0), tensor(0.5671432904097838)),
+        case("tanh(x + 1)", lambda x: (x + 1).tanh(), tensor(0.0), tensor(0.9611797513715394)),
+        case("scipy F", _scipy_f, ones[:, :5], zeros[:, :5]),
+        case("scipy F2", lambda x: 2 * x, tensor(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), zeros),
+        case("scipy F3", _scipy_f3, tensor(1.0, 2.0, 3.0), tensor(-2.5, -4.0, -3.5)),
+        case("scipy F4 (Powell)", _scipy_f4, tensor(-1.0, -2.0), None),
+        case("scipy F5", _scipy_f5, tensor(2.0, 0.0, 2.0, 0.0), None),
+        case("scipy F6", _scipy_f6, tensor(-0.5, 1.4), None),
     ]
 
 

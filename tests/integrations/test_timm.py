@@ -104,5 +104,5 @@ def test_bad_arguments_are_refused():
         made(x[..., 1:])
     with pytest.raises(ValueError, match="`attn_mask` must have two or four axes"):
         made(x, attn_mask=SOME[:, 0])
-    with pytest.raises(ValueError, match="beside causal=True"):
+    with pytest.raises(ValueError, match="beside is_causal=True"):
         made(x, attn_mask=SOME, is_causal=True)

@@ -6,8 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from implicit_attention.linear import CG, GMRES, MINRES, LinearSolver, Neumann, SweepState
-from implicit_attention.linear._vectors import divide, dot, length
-from implicit_attention.linear.base import freeze, fresh
+from implicit_attention.linear._vectors import divide, dot, freeze, length
+from implicit_attention.linear.base import fresh
 from implicit_attention.testing.linear import LinearSolverContract
 
 
@@ -25,12 +25,10 @@ class TestGMRES(LinearSolverContract):
 
 class TestGMRESRestarted(LinearSolverContract):
     solver = GMRES(restart=3)
-    slow_when_hard = True
 
 
 class TestNeumann(LinearSolverContract):
     solver = Neumann()
-    slow_when_hard = True
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ class SteepestDescent(LinearSolver[DescentState]):
     monotone: ClassVar[bool] = False
 
     def begin(self, residual):
-        _, verdict, negative = fresh(residual)
-        return DescentState(length(residual), verdict, negative, residual * 0, residual)
+        return DescentState(**fresh(length(residual)), value=residual * 0, residual=residual)
 
     def step(self, matvec, state, active):
         product = matvec(state.residual)
@@ -67,4 +64,3 @@ class SteepestDescent(LinearSolver[DescentState]):
 
 class TestAUsersSolver(LinearSolverContract):
     solver = SteepestDescent()
-    slow_when_hard = True

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from implicit_attention.linear import GMRES, cg, gmres, minres, neumann
+from implicit_attention.linear import CG, GMRES, MINRES, Neumann
 from implicit_attention.status import Status
 from implicit_attention.testing.linear import dense_map, random, relative_residual, symmetric_matrices
 
@@ -27,7 +27,7 @@ def indefinite(seed):
 
 def test_cg_stops_at_negative_curvature_and_returns_a_direction_of_it():
     matrix = torch.stack([indefinite(1), symmetric_matrices(eigenvalues=spread(12)), indefinite(2)])
-    solution = cg(dense_map(matrix), random(3, 12, seed=1))
+    solution = CG().solve(dense_map(matrix), random(3, 12, seed=1))
     assert solution.negative_curvature.tolist() == [True, False, True]
     assert solution.status.tolist() == [Status.STALLED, Status.CONVERGED, Status.STALLED]
     direction = solution.direction[::2]
@@ -38,17 +38,17 @@ def test_cg_stops_at_negative_curvature_and_returns_a_direction_of_it():
 
 def test_cg_keeps_the_iterate_that_it_had_when_it_met_negative_curvature():
     matrix, b = indefinite(1), random(12, seed=1)
-    solution = cg(dense_map(matrix), b)
+    solution = CG().solve(dense_map(matrix), b)
     met_after = int(solution.num_steps)
     assert met_after > 1
-    before = cg(dense_map(matrix), b, max_steps=met_after - 1)
+    before = CG(max_steps=met_after - 1).solve(dense_map(matrix), b)
     assert not before.negative_curvature
     assert torch.equal(solution.value, before.value)
 
 
 def test_zero_curvature_counts_as_negative_only_if_it_proves_an_indefinite_matrix():
     b = torch.ones(2, dtype=F64)
-    saddle, flat = cg(dense_map(diagonal(1, -1)), b), cg(dense_map(diagonal(0, 0)), b)
+    saddle, flat = CG().solve(dense_map(diagonal(1, -1)), b), CG().solve(dense_map(diagonal(0, 0)), b)
     assert saddle.negative_curvature
     assert not flat.negative_curvature
     assert saddle.status == flat.status == Status.STALLED
@@ -59,14 +59,14 @@ def test_rounding_on_a_singular_semidefinite_matrix_is_not_called_negative(seed)
     eigenvalues = torch.cat([torch.zeros(3, dtype=F64), spread(9)])
     matrix = symmetric_matrices(4, eigenvalues=eigenvalues, seed=seed)
     b = random(4, 12, seed=seed + 1)
-    for method in (cg, minres):
-        assert not method(dense_map(matrix), b, rtol=1e-10).negative_curvature.any()
+    for method in (CG, MINRES):
+        assert not method(rtol=1e-10).solve(dense_map(matrix), b).negative_curvature.any()
 
 
 def test_minres_solves_indefinite_systems_and_flags_them():
     matrix = torch.stack([indefinite(1), symmetric_matrices(eigenvalues=spread(12)), indefinite(2)])
     b = random(3, 12, seed=1)
-    solution = minres(dense_map(matrix), b, rtol=1e-10)
+    solution = MINRES(rtol=1e-10).solve(dense_map(matrix), b)
     assert solution.converged.all()
     assert solution.negative_curvature.tolist() == [True, False, True]
     assert solution.direction is None
@@ -78,10 +78,10 @@ def test_minres_flags_a_residual_of_negative_curvature_at_the_step_that_reads_it
     product = dense_map(matrix)
     for step in range(1, 12):
         residuals = [b] + [
-            b - product(minres(product, b, rtol=1e-12, max_steps=k).value) for k in range(1, step)
+            b - product(MINRES(rtol=1e-12, max_steps=k).solve(product, b).value) for k in range(1, step)
         ]  # r_0 ... r_{step - 1}
         met = any(float(r @ product(r)) <= 0 for r in residuals)
-        assert bool(minres(product, b, rtol=1e-12, max_steps=step).negative_curvature) == met
+        assert bool(MINRES(rtol=1e-12, max_steps=step).solve(product, b).negative_curvature) == met
 
 
 # Singular and non-symmetric systems
@@ -89,39 +89,39 @@ def test_minres_flags_a_residual_of_negative_curvature_at_the_step_that_reads_it
 
 def test_consistent_singular_systems_are_solved():
     matrix, b = diagonal(1, 2, 0), torch.tensor([1.0, 1, 0], dtype=F64)
-    for method in (cg, minres, gmres):
-        solution = method(dense_map(matrix), b)
+    for method in (CG, MINRES, GMRES):
+        solution = method().solve(dense_map(matrix), b)
         assert solution.converged
         torch.testing.assert_close(solution.value, torch.tensor([1, 0.5, 0], dtype=F64))
 
 
 def test_inconsistent_singular_systems_end_as_stalled_least_squares():
     matrix, b = diagonal(1, 2, 0), torch.ones(3, dtype=F64)
-    for method in (minres, gmres):
-        solution = method(dense_map(matrix), b)
+    for method in (MINRES, GMRES):
+        solution = method().solve(dense_map(matrix), b)
         assert solution.status == Status.STALLED
         torch.testing.assert_close(solution.residual, torch.tensor(1.0, dtype=F64))
     large = symmetric_matrices(eigenvalues=torch.cat([torch.zeros(1, dtype=F64), spread(29, 0.5, 2.0)]))
     b = random(30, seed=1)
-    solution = minres(dense_map(large), b)
+    solution = MINRES().solve(dense_map(large), b)
     least = b - large @ (torch.linalg.pinv(large, hermitian=True, rtol=1e-10) @ b)
     assert solution.status == Status.STALLED
     torch.testing.assert_close(solution.residual, least.norm(), rtol=1e-10, atol=0)
 
 
 def test_zero_matrix_stalls_without_nan():
-    for method in (cg, minres, gmres):
-        solution = method(dense_map(torch.zeros(2, 4, 4, dtype=F64)), random(2, 4))
+    for method in (CG, MINRES, GMRES):
+        solution = method().solve(dense_map(torch.zeros(2, 4, 4, dtype=F64)), random(2, 4))
         assert solution.status.tolist() == [Status.STALLED] * 2
         assert not solution.value.any()
 
 
 def test_gmres_solves_rotations_and_general_matrices():
     quarter = torch.tensor([[0.0, -1], [1, 0]], dtype=F64)
-    solution = gmres(dense_map(quarter), torch.tensor([1.0, 2], dtype=F64))
+    solution = GMRES().solve(dense_map(quarter), torch.tensor([1.0, 2], dtype=F64))
     torch.testing.assert_close(solution.value, torch.tensor([2.0, -1], dtype=F64))
     matrix, b = random(5, 20, 20, seed=2), random(5, 20, seed=3)
-    solution = gmres(dense_map(matrix), b, rtol=1e-11)
+    solution = GMRES(rtol=1e-11).solve(dense_map(matrix), b)
     assert solution.converged.all()
     assert relative_residual(matrix, b, solution.value).max() < 1e-11
     torch.testing.assert_close(solution.value, torch.linalg.solve(matrix, b), rtol=1e-7, atol=1e-7)
@@ -131,20 +131,20 @@ def test_gmres_breakdown_of_one_problem_leaves_the_others_alone():
     b = random(3, 6, seed=1)
     general = random(6, 6, seed=2)
     matrix = torch.stack([torch.eye(6, dtype=F64), general, torch.zeros(6, 6, dtype=F64)])
-    solution = gmres(dense_map(matrix), b, rtol=1e-10)
+    solution = GMRES(rtol=1e-10).solve(dense_map(matrix), b)
     assert solution.status.tolist() == [Status.CONVERGED, Status.CONVERGED, Status.STALLED]
     assert solution.num_steps.tolist()[0] == 1
-    assert torch.equal(solution.value[1], gmres(dense_map(general), b[1], rtol=1e-10).value)
+    assert torch.equal(solution.value[1], GMRES(rtol=1e-10).solve(dense_map(general), b[1]).value)
 
 
 def test_restart_changes_cost_and_stagnation_is_stalled():
     shift, b = torch.roll(torch.eye(6, dtype=F64), 1, 0), torch.eye(6, dtype=F64)[0]
-    assert gmres(dense_map(shift), b, restart=6).num_steps == 6
-    stagnant = gmres(dense_map(shift), b, restart=5)
+    assert GMRES(restart=6).solve(dense_map(shift), b).num_steps == 6
+    stagnant = GMRES(restart=5).solve(dense_map(shift), b)
     assert stagnant.status == Status.STALLED
     assert stagnant.num_steps == 5
     matrix, b = torch.eye(40, dtype=F64) + 0.1 * random(40, 40, seed=2), random(40, seed=1)
-    short, full = gmres(dense_map(matrix), b, restart=5), gmres(dense_map(matrix), b, restart=40)
+    short, full = GMRES(restart=5).solve(dense_map(matrix), b), GMRES(restart=40).solve(dense_map(matrix), b)
     assert short.converged
     assert short.num_steps > full.num_steps
     with pytest.raises(ValueError, match="restart"):
@@ -153,7 +153,7 @@ def test_restart_changes_cost_and_stagnation_is_stalled():
 
 def test_neumann_reports_divergence_and_returns_its_best():
     matrix = torch.stack([diagonal(3, 1), diagonal(0.5, 1), diagonal(1e200, 1)])
-    solution = neumann(dense_map(matrix), torch.ones(3, 2, dtype=F64))
+    solution = Neumann().solve(dense_map(matrix), torch.ones(3, 2, dtype=F64))
     assert solution.status.tolist() == [Status.DIVERGED, Status.CONVERGED, Status.DIVERGED]
     assert solution.value.isfinite().all()
     assert (solution.residual <= 2**0.5).all()
@@ -161,6 +161,6 @@ def test_neumann_reports_divergence_and_returns_its_best():
 
 def test_rotation_never_converges_under_neumann_and_says_so():
     quarter = torch.tensor([[1.0, 1], [-1, 1]], dtype=F64)  # I - A rotates by a quarter turn
-    solution = neumann(dense_map(quarter), torch.ones(2, dtype=F64), max_steps=50)
+    solution = Neumann(max_steps=50).solve(dense_map(quarter), torch.ones(2, dtype=F64))
     assert solution.status == Status.MAX_STEPS
     assert solution.num_steps == 50

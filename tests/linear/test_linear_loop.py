@@ -25,8 +25,7 @@ class Liar(LinearSolver[LiarState]):
     symmetric = False
 
     def begin(self, residual):
-        _, verdict, negative = fresh(residual)
-        return LiarState(residual.norm(dim=-1), verdict, negative, residual)
+        return LiarState(**fresh(residual.norm(dim=-1)), residual=residual)
 
     def step(self, matvec, state, active):
         matvec(state.residual)

@@ -28,9 +28,9 @@ def test_equilibrium_is_the_solution_of_a_linear_system():
 
 def test_bounded_below_follows_the_largest_eigenvalue():
     keys = torch.eye(5)[None]
-    assert SquaredScores(keys, 0.9).bounded_below(0.0)
-    assert not SquaredScores(keys, 1.1).bounded_below(0.0)
-    assert SquaredScores(keys, 1.1).bounded_below(0.2)
+    assert SquaredScores(keys, 0.9).bounded_below(1.0)
+    assert not SquaredScores(keys, 1.1).bounded_below(1.0)
+    assert SquaredScores(keys, 1.1).bounded_below(0.8)
 
 
 def test_masks_per_query_and_biases_are_refused():

@@ -14,7 +14,6 @@ import torchdeq
 from torch import Tensor, nn
 
 from implicit_attention import (
-    GMRES,
     AnchoredEnergy,
     ConvergenceError,
     FixedPointMap,
@@ -26,7 +25,8 @@ from implicit_attention import (
     Unrolled,
     solve,
 )
-from implicit_attention.solvers.external import SciPy, TorchDEQ, register_with_torchdeq
+from implicit_attention.linear import GMRES
+from implicit_attention.solvers import SciPy, TorchDEQ, register_with_torchdeq
 
 B, N, M, D = 2, 3, 7, 5
 COS = 0.7390851332151607
@@ -629,7 +629,7 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch):
 def test_nothing_is_imported_before_it_is_used():
     code = """
 import sys
-from implicit_attention.solvers.external import SciPy
+from implicit_attention.solvers import SciPy
 SciPy("krylov")
 assert not {"torchdeq", "scipy"} & set(sys.modules), "loaded"
 """

@@ -9,6 +9,7 @@ from implicit_attention import (
     AnchoredEnergy,
     Anderson,
     Broyden,
+    ConvergenceError,
     FixedPointMap,
     GradientDescent,
     LogSumExp,
@@ -204,6 +205,16 @@ def test_statuses_have_sentences():
         text = status.sentence.format(residual=1.0, tolerance=0.1, steps=3)
         assert len(text) > 20
     assert [s.name for s in Status if s.failed] == ["MAX_STEPS", "STALLED", "DIVERGED", "NONFINITE", "OUT_OF_RANGE"]
+
+
+def test_the_method_that_failed_says_the_remedy():
+    problem = FixedPointMap(lambda x: 1 - x, event_ndim=1)
+    for solver, remedy in ((Picard(max_steps=3), "use Anderson"), (Broyden(max_steps=0, guard="none"), "")):
+        solution = solve(problem, torch.zeros(1, 1), solver=solver, on_failure="ignore")
+        assert solution.message(0).partition("; ")[2].startswith(remedy or "residual")
+        assert solution.report.message(0) == solution.message(0)
+    with pytest.raises(ConvergenceError, match="use Anderson"):
+        solve(problem, torch.zeros(1, 1), solver=Picard(max_steps=3))
 
 
 def test_a_budget_returns_the_last_state_not_the_best():

@@ -6,17 +6,17 @@ import re
 import numpy as np
 import pytest
 import torch
-
-from implicit_attention.spins import Enumeration, SpinSystem, thermodynamics
-from implicit_attention.spins.exact import (
+from solvable_models import (
     at_line,
     curie_weiss,
     curie_weiss_magnetization,
     peretto,
     sherrington_kirkpatrick,
     spherical_sk,
-    stationary_law,
 )
+
+from implicit_attention.spins import Enumeration, SpinSystem, thermodynamics
+from implicit_attention.spins.exact import stationary_law
 from implicit_attention.testing.numerics import random
 
 COUPLINGS = torch.tensor(

@@ -9,9 +9,10 @@ import torch
 from implicit_attention import Anderson
 from implicit_attention.potentials import AmosResponse, LargeDResponse, SaddlePointResponse, SphereUnits
 from implicit_attention.spins import SpinSystem, magnetization
+from implicit_attention.spins._site import Site
 from implicit_attention.spins.dynamics import stationary_state
 from implicit_attention.spins.exact import stationary_law
-from implicit_attention.spins.kinetic_plefka import KineticPlefka, Site
+from implicit_attention.spins.kinetic_plefka import KineticPlefka
 from implicit_attention.testing.numerics import random
 
 ISING = torch.tensor(
@@ -58,7 +59,6 @@ def planar_law(couplings, field, points=24):
     [
         (KineticPlefka(), (2.0, 2.0)),
         (SECOND, (3.0, 3.0, 4.0)),
-        (KineticPlefka(order=2, squared_shift=True), (3.0, 3.0, 4.0)),
     ],
 )
 def test_orders_for_ising_spins(method, expected):
@@ -148,14 +148,13 @@ def test_the_second_order_for_ising_spins_is_the_usual_formula():
     torch.testing.assert_close(state.delayed_correlations, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("squared_shift", [False, True])
-def test_the_second_order_with_the_large_d_response_in_closed_form(squared_shift):
+def test_the_second_order_with_the_large_d_response_in_closed_form():
     """g and everything else in terms of m, matrices D x D written out; the source of each term of Sbar is site j."""
     n, d, beta = 4, 6, 0.8
     couplings, field = 0.5 * random(n, n), random(n, d, seed=1)
     square = d / 2 - 1
     system = SpinSystem(couplings, field, beta, radius="bessel")
-    method = KineticPlefka(order=2, response=LargeDResponse(), squared_shift=squared_shift)
+    method = KineticPlefka(order=2, response=LargeDResponse())
     m = magnetization(system, method)
     r = m.square().sum(-1) / square
     g = ((1 + r) / (1 - r))[:, None]
@@ -165,9 +164,6 @@ def test_the_second_order_with_the_large_d_response_in_closed_form(squared_shift
     outer = m[:, :, None] * m[:, None, :]
     sigma = eye / (1 + g[..., None]) - outer / (square * g[..., None])
     second = torch.einsum("ij,jab->iab", couplings.square(), sigma)
-    if squared_shift:
-        v = local - theta
-        second = second + v[:, :, None] * v[:, None, :]
     along = torch.einsum("iab,ib->ia", second, m)
     quadratic = (m * along).sum(-1, keepdim=True)
     trace = second.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
@@ -287,8 +283,6 @@ def test_derivatives_with_matrices_as_couplings(check):
     [
         (lambda: KineticPlefka(order=3), ValueError, "`order` must be one of 1, 2, got 3"),
         (lambda: KineticPlefka(order=True), TypeError, "`order` must be an integer, got True; use 1 or 2"),
-        (lambda: KineticPlefka(squared_shift=1), TypeError, "`squared_shift` must be True or False"),
-        (lambda: KineticPlefka(squared_shift=True), ValueError, "`squared_shift` must be False, got True; use order=2"),
         (
             lambda: stationary_state(SpinSystem(torch.zeros(2, 2, 3, 3), torch.zeros(2, 3)), SECOND),
             ValueError,

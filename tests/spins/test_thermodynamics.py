@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from implicit_attention import GMRES, ConvergenceError, ConvergenceWarning, Implicit, Status
+from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Status
+from implicit_attention.linear import GMRES
 from implicit_attention.potentials import GaussianUnits
 from implicit_attention.spins import (
     AdaTAP,
@@ -84,7 +85,7 @@ class Failing(Approximation):
         value, evidence = Enumeration().log_partition(system)
         status = torch.zeros_like(evidence.status)
         status[1] = Status.MAX_STEPS
-        return LogPartition(value, dataclasses.replace(evidence, status=status, residual=evidence.residual + 0.5))
+        return LogPartition(value, evidence.amended(status=status, residual=evidence.residual + 0.5))
 
 
 # Sum rules.
@@ -394,7 +395,7 @@ def test_a_failed_sample_is_reported_as_asked():
 def test_wrong_arguments_are_refused(function):
     with pytest.raises(TypeError, match="`system` must be a SpinSystem, got Tensor"):
         function(torch.ones(3), Enumeration())
-    with pytest.raises(TypeError, match="`method` must be a Approximation, got type"):
+    with pytest.raises(TypeError, match="`method` must be an instance of Approximation, got type"):
         function(system(), Enumeration)
     with pytest.raises(ValueError, match="`on_failure` must be one of 'raise', 'warn', 'ignore', got 'stop'"):
         function(system(), Enumeration(), on_failure="stop")

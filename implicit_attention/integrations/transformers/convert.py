@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import Unpack
 
 from ... import _validate
-from ..._types import Impl, OnFailure
-from ...adjoints import Adjoint
+from ...options import SolveKeywords, SolveOptions
 from ...solution import SolveReport
-from ...solvers import Solver
-from . import saved
-from .attach import Partial, checked, resolved, seated, settings_of
+from .attach import Partial, checked, registered, resolved, seated
 from .attention import COMPARE, LAST, Last
-from .override import override
-from .report import aligned, last_calls, last_solves
-from .settings import OPTIONS, Settings
+from .report import aligned, last_calls, last_solves, percent
+from .saved import keep, settings_of
+from .settings import OPTIONS, marked, override
 
 SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
@@ -57,7 +54,7 @@ class Conversion:
         head = ("anchor", *(f"{stage.anchor:.3g}" for stage in self.stages))
         rows = [(name, *(f"{stage.layers[name]:.3f}" for stage in self.stages)) for name in names]
         outputs = ("output", *(f"{stage.output:.3f}" for stage in self.stages))
-        shares = ("converged", *(_percent(stage.converged) for stage in self.stages))
+        shares = ("converged", *(percent(stage.converged) for stage in self.stages))
         return aligned([head, *rows, outputs, shares])
 
 
@@ -69,11 +66,7 @@ def convert(
     fine_tune: Callable[[PreTrainedModel, Stage], object] | None = None,
     partial: Partial = "refuse",
     name: str = "equilibrium",
-    max_steps: int | None = None,
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    impl: Impl | None = None,
-    on_failure: OnFailure | None = None,
+    **options: Unpack[SolveKeywords],
 ) -> Conversion:
     """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
 
@@ -104,37 +97,29 @@ def convert(
     Raises:
         TypeError, ValueError: arguments that do not fit; a model whose attention cannot be replaced, by its name.
     """
-    given = {
-        "max_steps": max_steps,
-        "solver": solver,
-        "adjoint": adjoint,
-        "impl": impl,
-        "on_failure": on_failure,
-    }
-    given = {option: value for option, value in given.items() if value is not None}
+    SolveOptions().override(**options)  # what does not fit is refused before anything is changed
+    given = {option: value for option, value in options.items() if value is not None}
     anchors = _checked(schedule, inputs)
-    for anchor in anchors:
-        Settings().override({**given, "anchor": anchor}, "options")
     found = checked(model, partial, stacklevel=3)
-    before = resolved(settings_of(model, name), model, found)
+    before = resolved(settings_of(model, name, registered(name)), model, found)
     assert not callable(before.layers)
     configs = seated(model, name, found)
-    inputs = _inputs(model) if inputs is None else inputs
+    if inputs is None:
+        inputs = {argument: value.to(model.device) for argument, value in model.dummy_inputs.items()}
     stages: list[Stage] = []
     for anchor in anchors:
-        options = {**given, "anchor": anchor}
+        changes = {**given, "anchor": anchor}
         # What is given here holds in all layers.
-        layers = {i: {k: v for k, v in own.items() if k not in options} for i, own in (before.layers or {}).items()}
-        settings = dataclasses.replace(before.override(options, "options"), layers=layers or None)
-        saved.keep(model, configs, name, settings)
-        # Again at every stage: what softmax attention would make of the parameters is to be compared with.
+        layers = {i: {k: v for k, v in own.items() if k not in changes} for i, own in (before.layers or {}).items()}
+        settings = dataclasses.replace(before.override(changes, "options"), layers=layers or None)
+        keep(model, configs, name, settings)
+        # Softmax attention is measured at every stage, as `fine_tune` has changed the parameters.
         with override(model, max_steps=0):
             softmax, _ = _measured(model, inputs)
-        with _comparing(model):
+        with marked(model, COMPARE, True):
             output, last = _measured(model, inputs)
-        stages.append(
-            Stage(anchor, _changes(last), _distance(output, softmax), _converged(last_solves(model).values()))
-        )
+        moved = {key: math.nan if call.change is None else float(call.change) for key, call in last}
+        stages.append(Stage(anchor, moved, _distance(output, softmax), _converged(last_solves(model).values())))
         if fine_tune is not None:
             fine_tune(model, stages[-1])
     return Conversion(stages)
@@ -152,11 +137,6 @@ def _checked(schedule: Any, inputs: Any) -> list[float]:
     options = [name for name in inputs or () if name in OPTIONS]
     _validate.require(not options, "inputs", "hold no options, which would not stay", options, "pass them to convert")
     return [float(anchor) for anchor in schedule]
-
-
-def _inputs(model: PreTrainedModel) -> Mapping[str, Any]:
-    given: Mapping[str, Any] = model.dummy_inputs
-    return {argument: value.to(model.device) for argument, value in given.items()}
 
 
 @torch.no_grad()
@@ -187,30 +167,10 @@ def _output(found: Any) -> Tensor:
     return next(value for value in values if isinstance(value, Tensor) and value.ndim > 1)
 
 
-@contextmanager
-def _comparing(model: nn.Module) -> Iterator[None]:
-    modules = list(model.modules())
-    for module in modules:
-        setattr(module, COMPARE, True)
-    try:
-        yield
-    finally:
-        for module in modules:
-            delattr(module, COMPARE)
-
-
-def _changes(last: list[tuple[str, Last]]) -> dict[str, float]:
-    return {name: math.nan if call.change is None else float(call.change) for name, call in last}
-
-
 def _converged(found: Iterable[SolveReport]) -> float:
-    """Of the queries that were to converge."""
-    met = wanted = 0
-    for layer in found:
-        asked = ~((layer.tolerance == 0) | layer.tolerance.isnan())
-        met += int(layer.converged[asked].sum())
-        wanted += int(asked.sum())
-    return met / wanted if wanted else math.nan
+    """The share of converged queries among those that had a tolerance to reach."""
+    asked = [solve.converged[solve.tolerance > 0].cpu() for solve in found]
+    return float(torch.cat(asked).double().mean())
 
 
 def _distance(output: Tensor, reference: Tensor) -> float:
@@ -218,7 +178,3 @@ def _distance(output: Tensor, reference: Tensor) -> float:
     output, reference = output.float(), reference.float()
     norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (output - reference, reference)]
     return float(norms[0] / norms[1])
-
-
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{100 * share:.4g} %"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 #: The interface, by the name under which models of transformers look it up.
@@ -20,6 +22,8 @@ _FUSED = frozenset(
 _SOFTMAX = frozenset({"softmax", "Softmax", "XSoftmax"})
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
 _CALLED_ATTENTION = ("Attention", "Attn")
+# Models that ask for some of their attention only, and add the mask themselves to the scores of the rest.
+_PARTLY = frozenset({"git", "bigbird_pegasus"})
 
 
 class Source(NamedTuple):
@@ -38,13 +42,8 @@ class Reach(NamedTuple):
 
 def reach(model: nn.Module) -> Reach:
     """What of a model's attention can be replaced, and what cannot."""
-    asks, own = {}, {}
-    for name, module in model.named_modules():
-        kind = _kind(type(module))  # type: ignore[arg-type]
-        if kind == "asks":
-            asks[name] = type(module)
-        elif kind == "own":
-            own[name] = type(module)
+    kinds = [(name, type(module), _kind(type(module))) for name, module in model.named_modules()]  # type: ignore[arg-type]
+    asks, own = ({name: cls for name, cls, kind in kinds if kind == wanted} for wanted in ("asks", "own"))
     return Reach(asks, own)
 
 
@@ -63,6 +62,31 @@ def listed(modules: dict[str, type[nn.Module]], shown: int = 3) -> str:
         f"{kind} ({', '.join(names[:shown])}{f' and {len(names) - shown} more' if len(names) > shown else ''})"
         for kind, names in by_class.items()
     )
+
+
+def takes_masks(config: Any) -> bool:
+    """Whether the models of a configuration hand the masks of this name to nothing but attention that asks for it."""
+    if getattr(config, "attention_type", None) == "prob" and config.model_type == "informer":
+        return False
+    return bool(_asks(type(config).__module__, config.model_type))
+
+
+# The compiler calls it instead of following it, so that a compiled model is refused as well.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _asks(configuration: str, model_type: str) -> bool:
+    """Whether the models beside this module of configurations ask the interface for all their attention."""
+    modeling = configuration.replace("configuration_", "modeling_")
+    return model_type not in _PARTLY and (modeling not in sys.modules or _source_asks(modeling))
+
+
+@functools.cache
+def _source_asks(modeling: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[modeling])
+    except (OSError, TypeError):
+        return True
+    own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return own is None or _INTERFACE in source
 
 
 @functools.cache

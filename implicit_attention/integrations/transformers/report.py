@@ -7,14 +7,14 @@ import math
 
 from torch import Tensor, nn
 
-from ...attention.core import Measured
+from ...attention.core import report_from_graph
 from ...attention.read_out import made_by
 from ...diagnostics import distinct_fixed_points, effective_keys
-from ...solution import SolveReport
+from ...solution import Record, SolveReport
 from ...status import Status
-from .attention import LAST, Last, Sample
-from .reach import attention_names
-from .registration import is_ours
+from .attach import is_ours
+from .attention import LAST, Last
+from .reach import attention_names, listed
 from .saved import names
 
 
@@ -53,14 +53,7 @@ def last_solves(model: nn.Module) -> dict[str, SolveReport]:
     Args:
         model: a model, after a forward. Layers with another attention are not there.
     """
-    found = {}
-    for name, last in _calls(model):
-        if isinstance(last.report, Measured):
-            assert last.settings is not None
-            last.report = last.report.report(last.settings.options.on_failure)
-        assert last.report is not None
-        found[name] = last.report
-    return found
+    return {name: _report(last) for name, last in _calls(model)}
 
 
 def report(model: nn.Module) -> list[LayerReport]:
@@ -75,16 +68,11 @@ def report(model: nn.Module) -> list[LayerReport]:
     Raises:
         ValueError: if no layer of the model has called equilibrium attention; the message names the model.
     """
-    rows = []
-    found = last_solves(model)
-    for name, last in last_calls(model):
-        assert last.sample is not None
-        assert last.settings is not None
-        rows.append(_row(name, found[name], last.sample, _mean(last.settings.anchor)))
+    rows = [_row(name, last) for name, last in last_calls(model)]
     print(_table(rows))
-    if others := [name for name in attention_names(model) if name not in found]:
-        listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        print(f"not in this forward, or with attention of their own: {listed}")
+    told = {row.name for row in rows}
+    if others := {name: kind for name, kind in attention_names(model).items() if name not in told}:
+        print(f"not in this forward, or with attention of their own: {listed(others)}")
     return rows
 
 
@@ -93,11 +81,9 @@ def last_calls(model: nn.Module) -> list[tuple[str, Last]]:
     found = _calls(model)
     if not found:
         saved = names(getattr(model, "config", None))
-        remedy = (
-            f"its configuration has anchors for {saved[0]!r}: load it with `load`, then call it"
-            if saved
-            else "after `attach(model)`, call the model"
-        )
+        remedy = "after `attach(model)`, call the model"
+        if saved:
+            remedy = f"its configuration has anchors for {saved[0]!r}: load it with `load`, then call it"
         raise ValueError(f"no layer of {type(model).__name__} has called equilibrium attention; {remedy}")
     return found
 
@@ -113,62 +99,53 @@ def _is_current(module: nn.Module) -> bool:
     return config is None or is_ours(getattr(config, "_attn_implementation", None))
 
 
-def _row(name: str, evidence: SolveReport, sample: Sample, anchor: float) -> LayerReport:
-    evals = evidence.num_evals.flatten()
-    solved = evidence.status != Status.EXPLICIT
-    backward = evidence.adjoint.status
-    states, keys = sample.state, _shared(sample.keys, sample.state)
-    potential = made_by(sample.make, keys, sample.beta, sample.mask, sample.bias)
+def _report(last: Last) -> SolveReport:
+    """The report of a call; of a compiled one, which could not tell, failures are warned of here."""
+    assert last.settings is not None
+    if isinstance(last.report, Record):
+        last.report = report_from_graph(last.report, last.settings.options.on_failure)
+    assert last.report is not None
+    return last.report
+
+
+def _row(name: str, last: Last) -> LayerReport:
+    solve, sample, settings = _report(last), last.sample, last.settings
+    assert sample is not None
+    assert settings is not None
+    anchor = settings.anchor.detach().mean() if isinstance(settings.anchor, Tensor) else settings.anchor
+    states, evals, backward = sample.state, solve.num_evals, solve.adjoint.status
     if evals.numel() == 0 or states.numel() == 0:
-        return LayerReport(name, anchor, 0.0, 0, math.nan, math.nan, math.nan, math.nan, math.nan, 0)
+        nan = math.nan
+        return LayerReport(name, float(anchor), 0.0, 0, nan, nan, nan, nan, nan, 0)
+    keys = sample.keys.to(states.dtype).repeat_interleave(states.shape[1] // sample.keys.shape[1], dim=1)
+    potential = made_by(sample.make, keys, sample.beta, sample.mask, sample.bias)
+    aims = (solve.status != Status.EXPLICIT) & (solve.status != Status.BUDGET)
     return LayerReport(
         name=name,
-        anchor=anchor,
+        anchor=float(anchor),
         num_evals=float(evals.double().mean()),
         max_evals=int(evals.max()),
-        residual=float(evidence.residual.max()),
-        converged=_share(evidence.converged[solved & (evidence.status != Status.BUDGET)]),
-        gradient=math.nan if backward is None else _share(backward <= Status.UNSTABLE),
+        residual=float(solve.residual.max()),
+        converged=float(solve.converged[aims].double().mean()),
+        gradient=math.nan if backward is None else float((backward <= Status.UNSTABLE).double().mean()),
         effective_keys=float(effective_keys(potential, states).mean()),  # type: ignore[arg-type]
         distinct=float(distinct_fixed_points(states).double().mean()),
         queries=states.shape[-2],
     )
 
 
-def _shared(keys: Tensor, states: Tensor) -> Tensor:
-    """Keys (1, Hkv, M, D) for all heads of the states, in their precision."""
-    heads = states.shape[1]
-    return keys.to(states.dtype).repeat_interleave(heads // keys.shape[1], dim=1)
-
-
-def _share(which: Tensor) -> float:
-    return float(which.double().mean()) if which.numel() else math.nan
-
-
-def _mean(anchor: float | Tensor) -> float:
-    return float(anchor.detach().mean()) if isinstance(anchor, Tensor) else float(anchor)
-
-
 _HEAD = ("layer", "anchor", "evals", "max", "residual", "converged", "gradient", "eff. keys", "distinct")
 
 
 def _table(rows: list[LayerReport]) -> str:
-    cells: list[tuple[str, ...]] = [_HEAD]
-    for row in rows:
-        cells.append(
-            (
-                row.name,
-                f"{row.anchor:.3g}",
-                f"{row.num_evals:.3g}",
-                f"{row.max_evals}",
-                _or_dash(row.residual, ".1e"),
-                _or_dash(row.converged, ".4g", percent=True),
-                _or_dash(row.gradient, ".4g", percent=True),
-                _or_dash(row.effective_keys, ".1f"),
-                f"{_or_dash(row.distinct, '.1f')} of {row.queries}",
-            )
-        )
-    return aligned(cells)
+    return aligned([_HEAD, *map(_cells, rows)])
+
+
+def _cells(row: LayerReport) -> tuple[str, ...]:
+    numbers = (f"{row.anchor:.3g}", f"{row.num_evals:.3g}", f"{row.max_evals}", _or_dash(row.residual, ".1e"))
+    shares = (percent(row.converged), percent(row.gradient))
+    sample = (_or_dash(row.effective_keys, ".1f"), f"{_or_dash(row.distinct, '.1f')} of {row.queries}")
+    return (row.name, *numbers, *shares, *sample)
 
 
 def aligned(cells: list[tuple[str, ...]]) -> str:
@@ -181,7 +158,10 @@ def aligned(cells: list[tuple[str, ...]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _or_dash(value: float, style: str, *, percent: bool = False) -> str:
-    if math.isnan(value):
-        return "-"
-    return f"{100 * value:{style}} %" if percent else f"{value:{style}}"
+def percent(share: float) -> str:
+    """Of a share in [0, 1]; a dash for NaN."""
+    return "-" if math.isnan(share) else f"{100 * share:.4g} %"
+
+
+def _or_dash(value: float, style: str) -> str:
+    return "-" if math.isnan(value) else f"{value:{style}}"

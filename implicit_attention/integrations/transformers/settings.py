@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from ... import _validate
-from ...options import SolveOptions
+from ...options import SolveKeywords, SolveOptions
 
 #: Options of one layer, by name.
 Given: TypeAlias = Mapping[str, Any]
 #: Options of some layers: by index, or computed from it.
 Layers: TypeAlias = Mapping[int, Given] | Callable[[int], Given]
 
-OPTIONS = ("anchor", "solver", "adjoint", "impl", "max_steps", "on_failure")
+OPTIONS = ("anchor", *SolveKeywords.__annotations__)
 
 #: Where the configuration of a model holds its anchors, its solver, and both for layers that differ, by registered
 #: name; saved with it.
@@ -46,12 +47,25 @@ class Settings:
     layers: Layers | None = None
     ignore: frozenset[str] = frozenset()
 
+    @classmethod
+    def of_model(
+        cls, anchor: float | Tensor, layers: Layers | None, ignore: Iterable[str], options: SolveKeywords
+    ) -> Self:
+        """The settings that `register` and `attach` are called with; their anchors must be fixed."""
+        if isinstance(ignore, str):
+            raise TypeError(_validate.message("ignore", "be a collection of names", repr(ignore), f"({ignore!r},)"))
+        solve = SolveOptions().override(**options)
+        settings = cls(anchor=anchor, options=solve, layers=layers, ignore=frozenset(ignore))
+        of_layers = layers.values() if isinstance(layers, Mapping) else ()
+        for each in (anchor, *(given.get("anchor") for given in of_layers)):
+            check_fixed(each)
+        return settings
+
     def __post_init__(self) -> None:
         if isinstance(self.anchor, Tensor):
             _validate.check_float_tensor("anchor", self.anchor)
-            _validate.require(
-                self.anchor.ndim <= 1, "anchor", "be a number or one for each head", f"shape {tuple(self.anchor.shape)}"
-            )
+            received = f"shape {tuple(self.anchor.shape)}"
+            _validate.require(self.anchor.ndim <= 1, "anchor", "be a number or one for each head", received)
             _validate.check_range("anchor", self.anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
         else:
             _validate.check_number("anchor", self.anchor, low=0.0, high=1.0)
@@ -106,6 +120,41 @@ class Settings:
             required = f"hold indices of {type(module).__name__} among 0 to {count - 1}"
             raise ValueError(_validate.message("layers", required, unknown))
         return layers.get(index, {})
+
+
+@contextmanager
+def override(model: nn.Module, **options: Any) -> Iterator[None]:
+    """Inside this context all attention of a model has these options, whatever arguments it hands down.
+
+    `with override(model, max_steps=0): model.generate(...)`.
+
+    Args:
+        model: the model, or a part of it.
+        **options: `anchor`, `max_steps`, `solver`, `adjoint`, `impl`, `on_failure`, as in `register`.
+
+    Raises:
+        TypeError, ValueError: options that do not fit; an unknown one names those there are.
+    """
+    Settings().override(options, "options")
+    check_fixed(options.get("anchor"))
+    with marked(model, OVERRIDES, options):
+        yield
+
+
+@contextmanager
+def marked(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    """Inside this context all modules of a model have this attribute; behind it they have what they had."""
+    before = [(module, getattr(module, attribute, None)) for module in model.modules()]
+    for module, _ in before:
+        setattr(module, attribute, value)
+    try:
+        yield
+    finally:
+        for module, held in before:
+            if held is None:
+                delattr(module, attribute)
+            else:
+                setattr(module, attribute, held)
 
 
 def check_fixed(anchor: Any) -> None:

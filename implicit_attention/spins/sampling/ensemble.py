@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ... import _validate
 from ...problem import widened
-from ..system import SpinSystem
+from ..system import SpinSystem, check_type
 from .von_mises_fisher import check_generator, draw_noise, unit_spins
 
 #: Called with (sweeps done, sweeps in all), those of the burn-in included.
 Progress = Callable[[int, int], None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How many chains, and how many sweeps of each are left out, made and measured."""
+class ScheduleKeywords(TypedDict, total=False):
+    """The keyword arguments of a sampler that make its `Schedule`."""
 
     chains: int
     burn_in: int
@@ -29,46 +28,37 @@ class Schedule:
     keep: bool
     progress: Progress | None
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How many chains there are, and which of their sweeps are left out, made and measured.
+
+    Args:
+        chains: independent chains per sample.
+        burn_in: sweeps that are left out.
+        sweeps: sweeps after these.
+        thin: every thin-th of them is measured.
+        keep: hold every measured state.
+        progress: called after every sweep with (sweeps done, sweeps in all).
+    """
+
+    chains: int = 64
+    burn_in: int = 200
+    sweeps: int = 1000
+    thin: int = 1
+    keep: bool = False
+    progress: Progress | None = None
+
     def __post_init__(self) -> None:
         for name, low in (("chains", 1), ("burn_in", 0), ("sweeps", 1), ("thin", 1)):
             _validate.check_integer(name, getattr(self, name), low=low)
         remedy = "each `thin`-th sweep is measured"
         _validate.require(self.thin <= self.sweeps, "thin", f"be <= sweeps = {self.sweeps}", self.thin, remedy)
-        keep, progress = cast(Any, self.keep), cast(Any, self.progress)
-        if not isinstance(keep, bool):
-            raise TypeError(_validate.message("keep", "be a bool", type(keep).__name__))
-        if progress is not None and not callable(progress):
+        check_type("keep", self.keep, bool, "be a bool")
+        progress: Any = self.progress
+        if not (progress is None or callable(progress)):
             required = "be None or a function of (sweeps done, sweeps in all)"
             raise TypeError(_validate.message("progress", required, type(progress).__name__))
-
-    @property
-    def measurements(self) -> int:
-        return self.sweeps // self.thin
-
-
-class Step(Protocol):
-    """One sweep: the next states, and whether the sweep belongs to those that are measured."""
-
-    def __call__(self, state: Tensor, *, measured: bool) -> Tensor: ...
-
-
-class Measure(Protocol):
-    """What is read off two successive states."""
-
-    def __call__(self, before: Tensor, after: Tensor) -> None: ...
-
-
-def run(state: Tensor, step: Step, measure: Measure, schedule: Schedule) -> Tensor:
-    """The last state of burn-in and sweeps, every `thin`-th of the latter measured."""
-    total = schedule.burn_in + schedule.sweeps
-    for done in range(1, total + 1):
-        measured = done > schedule.burn_in
-        before, state = state, step(state, measured=measured)
-        if measured and (done - schedule.burn_in) % schedule.thin == 0:
-            measure(before, state)
-        if schedule.progress is not None:
-            schedule.progress(done, total)
-    return state
 
 
 class Ensemble:
@@ -87,14 +77,12 @@ class Ensemble:
         system = widened(system)[0]
         self.radius, self.chains = system.radius, chains
         self.num_sites, self.dim = system.num_sites, system.dim
-        couplings, field, mask = system.live_couplings.detach(), system.live_field.detach(), system.mask
+        couplings, field, mask = system.flat_couplings.detach(), system.live_field.detach(), system.mask
         #: Rows of the coupling matrix per site.
         self.rows = system.dim if system.block else 1
-        if system.block:
-            couplings = couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
         if betas is None:
             self.batch = system.batch
-            beta = torch.as_tensor(system.sample_beta, dtype=field.dtype, device=field.device).detach()
+            beta = system.beta_tensor().detach()
         else:
             self.batch = torch.Size([len(betas), *system.batch])
             beta = betas.to(field).reshape(-1, *(1,) * len(system.batch))
@@ -162,8 +150,7 @@ class Ensemble:
         return tensor.expand(*self.batch, *event).reshape(len(self.beta), *event)
 
 
-def check_arguments(system: object, generator: object) -> None:
-    """Raise unless `system` is one, and `generator` one on its device."""
-    if not isinstance(system, SpinSystem):
-        raise TypeError(_validate.message("system", "be a SpinSystem", type(system).__name__))
+def check_arguments(system: SpinSystem, generator: torch.Generator) -> None:
+    """Raise unless `system` is a SpinSystem, and `generator` a torch.Generator on its device."""
+    check_type("system", system, SpinSystem, "be a SpinSystem")
     check_generator(generator, system.field)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from .ensemble import Ensemble
+from .._nonfinite import fill
+from .ensemble import Ensemble, Schedule
+
+#: One sweep of the chains: their next states, from these and whether the sweep belongs to those that are measured.
+Step: TypeAlias = Callable[[Tensor, bool], Tensor]
 
 # Averages are taken over so many independent parts of the run at most, whose scatter gives the errors (to 13 %).
 PARTS = 32
@@ -75,27 +80,39 @@ class Estimates:
 
     Args:
         ensemble: whose chains they are.
-        measurements: how many there will be.
-        dynamics: whether correlations between successive states are wanted.
-        keep: whether to hold all states.
+        schedule: of their sweeps.
+        dynamics: whether the chains are synchronous dynamics: correlations between successive states are measured,
+            and there is no heat capacity, as the law that they sample has no temperature.
     """
 
-    def __init__(self, ensemble: Ensemble, measurements: int, *, dynamics: bool = False, keep: bool = False) -> None:
-        self.ensemble, self.wide, self.dynamics = ensemble, ensemble.wide(), dynamics
+    def __init__(self, ensemble: Ensemble, schedule: Schedule, *, dynamics: bool = False) -> None:
+        self.ensemble, self.wide, self.schedule, self.dynamics = ensemble, ensemble.wide(), schedule, dynamics
         chains = ensemble.chains
         self.group = math.ceil(chains / PARTS)
         groups = math.ceil(chains / self.group)
         self.sizes = [min(self.group, chains - g * self.group) for g in range(groups)]
-        self.blocks = max(1, min(PARTS // groups, measurements))
-        self.measurements, self.seen = measurements, 0
+        self.measurements, self.seen = schedule.sweeps // schedule.thin, 0
+        self.blocks = max(1, min(PARTS // groups, self.measurements))
         self.counts = [0] * (self.blocks * groups)
         self.sums: dict[str, Tensor] = {}
         self.reference: Tensor | None = None
-        self.kept: list[Tensor] | None = [] if keep else None
+        self.kept: list[Tensor] = []
 
-    @torch.no_grad()
-    def __call__(self, before: Tensor, after: Tensor) -> None:
-        """Add one measurement to the sums."""
+    def run(self, state: Tensor, step: Step) -> Tensor:
+        """The last state of burn-in and sweeps, every `thin`-th of the latter measured."""
+        plan = self.schedule
+        total = plan.burn_in + plan.sweeps
+        for done in range(1, total + 1):
+            measured = done > plan.burn_in
+            before, state = state, step(state, measured)
+            if measured and (done - plan.burn_in) % plan.thin == 0:
+                self.measure(before, state)
+            if plan.progress is not None:
+                plan.progress(done, total)
+        return state
+
+    def measure(self, before: Tensor, after: Tensor) -> None:
+        """Add two successive states to the sums."""
         state = after.double()
         coupled = self.wide.coupled(state)
         energy = -((coupled / 2 + self.wide.field) * state).sum((1, 2))
@@ -116,65 +133,54 @@ class Estimates:
             self._add("flow", self._by_group(flow))
         for g, size in enumerate(self.sizes):
             self.counts[self._block() * len(self.sizes) + g] += size
-        if self.kept is not None:
+        if self.schedule.keep:
             self.kept.append(self.ensemble.public(after))
         self.seen += 1
 
-    @torch.no_grad()
-    def samples(self, final: Tensor, *, thermal: bool = True, exchange_rate: Tensor | None = None) -> Samples:
-        """What was found; `thermal` says that the chains sample Boltzmann's law."""
-        radius = self.ensemble.radius
+    def samples(self, final: Tensor, *, exchange_rate: Tensor | None = None) -> Samples:
+        """What was found."""
+        found: dict[str, Tensor] = {}
+
+        def tell(name: str, scale: Any, mean: Tensor, error: Tensor) -> None:
+            found[name], found[f"{name}_error"] = self._public(scale * mean), self._public(scale * error)
+
+        radius, beta = self.ensemble.radius, self.ensemble.beta.double()
         spin, spin_error = self._summary(self._means("spin"))
-        pair, pair_error = self._summary(self._means("pair"))
+        tell("magnetization", radius, spin, spin_error)
+        tell("correlations", radius**2, *self._summary(self._means("pair")))
         excess, energy_error = self._summary(self._means("energy"))
+        assert self.reference is not None
+        energy = excess + self.reference
+        tell("energy", 1, energy, energy_error)
         # A variance is a nonlinear function of averages: its error is that of its linear part.
         linear = (q - 2 * excess * e for q, e in zip(self._means("square"), self._means("energy"), strict=True))
         shifted, variance_error = self._summary(linear)
         variance = shifted + excess.square()
-        assert self.reference is not None
-        energy = excess + self.reference
-        total = sum(self.counts)
-        sites = self.ensemble.exists.sum(-1)
+        if not self.dynamics:
+            tell("heat_capacity", beta.square(), variance, variance_error)
+        else:
+            old, _ = self._summary(self._means("old"))
+            parts = zip(self._means("delayed"), self._means("spin"), self._means("old"), strict=True)
+            shifted, error = self._summary(d - s @ old.mT - spin @ o.mT for d, s, o in parts)
+            tell("delayed_correlations", radius**2, shifted + spin @ old.mT, error)
+            tell("entropy_production", beta, *self._summary(self._means("flow")))
+        total, sites = sum(self.counts), self.ensemble.exists.sum(-1)
         still = sites - spin.square().sum((-1, -2))
         effective = torch.minimum(
             _effective(variance, energy_error, 1e-20 * energy.square(), total),
             _effective(still, torch.linalg.vector_norm(spin_error, dim=(-1, -2)), 1e-12 * sites, total),
         )
-        found = {
-            "magnetization": radius * spin,
-            "magnetization_error": radius * spin_error,
-            "correlations": radius**2 * pair,
-            "correlations_error": radius**2 * pair_error,
-            "energy": energy,
-            "energy_error": energy_error,
-            "effective_samples": effective,
-        }
-        beta = self.ensemble.beta.double()
-        if thermal:
-            scale = beta.square()
-            found |= {"heat_capacity": scale * variance, "heat_capacity_error": scale * variance_error}
-        if self.dynamics:
-            old, _ = self._summary(self._means("old"))
-            parts = zip(self._means("delayed"), self._means("spin"), self._means("old"), strict=True)
-            shifted, error = self._summary(d - s @ old.mT - spin @ o.mT for d, s, o in parts)
-            found["delayed_correlations"] = radius**2 * (shifted + spin @ old.mT)
-            found["delayed_correlations_error"] = radius**2 * error
-            flow, error = self._summary(self._means("flow"))
-            found |= {"entropy_production": beta * flow, "entropy_production_error": beta * error}
-        lost = self.ensemble.lost
-        public = {name: self._public(value, lost) for name, value in found.items()}
-        trajectory = None if self.kept is None else torch.stack(self.kept)
         return Samples(
-            **public,
+            **found,
+            effective_samples=self._public(effective),
             num_samples=total,
             final=self.ensemble.public(final),
             exchange_rate=exchange_rate,
-            trajectory=trajectory,
+            trajectory=torch.stack(self.kept) if self.schedule.keep else None,
         )
 
-    def _public(self, value: Tensor, lost: Tensor) -> Tensor:
-        value = value.masked_fill(lost.reshape(-1, *(1,) * (value.ndim - 1)), torch.nan)
-        return value.reshape(self.ensemble.batch + value.shape[1:])
+    def _public(self, value: Tensor) -> Tensor:
+        return fill(value, self.ensemble.lost).reshape(self.ensemble.batch + value.shape[1:])
 
     def _block(self) -> int:
         return self.seen * self.blocks // self.measurements

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ... import _validate
 from ..._autograd import exact_precision
-from ..system import SpinSystem
-from .ensemble import Ensemble, Progress, Schedule, check_arguments, run
+from ..system import SpinSystem, check_sites
+from .ensemble import Ensemble, Schedule, ScheduleKeywords, check_arguments
 from .estimates import Estimates, Samples
 from .von_mises_fisher import draw_noise, unit_spins
 
@@ -22,15 +23,10 @@ BLOCK = 8
 def heat_bath(
     system: SpinSystem,
     *,
-    chains: int = 64,
-    burn_in: int = 200,
-    sweeps: int = 1000,
-    thin: int = 1,
     generator: torch.Generator,
     start: Float[Tensor, "*#chains_batch N D"] | None = None,
     clamp: Bool[Tensor, "*#batch N"] | None = None,
-    keep: bool = False,
-    progress: Progress | None = None,
+    **schedule: Unpack[ScheduleKeywords],
 ) -> Samples:
     """Averages over Boltzmann's law exp(-beta E), from independent chains of sequential heat bath.
 
@@ -39,17 +35,14 @@ def heat_bath(
 
     Args:
         system: symmetric couplings, numbers or matrices. A diagonal J_ii of numbers is a constant of the energy.
-        chains: independent chains per sample.
-        burn_in: sweeps that are left out.
-        sweeps: sweeps after these.
-        thin: every thin-th of them is measured.
         generator: where randomness comes from, on the field's device. The same state gives the same samples; the
             samples of a batch share it.
         start: the first states, of length R, broadcast to (chains, *batch, N, D); drawn uniformly if not given.
         clamp: True where a spin stays as in `start`, broadcasts to (*batch, N). What is sampled is then the law of the
             others given these.
-        keep: hold every measured state.
-        progress: called after every sweep with (sweeps done, sweeps in all).
+        **schedule: `chains` = 64 independent chains per sample; `burn_in` = 200 sweeps that are left out; `sweeps` =
+            1000 after these, of which every `thin` = 1st is measured; `keep` = False, True holds every measured state;
+            `progress` = None, or a function that is called after every sweep with (sweeps done, sweeps in all).
 
     Returns:
         Samples, with the heat capacity. Half precision is sampled in float32.
@@ -63,26 +56,25 @@ def heat_bath(
     Reference: Miyatake et al. (1986), The implementation of the heat bath algorithm, for D = 3.
     """
     check_arguments(system, generator)
-    schedule = Schedule(chains=chains, burn_in=burn_in, sweeps=sweeps, thin=thin, keep=keep, progress=progress)
+    plan = Schedule(**schedule)
     check_boltzmann(system, "heat_bath")
     with exact_precision(system.field):
-        ensemble = Ensemble(system, chains)
+        ensemble = Ensemble(system, plan.chains)
         fixed = _checked_clamp(clamp, start, system)
         state = ensemble.start(start, generator)
-        sweep = HeatBath(ensemble, generator, fixed)
-        estimates = Estimates(ensemble, schedule.measurements, keep=keep)
-        return estimates.samples(run(state, sweep, estimates, schedule))
+        estimates = Estimates(ensemble, plan)
+        return estimates.samples(estimates.run(state, HeatBath(ensemble, generator, fixed)))
 
 
 def check_boltzmann(system: SpinSystem, name: str) -> None:
     """Raise unless exp(-beta E) exists and its one-site laws are von Mises-Fisher."""
     system.check_symmetric(name, wait=True)
-    if not system.block or system.dim == 1:
+    if not system.block:
         return
-    own = system.live_couplings.detach().diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
+    own = system.live_couplings.detach().diagonal(dim1=-4, dim2=-3).movedim(-1, -3).nan_to_num(0.0, 0.0, 0.0)
     mean = own.diagonal(dim1=-2, dim2=-1).mean(-1)
-    apart = (own - mean[..., None, None] * torch.eye(system.dim).to(own)).abs().nan_to_num(0.0, 0.0, 0.0)
-    scale = float(own.abs().nan_to_num(0.0, 0.0, 0.0).sum())
+    apart = (own - mean[..., None, None] * torch.eye(system.dim).to(own)).abs()
+    scale = float(own.abs().sum())
     _validate.require(
         float(apart.sum()) <= 64 * torch.finfo(own.dtype).eps * scale,
         "couplings",
@@ -108,7 +100,7 @@ class HeatBath:
         self.skipped: list[bool] = stays.all(0).tolist()
         self.mixed: list[bool] = stays.any(0).tolist()
 
-    def __call__(self, state: Tensor, *, measured: bool) -> Tensor:
+    def __call__(self, state: Tensor, measured: bool) -> Tensor:
         noise = draw_noise(state, self.generator)
         rows, sites = self.ensemble.rows, self.ensemble.num_sites
         columns = self.ensemble.columns(state)
@@ -134,14 +126,9 @@ class HeatBath:
         return state
 
 
-def _checked_clamp(clamp: object, start: Tensor | None, system: SpinSystem) -> Tensor | None:
+def _checked_clamp(clamp: Tensor | None, start: Tensor | None, system: SpinSystem) -> Tensor | None:
     if clamp is None:
         return None
-    if not isinstance(clamp, Tensor) or clamp.dtype != torch.bool:
-        received = getattr(clamp, "dtype", type(clamp).__name__)
-        raise TypeError(_validate.message("clamp", "be boolean, True = the spin stays", received))
-    _validate.check_same_kind([("field", system.field), ("clamp", clamp)])
-    sites = system.field.shape[:-1]
-    _validate.check_broadcast("clamp", clamp.shape, sites, "(*batch, N)")
+    check_sites("clamp", clamp, system.field, "True = the spin stays")
     _validate.require(start is not None, "start", "be given with `clamp`", None, "it holds the spins that stay")
-    return clamp.expand(sites).reshape(-1, system.num_sites)
+    return clamp.expand(system.field.shape[:-1]).reshape(-1, system.num_sites)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ... import _validate
 from ..._autograd import exact_precision
-from ..system import SpinSystem
-from .ensemble import Ensemble, Progress, Schedule, check_arguments, run
+from ..system import SpinSystem, check_type
+from .ensemble import Ensemble, Schedule, ScheduleKeywords, check_arguments
 from .estimates import Estimates, Samples
 from .heat_bath import HeatBath, check_boltzmann
 
@@ -20,14 +21,9 @@ def replica_exchange(
     system: SpinSystem,
     betas: Sequence[float] | Tensor,
     *,
-    chains: int = 64,
-    burn_in: int = 200,
-    sweeps: int = 1000,
-    thin: int = 1,
     generator: torch.Generator,
     exchange_every: int = 1,
-    keep: bool = False,
-    progress: Progress | None = None,
+    **schedule: Unpack[ScheduleKeywords],
 ) -> Samples:
     """Averages over exp(-beta E) at several beta at once, for laws in whose parts a plain heat bath stays caught.
 
@@ -38,9 +34,8 @@ def replica_exchange(
         system: as in `heat_bath`; its own beta is not used.
         betas: T >= 2 inverse temperatures > 0 in rising or falling order, near enough to each other that
             `exchange_rate` is not near 0, and the hottest so hot that a heat bath moves freely there.
-        chains: how many independent sets of T states, per sample.
-        burn_in, sweeps, thin, generator, keep, progress: as in `heat_bath`.
         exchange_every: sweeps between exchanges.
+        generator, **schedule: as in `heat_bath`; `chains` counts the independent sets of T states, per sample.
 
     Returns:
         Samples whose batch is (T, *batch): the first axis of every average, and the second of `final`, is the
@@ -54,14 +49,14 @@ def replica_exchange(
     Reference: Hukushima and Nemoto (1996).
     """
     check_arguments(system, generator)
-    schedule = Schedule(chains=chains, burn_in=burn_in, sweeps=sweeps, thin=thin, keep=keep, progress=progress)
+    plan = Schedule(**schedule)
     _validate.check_integer("exchange_every", exchange_every, low=1)
     check_boltzmann(system, "replica_exchange")
     with exact_precision(system.field):
-        ensemble = Ensemble(system, chains, _checked_betas(betas))
+        ensemble = Ensemble(system, plan.chains, _checked_betas(betas))
         step = _Exchange(ensemble, generator, exchange_every)
-        estimates = Estimates(ensemble, schedule.measurements, keep=keep)
-        final = run(ensemble.start(None, generator), step, estimates, schedule)
+        estimates = Estimates(ensemble, plan)
+        final = estimates.run(ensemble.start(None, generator), step)
         return estimates.samples(final, exchange_rate=step.rate())
 
 
@@ -77,8 +72,8 @@ class _Exchange:
         self.tried = [0] * pairs
         self.accepted = self.beta.new_zeros(pairs, self.beta.shape[1], dtype=torch.float64)
 
-    def __call__(self, state: Tensor, *, measured: bool) -> Tensor:
-        state = self.heat_bath(state, measured=measured)
+    def __call__(self, state: Tensor, measured: bool) -> Tensor:
+        state = self.heat_bath(state, measured)
         self.done += 1
         if self.done % self.every == 0:
             self._exchange(state, first=self.done // self.every % 2, measured=measured)
@@ -108,22 +103,19 @@ class _Exchange:
         return rate.reshape(len(self.tried), *self.ensemble.batch[1:])
 
 
-def _checked_betas(betas: object) -> Tensor:
+def _checked_betas(betas: Sequence[float] | Tensor) -> Tensor:
+    check_type("betas", betas, (Tensor, Sequence), "be a sequence of numbers or a tensor")
     if isinstance(betas, Tensor):
         _validate.check_float_tensor("betas", betas)
         listed = betas.detach().double().cpu()
-    elif isinstance(betas, Sequence) and not isinstance(betas, str):
-        for beta in betas:
-            _validate.check_number("betas", beta, low=0.0, open_low=True)
-        listed = torch.tensor([float(beta) for beta in betas], dtype=torch.float64)
     else:
-        raise TypeError(_validate.message("betas", "be a sequence of numbers or a tensor", type(betas).__name__))
-    remedy = "use heat_bath for one temperature"
-    shape = f"shape {tuple(listed.shape)}"
+        numbers = [_validate.check_number("betas", beta, low=0.0, open_low=True) for beta in betas]
+        listed = torch.tensor(numbers, dtype=torch.float64)
+    shape, remedy = f"shape {tuple(listed.shape)}", "use heat_bath for one temperature"
     _validate.require(listed.ndim == 1 and len(listed) > 1, "betas", "hold at least 2 numbers", shape, remedy)
     inside = bool((torch.isfinite(listed) & (listed > 0)).all())
     _validate.require(inside, "betas", "be > 0 and finite", listed.tolist())
-    steps = listed.diff()
-    sorted_ = bool((steps > 0).all()) or bool((steps < 0).all())
-    _validate.require(sorted_, "betas", "be in rising or falling order", listed.tolist(), "sort them")
+    signs = listed.diff().sign()
+    ordered = bool((signs == signs[0]).all() & (signs[0] != 0))
+    _validate.require(ordered, "betas", "be in rising or falling order", listed.tolist(), "sort them")
     return listed

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..._autograd import exact_precision
 from ..system import SpinSystem
-from .ensemble import Ensemble, Progress, Schedule, check_arguments, run
+from .ensemble import Ensemble, Schedule, ScheduleKeywords, check_arguments
 from .estimates import Estimates, Samples
 from .von_mises_fisher import draw_noise, unit_spins
 
@@ -17,14 +18,9 @@ from .von_mises_fisher import draw_noise, unit_spins
 def synchronous(
     system: SpinSystem,
     *,
-    chains: int = 64,
-    burn_in: int = 200,
-    sweeps: int = 1000,
-    thin: int = 1,
     generator: torch.Generator,
     start: Float[Tensor, "*#chains_batch N D"] | None = None,
-    keep: bool = False,
-    progress: Progress | None = None,
+    **schedule: Unpack[ScheduleKeywords],
 ) -> Samples:
     """Averages over the law that p(s' | s) = prod_i exp(beta s'_i.f_i)/Z_1(f_i), f = h + J s, settles in.
 
@@ -36,7 +32,7 @@ def synchronous(
 
     Args:
         system: the spins; numbers or matrices as couplings, any D and R.
-        chains, burn_in, sweeps, thin, generator, start, keep, progress: as in `heat_bath`; a sweep is one step.
+        generator, start, **schedule: as in `heat_bath`; a sweep is one step.
 
     Returns:
         Samples, with delayed correlations and entropy production, without heat capacity. `energy` is the mean of
@@ -50,16 +46,15 @@ def synchronous(
     Reference: Peretto (1984), Collective properties of neural networks; Aguilera, Moosavi and Shimazaki (2021).
     """
     check_arguments(system, generator)
-    schedule = Schedule(chains=chains, burn_in=burn_in, sweeps=sweeps, thin=thin, keep=keep, progress=progress)
+    plan = Schedule(**schedule)
     with exact_precision(system.field):
-        ensemble = Ensemble(system, chains)
+        ensemble = Ensemble(system, plan.chains)
         beta = ensemble.beta[:, None, None, None]
 
-        def step(state: Tensor, *, measured: bool) -> Tensor:
+        def step(state: Tensor, measured: bool) -> Tensor:
             noise = draw_noise(state, generator)
             pull = beta * (ensemble.coupled(state) + ensemble.field)
             return unit_spins(pull, noise, generator) * ensemble.exists[..., None, None]
 
-        estimates = Estimates(ensemble, schedule.measurements, dynamics=True, keep=keep)
-        final = run(ensemble.start(start, generator), step, estimates, schedule)
-        return estimates.samples(final, thermal=False)
+        estimates = Estimates(ensemble, plan, dynamics=True)
+        return estimates.samples(estimates.run(ensemble.start(start, generator), step))

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import _validate
-from ..._autograd import exact_precision
+from ..._autograd import at_least_single, exact_precision
+from ..system import check_type
 
 # A proposal is refused with probability < 0.35, so that nothing is left after this many rounds but what is not finite.
 ROUNDS = 200
@@ -78,20 +79,17 @@ def sample_spins(
         _validate.check_number("beta", beta, low=0.0, open_low=True)
         scale = beta
     with exact_precision(field):
-        wide = field.float() if field.dtype in (torch.float16, torch.bfloat16) else field
-        pull = (radius * scale * wide)[..., None]
+        pull = (radius * scale * at_least_single(field))[..., None]
         spins = radius * unit_spins(pull, draw_noise(pull, generator), generator)[..., 0]
         known = torch.isfinite(pull.square().sum(-2))
         return spins.masked_fill(~known, torch.nan).to(field.dtype)
 
 
-def check_generator(generator: object, like: Tensor) -> None:
-    """Raise unless `generator` is one, and on the device of `like`."""
-    if not isinstance(generator, torch.Generator):
-        remedy = f'pass torch.Generator("{like.device}").manual_seed(0)'
-        raise TypeError(_validate.message("generator", "be a torch.Generator", type(generator).__name__, remedy))
+def check_generator(generator: torch.Generator, like: Tensor) -> None:
+    """Raise unless `generator` is a torch.Generator on the device of `like`."""
+    remedy = f'pass torch.Generator("{like.device}").manual_seed(0)'
+    check_type("generator", generator, torch.Generator, "be a torch.Generator", remedy)
     same = generator.device.type == like.device.type and generator.device.index in (None, like.device.index)
-    remedy = f'make it with torch.Generator("{like.device}")'
     _validate.require(same, "generator", f"be on the device of the field ({like.device})", generator.device, remedy)
 
 

@@ -1,0 +1,184 @@
+"""Fused work: which operation of `ops` solves a problem as a solver would, if there is one.
+
+`lower` is the only place where solves and adjoints learn of operations. Everything that it does not lower is done by
+the solvers' loop and by linear solvers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ._autograd import is_differentiated, is_fake, sum_to_shape, transforms_active
+from ._fused_rule import FusedRule
+from ._types import Impl, OnFailure
+from .energies import AnchoredEnergy
+from .errors import UnsupportedImplementation
+from .ops import dispatch, registration
+from .ops.problem import Hopfield, carries
+from .ops.rule import Solved
+from .potentials import LogSumExp
+from .potentials._read import surely_finite, without_nan
+from .problem import Adjoined, Problem
+from .solution import Record
+from .solvers.iterate import Solver
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """`AnchoredEnergy` of `LogSumExp` as the operations on log-sum-exp energies do it.
+
+    rule: the solver's steps and tolerances; None where only the adjoint is asked for.
+    """
+
+    energy: AnchoredEnergy
+    rule: FusedRule | None
+    impl: Impl
+
+    def solve(self, initial: Tensor) -> tuple[Tensor, Record]:
+        """The solution from `initial`, and how the solve went; without a graph."""
+        assert self.rule is not None
+        problem, poison = self._isolated()
+        initial = _poisoned(initial, poison)
+        found = dispatch.solve(problem, initial, self.rule, dispatch.checked(self.impl, problem), keep_mean=False)
+        return found.state, found.record
+
+    def in_graph(self, initial: Tensor, on_failure: OnFailure) -> tuple[Tensor, Record]:
+        """The same as one operation that a compiler keeps in its graph, with a first derivative.
+
+        A backward solve that fails is told as `on_failure` says.
+        """
+        assert self.rule is not None
+        problem, poison = self._isolated()
+        impl = dispatch.checked(self.impl, problem)
+        found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, on_failure))
+        return found.state, found.record
+
+    def adjoint(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
+        """The adjoint solve at z by conjugate gradients; None if the bias is to have a gradient, of which it has none.
+
+        A problem that it could not solve has a failing status and an approximate gradient or NaN, but never 0.
+        """
+        energy, potential = self.energy, self._potential
+        if potential.bias is not None and potential.bias.requires_grad:
+            return None
+        problem = self._isolated()[0]
+        found = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, dispatch.checked(self.impl, problem))
+        gradients: list[Tensor | None] = [found.by_keys]
+        if isinstance(potential.beta, Tensor):
+            gradients.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
+        gradients += [None for pairs in (potential.mask, potential.bias) if pairs is not None]
+        gradients += energy._by_own(found.value, lambda: potential.mean(z))
+        return Adjoined(*found[:6], gradients=tuple(gradients))
+
+    @property
+    def _potential(self) -> LogSumExp:
+        assert isinstance(self.energy.potential, LogSumExp)
+        return self.energy.potential
+
+    def packed(self) -> Hopfield:
+        """The problem as the operations take it, which is made of views."""
+        potential, field = self._potential, self.energy.field
+        pairs = potential.mask if potential.bias is None else potential.bias
+        if potential.bias is not None and potential.mask is not None:
+            pairs = potential.bias.where(potential.mask, -torch.inf)
+        axes = field.ndim
+        numbers = (potential._scale, self.energy._anchor)
+        tensors = (t if isinstance(t, Tensor) else field.new_full((), t) for t in numbers)
+        beta, anchor = (t[(None,) * (axes - t.ndim)] for t in tensors)
+        keys = potential.keys[(None,) * (axes - potential.keys.ndim)]
+        pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
+        return Hopfield(field, keys, beta, anchor, pairs)
+
+    def _isolated(self) -> tuple[Hopfield, Tensor | None]:
+        """The same with keys that are not finite read as 0, and NaN for the queries that attend to such a key."""
+        problem = self.packed()
+        if problem.mask is None or surely_finite(problem.keys):
+            return problem, None
+        attended = problem.mask if problem.mask.dtype == torch.bool else torch.ne(problem.mask, -torch.inf)
+        (keys, _), poison = without_nan([problem.keys, problem.keys], attended, problem.field.dtype)
+        return problem._replace(keys=keys), poison
+
+
+def _poisoned(initial: Tensor, poison: Tensor | None) -> Tensor:
+    return initial if poison is None else initial + poison[..., None]
+
+
+#: Exact types of a problem and its potential -> what does their work. A subclass may compute something else.
+TABLE: dict[tuple[type, type], type[Lowered]] = {(AnchoredEnergy, LogSumExp): Lowered}
+
+
+def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False) -> Lowered | None:
+    """The operation that does to `problem` what `solver` does, or None if there is none or `impl` is "reference".
+
+    Args:
+        problem: what is solved.
+        solver: its method; None for the adjoint alone, whatever method solved the problem.
+        impl: "auto" takes an operation where there is one; "tiled" and "triton" insist on theirs.
+        every_step: every step is to be recorded, for a trace or for a gradient through the steps.
+
+    Raises:
+        UnsupportedImplementation: an `impl` was named that cannot do it, and why.
+    """
+    if impl == "reference":
+        return None
+    insists = impl != "auto"
+    lowered, reason = _matched(problem, solver, impl, every_step)
+    if insists and lowered is not None:
+        reason = _underivable(lowered._potential)
+    if insists and reason is not None:
+        raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
+    if lowered is None or reason is not None:
+        return None
+    if insists:
+        dispatch.checked(impl, lowered.packed())
+    if torch.compiler.is_compiling() or is_fake(lowered.energy.field):
+        # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
+        return lowered
+    wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors())
+    return None if wrapped or lowered.energy.field.numel() == 0 else lowered
+
+
+def _matched(
+    problem: Problem, solver: Solver | None, impl: Impl, every_step: bool
+) -> tuple[Lowered | None, str | None]:
+    """What does the problem, or the reason why nothing does, as "reason; remedy"."""
+    potential = getattr(problem, "potential", problem)
+    kind = TABLE.get((type(problem), type(potential)))
+    if kind is None or not isinstance(problem, AnchoredEnergy) or not isinstance(potential, LogSumExp):
+        return None, f"it exists for LogSumExp only, not for {type(potential).__name__}; use impl='auto'"
+    if not (
+        problem._has_only("potential", "field", "anchor") and isinstance(potential, LogSumExp) and potential._is_own()
+    ):
+        return None, "attributes were added to the energy or its potential; use impl='auto'"
+    if every_step:
+        return None, "no step is kept, for a trace or for Unrolled(); use trace=False and Implicit(), or impl='auto'"
+    rule = None if solver is None else solver.fused_rule(problem)
+    if solver is not None and rule is None:
+        name = type(solver).__name__
+        return None, f"there is no kernel for {name} with these options; use Anderson() or Picard(), or impl='auto'"
+    if not carries(problem.field.dtype, problem.anchor):
+        digits = f"an anchor of {problem.anchor} leaves 1 - anchor no digits in {problem.field.dtype}"
+        return None, f"{digits}; use impl='auto' or float64"
+    return kind(problem, rule, impl), None
+
+
+def _underivable(potential: LogSumExp) -> str | None:
+    """Why a named implementation would leave out a derivative that is asked for."""
+    if transforms_active():
+        return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
+    bias = potential.bias
+    if bias is not None and is_differentiated(bias):
+        return "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
+    return None
+
+
+def written_out(problem: Problem) -> Problem:
+    """The same problem with every product of its potential written out, for impl="reference"."""
+    if not isinstance(problem, AnchoredEnergy) or not isinstance(problem.potential, LogSumExp):
+        return problem
+    clone = problem.replace(*problem.tensors())
+    clone.potential = problem.potential.written_out()
+    return clone

@@ -1,0 +1,126 @@
+"""The working set of the loop: states as rows of numbers, and which of them are still being iterated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..problem import Problem
+from ..solution import Record
+
+# The working set is made anew when it falls below this part of its size.
+COMPACT_BELOW = 2 / 3
+
+
+def flat(z: Tensor, event: torch.Size) -> Tensor:
+    """(*lead, *event) -> (*lead, n)."""
+    return z.reshape((*z.shape[: z.ndim - len(event)], math.prod(event)))
+
+
+def unflat(z: Tensor, event: torch.Size) -> Tensor:
+    """(*lead, n) -> (*lead, *event)."""
+    return z.reshape((*z.shape[:-1], *event))
+
+
+def rows_where(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """torch.where with one condition per problem, (*lead), on states (*lead, n)."""
+    return torch.where(condition[..., None], yes, no)
+
+
+class Best(NamedTuple):
+    """The best state of every problem so far, with what was measured at that very state."""
+
+    value: Tensor
+    record: Record
+    energy: Tensor | None
+
+
+class Rows:
+    """The working set: which rows of the last leading axis are still being iterated.
+
+    Rows are padded to multiples of `problem.row_block` from the first evaluation on, so that a row's bits do not depend
+    on how many others are left. A problem that cannot be restricted keeps all its rows to the end.
+    """
+
+    def __init__(self, problem: Problem, initial: Tensor, *, pad: bool, compact: bool) -> None:
+        lead = initial.shape[: initial.ndim - problem.event_ndim]
+        self.initial = flat(initial, initial.shape[len(lead) :])
+        self.active = torch.ones(lead, dtype=torch.bool, device=initial.device)
+        self.count = lead[-1] if lead else 0
+        self.base = self.problem = problem
+        self.rows: Tensor | None = None
+        self.full: Best | None = None
+        self.compact = False
+        if pad and self.count > 0 and initial.numel() > 0:
+            padded = self._rounded_up(self.count)
+            index = torch.arange(padded, device=initial.device)
+            # Without padding one row tells whether there is a restriction, and does not copy the problem.
+            asked = index.clamp(max=self.count - 1) if padded > self.count else index[:1]
+            selected = problem.select(asked.expand(*lead[:-1], -1))
+            self.compact = compact and selected is not None
+            if selected is not None and padded > self.count:
+                self.base = self.problem = selected
+                self.active = (index < self.count).expand(*lead[:-1], padded)
+                self.initial = torch.cat(
+                    [self.initial, self.initial[..., -1:, :].expand(*lead[:-1], padded - self.count, -1)], dim=-2
+                )
+
+    def _rounded_up(self, count: int) -> int:
+        return -(-count // self.base.row_block) * self.base.row_block
+
+    def compaction(self, active: Tensor) -> Tensor | None:
+        """The working rows to keep, unfinished ones first, or None if too few have finished."""
+        if not self.compact or active.shape[-1] <= self.base.row_block:
+            return None
+        needed = self._rounded_up(int(active.sum(-1).max()))
+        if needed > COMPACT_BELOW * active.shape[-1]:
+            return None
+        # All distinct: finished rows fill up the block and are carried along unchanged.
+        return torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
+
+    def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
+        """Restrict problem, best states and solver memory to the rows `order` of the present working set."""
+        lead_ndim = order.ndim
+
+        def pick(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor):
+                return tensor
+            tail = tensor.shape[lead_ndim:]
+            index = order.reshape(*order.shape, *(1,) * len(tail)).expand(*order.shape, *tail)
+            return tensor.gather(lead_ndim - 1, index)
+
+        self.full = self._merged(best)
+        self.rows = order if self.rows is None else self.rows.gather(-1, order)
+        selected = self.base.select(self.rows)
+        assert selected is not None
+        self.problem = selected
+        return [*pytree.tree_map(pick, tree), pytree.tree_map(pick, best)]
+
+    def all(self, best: Best) -> tuple[Tensor, Record]:
+        """Value and record of all rows, in their order, without padding."""
+        best = self._merged(best)
+        return self.unpadded(best.value, 0), best.record.map(lambda t: self.unpadded(t, 0))
+
+    def unpadded(self, tensor: Tensor, before: int) -> Tensor:
+        """`tensor`, whose leading axes follow `before` others, without the rows that were added."""
+        if self.active.ndim == 0 or self.active.shape[-1] == self.count:
+            return tensor
+        return tensor.narrow(before + self.active.ndim - 1, 0, self.count)
+
+    def _merged(self, best: Best) -> Best:
+        if self.rows is None:
+            return best
+        rows = self.rows
+
+        def put(full: Tensor, part: Tensor) -> Tensor:
+            index = rows[..., None].expand(*rows.shape, part.shape[-1]) if part.ndim > rows.ndim else rows
+            return full.scatter(rows.ndim - 1, index, part)
+
+        assert self.full is not None
+        # No rows leave a solve that is traced, so that there is no energy.
+        record = Record(*map(put, self.full.record, best.record))
+        return best._replace(value=put(self.full.value, best.value), record=record)

@@ -1,0 +1,41 @@
+"""Samples whose numbers are not finite: how they are kept from the others."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from .._autograd import readable
+from .system import SpinSystem
+
+
+def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[SpinSystem, Bool[Tensor, "*batch"]]:
+    """The system with spins without field or couplings in place of samples that cannot be solved, and which these are.
+
+    Such a sample holds a number that is not finite, or fields so strong that the square of the field at a site is not
+    finite. In derivatives with respect to what it shares with other samples 0 * NaN would spoil theirs. The caller
+    makes its answers NaN at the end. With `symmetric`, a sample whose couplings are not symmetric is replaced, too;
+    wherever the host can look, `Approximation.check` has refused it already.
+    """
+    field, couplings, beta = system.field, system.couplings, system.beta_over(0)
+    with torch.no_grad():
+        strongest = system.live_couplings.abs().sum((-3, -2, -1) if system.block else -1)
+        reach = system.live_field.norm(dim=-1) + system.radius * strongest
+        lost = ~(system.beta_over(1) * system.radius * reach).square().isfinite().all(-1)
+        if symmetric and readable(lost) is None:
+            lost = lost | system.asymmetric()
+    own = couplings.shape[-system.pair_axes :]
+    if couplings.ndim > len(own):
+        couplings = fill(couplings.expand(*lost.shape, *own), lost, 0.0)
+    else:
+        # Of couplings that all samples share, entries between sites that a sample does not have may be anything.
+        couplings = couplings.masked_fill(~couplings.isfinite(), 0.0)
+    if isinstance(beta, Tensor):
+        beta = beta.expand(lost.shape).masked_fill(lost, 1.0)
+    return system.at(fill(field, lost, 0.0), couplings, beta), lost
+
+
+def fill(x: Tensor, samples: Tensor, value: float = torch.nan) -> Tensor:
+    """x with `value` in some samples."""
+    return x.masked_fill(samples.reshape((*samples.shape, *(1,) * (x.ndim - samples.ndim))), value)

@@ -1,0 +1,50 @@
+"""What every question to a method goes through: its arguments are checked, and how its solve went is told."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import _validate
+from .._reporting import check_on_failure, report_failures, warn_of_unstable
+from .._types import OnFailure
+from ..problem import widened
+from ..solution import SolveReport
+from ..status import Status
+from ._nonfinite import fill
+from .approximation import Approximation, Check
+from .system import SpinSystem, check_type
+
+
+def accepted(
+    system: SpinSystem,
+    method: Approximation,
+    initial: Tensor | None,
+    check: Check,
+    on_failure: OnFailure,
+    kind: type[Approximation] = Approximation,
+    remedy: str = "",
+) -> SpinSystem:
+    """The system in the precision of solves; raises where an argument is wrong, or the method cannot treat it."""
+    check_type("system", system, SpinSystem, "be a SpinSystem")
+    check_type("method", method, kind, f"be an instance of {kind.__name__}", remedy)
+    check_on_failure(on_failure)
+    _validate.check_choice("check", check, ("none", "stability"))
+    method.check(system)
+    if initial is not None:
+        method.check_initial(system, initial)
+    return widened(system)[0]
+
+
+def told(
+    method: Approximation, report: SolveReport, nonfinite: Tensor, check: Check, on_failure: OnFailure
+) -> SolveReport:
+    """The report of a solve, in which replaced samples are NONFINITE, after failures were raised or warned of."""
+    # A later backward pass tells its failures in the same way.
+    report.adjoint.on_failure, report.adjoint.lead = on_failure, nonfinite.shape
+    status = report.status.masked_fill(nonfinite, int(Status.NONFINITE))
+    report = report.amended(status=status, residual=fill(report.residual, nonfinite))
+    name = type(method).__name__
+    report_failures(on_failure, name, report.record, method.remedies)
+    if check == "stability":
+        warn_of_unstable(on_failure, name, report.status)
+    return report

@@ -1,0 +1,112 @@
+"""The law of every spin in a field of its own, up to the third cumulant, and sums over pairs of such laws."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._autograd import vjp
+from ..potentials import SphereUnits, SphericalLaw
+from .system import SpinSystem
+
+
+class Site:
+    """Cumulants of spins in the fields f, (*batch, N, D), as functions that are smooth also at 0.
+
+        m = beta tau f,    Sigma = tau I + slope f f^T,
+        beta kappa_abc = skew (I_ab f_c + I_ac f_b + I_bc f_a) + cubic f_a f_b f_c,
+
+    with slope and, for D > 1, skew = slope the derivative of tau, and cubic that of slope, over |f|.
+
+    Args:
+        response: of one spin to its field.
+        field: f.
+        system: whose beta and radius count.
+    """
+
+    def __init__(self, response: SphericalLaw, field: Tensor, system: SpinSystem) -> None:
+        self.response, self.field = response, field
+        self.beta, self.radius, self.dim = system.beta_over(1), system.radius, system.dim
+        self.arguments = field, system.beta_over(0), system.radius
+        self.tau, self.slope = response.covariance_terms(*self.arguments)
+        self.squared = field.square().sum(-1)
+        # The variance of such a spin may be too small to divide by, but its logarithm has a slope of -2 beta m.
+        self.ising = self.dim == 1 and isinstance(response, SphereUnits)
+
+    @functools.cached_property
+    def mean(self) -> Tensor:
+        """m, (*batch, N, D)."""
+        return self.response.magnetization(*self.arguments)
+
+    @property
+    def trace(self) -> Tensor:
+        """Tr Sigma, (*batch, N)."""
+        return self.dim * self.tau + self.slope * self.squared
+
+    def product(self, v: Tensor) -> Tensor:
+        """Sigma v."""
+        return stretched(v, self.field, self.tau, self.slope)
+
+    def inverse_product(self, v: Tensor) -> Tensor:
+        """Sigma^{-1} v by the formula of Sherman and Morrison; zero where tau is."""
+        tau = torch.where(self.tau > 0, self.tau, torch.inf)
+        along = self.slope * (self.field * v).sum(-1) / (tau + self.slope * self.squared)
+        return (v - along[..., None] * self.field) / tau[..., None]
+
+    def onsager(self, along: Tensor, trace: Tensor) -> Tensor:
+        """(beta/2) Sigma^{-1} (kappa : M) from M f, (*batch, N, D), and tr M, (*batch, N)."""
+        if self.ising:
+            return -(self.beta * trace)[..., None] * self.mean
+        skew, cubic = self.skewness()
+        across = skew / self.tau
+        quadratic = (self.field * along).sum(-1)
+        rho = self.response.covariance_parts(*self.arguments)[1]
+        own = (skew * trace + (cubic - 2 * across * self.slope) * quadratic) / rho
+        return across[..., None] * along + own[..., None] * self.field / 2
+
+    def linear_response(self, system: SpinSystem) -> Tensor:
+        """beta Tr Sigma_i J_ij Sigma_j, (*batch, N, N); for matrices without the trace, (*batch, N, N, D, D)."""
+        couplings = system.live_couplings
+        if not system.block:
+            return system.beta_over(2) * couplings * pair_traces(self.field, self.tau, self.slope)
+        # Row a of J_ij with the axes (i, j, a, b) meets Sigma_j along b; its column b then Sigma_i along a.
+        at_j = self.field[..., None, :, None, :], self.tau[..., None, :, None], self.slope[..., None, :, None]
+        at_i = self.field[..., :, None, None, :], self.tau[..., :, None, None], self.slope[..., :, None, None]
+        return system.beta_over(4) * stretched(stretched(couplings, *at_j).mT, *at_i).mT
+
+    def skew_response(self, system: SpinSystem) -> Tensor:
+        """(beta^2/2) J_ij^2 kappa_i ::: kappa_j, (*batch, N, N)."""
+        skew, cubic = self.skewness()
+        overlap, crossed = self.field @ self.field.mT, outer(skew, cubic * self.squared)
+        flat = (3 * self.dim + 6) * outer(skew, skew) + 3 * (crossed + crossed.mT)
+        steep = outer(cubic, cubic) * overlap.square()
+        return system.live_couplings.square() * overlap * (flat + steep) / 2
+
+    def skewness(self) -> tuple[Tensor, Tensor]:
+        """(skew, cubic)."""
+        scale = self.beta * self.beta * self.radius**2
+        t = scale * self.squared
+        if self.ising:
+            return -2 / 3 * scale * self.response.gain(t, 1) * self.tau, torch.zeros_like(t)
+        by_t = vjp(lambda t: self.response.gain_slope(t, self.dim), t)[1](torch.ones_like(t))[0]
+        return self.slope, 4 * (scale * self.radius) ** 2 * by_t
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """a_i b_j."""
+    return a[..., :, None] * b[..., None, :]
+
+
+def stretched(v: Tensor, field: Tensor, tau: Tensor, slope: Tensor) -> Tensor:
+    """(tau I + slope f f^T) v for vectors f and v along the last axis."""
+    return tau[..., None] * v + (slope * (field * v).sum(-1))[..., None] * field
+
+
+def pair_traces(field: Tensor, tau: Tensor, slope: Tensor, second: Tensor | None = None) -> Tensor:
+    """Tr S_i T_j, (*batch, N, N), for S_i = tau_i I + slope_i f_i f_i^T and T_j the same with `second` for tau."""
+    second = tau if second is None else second
+    radial = slope * field.square().sum(-1)
+    both = outer(tau, field.shape[-1] * second + radial) + outer(radial, second)
+    return both + outer(slope, slope) * (field @ field.mT).square()

@@ -1,0 +1,208 @@
+"""What is done by a fused operation, what by the solvers' loop, and that both do the same."""
+
+import pytest
+import torch
+
+from implicit_attention import (
+    AnchoredEnergy,
+    Anderson,
+    Broyden,
+    FixedPointMap,
+    Implicit,
+    LogSumExp,
+    Picard,
+    Status,
+    Unrolled,
+    solve,
+)
+from implicit_attention.errors import UnsupportedImplementation
+from implicit_attention.fused import lower, written_out
+from implicit_attention.linear import CG
+from implicit_attention.potentials.softcap import SoftcapLogSumExp
+from implicit_attention.testing.numerics import random
+from implicit_attention.testing.problems import hopfield_energy
+
+
+def energy(m=70, anchor=0.2, dtype=torch.float64, **pairs):
+    keys, field = random(2, m, 6, seed=1, dtype=dtype), random(2, 9, 6, dtype=dtype)
+    return AnchoredEnergy(LogSumExp(keys, 0.8, **pairs), field, anchor)
+
+
+def number(shape, seed):
+    return random(*shape, seed=seed).sigmoid().requires_grad_()
+
+
+CASES = {
+    "plain": {},
+    "masked": {"mask": random(9, 70, seed=5) > -0.4},
+    "biased": {"bias": random(9, 70, seed=6)},
+    "masked and biased": {"mask": random(9, 70, seed=5) > -0.4, "bias": random(9, 70, seed=6)},
+    "nobody reads": {"mask": torch.arange(9)[:, None].expand(9, 70) > 2},
+}
+
+
+def same(found, expected):
+    assert torch.equal(found.status, expected.status)
+    assert torch.equal(found.num_steps, expected.num_steps)
+    assert torch.equal(found.num_evals, expected.num_evals)
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(found.residual, expected.residual, rtol=1e-4, atol=1e-13)
+    torch.testing.assert_close(found.tolerance, expected.tolerance, rtol=1e-6, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", ["auto", "tiled"])
+@pytest.mark.parametrize("rtol", [0.0, 1e-6], ids=["fixed", "to a tolerance"])
+@pytest.mark.parametrize("method", [Anderson, Picard])
+@pytest.mark.parametrize("budget", range(7))
+def test_the_loop_and_the_operations_return_the_same_state_when_a_budget_is_used_up(budget, method, rtol, impl):
+    solver = method(rtol=rtol, atol=0.0, max_steps=budget)
+    for problem in (energy(), hopfield_energy(sharpness=3.0, clustered=True, keys=70)):
+        expected, found = (
+            solve(problem, problem.field, solver=solver, impl=i, adjoint=Implicit(), on_failure="ignore")
+            for i in ("reference", impl)
+        )
+        assert (expected.status == Status.EXPLICIT).all() or budget > 0
+        same(found, expected)
+
+
+def test_a_residual_may_rise_while_the_energy_falls():
+    """If this fails, the test above cannot tell the last state from the one with the smallest residual."""
+    problem = hopfield_energy(sharpness=3.0, clustered=True, keys=70)
+    residuals = torch.stack(
+        [
+            solve(problem, problem.field, solver=Anderson(rtol=1e-6, max_steps=k), on_failure="ignore").residual
+            for k in range(7)
+        ]
+    )
+    assert bool((residuals.diff(dim=0) > 0).any())
+
+
+@pytest.mark.parametrize("impl", ["auto", "tiled"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_the_written_out_loop(case, impl):
+    gradients = []
+    for i in ("reference", impl):
+        tensors = [random(2, 70, 6, seed=1), number((2,), 3), random(2, 9, 6), number((2,), 4)]
+        keys, beta, field, anchor = (t.detach().requires_grad_() for t in tensors)
+        problem = AnchoredEnergy(LogSumExp(keys, beta, **CASES[case]), field, anchor)
+        solution = solve(problem, field, solver=Anderson(rtol=1e-11), impl=i)
+        gradients.append(torch.autograd.grad(solution.value.square().sum(), (keys, beta, field, anchor)))
+        assert solution.adjoint.status.max() == 0
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_a_bias_that_requires_grad_gets_it_from_the_linear_solvers():
+    bias = random(9, 70, seed=6).requires_grad_()
+    problem = energy(bias=bias)
+    assert lower(problem, Anderson(), "auto").adjoint(problem.field, problem.field, 1e-5, 10) is None
+    found, expected = (
+        torch.autograd.grad(solve(problem, problem.field, solver=Anderson(rtol=1e-11), impl=i).value.sum(), bias)[0]
+        for i in ("auto", "reference")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_the_reference_calls_no_operation_and_no_kernel(monkeypatch):
+    from implicit_attention import fused
+    from implicit_attention.potentials import scored_keys
+
+    def never(*args, **kwargs):
+        raise AssertionError("fused work")
+
+    problem = energy()
+    problem.potential.keys.requires_grad_()
+    for module, name in ((fused, "lower"), (scored_keys, "attend"), (scored_keys, "by_attention")):
+        if name != "lower":
+            monkeypatch.setattr(module, name, never)
+    monkeypatch.setattr(fused.Lowered, "solve", never)
+    monkeypatch.setattr(fused.Lowered, "adjoint", never)
+    solution = solve(problem, problem.field, impl="reference")
+    solution.value.sum().backward()
+    assert written_out(problem).potential.readout(problem.field, problem.potential.keys).shape == problem.field.shape
+    for broken in ("auto", "tiled"):
+        with pytest.raises(AssertionError, match="fused work"):
+            solve(problem, problem.field, impl=broken)
+
+
+def test_the_reference_of_any_other_problem_is_the_loop():
+    keys, field = random(2, 7, 6, seed=1), random(2, 9, 6)
+    softcap = AnchoredEnergy(SoftcapLogSumExp(keys, 0.8, cap=5.0), field, 0.3)
+    cosine = FixedPointMap(torch.cos, event_ndim=1)
+    for problem in (softcap, cosine):
+        plain, reference = (solve(problem, field, impl=impl).value for impl in ("auto", "reference"))
+        assert torch.equal(plain, reference)
+
+
+class Own(LogSumExp):
+    """A potential that may compute something else."""
+
+
+class OwnEnergy(AnchoredEnergy):
+    """An energy that may compute something else."""
+
+
+def with_attribute():
+    problem = energy()
+    problem.potential.other = torch.ones(1)
+    return problem
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        lambda: AnchoredEnergy(Own(random(2, 70, 6), 0.8), random(2, 9, 6)),
+        lambda: OwnEnergy(LogSumExp(random(2, 70, 6), 0.8), random(2, 9, 6)),
+        lambda: AnchoredEnergy(SoftcapLogSumExp(random(2, 70, 6), 0.8, cap=5.0), random(2, 9, 6)),
+        lambda: FixedPointMap(torch.cos, event_ndim=1),
+        with_attribute,
+    ],
+)
+def test_only_exact_types_are_lowered(problem):
+    assert lower(energy(), Anderson(), "auto") is not None
+    assert lower(problem(), Anderson(), "auto") is None
+    assert lower(problem(), None, "auto") is None
+    with pytest.raises(UnsupportedImplementation, match=r"`impl='tiled'`: .*; use impl='auto'"):
+        lower(problem(), Anderson(), "tiled")
+
+
+@pytest.mark.parametrize(
+    ("match", "change", "options"),
+    [
+        ("there is no kernel for Broyden with these options; use Anderson", {}, {"solver": Broyden()}),
+        ("no kernel for Picard", {}, {"solver": Picard(damping=0.1)}),
+        ("no kernel for Anderson", {}, {"solver": Anderson(history=4)}),
+        ("no step is kept, for a trace", {}, {"trace": True}),
+        ("no step is kept", {}, {"adjoint": Unrolled()}),
+        ("at least 64 keys are needed", {"m": 20}, {}),
+        ("leaves 1 - anchor no digits", {"anchor": 1 - 1e-6, "dtype": torch.float32}, {}),
+        ("additive mask that requires grad", {"bias": number((9, 70), 6)}, {}),
+    ],
+)
+def test_a_named_implementation_that_cannot_do_it_says_why(match, change, options):
+    problem = energy(**change)
+    with pytest.raises(UnsupportedImplementation, match=match):
+        solve(problem, problem.field, impl="tiled", **options)
+    assert solve(problem, problem.field, **options).converged.all()
+
+
+def test_named_implementations_have_no_derivative_inside_transforms():
+    problem = energy()
+    with pytest.raises(UnsupportedImplementation, match=r"no derivative inside torch\.func"):
+        torch.func.grad(lambda x: solve(AnchoredEnergy(problem.potential, x, 0.2), x, impl="tiled").value.sum())(
+            problem.field
+        )
+
+
+def test_impl_must_be_one_of_the_names():
+    problem = energy()
+    with pytest.raises(ValueError, match="`impl` must be one of 'auto', 'reference', 'sdpa', 'triton', got 'fast'"):
+        solve(problem, problem.field, impl="fast")
+
+
+def test_a_linear_solver_that_is_named_is_the_one_that_solves():
+    problem = energy()
+    problem.potential.keys.requires_grad_()
+    solution = solve(problem, problem.field, adjoint=Implicit(CG(max_steps=1)), on_failure="ignore")
+    solution.value.sum().backward()
+    assert (solution.adjoint.status == Status.MAX_STEPS).any()
