@@ -17,11 +17,12 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
-from ..problem import Problem, VmappedProblem, isolated, pullback
+from ..problem import Problem, isolated, pullback
 from ..solution import Record
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request
 from .linear_system import adjoint_gradients, solve_system
+from .vmapped import VmappedProblem
 
 
 @dataclasses.dataclass(frozen=True)
