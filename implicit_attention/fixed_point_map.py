@@ -13,7 +13,7 @@ from .problem import Problem
 
 
 class UserProblem(Problem):
-    """A problem made of a user's function(z, *inputs), or of a module, whose tensors are the declared ones."""
+    """A problem made of a user's function(z, *inputs) or of a module; `inputs` and the module hold its tensors."""
 
     def __init__(self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int) -> None:
         if not callable(function):
@@ -78,6 +78,18 @@ class FixedPointMap(UserProblem):
 
     Gradients: with respect to every declared tensor, first and second order. A tensor that requires grad and is read
     without being declared raises ValueError in `solve`.
+
+    Not for attention over keys, which has a closed form and fused operations: use `AnchoredEnergy`. Not for an energy
+    whose gradient autograd takes: use `EnergyFunction`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> shift = torch.tensor([0.1, 0.2], requires_grad=True)
+        >>> problem = FixedPointMap(lambda z, shift: 0.5 * z.cos() + shift, shift, event_ndim=1)
+        >>> solution = solve(problem, torch.zeros(3, 2))
+        >>> solution.converged.all().item(), solution.value.requires_grad
+        (True, True)
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a solver solves: z = f(z), one problem per leading index, with evidence-relevant properties."""
+"""What a solver solves: z = f(z), one problem per leading index, and what it may know of f."""
 
 from __future__ import annotations
 
@@ -51,8 +51,21 @@ class Problem(Declared, general=True):
     """A fixed-point problem z = f(z).
 
     The last `event_ndim` axes of a state are one problem, all leading axes number independent problems. A subclass
-    defines `fixed_point_map`; everything else has a default built on it with automatic differentiation. That is also
-    what a subclass of a problem in closed form has which overrides the map, the energy or its gradient.
+    defines `fixed_point_map`; everything else has a default built on it with automatic differentiation. A subclass that
+    overrides the map, the energy or its gradient of a problem in closed form has these defaults too.
+
+    Not for a function at hand: use `FixedPointMap`, or `EnergyFunction` for an energy.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import solve
+        >>> from implicit_attention.problem import Problem
+        >>> class Cosine(Problem):
+        ...     event_ndim = 0
+        ...     def fixed_point_map(self, z):
+        ...         return z.cos()
+        >>> [round(z, 3) for z in solve(Cosine(), torch.zeros(2)).value.tolist()]
+        [0.739, 0.739]
     """
 
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -79,7 +92,7 @@ class Problem(Declared, general=True):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if isinstance(vars(cls).get("energy"), Withdrawn):
-            # Whatever the map is now, nothing says that it descends from an energy.
+            # The map may be any now: nothing says that it descends from an energy.
             for claim in ("has_energy", "symmetric"):
                 if claim not in vars(cls):
                     setattr(cls, claim, False)
@@ -123,11 +136,11 @@ class Problem(Declared, general=True):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
-    #: Whether `without` leaves nothing that is not finite to those left out.
+    #: Whether all that the problems given to `without` still read is finite.
     knows_own: bool = False
 
     def without(self, left_out: Tensor) -> Self:
-        """The same problems, those `left_out` (*lead) reading nothing of their own that may not be finite."""
+        """The same problems; those that are `left_out` (*lead) read finite numbers in place of their own tensors."""
         return self
 
     def check_state(self, z: Tensor) -> None:

@@ -40,6 +40,17 @@ class Implicit(Adjoint):
 
     A problem that has not converged has no such gradient; `solve` reports it by `on_failure`, and so does a backward
     solve that does not converge (also in `Solution.adjoint`).
+
+    Not for a fixed budget of steps, which ends at no solution: use `Unrolled()` or `Phantom()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, Implicit, solve
+        >>> shift = torch.tensor(0.5, requires_grad=True)
+        >>> problem = FixedPointMap(lambda z, shift: z / 2 + shift, shift, event_ndim=1)
+        >>> solve(problem, torch.zeros(1, 1), adjoint=Implicit()).value.sum().backward()
+        >>> round(shift.grad.item(), 4)
+        2.0
     """
 
     linear_solver: LinearSolver[Any] | None = None

@@ -21,6 +21,17 @@ class Phantom(Adjoint):
         steps: >= 1; 1 without damping is `OneStep()`.
         damping: in [0, 1), 0 is none.
 
+    Not for gradients that are to be exact: use `Implicit()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, Phantom, solve
+        >>> shift = torch.tensor(0.5, requires_grad=True)
+        >>> problem = FixedPointMap(lambda z, shift: z / 2 + shift, shift, event_ndim=1)
+        >>> solve(problem, torch.zeros(1, 1), adjoint=Phantom(steps=3)).value.sum().backward()
+        >>> shift.grad  # 2 is exact
+        tensor(1.7500)
+
     Reference: Geng et al. (2021), with tau = 1 - damping.
     """
 

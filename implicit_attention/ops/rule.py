@@ -42,6 +42,15 @@ class Solved(NamedTuple):
 
     state z and mean = softmax(beta K z) K: (*batch, N, D). The others are (*batch, N): logsumexp of the scaled scores,
     codes of `Status` (int8), residual |f(z) - z|, the tolerance it had to reach, updates and evaluations of f (int32).
+
+    Not for `solve`, which answers with a `Solution`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.ops import hopfield_solve
+        >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)
+        >>> found.mean.shape, found.record.status.tolist()
+        (torch.Size([2, 4]), [0, 0])
     """
 
     state: Tensor
@@ -75,6 +84,16 @@ class Adjoint(NamedTuple):
     residual |g - A u| recomputed at u, its tolerance, products (int32), whether a direction of negative curvature was
     met (a solution where it was is a saddle, whose status says so), and by_beta, <df/dbeta, u> of the query.
     by_keys: (df/dK)^T u, of the keys' shape.
+
+    Not for choosing how `solve` differentiates: that is `adjoints.Adjoint`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.ops import hopfield_adjoint
+        >>> state, keys = torch.zeros(2, 4), torch.randn(70, 4)
+        >>> found = hopfield_adjoint(state, keys, state, torch.ones(2, 4), beta=0.3)
+        >>> found.negative_curvature.tolist(), found.by_beta.shape
+        ([False, False], torch.Size([2]))
     """
 
     value: Tensor
