@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..problem import isolated, lost_rows
 from ..solvers.iterate import Outcome
-from .base import Adjoint, Request, attach
-from .implicit import fixed_point
+from .base import Adjoint, Request
+from .phantom import Phantom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +30,4 @@ class OneStep(Adjoint):
     """
 
     def run(self, request: Request) -> Outcome:
-        outcome = detached_outcome(request)
-        problem, z = isolated(request.problem, outcome.value, lost_rows(outcome.value, request.problem.event_ndim))
-        return outcome._replace(value=attach(outcome.value, problem.fixed_point_map(z)))
-
-
-def detached_outcome(request: Request) -> Outcome:
-    """The outcome of the solver without any derivative."""
-    tensors = tuple(t.detach() for t in request.problem.tensors())
-    outcome = fixed_point(request, None, request.initial.detach(), tensors)
-    return outcome._replace(value=outcome.value.detach())
+        return Phantom(steps=1).run(request)

@@ -8,7 +8,7 @@ from .. import _validate
 from ..problem import isolated, lost_rows
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request, attach
-from .one_step import detached_outcome
+from .implicit import fixed_point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Phantom(Adjoint):
         _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 no gradient would flow")
 
     def run(self, request: Request) -> Outcome:
-        outcome = detached_outcome(request)
+        tensors = tuple(t.detach() for t in request.problem.tensors())
+        outcome = fixed_point(request, None, request.initial.detach(), tensors)
+        outcome = outcome._replace(value=outcome.value.detach())
         problem, z = isolated(request.problem, outcome.value, lost_rows(outcome.value, request.problem.event_ndim))
         for _ in range(self.steps):
             mapped = problem.fixed_point_map(z)

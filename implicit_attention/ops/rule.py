@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._fused_rule import FusedRule
 from ..solution import Record
 
 # As in `solvers/safeguard.py`, where each is explained.
@@ -23,6 +24,8 @@ LONGEST = 30.0
 #: in which products are formed.
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 MAX_STEPS = 500
+#: One evaluation, where the state is.
+THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
 
 
 class AdjointRule(NamedTuple):
