@@ -70,8 +70,6 @@ def hopfield_solve(
     Example:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_solve
-        >>> torch.manual_seed(0)
-        <torch._C.Generator object at ...>
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
         >>> found = hopfield_solve(query, keys, beta=0.3, anchor=0.5)
         >>> found.state.shape, bool((found.residual <= found.tolerance).all())
@@ -141,8 +139,6 @@ def hopfield_adjoint(
     Example:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_adjoint, hopfield_solve
-        >>> torch.manual_seed(0)
-        <torch._C.Generator object at ...>
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
         >>> state = hopfield_solve(query, keys, beta=0.3, anchor=0.5).state
         >>> found = hopfield_adjoint(query, keys, state, torch.ones(2, 4), beta=0.3, anchor=0.5)

@@ -12,9 +12,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from .._declared import restricted
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
-from ..problem import Problem, restricted
+from ..problem import Problem
 from ..solution import Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver

@@ -16,8 +16,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import readable
-from .._declared import Declared
-from ..problem import restricted
+from .._declared import Declared, restricted
 
 #: Couplings that depend on the field: (*batch, N, D) -> (*batch, N, N) or (N, N, D, D), with `mask=` if it has that.
 CouplingFunction: TypeAlias = Callable[..., Tensor]
