@@ -36,14 +36,13 @@ class LearnedAnchor(nn.Module):
 
     Args:
         shape: of the anchors, (heads,) for one per head.
-        initial: where to start.
         **made: device and dtype.
     """
 
-    def __init__(self, shape: tuple[int, ...], initial: float = 0.5, **made: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], **made: Any) -> None:
         super().__init__()
-        self.logit = nn.Parameter(torch.empty(shape, **made))
-        self.set(initial)
+        # A sigmoid of 0 is the anchor 1/2.
+        self.logit = nn.Parameter(torch.zeros(shape, **made))
 
     def forward(self) -> Tensor:
         # Also in a half-precision model: a whole solve depends on this one number per head.
