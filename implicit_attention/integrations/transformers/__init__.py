@@ -1,4 +1,4 @@
-"""Equilibrium attention for Hugging Face models: `attach(model)`, and `load` for one that was saved."""
+"""Equilibrium attention for Hugging Face models: `attach(model)`, and `load` for a saved one."""
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401

@@ -43,41 +43,48 @@ def register(
     ignore: Iterable[str] = (),
     **options: Unpack[SolveKeywords],
 ) -> None:
-    """Make equilibrium attention known to transformers under `name`, with the masks it needs.
+    """Make equilibrium attention known to transformers under `name`, with the masks that it needs.
 
     Then `model.set_attn_implementation(name)`, or `from_pretrained(..., attn_implementation=name)`, gives every
     attention of the model z = anchor q + (1 - anchor) softmax(scaling z K^T + mask) K, read out as
-    softmax(scaling z K^T + mask) V: with `max_steps=0` (or anchor 1) what the model computed before, with the same
-    parameters. Registering a name again changes the models that use it, but for what `attach`, `convert` or `override`
-    has set in one of them. A call may override each option but `layers`: `model(**inputs, max_steps=0, anchor=0.8)`,
-    where a model hands its arguments down to attention. Some do not (StableLM, vision towers, `generate`): `override`
-    always does.
+    softmax(scaling z K^T + mask) V. With `max_steps=0` or anchor 1 the model computes what it did before, with the same
+    parameters. Registering a name again changes the models that use it, except for what `attach`, `convert` or
+    `override` has set in one of them. A call may replace each option but `layers`,
+    `model(**inputs, max_steps=0, anchor=0.8)`, where a model hands its arguments down to attention. Some models do not
+    (StableLM, vision towers, `generate`): `override` reaches these, too.
 
-    `attach` does this for one model, and looks first whether all its attention asks for the name: transformers accept
-    it for classes that attend by themselves, which then go on with softmax attention. They do not save the name either,
-    but for models of `attach` and `convert`. A model that multiplies its queries by the scale before attention (OPT,
-    Whisper) anchors those short queries.
+    A model that multiplies its queries by the scale before attention (OPT, Whisper) anchors the scaled queries.
 
     Args:
         name: how models ask for it; not one of transformers' own.
-        anchor: in [0, 1], how much of the query stays: 1 is softmax attention. A tensor has one for each head and is
-            fixed: it must not require a gradient.
-        max_steps: the solver's `max_steps` in short; 0 solves nothing.
-        solver: default `Anderson()`.
-        adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps (rtol = atol = 0).
-        impl: "auto", "reference", "tiled" or "triton", as in `equilibrium_attention`.
-        on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.
+        anchor: in [0, 1], how much of the query stays: 1 is softmax attention. A tensor has one number for each head
+            and is fixed: it must not require a gradient.
         layers: other options for some layers, `{3: {"anchor": 0.9}}`, or a function from the index of a layer to its
             options. Indices are those of the stack: encoder and decoder count from 0 each. Attention that has no index
             (`layer_idx`) takes the general options.
-        ignore: names of arguments of a model's own that are known not to change its attention. What is neither known
-            nor named here is refused.
+        ignore: names of arguments of a model that are known not to change its attention. An argument that is neither
+            known nor named here is refused.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`.
 
     Raises:
         TypeError, ValueError: options that do not fit, a name that is taken; unknown options name the valid ones.
 
-    Gradients: with respect to the model's parameters and inputs as `equilibrium_attention` says; anchor 0 gives none to
-    query projections from the solve.
+    Gradients: with respect to the model's parameters and inputs as `equilibrium_attention` says; with anchor 0 the
+    solve gives query projections none.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import register
+        >>> register(anchor=0.9)
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> model.set_attn_implementation("equilibrium")
+        >>> model(torch.randint(10, (1, 5))).logits.shape
+        torch.Size([1, 5, 10])
+
+    Not for a model at hand: `attach` also checks that all its attention asks for the name, and keeps the options with
+    the model. Transformers accept the name for classes that attend by themselves, which go on with softmax attention.
     """
     _validate.require(isinstance(name, str) and bool(name), "name", "be a string", repr(name))
     settings = Settings.of_model(anchor, layers, ignore, options)
@@ -87,7 +94,7 @@ def register(
     required = f"hold none of {', '.join(map(repr, _MISREAD))}, which transformers read as attention of their own"
     _validate.require(not misread, "name", required, repr(name), "say 'equilibrium'")
     if is_ours(name):
-        # What stands under the name may be a wrapper that an engine has put around the function: that stays.
+        # An engine may have put a wrapper around the function of this name: it stays.
         _REGISTERED[name].settings = settings
         return
     _REGISTERED[name] = EquilibriumForward(name, settings)
@@ -105,31 +112,39 @@ def attach(
     ignore: Iterable[str] = (),
     **options: Unpack[SolveKeywords],
 ) -> _Model:
-    """The model itself, its softmax attention replaced by equilibrium attention; an error names what cannot be.
+    """Replace the softmax attention of a model by equilibrium attention, in place; return the model.
 
     The options belong to this model: neither another `attach` nor `register` changes them. Anchors and solver are
     written into its configuration, so that `save_pretrained` keeps them and `load` finds them.
 
     Args:
         model: a model of transformers. Its parameters stay as they are.
-        partial: what to do if some attention does not ask transformers' attention interface, so that it stays what it
-            is: "refuse" or "warn". Both name it. A model of which nothing asks is refused in any case.
-        name: the name of the attention; registered if it is not.
-        anchor: options from here on as in `register`. A tensor is fixed: it must not require a gradient.
-        max_steps: see there.
-        solver: see there; default `Anderson()`. It is part of the model: where attention has several equilibria,
-            another solver may find another.
-        adjoint: see there.
-        impl: see there.
-        on_failure: see there.
-        layers: see there; indices that the model does not have are refused.
-        ignore: see there.
-
-    Returns:
-        `model`.
+        partial: what to do about modules that compute attention by themselves instead of asking transformers' attention
+            interface: "refuse" the model, or "warn" and leave them as they are. Both name the modules. A model without
+            any attention that asks is always refused.
+        name: the name of the attention, which is registered if it is not yet.
+        anchor: as in `register`. A tensor is fixed: it must not require a gradient.
+        layers: as in `register`; indices that the model does not have are refused.
+        ignore: as in `register`.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`. The solver is part of the
+            model: where attention has several equilibria, another solver may find another one.
 
     Raises:
         TypeError, ValueError: options that do not fit; a model that attends by itself, with its modules named.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> attach(model, anchor=0.9, layers={0: {"max_steps": 0}}) is model
+        True
+        >>> model(torch.randint(10, (1, 5))).logits.shape
+        torch.Size([1, 5, 10])
+
+    Not for a trained model that should keep what it knows, which `convert` moves by small steps, and not for models
+    outside transformers: `integrations.multihead.replace_attention` serves those of torch.nn.
     """
     _put(model, name, Settings.of_model(anchor, layers, ignore, options), partial)
     return model
@@ -151,23 +166,38 @@ def load(
     """`cls.from_pretrained(path, **loading)` with the attention that `attach` or `convert` gave to the saved model.
 
     Name, anchors and solver come from its configuration: on the same machine the logits are the same, bit for bit.
+    The other options belong to a run, are not saved, and are given here.
 
     Args:
-        cls: a class of models, or an auto class: `AutoModelForCausalLM`.
-        path: what `from_pretrained` takes.
+        cls: a class of models, or an auto class such as `AutoModelForCausalLM`.
+        path: of the saved model, as in `from_pretrained`.
         partial: as in `attach`.
         name: which attention, if the configuration holds several.
-        solver: instead of the saved one: for a class of your own, which a configuration can only name.
-        adjoint: options from here on belong to a run, are not saved, and are those of `attach`.
-        impl: see there.
-        on_failure: see there.
-        ignore: see there.
-        **loading: what else `from_pretrained` takes.
+        solver: replaces the saved one, as for a solver class of your own, which a configuration can only name.
+        adjoint: as in `attach`.
+        impl: as in `attach`.
+        on_failure: as in `attach`.
+        ignore: as in `attach`.
+        **loading: other arguments of `from_pretrained`.
 
     Raises:
         ValueError: a configuration without anchors, or without a solver that can be read.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, load
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     attach(model, anchor=0.9).save_pretrained(path)
+        ...     loaded = load(LlamaForCausalLM, path)
+        >>> loaded.config.equilibrium_anchors
+        {'equilibrium': 0.9}
+
+    Not for models that were saved without equilibria: use `from_pretrained` and `attach`.
     """
-    # Without the name, which a class that chooses its attention modules by it would not know.
+    # A class that chooses its attention modules by the name of the attention would not know this one.
     model = cls.from_pretrained(path, **{**loading, "attn_implementation": None})
     known = names(model.config)
     wanted = [each for each in known if name in (each, None)]
@@ -185,31 +215,31 @@ def load(
 
 
 def is_ours(name: str | None) -> bool:
-    """Whether `register` made this name, whatever has been wrapped around its function since."""
+    """Whether `register` made this name, also if an engine has wrapped its function since."""
     return name in _REGISTERED and name in ALL_ATTENTION_FUNCTIONS.valid_keys()
 
 
 def registered(name: str) -> Settings:
-    """What a name was registered with, or the defaults."""
+    """The settings that a name was registered with, or the defaults."""
     return _REGISTERED[name].settings if is_ours(name) else Settings()
 
 
 def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
-    """Which query attends to which key, (B, 1, N, M), True = attend.
+    """The mask that transformers make for a registered name, (B, 1, N, M), True = attend.
 
-    Without a mask of their own, attention functions get None: padding, sliding windows and the unwritten part of a
-    static cache would be forgotten. It is written out where transformers would leave causality to a flag, too: the flag
-    does not say where in a cache the queries begin.
+    Transformers give an attention function None if there is no mask function of its name, so that padding, sliding
+    windows and the unwritten part of a static cache would be forgotten. The mask is written out also where transformers
+    would leave causality to a flag, which does not say where in a cache the queries begin.
 
     Raises:
-        ValueError: for a model that computes its attention by itself: it would add the mask to its scores.
+        ValueError: for a model that computes attention by itself and would add the mask to its scores.
     """
     if config is not None and not takes_masks(config):
         raise ValueError(
             f"models of type {config.model_type!r} compute attention by themselves, not by transformers' attention "
             "interface, so that it cannot be replaced; choose another architecture"
         )
-    # Informer halves its sequences between layers, and would hand a mask of the first length to all of them.
+    # Informer halves its sequences between layers, and would give a mask of the first length to all of them.
     skip = given.get("allow_is_bidirectional_skip", False) and getattr(config, "model_type", None) == "informer"
     mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": skip})
     return mask
@@ -218,7 +248,7 @@ def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
 def _put(model: PreTrainedModel, name: str, settings: Settings, partial: Partial) -> None:
     found = checked(model, partial, stacklevel=4)
     settings = resolved(settings, model, found)
-    written(settings)  # what cannot be saved is refused before anything is changed
+    written(settings)  # Settings that cannot be saved are refused before anything changes.
     keep(model, seated(model, name, found), name, settings)
 
 
@@ -253,7 +283,7 @@ def checked(model: Any, partial: Partial, stacklevel: int) -> Reach:
 
 
 def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedConfig]:
-    """Give a model this attention; its configurations, which are its own from here on."""
+    """Give a model this attention; return its configurations, which it shares with no other model from here on."""
     if not is_ours(name):
         register(name)
     configs = own_configs(model)
@@ -271,7 +301,7 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
 
 
 def resolved(settings: Settings, model: nn.Module, found: Reach) -> Settings:
-    """Settings whose layers are those of the model, so that they can be saved and copied."""
+    """Settings with the options of each layer written out, so that they can be saved and copied."""
     layers = settings.layers
     if layers is None:
         return settings
@@ -288,12 +318,12 @@ def resolved(settings: Settings, model: nn.Module, found: Reach) -> Settings:
 
 
 def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations of a model and its parts, made its own: other models may have been built from the same."""
+    """Copy the configurations of a model and its parts, from which other models may have been built; return these."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):
-                # Parts of one configuration stay parts of its copy.
+                # `copies` keeps the parts of one configuration parts of its copy.
                 setattr(module, attribute, copy.deepcopy(value, copies))
     configs = [value for value in copies.values() if isinstance(value, PreTrainedConfig)]
     return list({id(config): config for config in configs}.values())

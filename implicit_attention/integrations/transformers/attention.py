@@ -21,10 +21,10 @@ from .settings import OPTIONS, Given, Settings
 #: Where an attention module keeps its `Last`.
 LAST = "_equilibrium_last"
 
-#: An attention module with this set says how far its answer is from softmax attention with the same inputs.
+#: An attention module with this attribute measures how far its answer is from softmax attention on the same inputs.
 COMPARE = "_equilibrium_compare"
 
-# Queries of the first sample whose states are kept for the report.
+# The number of queries of the first sample whose states are kept for the report.
 SAMPLE = 64
 
 # Arguments of models that change nothing about attention, or nothing that the mask does not say.
@@ -40,8 +40,8 @@ _PACKED = (
 )
 # Arguments that change what is computed, with the reason why they are refused.
 _REFUSED = {
-    "cache": "paged caches (continuous batching) hold keys that this function does not see; use generate()",
-    "block_table": "paged caches hold keys that this function does not see; use a dynamic or a static cache",
+    "cache": "paged caches (continuous batching) hold keys that this function is not given; use generate()",
+    "block_table": "paged caches hold keys that this function is not given; use a dynamic or a static cache",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
     "head_mask": "heads cannot be masked; prune them",
     "indices": "sparse attention over chosen keys has no equilibrium here; use another attention for this model",
@@ -51,7 +51,7 @@ _REFUSED = {
 
 
 class Sample(NamedTuple):
-    """Some states of the first sample with what they attend to, for diagnostics."""
+    """Some states of the first sample, and their keys, for diagnostics."""
 
     make: PotentialFactory
     state: Tensor
@@ -102,24 +102,23 @@ class EquilibriumForward:
         Args:
             module: the attention module that asks.
             query: (B, H, N, D), turned by rotary positions if the model has them.
-            key: (B, Hkv, M, D), Hkv dividing H; all that the cache holds.
+            key: (B, Hkv, M, D), Hkv dividing H; with a cache, all of its keys.
             value: (B, Hkv, M, E).
             attention_mask: boolean (True = attend) or additive, (B, 1 or H, N, M).
             scaling: the inverse temperature, default 1/sqrt(D).
-            dropout: part of the weights dropped in the read-out; 0 in evaluation.
+            dropout: share of the weights that are dropped in the read-out; 0 in evaluation.
             is_causal: without a mask: whether the last query attends to all keys, the one before to all but the last,
-                and each only to keys of its own document where `position_ids` restart; default what the module says
-                of itself.
+                and each only to keys of its own document where `position_ids` restart; default `module.is_causal`.
             position_bias: added to the scores, (1 or B, H, N, M).
-            softcap: scores are squashed to (-softcap, softcap).
-            s_aux: logits of a key that nobody sees and that takes part of the weight, (H,).
-            output_attentions: return the weights of the read-out, (B, H, N, M).
-            **others: options for this call, and what models hand on.
+            softcap: scores s become softcap tanh(s / softcap).
+            s_aux: (H,), scores of one more key, an attention sink, whose value is zero.
+            output_attentions: whether to return the weights of the read-out, (B, H, N, M).
+            **others: options for this call, and other arguments that models hand on.
 
         Returns:
             (B, N, H, E) and the weights or None.
         """
-        # What `attach` or `convert` gave to the model, or what its file says, or what the name was registered with.
+        # Settings of `attach` or `convert`, else those of the model's file, else those registered for the name.
         general = settings_of(module, self.name, self.settings)
         settings = general.of(module, self._call_options(module, others, general))
         mask, bias = self._mask_and_bias(module, query, key, attention_mask, is_causal, others.get("position_ids"))
@@ -153,7 +152,7 @@ class EquilibriumForward:
                 explicit = attend(call._replace(options=options, dropout_p=0.0, return_weights=False)).output
                 change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
         sample = _sample(make, found.state, key, beta, mask, bias)
-        # A graph that looked at what is there would be made anew for each shape of it.
+        # A graph that looked at the tensors of the last call would be compiled again for each of their shapes.
         if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, Last()).report):
             setattr(module, LAST, Last(found.report, sample, settings, change))
         weights = found.weights
@@ -163,7 +162,7 @@ class EquilibriumForward:
 
     @staticmethod
     def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings) -> Given:
-        """Options for this call among the arguments; whatever else might change attention is refused."""
+        """Options for this call among the arguments; other arguments that might change attention are refused."""
         call = {}
         for name, given in others.items():
             if name in OPTIONS:
@@ -207,9 +206,9 @@ class EquilibriumForward:
 
 
 def _same_document(position_ids: Tensor, count: int) -> Tensor:
-    """(N, M) or (B, 1, N, M), whether query and key are of one document: positions restart where the next one begins.
+    """(N, M) or (B, 1, N, M), True where query and key belong to one document: each document's positions start anew.
 
-    Keys of a cache, which come first, are of the first query's document.
+    Keys of a cache, which come first, belong to the first query's document.
     """
     step = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
     queries = (step != 1).cumsum(-1)
@@ -234,7 +233,7 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
 def _sample(
     make: PotentialFactory, state: Tensor, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
 ) -> Sample:
-    """Evenly spaced states of the first sequence and what they attend to, as copies: caches change and go."""
+    """Evenly spaced states of the first sequence, with keys and masks. All are copies, as caches change and go."""
     count = state.shape[-2]
     step = -(-count // SAMPLE) if count else 1
 

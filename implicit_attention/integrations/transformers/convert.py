@@ -1,4 +1,4 @@
-"""`convert`: a trained model moved from softmax attention to equilibria, by steps of the anchor."""
+"""`convert` moves a trained model from softmax attention to equilibria, by steps of the anchor."""
 
 from __future__ import annotations
 
@@ -26,15 +26,22 @@ SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one anchor of the schedule changes, before anything is trained with it.
+    """What one anchor of the schedule changes, before `fine_tune` trains with it.
 
     Attributes:
         anchor: the anchor.
-        layers: by name of the attention module, how far its answer is from softmax attention on the same queries, keys
-            and values: |difference| / |softmax attention|.
-        output: the same for the model's first output (logits or last hidden state), against itself with softmax
-            attention in all layers and the same parameters.
-        converged: share of the queries that reached their tolerance; NaN with a fixed budget.
+        layers: {name of the attention module: |difference| / |softmax attention|}, where the difference is between its
+            answer and softmax attention on the same queries, keys and values.
+        output: the relative difference of the model's first output (logits or last hidden state) from that of the same
+            model with softmax attention in all layers.
+        converged: share of the queries that reached their tolerance; NaN with a fixed budget of steps.
+
+    Example:
+        >>> from implicit_attention.integrations.transformers import Stage
+        >>> Stage(anchor=0.9, layers={"model.layers.0.self_attn": 0.05}, output=0.02, converged=1.0).output
+        0.02
+
+    Not for making by hand: `convert` measures them, and hands each to `fine_tune`.
     """
 
     anchor: float
@@ -45,7 +52,19 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """The stages of a conversion; printed, it is a table."""
+    """The stages of a conversion; `print` shows them as a table.
+
+    Example:
+        >>> from implicit_attention.integrations.transformers import Conversion, Stage
+        >>> print(Conversion([Stage(0.9, {"layer 0": 0.05}, 0.02, 1.0), Stage(0.7, {"layer 0": 0.125}, 0.0625, 1.0)]))
+        anchor       0.9    0.7
+        -----------------------
+        layer 0    0.050  0.125
+        output     0.020  0.062
+        converged  100 %  100 %
+
+    Not for making by hand: `convert` returns it.
+    """
 
     stages: list[Stage]
 
@@ -70,34 +89,38 @@ def convert(
 ) -> Conversion:
     """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
 
-    At every anchor the model is measured on `inputs`, then given to `fine_tune`, so that it can follow. It keeps the
-    last anchor and the solver as `attach` does, in its configuration too, which is saved with it: `load` brings them
-    back. `schedule=[1.0]` takes it back to softmax attention.
-
-    A fixed budget of steps (`Picard(max_steps=2, rtol=0, atol=0)`) is differentiated through its steps, everything else
-    by the implicit function theorem, unless `adjoint` says otherwise.
+    At every anchor the model is measured on `inputs`, then given to `fine_tune`, which may train it. The model keeps
+    the last anchor and the solver as with `attach`, also in its configuration, so that `load` finds them.
+    `schedule=[1.0]` takes it back to softmax attention.
 
     Args:
         model: a model of transformers that takes its attention from their interface.
         schedule: anchors in [0, 1], in order; 1 is softmax attention.
-        inputs: the arguments of the model's forward to measure on; default `model.dummy_inputs`, which tell little.
+        inputs: arguments of the model's forward to measure with; default `model.dummy_inputs`, which are few tokens.
         fine_tune: called with the model and the `Stage` at every anchor.
-        partial: as in `attach`: what to do if some of its attention cannot be replaced.
-        name: of `register`; it is registered if it is not.
-        max_steps: options from here on are those of `attach`; those that are not given stay what they are for this
-            model, or for the name.
-        solver: see there.
-        adjoint: see there.
-        impl: see there.
-        on_failure: see there.
+        partial: as in `attach`: what to do about attention that cannot be replaced.
+        name: the name of the attention, which is registered if it is not yet.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`. An option that is not given
+            stays what it is for this model, or for the name.
 
     Returns:
-        The `Conversion`; `print` it.
+        The `Conversion`; `print` shows it.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; a model whose attention cannot be replaced, by its name.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import convert
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> conversion = convert(model, schedule=(0.9, 0.7))
+        >>> [stage.anchor for stage in conversion.stages], conversion.stages[-1].converged
+        ([0.9, 0.7], 1.0)
+
+    Not for a model that is trained from the start with equilibria, which needs no schedule: use `attach`.
     """
-    SolveOptions().override(**options)  # what does not fit is refused before anything is changed
+    SolveOptions().override(**options)  # Options that do not fit are refused before anything changes.
     given = {option: value for option, value in options.items() if value is not None}
     anchors = _checked(schedule, inputs)
     found = checked(model, partial, stacklevel=3)
@@ -109,7 +132,7 @@ def convert(
     stages: list[Stage] = []
     for anchor in anchors:
         changes = {**given, "anchor": anchor}
-        # What is given here holds in all layers.
+        # Options that are given here hold in all layers.
         layers = {i: {k: v for k, v in own.items() if k not in changes} for i, own in (before.layers or {}).items()}
         settings = dataclasses.replace(before.override(changes, "options"), layers=layers or None)
         keep(model, configs, name, settings)
@@ -148,7 +171,7 @@ def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor
     training = {module: module.training for module in model.modules()}
     model.train(False)
     try:
-        # Models that draw at random (masked image models) draw the same.
+        # Models that draw random numbers (masked image models) draw the same ones every time.
         with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else [model.device]):
             torch.manual_seed(0)
             found = model(**inputs)
@@ -159,7 +182,7 @@ def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor
 
 
 def _output(found: Any) -> Tensor:
-    """Logits, or the first output that is no loss."""
+    """The logits, or the first output that is not a loss."""
     if getattr(found, "logits", None) is not None:
         logits: Tensor = found.logits
         return logits
@@ -174,7 +197,7 @@ def _converged(found: Iterable[SolveReport]) -> float:
 
 
 def _distance(output: Tensor, reference: Tensor) -> float:
-    # Not in half precision; never a copy of all logits in float64.
+    # Half precision would be too coarse; a copy of all logits in float64 would be too large.
     output, reference = output.float(), reference.float()
     norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (output - reference, reference)]
     return float(norms[0] / norms[1])

@@ -1,4 +1,4 @@
-"""Which attention of a model its source hands to transformers' attention interface, and which it computes by itself."""
+"""Which attention of a model asks transformers' attention interface, and which computes by itself, by its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 #: The interface, by the name under which models of transformers look it up.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# Calls that are attention whatever stands around them.
+# Functions that are attention by themselves.
 _FUSED = frozenset(
     {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention", "_flash_attention_forward"}
 )
@@ -41,14 +41,14 @@ class Reach(NamedTuple):
 
 
 def reach(model: nn.Module) -> Reach:
-    """What of a model's attention can be replaced, and what cannot."""
+    """The attention modules of a model, told by the source of their classes."""
     kinds = [(name, type(module), _kind(type(module))) for name, module in model.named_modules()]  # type: ignore[arg-type]
     asks, own = ({name: cls for name, cls, kind in kinds if kind == wanted} for wanted in ("asks", "own"))
     return Reach(asks, own)
 
 
 def attention_names(model: nn.Module) -> dict[str, type[nn.Module]]:
-    """Innermost modules that call themselves attention."""
+    """Modules with "Attention" in the name of their class that hold no other such module."""
     named = {name: type(module) for name, module in model.named_modules() if "Attention" in type(module).__name__}
     return {name: kind for name, kind in named.items() if not any(other.startswith(f"{name}.") for other in named)}
 
@@ -65,16 +65,16 @@ def listed(modules: dict[str, type[nn.Module]], shown: int = 3) -> str:
 
 
 def takes_masks(config: Any) -> bool:
-    """Whether the models of a configuration hand the masks of this name to nothing but attention that asks for it."""
+    """Whether the models of a configuration give the masks of a registered name only to attention that asks for it."""
     if getattr(config, "attention_type", None) == "prob" and config.model_type == "informer":
         return False
     return bool(_asks(type(config).__module__, config.model_type))
 
 
-# The compiler calls it instead of following it, so that a compiled model is refused as well.
+# The compiler calls this function instead of tracing it, so that a compiled model is refused as well.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _asks(configuration: str, model_type: str) -> bool:
-    """Whether the models beside this module of configurations ask the interface for all their attention."""
+    """Whether the models that belong to a module of configurations ask the interface for all their attention."""
     modeling = configuration.replace("configuration_", "modeling_")
     return model_type not in _PARTLY and (modeling not in sys.modules or _source_asks(modeling))
 
@@ -100,7 +100,7 @@ def _kind(cls: type[nn.Module]) -> str | None:
             break
         source = _source_of(base.__module__)
         if source is None or base.__name__ not in source.classes:
-            # Made where no file can be read: its name is all that there is to go by.
+            # A class without a file that can be read is judged by its name.
             return "own" if any(word in cls.__name__ for word in _CALLED_ATTENTION) else None
         lines.append((source, source.classes[base.__name__]))
     return kind_of(lines)
@@ -156,7 +156,7 @@ class _Steps:
             return
         if isinstance(node, ast.FunctionDef):
             self.seen.add(node)
-        # What a call is made of is computed before it, its arguments before a method of this class.
+        # The arguments of a call are computed before it.
         parts = [*node.args, *node.keywords, node.func] if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
         for child in parts:
             yield from self.of(source, child)
@@ -165,7 +165,7 @@ class _Steps:
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield "p"
         elif isinstance(node, ast.Attribute) and _named(node.value) == "self" and node.attr in self.methods:
-            # Methods are handed on as well, to be called by others.
+            # A method may be handed on instead of being called here.
             yield from self.of(*self.methods[node.attr])
         if isinstance(node, ast.Call):
             yield from self._call(source, node.func)

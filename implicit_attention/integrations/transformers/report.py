@@ -1,4 +1,4 @@
-"""What the attention layers of a model did in their last forward, layer by layer."""
+"""`report` and `last_solves`: how the equilibria of a model were found in its last forward, layer by layer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,24 @@ class LayerReport:
     """One attention layer's last forward.
 
     Attributes:
-        name: of the module in the model.
+        name: the name of the module in the model.
         anchor: how much of the queries stays (the mean over heads).
-        num_evals: evaluations of the map per query, the mean.
-        max_evals: the most that a query took.
+        num_evals: evaluations of the map per query (the mean).
+        max_evals: the largest number of evaluations that a query took.
         residual: the largest |f(z) - z|; NaN where nothing was solved.
-        converged: share of the queries that reached their tolerance; NaN where nothing was to be reached.
-        gradient: the same for the backward solves; NaN before a backward pass, and where there is none.
+        converged: share of the queries that reached their tolerance; NaN if none had a tolerance to reach.
+        gradient: the same for the backward solves; NaN before a backward pass, and if it solves nothing.
         effective_keys: exp(entropy) of the attention weights, the mean over heads and a sample of queries.
-        distinct: number of different fixed points among the queries of the sample, the mean over heads.
-        queries: how many queries of the first sequence that sample has; those that attend to nothing count.
+        distinct: number of different fixed points among the queries of the sample (the mean over heads).
+        queries: the number of queries in that sample, which is of the first sequence. Masked queries count.
+
+    Example:
+        >>> from implicit_attention.integrations.transformers import LayerReport
+        >>> layer = LayerReport("model.layers.0.self_attn", 0.9, 4.5, 6, 1e-6, 1.0, 1.0, 3.2, 7.5, 8)
+        >>> layer.max_evals
+        6
+
+    Not for making by hand: `report` returns one for each layer.
     """
 
     name: str
@@ -48,10 +56,22 @@ class LayerReport:
 
 
 def last_solves(model: nn.Module) -> dict[str, SolveReport]:
-    """The evidence of every attention layer's last call, by its name in the model: what a training loop watches.
+    """The `SolveReport` of every attention layer's last call, by the layer's name in the model.
 
     Args:
-        model: a model, after a forward. Layers with another attention are not there.
+        model: a model, after a forward. Layers with another attention are left out.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, last_solves
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = attach(LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes)), anchor=0.9)
+        >>> output = model(torch.randint(10, (1, 5)))
+        >>> {name: bool(solve.converged.all()) for name, solve in last_solves(model).items()}
+        {'model.layers.0.self_attn': True, 'model.layers.1.self_attn': True}
+
+    Not for looking at in a terminal: `report` prints a table, with effective keys and distinct fixed points.
     """
     return {name: _report(last) for name, last in _calls(model)}
 
@@ -59,14 +79,29 @@ def last_solves(model: nn.Module) -> dict[str, SolveReport]:
 def report(model: nn.Module) -> list[LayerReport]:
     """Print and return what every attention layer did in the last forward of the model.
 
-    Attention that took no part in it is named below.
+    Attention that took no part in that forward is named below the table.
 
     Args:
-        model: a model with a name of `register` as its attention, after a forward. A module that is called several
-            times reports its last call.
+        model: a model with equilibrium attention, after a forward. A module that is called several times reports its
+            last call.
 
     Raises:
-        ValueError: if no layer of the model has called equilibrium attention; the message names the model.
+        ValueError: if no layer of the model has called equilibrium attention.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, report
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = attach(LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes)), anchor=0.9)
+        >>> output = model(torch.randint(10, (1, 5)))
+        >>> rows = report(model)
+        layer                     anchor  evals  max  residual  converged  gradient  eff. keys  distinct
+        ...
+        >>> [row.queries for row in rows]
+        [5, 5]
+
+    Not for every step of a training loop, as it looks at all numbers on the host: `last_solves` leaves them there.
     """
     rows = [_row(name, last) for name, last in last_calls(model)]
     print(_table(rows))
@@ -77,7 +112,7 @@ def report(model: nn.Module) -> list[LayerReport]:
 
 
 def last_calls(model: nn.Module) -> list[tuple[str, Last]]:
-    """The attention modules that have called equilibrium attention, by name, with what they remember."""
+    """The attention modules that have called equilibrium attention, by name, with their `Last`."""
     found = _calls(model)
     if not found:
         saved = names(getattr(model, "config", None))
@@ -94,13 +129,13 @@ def _calls(model: nn.Module) -> list[tuple[str, Last]]:
 
 
 def _is_current(module: nn.Module) -> bool:
-    """Whether its model has not been given another attention since."""
+    """Whether the model of this module still has equilibrium attention."""
     config = getattr(module, "config", None)
     return config is None or is_ours(getattr(config, "_attn_implementation", None))
 
 
 def _report(last: Last) -> SolveReport:
-    """The report of a call; of a compiled one, which could not tell, failures are warned of here."""
+    """The report of a call; if that was compiled, and could not warn of failures, this does."""
     assert last.settings is not None
     if isinstance(last.report, Record):
         last.report = report_from_graph(last.report, last.settings.options.on_failure)
@@ -149,7 +184,7 @@ def _cells(row: LayerReport) -> tuple[str, ...]:
 
 
 def aligned(cells: list[tuple[str, ...]]) -> str:
-    """Rows under each other, the first column to the left."""
+    """The rows of a table as text, the first column aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -159,7 +194,7 @@ def aligned(cells: list[tuple[str, ...]]) -> str:
 
 
 def percent(share: float) -> str:
-    """Of a share in [0, 1]; a dash for NaN."""
+    """A share in [0, 1] as text; a dash for NaN."""
     return "-" if math.isnan(share) else f"{100 * share:.4g} %"
 
 

@@ -1,4 +1,4 @@
-"""Options of one model alone: held by its modules, and written into its configuration, which is saved with it."""
+"""The options of one model: held by its modules, and written into its configuration, which is saved with it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ... import _validate, solvers
 from ...solvers import Solver
 from .settings import ANCHORS, LAYERS, SETTINGS, SOLVERS, Settings
 
-#: What transformers read for the name of a model's attention. They do not write it; a file that has it is loaded with
-#: that attention, or not at all.
+#: The attribute from which transformers read the name of a model's attention. They do not write it. A file that has it
+#: is loaded with that attention, or not at all.
 NAME = "attn_implementation"
 
 
 def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, settings: Settings) -> None:
-    """Let the modules of a model have these settings for a name, and its configurations what of them is the model's."""
+    """Give settings for a name to the modules of a model, and the saved part of them to its configurations."""
     saved = written(settings)
     for config in configs:
         for attribute, value in saved.items():
@@ -51,7 +51,7 @@ def names(config: Any) -> list[str]:
 
 
 def held(config: Any, attribute: str, name: str) -> Any:
-    """What a configuration holds for a name under ANCHORS, SOLVERS or LAYERS, or None."""
+    """The entry of a name in `attribute` (ANCHORS, SOLVERS or LAYERS) of a configuration, or None."""
     return (getattr(config, attribute, None) or {}).get(name)
 
 

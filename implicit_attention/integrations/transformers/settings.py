@@ -1,4 +1,4 @@
-"""What a registered attention is told: anchor and solve, for all layers, for some of them, for one call."""
+"""The options of a registered attention: for all layers, for some of them, for one model, for one call."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_lay
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How attention is answered.
+    """The options of a registered attention.
 
     Args:
         anchor: in [0, 1]; 1 is softmax attention. A tensor has one for each head.
         options: how the equilibrium is found and differentiated.
-        layers: what is different in some layers.
-        ignore: names of arguments of the host that are known not to change attention.
+        layers: other options for some layers.
+        ignore: names of arguments of the model that are known not to change attention.
     """
 
     anchor: float | Tensor = 0.5
@@ -124,16 +124,27 @@ class Settings:
 
 @contextmanager
 def override(model: nn.Module, **options: Any) -> Iterator[None]:
-    """Inside this context all attention of a model has these options, whatever arguments it hands down.
-
-    `with override(model, max_steps=0): model.generate(...)`.
+    """A context in which all attention of a model has these options, also where it hands no arguments down.
 
     Args:
         model: the model, or a part of it.
-        **options: `anchor`, `max_steps`, `solver`, `adjoint`, `impl`, `on_failure`, as in `register`.
+        **options: anchor, solver, adjoint, impl, max_steps and on_failure, as in `register`.
 
     Raises:
-        TypeError, ValueError: options that do not fit; an unknown one names those there are.
+        TypeError, ValueError: options that do not fit; for an unknown one the valid options are named.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, last_solves, override
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = attach(LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes)), anchor=0.9)
+        >>> with override(model, max_steps=0):
+        ...     logits = model(torch.randint(10, (1, 5))).logits
+        >>> {int(solve.num_evals.max()) for solve in last_solves(model).values()}
+        {0}
+
+    Not for options that are to stay: give these to `attach`.
     """
     Settings().override(options, "options")
     check_fixed(options.get("anchor"))
@@ -143,7 +154,7 @@ def override(model: nn.Module, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def marked(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
-    """Inside this context all modules of a model have this attribute; behind it they have what they had."""
+    """A context in which all modules of a model have this attribute; at its end they have what they had before."""
     before = [(module, getattr(module, attribute, None)) for module in model.modules()]
     for module, _ in before:
         setattr(module, attribute, value)
@@ -158,8 +169,9 @@ def marked(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
 
 
 def check_fixed(anchor: Any) -> None:
-    """An anchor that is held beside the parameters of a model must not be trained: no optimiser, no file and no engine
-    that keeps ranks alike would know of it.
+    """Refuse an anchor that requires a gradient where it is held beside the parameters of a model.
+
+    No optimiser would train it, no file would hold it, and no engine would keep it alike on all ranks.
     """
     if isinstance(anchor, Tensor) and anchor.requires_grad:
         remedy = (
