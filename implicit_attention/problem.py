@@ -166,7 +166,7 @@ class Problem(Declared, general=True):
                 "a tensor made there, through which no gradient would reach what it is made of",
                 "compute it at every call, or once in __init__",
             )
-        hidden = is_batched(result) and not any(is_batched(t) for t in (z, *tensors))
+        hidden = is_batched(result) and not is_batched(z, *tensors)
         if result.requires_grad or has_tangent(result) or hidden:
             name, where = self._map_name(), self._read_by()
             raise ValueError(
@@ -218,7 +218,7 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
     What they add to a gradient is 0, and 0 * NaN would be NaN in all that they share. Of a problem that does not know
     which numbers are whose, those that are not finite become 1 where f of all others stays the same.
     """
-    batched = any(is_batched(t) for t in (left_out, z, *problem.tensors()))
+    batched = is_batched(left_out, z, *problem.tensors())
     if not batched and z.device.type == "cpu" and not bool(left_out.any()):
         return problem, z
     rows = left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim))

@@ -211,18 +211,21 @@ POTENTIALS = {
         lambda keys, beta, pairs: ia.LogSumExp(keys, beta, **split(pairs)),
         lambda z, keys, beta, pairs: weights(z, keys, beta, pairs) @ keys,
     ),
-    "softcap": (lambda keys, beta, pairs: ia.SoftcapLogSumExp(keys, beta, 3.0, **split(pairs)), _softcap_mean),
+    "softcap": (
+        lambda keys, beta, pairs: ia.potentials.SoftcapLogSumExp(keys, beta, 3.0, **split(pairs)),
+        _softcap_mean,
+    ),
     "quadratic": (
         lambda keys, beta, pairs: ia.SquaredScores(keys, beta),
         lambda z, keys, beta, pairs: column(beta) * (z @ keys.mT) @ keys,
     ),
     "hidden units": (
-        lambda keys, beta, pairs: ia.HiddenUnits(keys.mT, SignUnits()),
+        lambda keys, beta, pairs: ia.potentials.HiddenUnits(keys.mT, SignUnits()),
         lambda z, keys, beta, pairs: (z @ keys.mT).tanh() @ keys,
     ),
     "one's own": (lambda keys, beta, pairs: Wells(keys), lambda z, keys, beta, pairs: (z @ keys.mT).tanh() @ keys),
     "mixture": (
-        lambda keys, beta, pairs: ia.GaussianMixture(
+        lambda keys, beta, pairs: ia.potentials.GaussianMixture(
             keys, 0.125 * torch.eye(keys.shape[-1], dtype=keys.dtype), torch.zeros(keys.shape[-2], dtype=keys.dtype)
         ),
         lambda z, keys, beta, pairs: weights(z, keys, 1.0) @ keys + 0.125 * z,

@@ -18,7 +18,7 @@ def energy(q, k, **pairs):
 
 
 def spins(q, k):
-    return ia.magnetization(ia.SpinSystem(torch.zeros(5, 5), q, 0.5), ia.MeanField())
+    return ia.spins.magnetization(ia.spins.SpinSystem(torch.zeros(5, 5), q, 0.5), ia.spins.MeanField())
 
 
 DOORS = {

@@ -32,7 +32,7 @@ from ..solvers import Picard
 from ..status import Status
 from .heads import group_size, split_groups
 from .masks import check_whole
-from .read_out import PotentialFactory, made_by, read_out, weights_of
+from .read_out import PotentialFactory, made_by, read_out, reads_out
 
 
 def report_from_graph(record: Record, on_failure: OnFailure) -> SolveReport:
@@ -69,73 +69,69 @@ class Attended(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of `attend`."""
+    """What attends to what, and how.
+
+    Attributes:
+        query: (*batch, N, D), or (*batch, H, N, D) with heads.
+        keys: (*batch, M, D), or (*batch, Hkv, M, D).
+        values: (*batch, M, E) to read softmax attention out, None to return the state.
+        beta, anchor: numbers, or tensors that broadcast to the leading axes of `query`.
+        options: how the equilibria are found and differentiated.
+        mask, bias: boolean and additive, each None or broadcasting to (*batch, N, M).
+        potential: what makes the potential of the keys.
+        dropout_p: part of the weights dropped in the read-out.
+        grouped: whether fewer heads of keys are shared by heads of queries: head h reads key head h // (H / Hkv), or
+            h mod Hkv if "tiled".
+        initial: where the solves start, by default at the query.
+        trace: keep the course of the iteration in the solution.
+        return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
+        return_weights: whether the attention weights are asked for.
+    """
 
     query: Tensor
     keys: Tensor
     values: Tensor | None
     beta: float | Tensor
     anchor: float | Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    initial: Tensor | None
-    potential: PotentialFactory
     options: SolveOptions
-    dropout_p: float
-    trace: bool
-    return_solution: bool
-    return_weights: bool
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    potential: PotentialFactory = LogSumExp
+    dropout_p: float = 0.0
+    grouped: bool | Literal["tiled"] = False
+    initial: Tensor | None = None
+    trace: bool = False
+    return_solution: bool = False
+    return_weights: bool = False
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    *,
-    beta: float | Tensor,
-    anchor: float | Tensor,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    potential: PotentialFactory = LogSumExp,
-    options: SolveOptions,
-    dropout_p: float = 0.0,
-    grouped: bool | Literal["tiled"] = False,
-    initial: Tensor | None = None,
-    trace: bool = False,
-    return_solution: bool = False,
-    return_weights: bool = False,
-) -> Attended:
-    """Equilibria of `query` over `keys` and what is read out there: softmax attention over `values`, or the state.
-
-    If `grouped`, fewer heads of keys are shared by H heads of queries: head h reads key head h // (H / Hkv), or
-    h mod Hkv if "tiled".
+def attend(call: Call) -> Attended:
+    """Equilibria of the queries over the keys and what is read out there: softmax attention over values, or the state.
 
     With max_steps=0 nothing is solved: the read-out is taken at the query, and without values it is one step of the
-    map. The residual there is evaluated with `return_solution` (or `trace`) only.
+    map.
 
     Under torch.compile the solve is one operation of the graph where there is one for it; the host then learns of
     failures when it asks for the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake)
     take the same path.
     """
     check_whole()
-    return_solution = return_solution or trace
-    tensors = (query, keys, values, beta, anchor, mask, bias, initial)
-    if torch.compiler.is_compiling() and any(isinstance(t, Tensor) and may_have_tangent(t) for t in tensors):
+    in_graph = torch.compiler.is_compiling()
+    if in_graph and any(isinstance(t, Tensor) and may_have_tangent(t) for t in call):
         raise UnsupportedImplementation(
             "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
             "torch.compile; call them outside of it"
         )
-    call = Call(*tensors, potential, options, dropout_p, trace, return_solution, return_weights)
-    if (torch.compiler.is_compiling() or is_fake(query)) and _fits_graph(call):
-        attended = _by_groups(call, grouped, in_graph=True)
+    if (in_graph or is_fake(call.query)) and _fits_graph(call):
+        attended = _by_groups(call, in_graph=True)
         if attended is not None:
             return attended
-    return _outside_graph(call, grouped)
+    return _outside_graph(call)
 
 
 @uncompiled
-def _outside_graph(call: Call, grouped: bool | Literal["tiled"]) -> Attended:
-    attended = _by_groups(call, grouped, in_graph=False)
+def _outside_graph(call: Call) -> Attended:
+    attended = _by_groups(call, in_graph=False)
     assert attended is not None
     return attended
 
@@ -143,7 +139,7 @@ def _outside_graph(call: Call, grouped: bool | Literal["tiled"]) -> Attended:
 def _fits_graph(call: Call) -> bool:
     """Whether the solve may be an operation in the graph of a compiler, if there is one for it."""
     options, adjoint = call.options, call.options.adjoint
-    if call.potential is not LogSumExp or call.return_solution or call.return_weights:
+    if call.potential is not LogSumExp or call.return_solution or call.trace or call.return_weights:
         return False
     if call.keys.shape[-2] == 0 or options.on_failure == "raise" or options.impl == "reference":
         return False
@@ -158,13 +154,13 @@ def _fits_graph(call: Call) -> bool:
 # Heads that share keys.
 
 
-def _by_groups(call: Call, grouped: bool | Literal["tiled"], *, in_graph: bool) -> Attended | None:
+def _by_groups(call: Call, *, in_graph: bool) -> Attended | None:
     """The answer, with an axis for the heads that share keys while it is found, along which the keys broadcast.
 
     None if it is asked for as operations in a compiler's graph, and there are none that do it.
     """
-    groups = group_size(call.query, call.keys) if grouped else 1
-    found = _answered(call if groups == 1 else _split(call, groups, grouped == "tiled"), in_graph)
+    groups = group_size(call.query, call.keys) if call.grouped else 1
+    found = _answered(call if groups == 1 else _split(call, groups), in_graph)
     if found is None:
         return None
     output, state, solution, weights = found
@@ -178,8 +174,9 @@ def _by_groups(call: Call, grouped: bool | Literal["tiled"], *, in_graph: bool) 
     return Attended(output, state, solution, report, weights)
 
 
-def _split(call: Call, groups: int, tiled: bool) -> Call:
-    heads, shared = call.query.shape[-3], -4 if tiled else -3
+def _split(call: Call, groups: int) -> Call:
+    heads, tiled = call.query.shape[-3], call.grouped == "tiled"
+    shared = -4 if tiled else -3
     return call._replace(
         query=split_groups(call.query, heads, groups, -3, tiled),
         keys=call.keys.unsqueeze(shared),
@@ -215,11 +212,8 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
         call = _in_single(given)
         potential = _potential(call)
         energy = AnchoredEnergy(potential, call.query, call.anchor)
-        if call.values is not None and not hasattr(potential, "readout"):
-            raise UnsupportedImplementation(
-                f"{type(potential).__name__} has no weights to read values out with (no method `readout`); "
-                "use readout='state'"
-            )
+        if call.values is not None or call.return_weights:
+            reads_out(potential)
         if call.options.explicit:
             _check_explicit(energy, call.options.impl)
             state, solution = call.query, _explicit_solution(energy, call, in_graph)
@@ -230,7 +224,9 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
                 return None
             state, solution = solved
             output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
-        weights = weights_of(potential, state)[..., : 0 if empty else None] if call.return_weights else None
+        weights = reads_out(potential).probabilities(state) if call.return_weights else None
+        if empty and weights is not None:
+            weights = weights[..., :0]
         return output.to(given.query.dtype), state, solution, weights
 
 
@@ -290,7 +286,7 @@ def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
 def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> Solution | Record:
     """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
     query = call.query.detach()
-    if not call.return_solution:
+    if not (call.return_solution or call.trace):
         unknown = query.new_full(query.shape[:-1], torch.nan)
         none = torch.zeros_like(unknown, dtype=torch.int32)
         status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from .. import _validate
 from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
-from .core import attend
+from .core import Call, attend
 from .masks import mask_and_bias
 
 
@@ -88,36 +88,29 @@ def equilibrium_attention(
         batch = torch.broadcast_shapes(*(t.shape[:-2] for _, t in tensors))  # type: ignore[no-untyped-call]
         query = query.expand(*batch, *query.shape[-2:])
     # Without a dimension all scores are 0 at any scale.
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else _checked_scale(scale)
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    remedy = "parametrise it, for example exponentially"
+    scale = _validate.check_per_batch("scale", scale, low=0.0, open_low=True, remedy=remedy)
     for name, number in (("scale", scale), ("anchor", anchor)):
         if isinstance(number, Tensor):
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
     shape = (*query.shape[:-1], key.shape[-2])
     mask, bias = mask_and_bias(attn_mask, shape=shape, like=query, causal=is_causal, names=("attn_mask", "is_causal"))
-    found = attend(
+    call = Call(
         query,
         key,
         value,
-        beta=scale,
-        anchor=anchor,
+        scale,
+        anchor,
+        solve_options,
         mask=mask,
         bias=bias,
-        options=solve_options,
         dropout_p=dropout_p,
         grouped=enable_gqa,
         return_solution=return_solution,
     )
+    found = attend(call)
     return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
-
-
-def _checked_scale(scale: float | Tensor) -> float | Tensor:
-    if isinstance(scale, Tensor):
-        _validate.check_float_tensor("scale", scale)
-        remedy = "parametrise it, for example exponentially"
-        _validate.check_range("scale", scale, low=0.0, open_low=True, remedy=remedy)
-        return scale
-    number: float = _validate.check_number("scale", scale, low=0.0, open_low=True)
-    return number
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> None:

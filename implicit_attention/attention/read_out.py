@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..errors import UnsupportedImplementation
-from ..potentials import Potential
+from ..potentials import Potential, ReadsOut
 
 #: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are given only where there are any.
 PotentialFactory: TypeAlias = Callable[..., Potential]
@@ -31,13 +31,15 @@ def made_by(
 def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
     """softmax(beta z K^T) V. A state that is not finite reads NaN and adds nothing to other gradients."""
     lost = ~torch.isfinite(z).all(-1, keepdim=True)
-    output: Tensor = potential.readout(z.masked_fill(lost, 0.0), values, dropout_p=dropout_p)  # type: ignore[attr-defined]
+    output = reads_out(potential).readout(z.masked_fill(lost, 0.0), values, dropout_p=dropout_p)
     return output.masked_fill(lost, torch.nan)
 
 
-def weights_of(potential: Potential, z: Tensor) -> Tensor:
-    """softmax(beta z K^T), (*batch, N, M)."""
-    if not hasattr(potential, "probabilities"):
-        raise UnsupportedImplementation(f"{type(potential).__name__} has no attention weights (no `probabilities`)")
-    weights: Tensor = potential.probabilities(z)
-    return weights
+def reads_out(potential: Potential) -> ReadsOut:
+    """The potential, or an error if it has no weights to read values out with."""
+    if isinstance(potential, ReadsOut):
+        return potential
+    raise UnsupportedImplementation(
+        f"{type(potential).__name__} has no attention weights (no methods `probabilities` and `readout`); use "
+        "readout='state', without weights"
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,26 +32,21 @@ STATUS_NAMES = {int(status): status.name for status in Status}
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A sample with its energy's constants and the float64 answers that solvers are measured against.
+    """A sample with its energy and the float64 answers that solvers are measured against.
 
     Attributes:
         sample: patterns, queries and targets.
-        beta: inverse temperature.
-        anchor: weight of the query in the energy.
+        energy: of retrieval, from patterns and queries.
         reference: fixed points, (N, D), NaN for queries that are not finite.
         weights: of the linear functional <weights, z> that is differentiated, (N, D).
         gradient: its exact gradient with respect to the patterns, (M, D).
     """
 
     sample: Sample
-    beta: float
-    anchor: float
+    energy: Callable[[Tensor, Tensor], AnchoredEnergy]
     reference: Tensor
     weights: Tensor
     gradient: Tensor
-
-    def energy(self, keys: Tensor, queries: Tensor) -> AnchoredEnergy:
-        return energy_of(keys, queries, self.sample.usable, beta=self.beta, anchor=self.anchor)
 
 
 def energy_of(keys: Tensor, queries: Tensor, usable: Tensor, *, beta: float, anchor: float) -> AnchoredEnergy:
@@ -75,8 +72,9 @@ def prepare(sample: Sample, *, beta: float, anchor: float, seed: int) -> Task:
     weights = torch.randn(sample.queries.shape, generator=generator, dtype=torch.float64).to(sample.keys.device)
     finite = sample.finite
     keys = exact.keys.clone().requires_grad_()
+    energy = partial(energy_of, usable=sample.usable, beta=beta, anchor=anchor)
     solution = solve(
-        energy_of(keys, exact.queries[finite], sample.usable, beta=beta, anchor=anchor),
+        energy(keys, exact.queries[finite]),
         exact.queries[finite],
         solver=Anderson(rtol=1e-12, atol=1e-14, max_steps=2000),
         adjoint=Implicit(CG(rtol=1e-12)),
@@ -90,7 +88,7 @@ def prepare(sample: Sample, *, beta: float, anchor: float, seed: int) -> Task:
     weights = weights.where(trusted[:, None], 0.0)
     loss = (solution.value * weights[finite]).sum()
     (gradient,) = torch.autograd.grad(loss, [keys], materialize_grads=True)
-    return Task(sample, beta, anchor, reference, weights, gradient)
+    return Task(sample, energy, reference, weights, gradient)
 
 
 def evaluate(

@@ -9,28 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from .. import spins
 from ..linear import Eigenvalue, extreme_eigenvalues
-from ..potentials import AmosResponse
 from ..solution import SolveReport
-from ..spins import (
-    Bethe,
-    Enumeration,
-    MeanField,
-    SaddlePoint,
-    SpinSystem,
-    Thermodynamics,
-    TransferMatrix,
-    thermodynamics,
-)
-from ..spins.adaptive_tap import AdaTAP
-from ..spins.approximation import Approximation
-from ..spins.dynamics import DynamicalMethod, StationaryState, stationary_state
+from ..spins import Approximation, SpinSystem, StationaryState, Thermodynamics, stationary_state, thermodynamics
+from ..spins.dynamics import DynamicalMethod
 from ..spins.exact import LARGEST as LARGEST_CHAIN
 from ..spins.exact import stationary_law
-from ..spins.gaussian_closure import GaussianClosure
-from ..spins.kinetic_plefka import KineticPlefka
 from ..spins.sampling import Samples, heat_bath, synchronous
-from ..spins.tap import TAP
 from ..status import Status
 from .evaluate import status_counts
 from .measure import error_row, median_times
@@ -41,6 +27,7 @@ LARGEST_ENUMERATION = 2**22
 #: Updates of a spin, by all chains and samples together, that the heat bath may spend; vectors cost several times more.
 UPDATES, VECTOR_UPDATES, QUICK_UPDATES = 20_000, 5_000, 2_000
 CHAINS = 100
+CPU = torch.device("cpu")
 #: Rows of a susceptibility that is computed as a matrix; a larger one is asked LANCZOS_STEPS times.
 DENSE, LANCZOS_STEPS = 64, 30
 SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
@@ -94,14 +81,9 @@ class Sampler:
     def answer(self, system: SpinSystem, seed: int, quick: bool, progress: Parts | None) -> Answer:
         updates = QUICK_UPDATES if quick else UPDATES if system.dim == 1 else VECTOR_UPDATES
         sweeps = max(20, updates // max(1, system.num_sites))
-        found = (heat_bath if self.equilibrium else synchronous)(
-            system,
-            chains=CHAINS,
-            burn_in=sweeps // 2,
-            sweeps=sweeps,
-            generator=torch.Generator().manual_seed(seed),
-            progress=progress,
-        )
+        draw = heat_bath if self.equilibrium else synchronous
+        generator = torch.Generator().manual_seed(seed)
+        found = draw(system, chains=CHAINS, burn_in=sweeps // 2, sweeps=sweeps, generator=generator, progress=progress)
         known = found.magnetization.isfinite().flatten(-2).all(-1)
         row: dict[str, Any] = {"chains": CHAINS, "sweeps": sweeps, "status": _known("SAMPLED", known)}
         numbers = {
@@ -143,20 +125,20 @@ class Entry(NamedTuple):
 
 #: In the order of the tables. Of equilibrium methods asymmetric couplings get the reason why they do not apply.
 ENTRIES = (
-    Entry("mean-field", MeanField()),
-    Entry("mean-field-amos", MeanField(response=AmosResponse()), vectors=True),
-    Entry("tap-2", TAP(order=2)),
-    Entry("tap-3", TAP(order=3)),
-    Entry("saddle-point", SaddlePoint()),
-    Entry("one-loop", SaddlePoint(one_loop=True)),
-    Entry("spherical", SaddlePoint(shared=True)),
-    Entry("adatap", AdaTAP()),
-    Entry("bethe", Bethe()),
-    Entry("enumeration", Enumeration()),
-    Entry("transfer-matrix", TransferMatrix()),
-    Entry("plefka-1", KineticPlefka(order=1), equilibrium=False),
-    Entry("plefka-2", KineticPlefka(order=2), equilibrium=False),
-    Entry("gaussian-field", GaussianClosure(), equilibrium=False),
+    Entry("mean-field", spins.MeanField()),
+    Entry("mean-field-amos", spins.MeanField(response=spins.AmosResponse()), vectors=True),
+    Entry("tap-2", spins.TAP(order=2)),
+    Entry("tap-3", spins.TAP(order=3)),
+    Entry("saddle-point", spins.SaddlePoint()),
+    Entry("one-loop", spins.SaddlePoint(one_loop=True)),
+    Entry("spherical", spins.SaddlePoint(shared=True)),
+    Entry("adatap", spins.AdaTAP()),
+    Entry("bethe", spins.Bethe()),
+    Entry("enumeration", spins.Enumeration()),
+    Entry("transfer-matrix", spins.TransferMatrix()),
+    Entry("plefka-1", spins.KineticPlefka(order=1), equilibrium=False),
+    Entry("plefka-2", spins.KineticPlefka(order=2), equilibrium=False),
+    Entry("gaussian-field", spins.GaussianClosure(), equilibrium=False),
     Entry(CHAIN, Chain(), equilibrium=False),
     Entry(SAMPLER, Sampler(equilibrium=True), dynamics=False),
     Entry(SYNCHRONOUS, Sampler(equilibrium=False), equilibrium=False),
@@ -166,7 +148,7 @@ ENTRIES = (
 def warm_up(system: SpinSystem) -> None:
     """Solve two spins, so that what torch loads on its first call is in no method's time."""
     two = SpinSystem(system.couplings.new_zeros(2, 2), system.field.new_ones(2, system.dim), radius=system.radius)
-    thermodynamics(two, MeanField(), on_failure="ignore")
+    thermodynamics(two, spins.MeanField(), on_failure="ignore")
 
 
 def in_equilibrium(system: SpinSystem) -> bool:
@@ -186,11 +168,10 @@ def applicable(entries: Iterable[Entry], system: SpinSystem) -> tuple[list[Entry
             continue
         try:
             entry.method.check(system)
-            samples = system.batch.numel()
-            if isinstance(entry.method, Enumeration) and samples * 2**system.num_sites > LARGEST_ENUMERATION:
-                raise ValueError(
-                    f"{samples} samples of 2^{system.num_sites} states are more than 2^22, which take minutes"
-                )
+            count, states = system.batch.numel(), 2**system.num_sites
+            if isinstance(entry.method, spins.Enumeration) and count * states > LARGEST_ENUMERATION:
+                what = f"{count} samples of 2^{system.num_sites} states"
+                raise ValueError(f"{what} are more than 2^22, which take minutes")
         except ValueError as error:
             refused[entry.name] = str(error)
         else:
@@ -317,15 +298,13 @@ def evidence_of(report: SolveReport) -> dict[str, Any]:
 def _timed(name: str, answer: Callable[[], Answer], max_seconds: float) -> Answer:
     """The answer with its name and time; that of a method that raises has the error instead."""
     held: list[Answer] = []
-    warmup = 1 if max_seconds > 0 else 0
+
+    def run() -> None:
+        held[:] = [answer()]
+
+    repeats, warmup = (3, 1) if max_seconds > 0 else (1, 0)
     try:
-        (seconds,) = median_times(
-            lambda: held.append(answer()),
-            device=torch.device("cpu"),
-            repeats=3 if warmup else 1,
-            warmup=warmup,
-            max_seconds=max_seconds,
-        )
+        (seconds,) = median_times(run, device=CPU, repeats=repeats, warmup=warmup, max_seconds=max_seconds)
     except Exception as error:
         return Answer({"method": name} | error_row(error))
-    return held[-1]._replace(row={"method": name} | held[-1].row | {"seconds": seconds})
+    return held[0]._replace(row={"method": name} | held[0].row | {"seconds": seconds})

@@ -90,6 +90,10 @@ def exact_milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
+def six_digits(value: float) -> str:
+    return f"{value:.6g}"
+
+
 def mebibytes(size: int) -> str:
     return f"{size / 2**20:.1f}" if size < 10 * 2**20 else f"{size / 2**20:.0f}"
 
@@ -108,60 +112,30 @@ def status(row: Row) -> str:
     return "\n".join([*lines, *([f"{unsure - lost} RESPONSE"] if unsure > lost else [])])
 
 
+RETRIEVED = "tasks/{}/retrieval_rate".format
 COMPARISON = (
-    Column(
-        "evals\nmed/max",
-        "evaluations of the map per query; the last one measures the residual of what is returned",
-        "",
-        evaluations,
-    ),
+    Column("evals\nmed/max", "evaluations of the map per query; the last one measures the residual", "", evaluations),
     Column("resid.\nmax", "largest |f(z) - z| over the queries (where it is a finite number)", "residual_max", short),
     Column("conv\n%", "queries whose residual reached the tolerance", "converged", percent),
     Column("sad-\ndles", "converged where the energy curves downwards", "saddles", str),
     Column("pts", "distinct fixed points among the converged states", "distinct_fixed_points", str),
-    Column(
-        "retr.\nerror",
-        "mean relative distance of the returned state from the stored pattern",
-        "retrieval_error_mean",
-        short,
-    ),
-    Column(
-        "half\n%",
-        "half-masked queries retrieved (relative error < 1e-2)",
-        "tasks/half-masked/retrieval_rate",
-        percent,
-    ),
-    Column("noisy\n%", "noisy queries retrieved", "tasks/noisy/retrieval_rate", percent),
-    Column(
-        "other\npoint",
-        "converged, but to another fixed point than the float64 reference from the same query",
-        "other_fixed_point",
-        str,
-    ),
-    Column(
-        "grad.\nerror",
-        "relative error of the gradient for the patterns against float64 exact; other points count as errors",
-        "gradient_error",
-        short,
-    ),
+    Column("retr.\nerror", "mean relative distance of the state from the pattern", "retrieval_error_mean", short),
+    Column("half\n%", "half-masked queries retrieved (relative error < 1e-2)", RETRIEVED("half-masked"), percent),
+    Column("noisy\n%", "noisy queries retrieved", RETRIEVED("noisy"), percent),
+    Column("other\npoint", "converged, but not to the fixed point of the float64 reference", "other_fixed_point", str),
+    Column("grad.\nerror", "relative error against float64; other points count as errors", "gradient_error", short),
     Column("fwd\nms", "median time of the solve", "forward_seconds", milliseconds),
     Column("bwd\nms", "median time of the gradient", "backward_seconds", milliseconds),
     Column("peak\nMiB", "memory of both at once, beyond the inputs", "peak_memory_bytes", mebibytes),
     Column("status", "with counts where the queries differ; the others are CONVERGED", "", status),
 )
 MAGNETIZATION = (
-    Column("F", "free energy, relative to the measure", "free_energy", "{:.6g}".format, averaged=True),
-    Column("U", "internal energy", "internal_energy", "{:.6g}".format, averaged=True),
-    Column("S", "entropy", "entropy", "{:.6g}".format, averaged=True),
-    Column("C", "heat capacity", "heat_capacity", "{:.6g}".format, averaged=True),
-    Column(
-        "sigma",
-        "entropy production per step of the synchronous dynamics",
-        "entropy_production",
-        "{:.6g}".format,
-        averaged=True,
-    ),
-    Column("|m|", "mean over sites of |m_i|/R", "mean_length", "{:.6g}".format, averaged=True),
+    Column("F", "free energy, relative to the measure", "free_energy", six_digits, averaged=True),
+    Column("U", "internal energy", "internal_energy", six_digits, averaged=True),
+    Column("S", "entropy", "entropy", six_digits, averaged=True),
+    Column("C", "heat capacity", "heat_capacity", six_digits, averaged=True),
+    Column("sigma", "entropy production per synchronous step", "entropy_production", six_digits, averaged=True),
+    Column("|m|", "mean over sites of |m_i|/R", "mean_length", six_digits, averaged=True),
     Column("|dm|", "root mean square distance of m/R from {reference}'s", "distance", short, averaged=True),
     Column("named\n%", "held-out images whose own digit has the largest log p = -E - log Z", "named", tenths),
     Column("lower\n%", "pixels of lower halves that are right, given the upper halves", "completed", tenths),
@@ -268,10 +242,8 @@ def retrieval_table(entries: list[Row], *, has_reference: bool) -> Table:
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
     """Print everything that `compare` measured."""
-    gradient_descent = (
-        f"unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: so many as asked"
-    )
-    notes = [gradient_descent, *_meanings(COMPARISON), *_failures(comparison.rows)]
+    descent = f"unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: so many as asked"
+    notes = [descent, *_meanings(COMPARISON), *_failures(comparison.rows)]
     if comparison.unusable:
         notes.append(
             f"{comparison.unusable} of {comparison.settings.patterns} patterns hold NaN or infinity and are not "

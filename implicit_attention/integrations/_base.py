@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import _validate
 from .._autograd import at_least_single
-from ..attention.core import Attended, attend
+from ..attention.core import Attended, Call, attend
 from ..attention.masks import split_mask
 from ..attention.read_out import PotentialFactory
 from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
@@ -34,8 +34,8 @@ class HostAttention(Remembering):
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, *, dropout: float, **given: Any) -> Attended:
         """`attend` with the anchor and options of this module, which remembers the solve; weights drop in training."""
         given["dropout_p"] = dropout if self.training else 0.0
-        attended = attend(query, keys, values, anchor=self.anchor(), options=self.options, **given)
-        self._last = attended.report
+        attended = attend(Call(query, keys, values, anchor=self.anchor(), options=self.options, **given))
+        self._remember(attended.report)
         return attended
 
     def _shown(self, **settings: Any) -> str:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.core import attend
+from ..attention.core import Call, attend
 from ..attention.heads import merge_heads
 from ..attention.masks import mask_and_bias
 from ..attention.read_out import PotentialFactory
 from ..options import SolveKeywords, SolveOptions
-from ..potentials import LogSumExp
+from ..potentials import LogSumExp, ReadsOut
 from .cache import Held, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .remembering import Remembering
@@ -29,9 +29,6 @@ class ImplicitAttention(Remembering):
     Per head, with q = W_q x, K = W_k context, V = W_v context:
     z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
     ordinary multi-head attention, with the same parameters.
-
-    `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` are those of `equilibrium_attention`; a call may override
-    each.
 
     Tensor parallel: `parallelize_module` with `ColwiseParallel()` for q_proj, k_proj and v_proj and `RowwiseParallel()`
     for out_proj gives each process an equal part of the heads, whose solution and weights it returns. Other ways to
@@ -48,24 +45,42 @@ class ImplicitAttention(Remembering):
             gradient from the solve.
         beta: inverse temperature, "learned" (per head, from 1/sqrt(head_dim)) or a number > 0.
         readout: "values", or "state": the equilibrium z itself, in the space of the keys.
-        values_inside: make the values part of the stored patterns, which then are pairs (k_j, v_j), and of the state,
-            so that what has been recalled helps to recall the rest. The first step does not notice.
-        causal: a token attends to itself and those before it, in a context to tokens up to its own index.
+        values_inside: make the values part of the stored patterns, which then are pairs (k_j, v_j), and of the state:
+            the part of a value that is recalled helps to recall the rest. One explicit step is the same either way.
+        causal: a token attends to itself and the tokens before it; in a context, to tokens up to its own index.
         dropout: part of the attention weights dropped in the read-out while training.
         qk_norm: None, "rms" or "layer": normalise queries and keys per head.
         rotary: None, or `Rotary()` to turn queries and keys by their positions (a state that is read out is turned
             back).
         projection_bias: whether the projections have biases.
         bare: no projections and one head: the energy itself, over raw inputs; values are the context.
+        device, dtype: of the parameters.
+        **options: how equilibria are found and differentiated, see `SolveOptions`.
 
     Attributes:
-        last_solve: the `SolveReport` of the last call, detached: status, residual, evaluations per query, and of its
-            backward solve once that has run. Not part of the state dict, of copies and of pickles.
+        options: the `SolveOptions` of the layer, which a call may override.
+        last_solve: the `SolveReport` of the last call, detached: status, residual and evaluations per query, and the
+            report of the backward solve once it has run. Not part of the state dict, of copies and of pickles.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
 
     Gradients: with respect to inputs and parameters, in training and in evaluation mode, to any order.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> layer, x = ImplicitAttention(16, heads=4), torch.randn(2, 5, 16)
+        >>> layer(x).shape
+        torch.Size([2, 5, 16])
+        >>> bool(layer.last_solve.converged.all())
+        True
+        >>> output, weights = layer(x, max_steps=0, return_weights=True)
+        >>> weights.shape
+        torch.Size([2, 4, 5, 5])
+
+    Not for heads that are projected already: use `equilibrium_attention`. Inside a model of another library use that
+    library's module in `integrations`.
     """
 
     def __init__(
@@ -108,7 +123,7 @@ class ImplicitAttention(Remembering):
             _validate.require(dropout == 0, "dropout", required, dropout, remedy)
         elif isinstance(potential, type):
             required = f"be 'state' with {potential.__name__}, which has no weights"
-            _validate.require(hasattr(potential, "readout"), "readout", required, "'values'", "pass it so")
+            _validate.require(issubclass(potential, ReadsOut), "readout", required, "'values'", "pass it so")
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
@@ -130,7 +145,7 @@ class ImplicitAttention(Remembering):
             if readout == "values":
                 self.v_proj = nn.Linear(self.context_dim, shared, projection_bias, **made)
             self.out_proj = nn.Linear(inner, dim, projection_bias, **made)
-        # What its caches are known by; a copy has its own, and together with a cache it is copied with it.
+        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
         self._identity = object()
 
     def forward(
@@ -156,20 +171,20 @@ class ImplicitAttention(Remembering):
             context: what is attended to, (*batch, M, context_dim); default x.
             values: what values are made of where that is not the context, (*batch, M, context_dim).
             mask: boolean (True = attend) or additive: (N, M), (*batch, N, M), or (*batch, heads, N, M).
-            key_mask: which tokens of the context exist, boolean, (*batch, M); with a cache of all that it holds, or of
+            key_mask: which tokens of the context exist, boolean, (*batch, M); with a cache, which of all tokens or of
                 the new ones. A cache remembers it.
             positions: of the tokens of x, for `rotary`: (N,) or (*batch, N); default 0, 1, ... behind the cache.
             causal: overrides the layer's.
-            cache: from `new_cache`; the tokens of x are added to it, and attend to all it holds, by the causal rule.
-            return_solution: return (output, Solution) with states (*batch, heads, N, head_dim) and their evidence.
+            cache: from `new_cache`; the tokens of x are added to it, and attend to all that it holds, by the causal
+                rule.
+            return_solution: return (output, Solution): states (*batch, heads, N, head_dim), and how each solve went.
             return_trajectory: the same, with the states of all iterations in `solution.trace`.
             return_weights: return the attention weights at the equilibrium as well, last, (*batch, heads, N, M).
             **options: replace the layer's for this call, see `SolveOptions`.
 
         Returns:
-            (*batch, N, dim), or a tuple of it and what was asked for: the solution, the weights.
+            (*batch, N, dim), or a tuple (output, solution, weights) without the parts that were not asked for.
         """
-        call_options = self.options.override(**options)
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
         first = 0 if cache is None else cache.num_queries
@@ -191,16 +206,16 @@ class ImplicitAttention(Remembering):
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
             query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
-        found = attend(
+        call = Call(
             query,
             keys,
             read,
-            beta=beta,
-            anchor=anchor,
+            beta,
+            anchor,
+            self.options.override(**options),
             mask=pairs,
             bias=bias,
             potential=self.potential,
-            options=call_options,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
             initial=None if cache is None else cache.start(query),
@@ -208,7 +223,8 @@ class ImplicitAttention(Remembering):
             return_solution=return_solution,
             return_weights=return_weights,
         )
-        self._last = found.report
+        found = attend(call)
+        self._remember(found.report)
         if cache is not None:
             cache.commit(held, found.state, found.solution.num_evals)
         output = found.output
@@ -232,8 +248,8 @@ class ImplicitAttention(Remembering):
             context: (*batch, M, context_dim), for cross-attention.
             key_mask: which tokens of the context exist, (*batch, M).
             warm_start: start every token's solve at the equilibrium of the token before. That saves evaluations where
-                neighbours are alike. A query that has several equilibria may end in another one than from a cold
-                start; with large scores and small anchors that is the rule.
+                neighbours are alike. A query with several equilibria may end in another one than from a cold start;
+                with large scores and small anchors it usually does.
         """
         no_field = isinstance(self.anchor, Fixed) and self.anchor.value == 0
         required = "be False with anchor=0, where the query is only where a solve starts"
@@ -280,7 +296,7 @@ class ImplicitAttention(Remembering):
         positions: Tensor,
         cache: KeyValueCache | None,
     ) -> Held:
-        """The keys that are attended to and what is read out there, which is None for the state."""
+        """Keys, values (None if the state is read out) and which of them exist: of the context, the cache, or x."""
         if cache is not None and cache.fixed:
             assert cache.held is not None
             return cache.held if key_mask is None else cache.held._replace(key_mask=key_mask)

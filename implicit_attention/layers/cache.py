@@ -27,15 +27,28 @@ class KeyValueCache:
     and stays as it is. A call that raises leaves it unchanged.
 
     Args:
-        owner: what identifies the layer that it belongs to.
+        owner: the object that identifies its layer.
         fixed: whether it holds a context, and does not grow.
         warm_start: start every token's solve at the equilibrium of the token before instead of at its query.
 
     Attributes:
         held: keys, values and which of them exist, or None while empty.
-        num_queries: how many tokens have asked so far.
+        num_queries: how many tokens have attended so far.
         state: equilibrium of the last token, (*batch, H, 1, D), or None.
         num_evals: evaluations of the map spent so far, (*batch, H), or None before the first solve.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> layer, x = ImplicitAttention(8, heads=2, causal=True), torch.randn(3, 4, 8)
+        >>> cache = layer.new_cache()
+        >>> tokens = [layer(x[:, i : i + 1], cache=cache) for i in range(4)]
+        >>> cache.length
+        4
+        >>> torch.allclose(torch.cat(tokens, dim=1), layer(x), atol=1e-4)
+        True
+
+    Not for training, where all tokens are known: one call with causal=True does the same at once.
     """
 
     def __init__(self, owner: object, *, fixed: bool = False, warm_start: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What stands between a layer's input and its energy: heads, positions, and one learned number per head."""
+"""Parts of layers: learned and fixed anchors and temperatures, and rotary positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARGIN = 1e-4
 
 
 class Fixed(nn.Module):
-    """A number that is not learned, asked for like one that is."""
+    """A number that is not learned, with the call of `LearnedAnchor` and `LearnedBeta`."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Fixed(nn.Module):
 
 
 class LearnedAnchor(nn.Module):
-    """Anchors in (0, 1): a sigmoid, kept off both ends.
+    """Anchors in (0, 1): a sigmoid that is kept off both ends.
 
     Args:
         shape: of the anchors, (heads,) for one per head.
@@ -65,7 +65,7 @@ class LearnedAnchor(nn.Module):
 
 
 class LearnedBeta(nn.Module):
-    """Inverse temperatures initial * exp(log_scale), so that weight decay pulls to the initial one.
+    """Inverse temperatures initial * exp(log_scale): weight decay pulls them to the initial one.
 
     Args:
         shape: of the temperatures, (heads,) for one per head.
@@ -93,7 +93,7 @@ class LearnedBeta(nn.Module):
 
 
 def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
-    """The module for "learned", or the number that was given as one."""
+    """The module `learned` for "learned", else a module that returns the given number."""
     if isinstance(given, str):
         _validate.require(given == "learned", name, "be 'learned' or a number", repr(given))
         return learned
@@ -112,6 +112,15 @@ class Rotary(nn.Module):
         base: wavelength of the slowest pair, over 2 pi.
 
     Reference: Su et al. (2021), eq. 34, in the half-split order that Llama-type models use.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention, Rotary
+        >>> layer, x = ImplicitAttention(16, heads=2, rotary=Rotary()), torch.randn(1, 4, 16)
+        >>> torch.allclose(layer(x, positions=torch.arange(4) + 7), layer(x), atol=1e-3)
+        True
+
+    Not for queries and keys that a model has turned already, nor for heads of odd width.
     """
 
     def __init__(self, base: float = 10000.0) -> None:

@@ -1,4 +1,4 @@
-"""Layers that remember the evidence of their last solve."""
+"""Base of layers that remember how their last solve went."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..solution import Record, SolveReport
 
 
 class Remembering(nn.Module):
-    """Base of layers with `last_solve`: part of neither the state dict, copies nor pickles."""
+    """Base of layers with `last_solve`, which is part of neither the state dict, copies nor pickles."""
 
     options: SolveOptions
     _remembered: SolveReport | Record | None
@@ -22,19 +22,14 @@ class Remembering(nn.Module):
         super().__init__()
         self._remembered = None
 
-    @property
-    def _last(self) -> SolveReport | Record | None:
-        return self._remembered
-
-    @_last.setter
-    def _last(self, evidence: SolveReport | Record | None) -> None:
-        # A graph that looked at what is there would be made anew for each shape of it.
+    def _remember(self, report: SolveReport | Record | None) -> None:
+        # A graph that looked at what is there would be compiled anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
-            self._remembered = evidence
+            self._remembered = report
 
     @property
     def last_solve(self) -> SolveReport | None:
-        """The evidence of the last call; of a compiled one, which could not tell, failures are warned of here."""
+        """The `SolveReport` of the last call. Failures in a compiled graph are warned of here, when it is asked for."""
         if isinstance(self._remembered, Record):
             self._remembered = report_from_graph(self._remembered, self.options.on_failure)
         return self._remembered

@@ -10,7 +10,6 @@ from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
-    from ._law import SiteLaw, Units
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
     from .laws import (
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from .softcap import SoftcapLogSumExp
     from .sphere import SignUnits, SphereUnits
     from .spherical import AmosResponse, LargeDResponse, SaddlePointResponse, SphericalLaw
+    from .unit import SiteLaw, Units
 
 __all__ = [
     "CovarianceMap",
@@ -60,7 +60,7 @@ _LAZY = {
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
     "softcap": ("SoftcapLogSumExp",),
-    "_law": ("SiteLaw", "Units"),
+    "unit": ("SiteLaw", "Units"),
     "sphere": ("SignUnits", "SphereUnits"),
     "spherical": ("AmosResponse", "LargeDResponse", "SaddlePointResponse", "SphericalLaw"),
 }

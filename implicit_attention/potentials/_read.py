@@ -9,7 +9,7 @@ from einops import einsum
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import is_fake, transforms_active
+from .._autograd import host_may_look, transforms_active
 
 
 def check_masks(mask: Tensor | None, bias: Tensor | None, keys: Tensor | None = None) -> None:
@@ -62,9 +62,7 @@ def restricted_to(scores: Tensor, pairs: Tensor | None, empty: Tensor | None) ->
 
 def surely_finite(*tensors: Tensor) -> bool:
     """Whether all numbers are known to be finite, where the host can look without waiting."""
-    looked_at = transforms_active() or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    # A recording of the operations must not depend on an answer that is true of these numbers only.
-    if looked_at or torch._C._len_torch_dispatch_stack() or any(t.device.type != "cpu" or is_fake(t) for t in tensors):
+    if transforms_active() or not host_may_look(*tensors):
         return False
     return all(math.isfinite(float(t.detach().sum())) for t in tensors)
 

@@ -23,6 +23,15 @@ class CovarianceMap(NamedTuple):
     """The covariance of a potential at one state, for many products, without graph.
 
     product: v -> Cov v; vjp_tensors: u -> (d mean/dt)^T u for each t of `potential.tensors()`.
+
+    Not for products that are to be differentiated: use `Potential.covariance_product`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import SquaredScores
+        >>> cov = SquaredScores(torch.eye(2), beta=0.5).linearize(torch.ones(1, 2))
+        >>> cov is None  # no cheaper than covariance_product
+        True
     """
 
     product: LinearMap

@@ -1,4 +1,4 @@
-"""Free energies of coupled vector spins, and their magnetizations m = -dF/dh."""
+"""Free energies of coupled vector spins, their magnetizations m = -dF/dh, dynamics, samples and inverse problems."""
 
 from ..potentials import (
     AmosResponse,
@@ -7,18 +7,25 @@ from ..potentials import (
     LargeDResponse,
     SaddlePointResponse,
     SignUnits,
+    SiteLaw,
     SphereUnits,
+    SphericalLaw,
 )
+from ..solution import SolveReport
+from ..status import Status
 from .adaptive_tap import AdaTAP
-from .approximation import Approximation
+from .approximation import Approximation, FixedPointApproximation, LogPartition
 from .bethe import Bethe
 from .decomposition import Decomposition, decompose, extensivity
-from .dynamics import StationaryState, stationary_state
+from .dynamics import DynamicalMethod, StationaryState, stationary_state
 from .enumeration import Enumeration
+from .exact import StationaryLaw, stationary_law
 from .gaussian_closure import GaussianClosure
+from .inverse import fit_ising, fit_ising_moments
 from .kinetic_plefka import KineticPlefka
 from .mean_field import MeanField
 from .saddle_point import SaddlePoint
+from .sampling import Samples, heat_bath, replica_exchange, sample_spins, synchronous
 from .stability import Stability, stability
 from .system import SpinSystem
 from .tap import TAP
@@ -26,26 +33,8 @@ from .thermodynamics import Thermodynamics, free_energy, magnetization, thermody
 from .transfer_matrix import TransferMatrix
 
 __all__ = [
+    # Systems, and the laws of their sites.
     "SpinSystem",
-    "Approximation",
-    "MeanField",
-    "TAP",
-    "AdaTAP",
-    "SaddlePoint",
-    "Bethe",
-    "Enumeration",
-    "TransferMatrix",
-    "GaussianClosure",
-    "KineticPlefka",
-    "Thermodynamics",
-    "thermodynamics",
-    "free_energy",
-    "magnetization",
-    "StationaryState",
-    "stationary_state",
-    "Decomposition",
-    "decompose",
-    "extensivity",
     "SphereUnits",
     "AmosResponse",
     "SaddlePointResponse",
@@ -53,6 +42,46 @@ __all__ = [
     "SignUnits",
     "GaussianUnits",
     "DiscreteUnits",
-    "Stability",
+    "SphericalLaw",
+    "SiteLaw",
+    # Methods for equilibrium.
+    "MeanField",
+    "TAP",
+    "AdaTAP",
+    "SaddlePoint",
+    "Bethe",
+    "Enumeration",
+    "TransferMatrix",
+    # Methods for synchronous dynamics.
+    "GaussianClosure",
+    "KineticPlefka",
+    # What methods derive from.
+    "Approximation",
+    "FixedPointApproximation",
+    "DynamicalMethod",
+    "LogPartition",
+    # Questions to a method, and their answers.
+    "thermodynamics",
+    "Thermodynamics",
+    "free_energy",
+    "magnetization",
+    "stationary_state",
+    "StationaryState",
+    "decompose",
+    "Decomposition",
+    "extensivity",
     "stability",
+    "Stability",
+    "SolveReport",
+    "Status",
+    # Without a method: exact dynamics, samples, and systems from data.
+    "stationary_law",
+    "StationaryLaw",
+    "heat_bath",
+    "synchronous",
+    "replica_exchange",
+    "sample_spins",
+    "Samples",
+    "fit_ising",
+    "fit_ising_moments",
 ]

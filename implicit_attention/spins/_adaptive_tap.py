@@ -11,16 +11,16 @@ from .._autograd import uncompiled
 from .._types import LinearMap
 from ..potentials import SiteLaw
 from ..problem import Linearization, pullback
-from ._newton import Multipliers, inverse_and_logdet, minimise
+from ._newton import Multipliers, inverse_and_logdet, minimise, where_samples
 from .approximation import SampleProblem
 
-#: Least part of the slope's promise that a step has to keep (Armijo).
+#: A step must lower G by at least this part of what its slope predicts (Armijo's rule).
 ARMIJO = 1e-4
 #: Rounding error of the free energy, in units of eps times the terms that it is made of.
 ROUNDING = 16.0
 #: Error of the Gaussian's variances in units of eps.
 ACCURACY = 1e3
-#: Longest step of theta, in units of 1/R, beyond twice the largest that the Gaussian asks for.
+#: Longest step of theta, in units of 1/R, on top of twice the largest change that the Gaussian asks for.
 LONGEST = 10.0
 #: Largest numbers of steps, of halvings of one, and of products with the Hessian for one.
 STEPS, HALVINGS, PRODUCTS = 200, 40, 100
@@ -73,7 +73,7 @@ class SiteEquations(SampleProblem):
         """(m, c) of the sites."""
         theta, v = z[..., :-1], z[..., -1]
         m, c = self.prior.tilted_moments(theta, v, self.radius)
-        # So small a variance changes nothing, but the derivatives of its root must stay finite.
+        # A variance below this bound does not change the result, but the derivative of its root must stay finite.
         return m, c.clamp(min=torch.finfo(c.dtype).tiny ** (1 / 3))
 
     def scaled(self, c: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class SiteEquations(SampleProblem):
         return mapped.masked_fill(~_events(positive), torch.nan)
 
     def answering(self, z: Tensor) -> LinearMap:
-        """What a change of z changes in (m, <|s|^2>/2): a symmetric map."""
+        """The derivative of (m, <|s|^2>/2) by z, a symmetric map."""
         covariance = self.prior.tilted_covariance(z[..., :-1], z[..., -1], self.radius)
 
         def answered(change: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     m, c = problem.moments(z)
     scaled = problem.scaled(c)
     gauss = Multipliers(scaled, scaled[..., :0], problem.tie, None)
-    # G is of second order in the error of t, its slope of the first.
-    t, evidence = minimise(gauss, rtol=ACCURACY * torch.finfo(z.dtype).eps, max_steps=STEPS)
+    # An error of t changes G to second order and the slope of G to first.
+    t, report = minimise(gauss, rtol=ACCURACY * torch.finfo(z.dtype).eps, max_steps=STEPS)
     x, logdet, positive = guarded_inverse(torch.diag_embed(problem.spread(t)) - scaled)
     v = problem.cavity(x, c)
     square = m.square().sum(-1)
@@ -205,7 +205,7 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     force = torch.cat([asked - theta, (v - own)[..., None]], dim=-1)
     return _Point(
         z,
-        value.masked_fill(~(evidence.converged & positive), torch.nan),
+        value.masked_fill(~(report.converged & positive), torch.nan),
         ROUNDING * torch.finfo(z.dtype).eps * size,
         force,
         m,
@@ -219,7 +219,7 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
 
 
 def _asked(problem: SiteEquations, point: _Point, change: Tensor) -> Tensor:
-    """What a change of (m, <|s|^2>/2) changes in z', minus the part of the Hessian that the Gaussian makes."""
+    """The derivative of z' by (m, <|s|^2>/2): minus the Gaussian's part of the Hessian."""
     m, half_square = change[..., :-1], change[..., -1]
     c = 2 * (half_square - (point.mean * m).sum(-1)) / m.shape[-1]
     # dV = dLambda + dc/c^2 with 1 + overlap joining them, less the 1 that cancels: c may be small.
@@ -258,10 +258,6 @@ def _direction(problem: SiteEquations, point: _Point, answered: LinearMap) -> Te
     return x
 
 
-def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(condition.reshape((*condition.shape, *(1,) * (new.ndim - condition.ndim))), new, old)
-
-
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum((-2, -1))
 
@@ -275,7 +271,7 @@ def _stepped(problem: SiteEquations, here: _Point) -> tuple[_Point, Tensor, Tens
     answered = problem.answering(here.z)
     x = _direction(problem, here, answered)
     slope = _dot(answered(here.force), x)
-    # Far out, where sites hardly move any more, G is level, and there is no way back.
+    # In very strong fields sites are saturated and G is flat, so that a step that long would not find back.
     asked, longest = (t[..., :-1].abs().amax((-2, -1)) for t in (here.force, x))
     size = ((LONGEST / problem.radius + 2 * asked) / longest).clamp(max=1.0)
     waiting = torch.ones_like(slope, dtype=torch.bool)
@@ -285,7 +281,7 @@ def _stepped(problem: SiteEquations, here: _Point) -> tuple[_Point, Tensor, Tens
         there = _point(problem, here.z + _events(size) * x)
         evals += waiting
         good = waiting & (there.value - here.value <= here.noise - ARMIJO * size * slope)
-        new = _Point(*(_select(good, a, b) for a, b in zip(there, new, strict=True)))
+        new = _Point(*(where_samples(good, a, b) for a, b in zip(there, new, strict=True)))
         waiting = waiting & ~good
         if not bool(waiting.any()):
             break
@@ -304,7 +300,7 @@ def _descend(problem: SiteEquations, theta: Tensor, steps: int) -> tuple[Tensor,
     for index in range(steps + 1):
         # The V that the Gaussian asks for: where |s| is fixed, the sites' own has no meaning.
         z[rows] = torch.cat([here.z[..., :-1], here.v[..., None]], dim=-1)
-        # Where a site hardly moves any more the slope alone does not tell that it should be elsewhere.
+        # The slope is small, too, where a site is saturated in a wrong direction; the distance tells these apart.
         away = torch.maximum(here.square, here.distance.square()) > torch.finfo(z.dtype).eps
         going = moved & torch.isfinite(here.value) & away
         if index == steps or not bool(going.any()):

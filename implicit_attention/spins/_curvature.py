@@ -12,7 +12,7 @@ from .._types import LinearMap
 from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
 from ..potentials import SphericalLaw
 
-#: Lanczos steps towards an extreme eigenvalue of N D; for a verdict as many more as it takes to be certain.
+#: Numbers of Lanczos vectors for an extreme eigenvalue: the next is tried where the verdict is not certain.
 STEPS = (24, 96, 384)
 
 
@@ -69,7 +69,7 @@ def radius_exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
 def _above_one(estimate: Callable[[int], Eigenvalue], like: Tensor) -> Tensor:
     """Whether an estimate, by a number of vectors, is above 1, from as few vectors as tell."""
     look, limit = not is_batched(like), 1 + torch.finfo(like.dtype).eps ** 0.5
-    # Where the host cannot look, all vectors are taken at once.
+    # Where the host cannot look, the largest number is taken at once.
     for steps in STEPS if look else STEPS[-1:]:
         value, error = estimate(steps)
         above: Tensor = value > limit

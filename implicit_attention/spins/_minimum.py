@@ -27,12 +27,15 @@ class Minimum:
         self.problem, self.t, self.converged = problem, t, converged
         constant = problem._replace(couplings=problem.couplings.detach(), field=problem.field.detach())
         self._found = None if forward_mode() else constant.moments(t)
+        own = (t, t, t) if self._found is None else (t, *self._found[:2])
+        #: What the derivatives in reverse mode are made of.
+        self._arguments = (problem.couplings, problem.field, *own, converged, problem.live, problem.tie)
 
     def value(self) -> Tensor:
         """phi, (*batch)."""
         if self._found is None:
             return self.problem.moments(self._attached(steps=2)).value
-        return _Value.apply(self._found.value, *self._arguments())  # type: ignore[no-any-return, no-untyped-call]
+        return _Value.apply(self._found.value, *self._arguments)  # type: ignore[no-any-return, no-untyped-call]
 
     def multipliers(self) -> Tensor:
         """t, (*batch, G)."""
@@ -46,32 +49,19 @@ class Minimum:
             _, x, m = self._response()
         return self.problem.hessian(x, m)
 
-    def _arguments(self) -> tuple[Any, ...]:
-        assert self._found is not None
-        x, m = self._found[:2]
-        return (
-            self.problem.couplings,
-            self.problem.field,
-            self.t,
-            x,
-            m,
-            self.converged,
-            self.problem.live,
-            self.problem.tie,
-        )
-
     def _response(self) -> tuple[Tensor, Tensor, Tensor]:
-        return _Response.apply(*self._arguments())  # type: ignore[no-any-return, no-untyped-call]
+        return _Response.apply(*self._arguments)  # type: ignore[no-any-return, no-untyped-call]
 
     def _attached(self, *, steps: int) -> Tensor:
         """Each step t + H^{-1} (-grad phi(t)), with the Hessian H held fixed, makes one more derivative of t right, and
         for a solution changes t by no more than its error; k right derivatives of t make 2 k + 1 of phi right."""
         problem, t, held = self.problem, self.t, None
         for _ in range(steps):
-            point = problem.point(t)
+            moments = problem.moments(t)
             if held is None:
-                held = torch.linalg.cholesky_ex(point.hessian.detach()).L
-            change = torch.cholesky_solve((point.excess * problem.group_size / 2)[..., None], held).squeeze(-1)
+                held = torch.linalg.cholesky_ex(problem.hessian(*moments[:2]).detach()).L
+            force = problem.excess(moments) * problem.group_size / 2
+            change = torch.cholesky_solve(force[..., None], held).squeeze(-1)
             t = t + torch.where(self.converged[..., None], change, 0.0)
         return t
 
@@ -127,7 +117,7 @@ class _Response(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_t: Tensor, by_x: Tensor, by_m: Tensor) -> tuple[Tensor | None, ...]:
         x, m, converged, live = ctx.saved_tensors
-        # Only how it groups rows is asked of it.
+        # Used only for its sums over groups of rows.
         groups = Multipliers(x, m, ctx.tie, live)
         turned = x @ by_x
         by_t = by_t - groups.pool((turned * x).sum(-1) + ((x @ by_m) * m).sum(-1))

@@ -1,4 +1,4 @@
-"""The multipliers that fix the lengths of Gaussian spins: a convex function with a barrier, and its Newton method."""
+"""A convex function with a barrier, whose minimum fixes the lengths of Gaussian spins, and its Newton method."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .._autograd import is_batched, uncompiled
+from .._autograd import looks_every, uncompiled
 from ..solution import Record, SolveReport
 from ..status import Status
 
-#: Least part of the slope's promise that a step has to keep (Armijo).
+#: A step must lower phi by at least this part of what its slope predicts (Armijo's rule).
 ARMIJO = 0.1
-#: Rounding errors of the constraint and of phi, in units of eps times the terms they are made of.
+#: Rounding errors of squared lengths and of phi, in units of eps times the terms of their sums.
 ROUNDING = 4.0
-#: Largest rounding error of a squared length, of 1, at which a solve may still be called converged.
+#: A solve may be called converged up to this rounding error of a squared length, which should be 1.
 COARSEST = 0.25
-#: Largest slope at the end of a step, uphill, in units of the one downhill at its start.
+#: A step may end where phi climbs, with a slope of at most this part of the descent at its start.
 UPHILL = 0.5
-#: Squared decrement below which phi is as good as quadratic and a full step right, whatever rounding makes of phi.
+#: Squared Newton decrement below which phi is practically quadratic: the full step is accepted, as differences of
+#: phi are rounding errors there.
 CLOSE = 0.01
-#: By how much it gets colder at a time; and how near, as a ratio, to their length spins have to be before.
+#: Factor by which the inverse temperature grows at a time, and how near to 1, as a ratio, squared lengths must be
+#: before it grows.
 COLDER, NEAR = 4.0, 2.0
-# The working set is made anew when it falls below this part of its size.
+# Finished samples leave the working set when fewer than this part of it are running.
 COMPACT_BELOW = 2 / 3
 _RUNNING = -1
 
@@ -56,9 +58,9 @@ class _Inverse(torch.autograd.Function):
 def _inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(a)
     positive = info == 0
-    # Of a factor with a zero on its diagonal, which is not finished, cholesky_inverse fails the whole batch.
+    # cholesky_inverse raises for the whole batch if one factor is unfinished and has a zero on its diagonal.
     factor = torch.where(positive[..., None, None], factor, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
-    # Torch's tangent of cholesky_inverse is wrong.
+    # Torch's forward-mode derivative of cholesky_inverse is wrong.
     inverse = torch.linalg.inv_ex(a).inverse if forward_mode() else torch.cholesky_inverse(factor)
     logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return inverse, logdet.masked_fill(~positive, torch.nan), positive
@@ -71,7 +73,7 @@ def inverse_and_logdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Gradients: of the first two, to any order.
     """
-    # A Function's rule for tangents would not see those of an outer forward mode.
+    # An autograd.Function does not see tangents of an outer forward mode.
     if forward_mode() or not a.requires_grad:
         return _inverse(a)
     inverse, logdet, positive = _Inverse.apply(a)  # type: ignore[no-untyped-call]
@@ -97,15 +99,6 @@ class Moments(NamedTuple):
     positive: Tensor
 
 
-class Point(NamedTuple):
-    """phi at multipliers t, (*batch); mean squared length of a group's rows, less 1, (*batch, G), which is minus twice
-    its gradient over the group's size; and its Hessian, (*batch, G, G)."""
-
-    value: Tensor
-    excess: Tensor
-    hessian: Tensor
-
-
 class Level(NamedTuple):
     """What a step is judged by, per sample.
 
@@ -121,10 +114,10 @@ class Level(NamedTuple):
     noise: Tensor
     floor: Tensor
 
-    @property
-    def residual(self) -> Tensor:
-        """The largest error of a group's mean squared length, (*batch)."""
-        return (self.variance + self.square - 1).abs().amax(-1)
+    def accuracy(self, rtol: float) -> tuple[Tensor, Tensor]:
+        """The largest error of a group's mean squared length, (*batch), and the largest that is asked for."""
+        residual = (self.variance + self.square - 1).abs().amax(-1)
+        return residual, self.floor.clamp(max=COARSEST).clamp(min=rtol)
 
     def squares(self, coldness: Tensor) -> Tensor:
         """Mean squared lengths, (*batch, G), at a higher temperature."""
@@ -157,20 +150,17 @@ class Multipliers(NamedTuple):
 
     def samples(self, batch: torch.Size) -> Multipliers:
         """The same without derivatives and with one axis of samples."""
-        count = batch.numel()
-        couplings = self.couplings.detach().reshape(count, *self.couplings.shape[-2:])
-        field = self.field.detach().reshape(count, *self.field.shape[-2:])
-        live = None if self.live is None else self.live.reshape(count, self.live.shape[-1])
-        return self._replace(couplings=couplings, field=field, live=live)
 
-    def take(self, rows: Tensor) -> Multipliers:
+        def joined(x: Tensor) -> Tensor:
+            return x.detach().reshape(batch.numel(), *x.shape[len(batch) :])
+
+        live = None if self.live is None else joined(self.live)
+        return Multipliers(joined(self.couplings), joined(self.field), self.tie, live)
+
+    def take(self, samples: Tensor) -> Multipliers:
         """Some of the samples."""
-        live = None if self.live is None else self.live[rows]
-        return self._replace(couplings=self.couplings[rows], field=self.field[rows], live=live)
-
-    def spread(self, t: Tensor) -> Tensor:
-        """lambda, (*batch, n), of multipliers t, (*batch, G)."""
-        return self.rows(t, 1.0)
+        live = None if self.live is None else self.live[samples]
+        return Multipliers(self.couplings[samples], self.field[samples], self.tie, live)
 
     def rows(self, of_groups: Tensor, elsewhere: float = 0.0) -> Tensor:
         """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
@@ -194,28 +184,29 @@ class Multipliers(NamedTuple):
         size = self.couplings.abs().sum(-1)
         own = self.couplings.diagonal(dim1=-2, dim2=-1)
         reach = _grouped(size - own.abs() + own, self.tie).amax(-1)
-        # The field of a group is what a lone site of that field would need; couplings add their disc.
+        # A group needs the multiplier of a lone site in its field, plus the radius of its Gershgorin disc.
         square = self.pool(self.field.square().sum(-1)) / self.group_size
         warm = 1 / self.coldness()[..., None]
         return reach + (warm + (warm.square() + 4 * square).sqrt()) / 2
 
     def moments(self, t: Tensor) -> Moments:
-        spread = self.spread(t)
+        spread = self.rows(t, 1.0)
         x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings)
         m = x @ self.field
-        # Row by row, so that rows that are alone add no rounding error.
+        # Summed row by row, so that rows without couplings add no rounding error.
         energies = spread - 1 + (self.field * m).sum(-1)
         energy = energies.sum(-1)
         return Moments(x, m, (energy - logdet) / 2, energy / 2, positive)
 
-    def point(self, t: Tensor) -> Point:
-        x, m, value, _, _ = self.moments(t)
-        variance, square = self._lengths(x, m)
-        return Point(value, variance + square - 1, self.hessian(x, m))
+    def excess(self, moments: Moments) -> Tensor:
+        """Mean squared lengths of the rows of every group, less 1, (*batch, G): minus twice the gradient of phi over
+        the group's size."""
+        variance, square = self._lengths(moments.covariance, moments.mean)
+        return variance + square - 1
 
     def level(self, t: Tensor, moments: Moments) -> Level:
         x, m, value, energy, positive = moments
-        return Level(value, energy, *self._lengths(x, m), positive, *self._errors(self.spread(t), x, m))
+        return Level(value, energy, *self._lengths(x, m), positive, *self._errors(self.rows(t, 1.0), x, m))
 
     def hessian(self, x: Tensor, m: Tensor, coldness: Tensor | None = None) -> Tensor:
         """Second derivatives of phi by t, (*batch, G, G), where spins have covariance x and mean m."""
@@ -226,7 +217,7 @@ class Multipliers(NamedTuple):
         pooled = _sums(_sums(rows, self.tie).mT, self.tie)
         if self.live is None:
             return pooled
-        # Without any row phi is constant; its Hessian is made that of a lone row.
+        # A sample without sites has a constant phi; it gets the Hessian of one lone row, which is invertible.
         return pooled + torch.where(self.live.any(-1), 0.0, 0.5).to(pooled)[..., None, None]
 
     def _lengths(self, x: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +237,7 @@ class Multipliers(NamedTuple):
 
 class _State(NamedTuple):
     """Of every sample: where it is, at which part of its inverse temperature, the step that it tries next, as a vector
-    and a size, and its evidence."""
+    and a size, and its report."""
 
     t: Tensor
     here: Level
@@ -275,8 +266,7 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     nonetheless, unmeasured.
     """
     batch = problem.field.shape[:-2]
-    look = not any(is_batched(x) for x in (problem.couplings, problem.field))
-    every = (1 if problem.field.device.type == "cpu" else 4) if look else 0
+    every = looks_every(None, problem.field, problem.couplings)
     problem = problem.samples(batch)
     state = record = _begin(problem)
     places: Tensor | None = None
@@ -295,15 +285,15 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
         state = _advanced(problem, state)
     else:
         record = _restored(record, _judged(state, rtol), places)
-    residual, tolerance = _accuracy(record.here, rtol)
+    residual, tolerance = record.here.accuracy(rtol)
     status = torch.where(record.status == _RUNNING, int(Status.MAX_STEPS), record.status).to(torch.int8)
-    evidence = SolveReport(
+    report = SolveReport(
         Record(status, residual, tolerance, record.num_steps, record.num_evals).map(lambda x: x.reshape(batch))
     )
     t = record.t
     if polish:
         t = torch.where(((status == Status.CONVERGED) & (record.coldness == 1))[..., None], t + record.step, t)
-    return t.reshape(*batch, t.shape[-1]), evidence
+    return t.reshape(*batch, t.shape[-1]), report
 
 
 def _begin(problem: Multipliers) -> _State:
@@ -325,13 +315,9 @@ def _restored(record: _State, state: _State, places: Tensor | None) -> _State:
 
 
 def _judged(state: _State, rtol: float) -> _State:
-    residual, tolerance = _accuracy(state.here, rtol)
+    residual, tolerance = state.here.accuracy(rtol)
     done = (state.status == _RUNNING) & (residual <= tolerance)
     return state._replace(status=torch.where(done, int(Status.CONVERGED), state.status).to(torch.int8))
-
-
-def _accuracy(level: Level, rtol: float) -> tuple[Tensor, Tensor]:
-    return level.residual, level.floor.clamp(max=COARSEST).clamp(min=rtol)
 
 
 def _advanced(problem: Multipliers, state: _State) -> _State:
@@ -342,10 +328,10 @@ def _advanced(problem: Multipliers, state: _State) -> _State:
     moments = problem.moments(trial)
     there = problem.level(trial, moments)
     good = active & _accepted(problem, state, there)
-    # What halving no longer changes is as good as it gets.
+    # A step too short to change t cannot improve it.
     stalled = active & ~good & (trial == t).all(-1)
     t = torch.where(good[..., None], trial, t)
-    here = Level(*(_select(good, new, old) for new, old in zip(there, here, strict=True)))
+    here = Level(*(where_samples(good, new, old) for new, old in zip(there, here, strict=True)))
     squares = here.squares(coldness)
     near = good & (squares.amax(-1) <= NEAR) & (squares.amin(-1) >= 1 / NEAR)
     coldness = torch.where(near, COLDER * coldness, coldness).clamp(max=1.0)
@@ -371,7 +357,8 @@ def _sums(rows: Tensor, tie: int) -> Tensor:
     return rows if tie == 1 else _grouped(rows, tie).sum(-1)
 
 
-def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def where_samples(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """torch.where with one condition per sample."""
     return torch.where(condition.reshape((*condition.shape, *(1,) * (new.ndim - condition.ndim))), new, old)
 
 
@@ -386,8 +373,8 @@ def _direction(problem: Multipliers, moments: Moments, level: Level, coldness: T
     hessian = problem.hessian(moments.covariance, moments.mean, coldness)
     factor, info = torch.linalg.cholesky_ex(hessian)
     newton = torch.cholesky_solve(force[..., None], factor).squeeze(-1)
-    # Of a short spin's squared length c, 1/c and not c is linear in the multiplier. Newton's step for 1/c = 1 is c
-    # times that for c = 1, which would have to be halved as many times.
+    # The squared length c of a short spin is the inverse of a linear function of its multiplier. Newton's step is made
+    # for 1/c = 1: it is c times the step for c = 1, which would have to be halved about 1/c times.
     short = level.squares(coldness).amin(-1, keepdim=True).clamp(max=1.0)
     return torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
 

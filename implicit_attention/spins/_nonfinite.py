@@ -29,7 +29,7 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
     if couplings.ndim > len(own):
         couplings = fill(couplings.expand(*lost.shape, *own), lost, 0.0)
     else:
-        # Of couplings that all samples share, entries between sites that a sample does not have may be anything.
+        # Shared couplings belong to samples with different masks: entries at missing sites may be anything.
         couplings = couplings.masked_fill(~couplings.isfinite(), 0.0)
     if isinstance(beta, Tensor):
         beta = beta.expand(lost.shape).masked_fill(lost, 1.0)

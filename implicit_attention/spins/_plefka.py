@@ -31,7 +31,7 @@ from ._site import outer, stretched
 from .approximation import SampleProblem
 from .system import couple
 
-# Power steps towards the largest eigenvalue of a matrix without negative entries.
+# Number of power iterations for the largest eigenvalue of a matrix without negative entries.
 POWER_STEPS = 30
 
 
@@ -40,21 +40,25 @@ class Expansion(SampleProblem, general=True):
 
     Args:
         field: beta h, (*batch, N, D).
-        bonds: K, (*batch, N, N) or (*batch, N, N, D, D).
+        bonds: K, (*batch, N, N) or (*batch, N, N, D, D), without a diagonal.
+        onsite: where bonds are matrices, their diagonal, traceless: (*batch, N, D, D), which counts to first order.
+            None where they are numbers.
         response: of one spin to its field.
         radius: R.
         order: of the expansion, 2 or 3.
     """
 
-    block = False
-
-    def __init__(self, field: Tensor, bonds: Tensor, *, response: SphericalLaw, radius: float, order: int) -> None:
+    def __init__(
+        self, field: Tensor, bonds: Tensor, onsite: Tensor | None, *, response: SphericalLaw, radius: float, order: int
+    ) -> None:
         self.field = field
         self.bonds = bonds
+        self.onsite = onsite
+        self.block = onsite is not None
         self.response = response
         self.radius = radius
         self.order = order
-        self.own_axes = {"field": 2, "bonds": 2}
+        self.own_axes = {"field": 2, "bonds": 4 if self.block else 2, "onsite": 3}
 
     def correction(self, x: Tensor) -> Tensor:
         """G, what log Z has beyond first order, (*batch)."""
@@ -78,13 +82,13 @@ class Expansion(SampleProblem, general=True):
         for _ in range(POWER_STEPS):
             vector = vector / size[..., None].clamp(min=torch.finfo(vector.dtype).tiny)
             vector = variance * (strength @ (variance * vector)[..., None])[..., 0]
-            # Not the Rayleigh quotient: where sites fall into two classes, minus the eigenvalue is one, too.
+            # Not the Rayleigh quotient: for bipartite couplings minus the eigenvalue is an eigenvalue, too.
             size = torch.linalg.vector_norm(vector, dim=-1)
         return size
 
 
 class IsingExpansion(Expansion):
-    """Of spins +-R. All is a polynomial of m: nothing is divided by variances, which may be 0 in the precision."""
+    """The expansion for spins +-R, a polynomial of m: it does not divide by variances, which may round to 0."""
 
     def correction(self, x: Tensor) -> Tensor:
         return self._correction(self.response.magnetization(x, 1.0, self.radius))
@@ -123,28 +127,9 @@ class IsingExpansion(Expansion):
 
 
 class VectorExpansion(Expansion):
-    """Of spins on a sphere. What of their law is read are functions of |x|, each the derivative of the one before:
-    tau, slope, bend, ... with d tau/dx = slope x, d slope/dx = bend x, ...
-
-    Args:
-        field, bonds, options: as in `Expansion`.
-        onsite: where bonds are matrices, their diagonal, traceless: (*batch, N, D, D). It counts to first order.
+    """The expansion for spins on a sphere. It reads functions of |x|, each the derivative of the one before: tau,
+    slope, bend, ... with d tau/dx = slope x, d slope/dx = bend x, ...
     """
-
-    def __init__(
-        self,
-        field: Tensor,
-        bonds: Tensor,
-        onsite: Tensor | None = None,
-        *,
-        response: SphericalLaw,
-        radius: float,
-        order: int,
-    ) -> None:
-        super().__init__(field, bonds, response=response, radius=radius, order=order)
-        self.onsite = onsite
-        self.block = onsite is not None
-        self.own_axes = {"field": 2, "bonds": 4 if self.block else 2, "onsite": 3}
 
     def correction(self, x: Tensor) -> Tensor:
         return self._correction(x, self._ladder(x, self.order))
@@ -170,7 +155,7 @@ class VectorExpansion(Expansion):
         return self.field + couple(self.bonds, ladder[0][..., None] * x, block=self.block) + reaction
 
     def linearize(self, z: Tensor) -> Linearization:
-        # One function more than the map reads is all that its derivative reads.
+        # The derivative of the map reads one function more than the map.
         ladder, rho = self._ladder(z, self.order + 2), self._rho(z)
         rho_slope = 3 * ladder[1] + ladder[2] * z.square().sum(-1)
 

@@ -42,7 +42,8 @@ def told(
     # A later backward pass tells its failures in the same way.
     report.adjoint.on_failure, report.adjoint.lead = on_failure, nonfinite.shape
     status = report.status.masked_fill(nonfinite, int(Status.NONFINITE))
-    report = report.amended(status=status, residual=fill(report.residual, nonfinite))
+    record = report.record._replace(status=status, residual=fill(report.residual, nonfinite))
+    report = SolveReport(record, report.adjoint, method.remedies)
     name = type(method).__name__
     report_failures(on_failure, name, report.record, method.remedies)
     if check == "stability":

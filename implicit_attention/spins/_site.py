@@ -32,7 +32,7 @@ class Site:
         self.arguments = field, system.beta_over(0), system.radius
         self.tau, self.slope = response.covariance_terms(*self.arguments)
         self.squared = field.square().sum(-1)
-        # The variance of such a spin may be too small to divide by, but its logarithm has a slope of -2 beta m.
+        # The variance of an Ising spin may round to 0, but the derivative of its logarithm is -2 beta m.
         self.ising = self.dim == 1 and isinstance(response, SphereUnits)
 
     @functools.cached_property

@@ -1,11 +1,11 @@
-"""What a method is: a way from a spin system to its log-partition function, of which all else is a derivative."""
+"""Base classes of methods: each computes a log-partition function, whose derivatives are all other quantities."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from types import NoneType
-from typing import ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,12 +21,22 @@ from ..solvers import Anderson, Picard, Solver
 from ..status import Status
 from .system import SpinSystem, check_type
 
-#: What is asked of a solution beyond that it solves the equations: nothing, or whether it is stable.
+#: What is checked of a solution: only that it solves the equations ("none"), or that it is a minimum ("stability").
 Check: TypeAlias = Literal["none", "stability"]
 
 
 class LogPartition(NamedTuple):
-    """log Z of every sample, (*batch), and the evidence of the solve behind it, with *batch numbering its problems."""
+    """log Z of every sample, (*batch), and the report of the solve behind it, whose problems are the samples.
+
+    Not for free energies, from which samples that cannot be solved are kept away: use `free_energy`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem
+        >>> value, report = Enumeration().log_partition(SpinSystem(torch.zeros(2, 2), torch.zeros(2, 1)))
+        >>> round(float(value), 6), bool(report.converged)
+        (0.0, True)
+    """
 
     value: Tensor
     report: SolveReport
@@ -40,6 +50,17 @@ class Approximation:
     derivatives of F are wanted: magnetizations are the first with respect to the field, susceptibilities the second.
     The numbers that it gets are finite: samples with others are taken out, and their answers NaN. So are, unless
     `symmetric` is False, samples whose couplings are not symmetric, where `check` could not look at them.
+
+    Not for use by itself: use one of its subclasses, such as `AdaTAP()`, or derive your own method.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Approximation, Enumeration, MeanField, SpinSystem, free_energy
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> methods: list[Approximation] = [Enumeration(), MeanField()]
+        >>> [round(float(free_energy(system, method)), 3) for method in methods]
+        [-0.164, -0.058]
     """
 
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
@@ -48,27 +69,29 @@ class Approximation:
     remedies: ClassVar[Remedies] = {
         Status.MAX_STEPS: "raise max_steps, or lower beta",
         Status.STALLED: "use a larger rtol, or float64",
-        Status.DIVERGED: "lower beta",
-        Status.NONFINITE: "check the numbers of the system",
+        Status.DIVERGED: "lower beta, or use AdaTAP()",
+        Status.NONFINITE: "look for NaN, infinities, beta <= 0 and asymmetric couplings in this sample",
         Status.OUT_OF_RANGE: "lower beta, or use a method that holds there",
     }
 
     def check(self, system: SpinSystem) -> None:
-        """Raise where the method does not hold for such a system."""
+        """Raise if the method cannot treat the system."""
         if self.symmetric:
             system.check_symmetric(type(self).__name__)
 
     def site_response(self) -> SphericalLaw:
-        """How a lone spin answers its field."""
+        """The law by which a spin without neighbours answers its field."""
         return SphereUnits()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor | None:
-        """Lambda_i, (*batch, N), where Lambda - beta J is the method's inverse covariance of all spins; else None."""
+        """Lambda_i, (*batch, N), if Lambda - beta J is the method's inverse covariance of all spins; else None."""
         return None
 
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
-        """Raise for magnetizations that no solve can start from."""
-        _no_branches(self)
+        """Raise if no solve can start from these magnetizations."""
+        required = f"be None for {type(self).__name__}, which has one answer"
+        remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianClosure or KineticPlefka"
+        raise ValueError(_validate.message("initial", required, "a tensor", remedy))
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         """log Z relative to the uniform measure, without `system.base_measure()`."""
@@ -83,7 +106,22 @@ class FixedPointApproximation(Approximation):
     no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solver that
     is given starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status UNSTABLE
     where `check="stability"` asks for it, and CONVERGED else: to find out costs more than most solves.
+
+    Not for methods that need no iteration: derive these from `Approximation`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import TAP, FixedPointApproximation, SpinSystem
+        >>> method, system = TAP(), SpinSystem(torch.zeros(2, 2), torch.ones(2, 1))
+        >>> isinstance(method, FixedPointApproximation), method.problem(system).event_ndim
+        (True, 2)
     """
+
+    remedies: ClassVar[Remedies] = {
+        **Approximation.remedies,
+        Status.MAX_STEPS: "pass a solver with more steps, such as Anderson(max_steps=5000), or lower beta",
+        Status.UNSTABLE: "choose another branch by `initial=`, such as one of `stability`, or add a small field",
+    }
 
     solver: Solver | None = None
     adjoint: Adjoint | None = None
@@ -97,7 +135,7 @@ class FixedPointApproximation(Approximation):
         raise NotImplementedError(f"{type(self).__name__} must define problem(system)")
 
     def start(self, system: SpinSystem) -> Tensor:
-        """Where its solver starts; with a field that is as strong as the couplings, on any branch."""
+        """The state that the solver starts from; a field as strong as the couplings leads to any branch."""
         raise NotImplementedError(f"{type(self).__name__} must define start(system)")
 
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
@@ -109,15 +147,15 @@ class FixedPointApproximation(Approximation):
         raise NotImplementedError(f"{type(self).__name__} must define value(system, state)")
 
     def damping(self, system: SpinSystem) -> float | Tensor:
-        """The part of a step z -> f(z) that goes downhill, a number or (*batch)."""
+        """The factor by which a step z -> f(z) is shortened so that it descends, a number or (*batch)."""
         return 0.5
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor | None:
-        """Where a solution is no minimum of the free energy, (*batch), if that is known."""
+        """(*batch), whether a solution is no minimum of the free energy; None if that is not known."""
         return None
 
     def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor | None:
-        """Where the approximation does not hold at a solution, (*batch), if that is known, and told at little cost."""
+        """(*batch), whether the approximation does not hold at a solution; None if that is not known at little cost."""
         return None
 
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
@@ -129,13 +167,13 @@ class FixedPointApproximation(Approximation):
         _validate.require(initial.device == device, "initial", f"be on the field's {device}", initial.device, remedy)
 
     def begin(self, system: SpinSystem, initial: Tensor | None) -> Tensor:
-        """Where its solver starts, if it is to start from some magnetizations."""
+        """The state that the solver starts from: that of magnetizations `initial`, if given."""
         if initial is None:
             return self.start(system)
         m = initial.detach().to(system.field.dtype)
         if system.mask is not None:
             m = m.masked_fill(~system.mask[..., None], 0.0)
-        # Some methods, one loop for one, answer with vectors as long as R, or longer.
+        # Magnetizations of some methods, such as `SaddlePoint(one_loop=True)`, have length R or more.
         longest = (1 - 4 * torch.finfo(m.dtype).eps) * system.radius
         m = m * (longest / torch.linalg.vector_norm(m, dim=-1, keepdim=True)).clamp(max=1.0)
         return self.state_at(system, m)
@@ -153,22 +191,20 @@ class FixedPointApproximation(Approximation):
         if solver is None:
             solver = physics_solver(start.dtype)
             start, spent = _settled(problem, start, self.damping(system))
-        # What failed is told by whoever asks for log Z.
+        # `free_energy`, `thermodynamics` and their like report failures.
         solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
         if spent is not None:
             solution = solution.amended(num_evals=solution.num_evals + spent)
-        # Of what a fixed budget leaves nothing is claimed that could be doubted.
+        # After a fixed budget of steps the status is BUDGET, which claims no solution.
         return solution if solver.fixed_budget else self._judged(system, solution, check)
 
     @torch.no_grad()
     def _judged(self, system: SpinSystem, solution: Solution, check: Check) -> Solution:
-        """The solution with a status that says what is wrong with it."""
+        """The solution, with the status UNSTABLE or OUT_OF_RANGE where one of these holds."""
         status, state = solution.status, solution.value.detach()
-        doubts = [(Status.OUT_OF_RANGE, self.out_of_range)]
-        if check == "stability":
-            doubts.insert(0, (Status.UNSTABLE, self.unstable))
-        for verdict, asked in doubts:
-            doubtful = asked(system, state)
+        unstable = self.unstable(system, state) if check == "stability" else None
+        beyond = self.out_of_range(system, state)
+        for verdict, doubtful in ((Status.UNSTABLE, unstable), (Status.OUT_OF_RANGE, beyond)):
             if doubtful is not None:
                 status = status.masked_fill(solution.converged & doubtful, int(verdict))
         return solution.amended(status=status)
@@ -217,7 +253,7 @@ class SampleProblem(Problem, general=True):
 
 @torch.no_grad()
 def _settled(problem: Problem, start: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Where damped steps lead to, roughly, and the evaluations that it took."""
+    """A state near the end of damped steps, and the number of evaluations that they took."""
     held = problem.replace(*(t.detach() for t in problem.tensors()))
     step = torch.as_tensor(damping, dtype=start.dtype, device=start.device).detach()
 
@@ -250,7 +286,7 @@ class _Damped(Problem):
         self.problem.check_undeclared(z)
 
 
-# Near enough for an accelerated solver to stay in the same valley.
+# Near enough to a minimum for an accelerated solver to stay at it.
 _SETTLING = Picard(rtol=1e-3, atol=1e-6, max_steps=200)
 
 
@@ -258,13 +294,6 @@ def physics_solver(dtype: torch.dtype) -> Solver:
     """The solver of mean-field equations where none is given: numbers are compared to ten digits."""
     tolerance = 1e-6 if dtype == torch.float32 else 1e-11
     return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
-
-
-def _no_branches(method: Approximation) -> NoReturn:
-    """Raise for a start where there is nothing to choose."""
-    name = type(method).__name__
-    remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianClosure or KineticPlefka"
-    raise ValueError(_validate.message("initial", f"be None for {name}, which has one answer", "a tensor", remedy))
 
 
 def require_ising(method: Approximation, system: SpinSystem) -> None:
@@ -278,8 +307,15 @@ def require_ising(method: Approximation, system: SpinSystem) -> None:
     )
 
 
+def require_numbers(method: Approximation, system: SpinSystem, remedy: str) -> None:
+    """Raise unless the coupling of every pair is a number."""
+    required = f"have a number for each pair, (N, N) or (*batch, N, N), for {method!r}"
+    received = f"shape {tuple(system.couplings.shape)}"
+    _validate.require(not system.block, "couplings", required, received, remedy)
+
+
 def closed_form(value: Tensor) -> SolveReport:
-    """The evidence of what needs no iteration, for values (*batch)."""
+    """The report of values (*batch) that needed no iteration."""
     value = value.detach()
     none = torch.zeros_like(value, dtype=torch.int32)
     status = torch.where(torch.isfinite(value), int(Status.CONVERGED), int(Status.NONFINITE)).to(torch.int8)

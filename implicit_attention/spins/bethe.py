@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Problem
+from ..solution import Remedies
+from ..status import Status
 from .approximation import FixedPointApproximation, SampleProblem, require_ising
 from .system import SpinSystem
 
@@ -41,7 +44,23 @@ class Bethe(FixedPointApproximation):
 
     Reference: Yedidia, Freeman and Weiss (2005), section IV; Ricci-Tersenghi (2012), eq. 22, for the inverse covariance
     whose sign tells stability.
+
+    Not for dense couplings, whose loops are short: use `AdaTAP()` or `TAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Bethe, Enumeration, SpinSystem, magnetization
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> bethe, exact = (magnetization(system, method) for method in (Bethe(), Enumeration()))
+        >>> torch.allclose(bethe, exact, atol=1e-5)  # a pair is a tree
+        True
     """
+
+    remedies: ClassVar[Remedies] = {
+        **FixedPointApproximation.remedies,
+        Status.MAX_STEPS: "messages need not settle around strong loops: use AdaTAP(), Enumeration() or samples",
+    }
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -75,7 +94,7 @@ class Bethe(FixedPointApproximation):
         # A pair has the weights exp(+-bonds +- cavity +- cavity^T); of its two spins r is the correlation coefficient.
         along, across = _log_cosh(cavity + cavity.mT), _log_cosh(cavity - cavity.mT)
         variance = torch.logaddexp(_log_cosh(2 * bonds), _log_cosh(2 * cavity))
-        # log |r| and log(1 - r^2), of which no digit is lost where bonds are strong.
+        # log |r| and log(1 - r^2), in a form that loses no digit where bonds are strong.
         size = _log_sinh(2 * bonds.abs()) - (variance + variance.mT) / 2
         rest = torch.logaddexp(bonds + along, across - bonds) + torch.logaddexp(along - bonds, bonds + across)
         rest = rest - variance - variance.mT
@@ -87,7 +106,7 @@ class Bethe(FixedPointApproximation):
 
 
 class _Messages(SampleProblem):
-    """u = what u leads to, for fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
+    """u = f(u) for messages u, with fields (*batch, N) and bonds (*batch, N, N) in units of 1/beta."""
 
     def __init__(self, field: Tensor, bonds: Tensor) -> None:
         self.field = field
@@ -111,7 +130,7 @@ def _indefinite(own: Tensor, bonds: Tensor) -> Tensor:
         row, rest = bonds[..., 0, 1:], bonds[..., 1:, 1:]
         pivot = own[..., :1] + row.abs().sum(-1, keepdim=True)
         found = found | (pivot[..., 0] < 0)
-        # Past a negative pivot any numbers do.
+        # After a negative pivot the verdict stands, and only the numbers must stay finite.
         part = row / torch.where(pivot > 0, pivot, torch.inf)
         joined = row[..., :, None] * part[..., None, :]
         joined = joined - torch.diag_embed(joined.diagonal(dim1=-2, dim2=-1))

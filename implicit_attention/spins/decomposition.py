@@ -1,4 +1,4 @@
-"""What a magnetization is made of: the parts that a transformer module has as residual, mixing and local layers."""
+"""The parts of a magnetization, which correspond to residual connection, token mixing and local layers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ class Decomposition:
         onsager: gain_i o_i, the correction for a spin's own effect on the others: a local function of the spin.
         coupling_function: 1/2 sum_mn <s_m . s_n> dJ_mn/dh_i: what couplings that are a function of the field add.
         gain: how a lone spin in the same local field answers to its parts, (*batch, N).
+
+    Not for the magnetization alone: use `magnetization`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import MeanField, SpinSystem, decompose
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> parts = decompose(system, MeanField())
+        >>> bool((parts.onsager.abs() < 1e-5).all())  # mean field has no such correction
+        True
     """
 
     field: Tensor
@@ -63,6 +74,17 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
         ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
 
     Gradients: with respect to field, couplings and beta, to first order beyond those of the magnetization.
+
+    Not for the magnetization alone, which it solves for in the same way: use `magnetization`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import TAP, SpinSystem, decompose, magnetization
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> parts = decompose(system, TAP())
+        >>> torch.allclose(parts.total, magnetization(system, TAP()), atol=1e-5)
+        True
     """
     direct, through = magnetization(system, method, split=True, on_failure=on_failure)
     system = widened(system)[0]
@@ -71,7 +93,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
         others = system.coupled(direct)
         bare = system.live_field + others
         local, saturated = local_field(response, direct, beta, radius)
-        # A mean of R does not tell its field. Where the bare one is strong enough, nothing is to be corrected.
+        # A mean of length R belongs to all strong fields. Where the bare field is one of them, it needs no correction.
         apart = torch.linalg.vector_norm(response.magnetization(bare, beta, radius).detach() - direct.detach(), dim=-1)
         enough = saturated & (apart <= 16 * torch.finfo(direct.dtype).eps * radius)
         local = torch.where(enough[..., None], bare, local)
@@ -79,7 +101,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
         parts = (system.live_field, others, local - bare)
         field, coupling, onsager = (gain[..., None] * part for part in parts)
     if system.mask is not None:
-        # Where there is no site the others may still be coupled to, in a field of zero.
+        # `live_field` is zero at a missing site; its parts are made zero, too.
         field, coupling, onsager = (x.masked_fill(~system.mask[..., None], 0.0) for x in (field, coupling, onsager))
     return Decomposition(field, coupling, onsager, through, gain)
 
@@ -100,6 +122,17 @@ def extensivity(
 
     Returns:
         (sizes), the mean over samples.
+
+    Not for systems of one size: use `free_energy`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import MeanField, SpinSystem, extensivity
+        >>> def uniform(n):
+        ...     return SpinSystem(torch.ones(n, n) / n, torch.ones(n, 1))
+        >>> per_site = extensivity(uniform, MeanField(), [4, 16])
+        >>> torch.allclose(per_site[0], per_site[1])
+        True
     """
     _validate.require(len(sizes) > 1, "sizes", "have at least two entries", list(sizes))
     values = []

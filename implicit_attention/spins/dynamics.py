@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,7 +13,8 @@ from .. import _validate
 from .._autograd import exact_precision
 from .._types import LinearMap, OnFailure
 from ..potentials import SphericalLaw
-from ..solution import SolveReport
+from ..solution import Remedies, SolveReport
+from ..status import Status
 from ._curvature import radius_exceeds_one
 from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
@@ -31,6 +32,17 @@ class StationaryState:
         entropy_production: sigma per step, (*batch), in units of Boltzmann's constant. Zero if J_ij = J_ji^T, else
             positive in truth; an approximation need not be.
         report: of the solve behind it.
+
+    Not for equilibrium: `thermodynamics` gives a `Thermodynamics`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import GaussianClosure, SpinSystem, stationary_state
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> state = stationary_state(system, GaussianClosure())
+        >>> state.delayed_correlations.shape, bool(state.entropy_production.abs() < 1e-6)  # symmetric couplings
+        (torch.Size([2, 2]), True)
     """
 
     magnetization: Tensor
@@ -64,9 +76,25 @@ class DynamicalMethod(ResponseApproximation):
     `check="stability"` asks for it.
 
     A subclass defines `problem`, `start`, `state_at`, `moments`, and what it cannot do in `check`.
+
+    Not for use by itself: use `GaussianClosure()` or `KineticPlefka()`, or derive your own closure.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import DynamicalMethod, GaussianClosure, KineticPlefka, SpinSystem
+        >>> system = SpinSystem(torch.tensor([[0.0, 0.5], [0.2, 0.0]]), field=torch.tensor([[0.3], [0.0]]))
+        >>> closures: list[DynamicalMethod] = [KineticPlefka(), GaussianClosure()]
+        >>> [closure.problem(system).fixed_point_map(system.field).shape for closure in closures]
+        [torch.Size([2, 1]), torch.Size([2, 1])]
     """
 
     symmetric = False
+    remedies: ClassVar[Remedies] = {
+        **ResponseApproximation.remedies,
+        Status.DIVERGED: "lower beta",
+        Status.UNSTABLE: "choose another state by `initial=`, or sample the dynamics with `synchronous`",
+        Status.NONFINITE: "look for NaN, infinities and beta <= 0 in this sample",
+    }
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         # The solution is a fixed point of the map from one step to the next: small deviations have to shrink.
@@ -135,6 +163,16 @@ def stationary_state(
         ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
 
     Gradients: every output with respect to field, couplings and beta, to any order; none with respect to `initial`.
+
+    Not for equilibrium: use `thermodynamics`; not for a small Ising system: `stationary_law` is exact.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import KineticPlefka, SpinSystem, stationary_state
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> stationary_state(system, KineticPlefka(order=2)).magnetization.shape
+        torch.Size([2, 1])
     """
     remedy = "use GaussianClosure() or KineticPlefka()"
     system = accepted(system, method, initial, check, on_failure, kind=DynamicalMethod, remedy=remedy)

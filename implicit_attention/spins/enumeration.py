@@ -13,13 +13,24 @@ from .approximation import Approximation, LogPartition, closed_form, require_isi
 from .system import SpinSystem
 
 LARGEST = 20
-# States held at a time, for every sample.
+# Number of states in memory at a time, for every sample.
 BLOCK = 2**14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Enumeration(Approximation):
-    """log Z = log mean_s exp(-beta E(s)) over all 2^N states: exact, for D = 1 and N <= 20."""
+    """log Z = log mean_s exp(-beta E(s)) over all 2^N states: exact, for D = 1 and N <= 20.
+
+    Not for more than 20 sites or for vectors: use `AdaTAP()`, `TransferMatrix()` for chains, or samples.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem, magnetization
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> magnetization(system, Enumeration())[:, 0].round(decimals=3)
+        tensor([0.2910, 0.1350])
+    """
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -34,7 +45,7 @@ class Enumeration(Approximation):
         couplings, field = system.live_couplings, system.live_field[..., 0]
         parts = []
         for start in range(0, count, BLOCK):
-            spins = system.radius * _states(start, min(start + BLOCK, count), system.num_sites, field)
+            spins = system.radius * states(start, min(start + BLOCK, count), system.num_sites, field)
             pair = ((spins @ couplings) * spins).sum(-1) / 2
             weight = pair + torch.einsum("si,...i->...s", spins, field)
             # The largest weight is taken out before beta is multiplied in, or derivatives by beta lose digits.
@@ -45,7 +56,7 @@ class Enumeration(Approximation):
         return LogPartition(value, closed_form(value))
 
 
-def _states(start: int, stop: int, sites: int, like: Tensor) -> Tensor:
+def states(start: int, stop: int, sites: int, like: Tensor) -> Tensor:
     """Rows of +-1, the states number start to stop."""
     number = torch.arange(start, stop, device=like.device)[:, None]
     bits = (number >> torch.arange(sites, device=like.device)) & 1

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from .enumeration import states
 
 # 2^12 states have a transition matrix of 128 MiB.
 LARGEST = 12
@@ -23,6 +24,15 @@ class StationaryLaw(NamedTuple):
     delayed: D_ij = <s_i(t + 1) s_j(t)> - <s_i><s_j>, (N, N).
     entropy_production: per step, sum over transitions of p log(forward/backward) >= 0.
     second_eigenvalue: the size of the transition matrix's second eigenvalue, which says how fast the law is reached.
+
+    Not for equilibrium, whose law is Boltzmann's: use `Enumeration()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import stationary_law
+        >>> law = stationary_law(torch.zeros(2, 2), torch.ones(2))
+        >>> law.probabilities.shape, round(law.second_eigenvalue, 6)
+        (torch.Size([4]), 0.0)
     """
 
     probabilities: Tensor
@@ -40,9 +50,18 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
         couplings: J, (N, N) with N <= 12, not necessarily symmetric; a diagonal counts.
         field: h, (N).
         beta: inverse temperature > 0.
+
+    Not for more than 12 sites: use `synchronous`; not for equilibrium: use `Enumeration()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import stationary_law
+        >>> law = stationary_law(torch.tensor([[0.0, 0.8], [-0.4, 0.0]]), torch.zeros(2))
+        >>> law.entropy_production > 0, law.magnetization.abs().max().item() < 1e-12
+        (True, True)
     """
     couplings, field = _checked(couplings, field, beta)
-    spins = _states(len(field))
+    spins = states(0, 2 ** len(field), len(field), field)
     forces = beta * (field + spins @ couplings.mT)
     log_rate = forces @ spins.mT - _log_two_cosh(forces).sum(-1, keepdim=True)
     rate = log_rate.exp()
@@ -82,11 +101,6 @@ def _checked(couplings: Tensor, field: Tensor, beta: float) -> tuple[Tensor, Ten
     _validate.require(couplings.shape == (n, n), "couplings", f"have shape (N, N) = {(n, n)}", received)
     _validate.require(1 <= n <= LARGEST, "field", f"have 1 to {LARGEST} sites", n, "sample the dynamics")
     return couplings.detach().cpu().double(), field.detach().cpu().double()
-
-
-def _states(sites: int) -> Tensor:
-    number = torch.arange(2**sites)[:, None]
-    return (2 * ((number >> torch.arange(sites)) & 1) - 1).double()
 
 
 def _log_two_cosh(x: Tensor) -> Tensor:

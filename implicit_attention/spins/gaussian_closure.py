@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _validate
 from ..potentials import SphereUnits
 from ._site import pair_traces
+from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .system import SpinSystem
 
@@ -43,13 +44,21 @@ class GaussianClosure(DynamicalMethod):
     Couplings are a number for each pair.
 
     Reference: Mezard and Sakellariou (2011), and Plefka[t-1] of Aguilera, Moosavi and Shimazaki (2021), for D = 1.
+
+    Not for equilibrium, whose law is Boltzmann's: use `AdaTAP()`; not for few strong neighbours: use `synchronous`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import GaussianClosure, SpinSystem, stationary_state
+        >>> asymmetric = torch.tensor([[0.0, 0.8], [-0.4, 0.0]])
+        >>> state = stationary_state(SpinSystem(asymmetric, torch.ones(2, 1)), GaussianClosure())
+        >>> bool(state.entropy_production > 0)
+        True
     """
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
-        received = f"shape {tuple(system.couplings.shape)}"
-        required = "have a number for each pair, (N, N) or (*batch, N, N), for GaussianClosure"
-        _validate.require(not system.block, "couplings", required, received, "use KineticPlefka(order=1)")
+        require_numbers(self, system, "use KineticPlefka(order=1)")
         exact = system.dim > 1 or isinstance(self.response, SphereUnits)
         required = "be SphereUnits() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")

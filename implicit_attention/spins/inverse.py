@@ -44,6 +44,17 @@ def fit_ising(
 
     Raises:
         TypeError, ValueError: samples that are not -1 or 1, none of them, or those of `fit_ising_moments`.
+
+    Not for vectors or for values other than -1 and 1: binarise them first.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import fit_ising
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> first = torch.where(torch.rand(2000, generator=generator) < 0.5, 1.0, -1.0)
+        >>> second = torch.where(torch.rand(2000, generator=generator) < 0.8, first, -first)
+        >>> bool(fit_ising(torch.stack([first, second], dim=-1)).couplings[0, 1] > 0.5)
+        True
     """
     _validate.check_float_tensor("samples", samples, min_ndim=2)
     _validate.check_number("pseudocount", pseudocount, low=0.0)
@@ -99,6 +110,16 @@ def fit_ising_moments(
     Gradients: with respect to both, to any order.
 
     Reference: Kappen and Rodriguez (1998); Tanaka (1998) for "tap"; Opper and Winther (2001) for "adaptive_tap".
+
+    Not for samples: `fit_ising` estimates their moments with a pseudocount.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import fit_ising_moments
+        >>> system = fit_ising_moments(torch.zeros(2), torch.tensor([[1.0, 0.3], [0.3, 1.0]]))
+        >>> system.couplings.round(decimals=3)  # the exact ones are 0.31
+        tensor([[0.0000, 0.3300],
+                [0.3300, 0.0000]])
     """
     _validate.check_float_tensor("magnetization", magnetization, min_ndim=1)
     _validate.check_float_tensor("covariance", covariance, min_ndim=2)

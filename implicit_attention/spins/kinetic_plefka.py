@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,10 @@ from .. import _validate
 from .._autograd import jvp_by_vjp, vjp
 from .._types import LinearMap
 from ..problem import Problem
+from ..solution import Remedies
+from ..status import Status
 from ._site import Site
+from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem
 from .system import SpinSystem
@@ -41,7 +45,21 @@ class KineticPlefka(DynamicalMethod):
         adjoint: None is `Implicit()`.
 
     Reference: Aguilera, Moosavi and Shimazaki (2021), Plefka[t-1, t], for D = 1. Here for any response.
+
+    Not for equilibrium, whose law is Boltzmann's: use `TAP()`; not for strong couplings: use `GaussianClosure()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import KineticPlefka, SpinSystem, magnetization
+        >>> asymmetric = torch.tensor([[0.0, 0.4], [-0.2, 0.0]])
+        >>> magnetization(SpinSystem(asymmetric, torch.ones(2, 1)), KineticPlefka(order=2)).shape
+        torch.Size([2, 1])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **DynamicalMethod.remedies,
+        Status.MAX_STEPS: "the expansion need not settle for strong couplings: use GaussianClosure(), or lower beta",
+    }
 
     order: int = 1
 
@@ -52,9 +70,8 @@ class KineticPlefka(DynamicalMethod):
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
-        required = "have a number for each pair, (N, N) or (*batch, N, N), for order=2"
-        received = f"shape {tuple(system.couplings.shape)}"
-        _validate.require(self.order == 1 or not system.block, "couplings", required, received, "use order=1")
+        if self.order > 1:
+            require_numbers(self, system, "use order=1")
 
     def problem(self, system: SpinSystem) -> Problem:
         return MeanFieldProblem(system, self.response) if self.order == 1 else PlefkaProblem(system, self.response)
@@ -68,7 +85,7 @@ class KineticPlefka(DynamicalMethod):
     def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
         if self.order == 1:
             return super().step_jacobian(system, state)
-        # To second order theta is in its own equation, which a step solves: the problem's map is no step.
+        # To second order a step in time solves an equation for theta: the problem's map is not that step.
         return PlefkaProblem(system, self.response).step_jacobian(state)
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:

@@ -69,6 +69,16 @@ class MeanField(ResponseApproximation):
     from `initial=`. It need not be a minimum: m = 0 without a field is none, which `check="stability"` tells.
 
     Reference: Plefka (1982), first order.
+
+    Not for strong couplings or few neighbours, where it is the least accurate method: use `AdaTAP()` or `TAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import MeanField, SpinSystem, magnetization
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> magnetization(system, MeanField())[:, 0].round(decimals=3)
+        tensor([0.3590, 0.1980, 0.1420])
     """
 
     def problem(self, system: SpinSystem) -> MeanFieldProblem:
@@ -82,11 +92,11 @@ class MeanField(ResponseApproximation):
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
         field, couplings = system.live_field.detach(), system.live_couplings.detach()
-        # Numbers couple the components of the spins alike: one of them has all eigenvalues.
+        # Numbers couple all components of the spins alike: one component has all eigenvalues.
         like = field if system.block else field[..., :1]
         lowest = lowest_eigenvalue(lambda v: couple(couplings, v, block=system.block), like)
         steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest
-        # A power of two, so that rounding in other company does not lead another way.
+        # A power of two, so that rounding errors, which depend on the batch, do not lead to another branch.
         part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
         return part
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from ..potentials import SaddlePointResponse, SphericalLaw
-from ..solution import SolveReport
+from ..solution import Remedies, SolveReport
 from ..status import Status
 from ._minimum import Minimum
 from ._newton import Multipliers, inverse_and_logdet, minimise
@@ -48,7 +49,24 @@ class SaddlePoint(Approximation):
     fourth, leading order alone to fifth.
 
     Reference: Berlin and Kac (1952) for the shared multiplier.
+
+    Not for spins of few dimensions, D = 1 above all: use `AdaTAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy
+        >>> couplings = 0.2 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.ones(5, 3, 64), beta=0.8)
+        >>> free_energy(system, SaddlePoint(one_loop=True)).shape
+        torch.Size([5])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **Approximation.remedies,
+        Status.MAX_STEPS: "raise max_steps",
+        Status.STALLED: "use a larger rtol, or lower beta: at this beta A is nearly singular",
+        Status.OUT_OF_RANGE: "A is singular to rounding at this beta: lower it",
+    }
 
     shared: bool = False
     one_loop: bool = False
@@ -70,18 +88,18 @@ class SaddlePoint(Approximation):
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         problem, copies = self._problem(system)
-        found, evidence = self._solved(problem)
+        found, report = self._solved(problem)
         value = copies * found.value()
         if self.one_loop:
             size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
             value = value - inverse_and_logdet(2 * found.hessian() / size)[1] / 2
         # A minimum at which A or the Hessian is not positive in the precision has no log Z.
-        nowhere = evidence.converged & value.detach().isnan()
-        status = evidence.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
+        nowhere = report.converged & value.detach().isnan()
+        status = report.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
         dtype = system.field.dtype
-        residual, tolerance = evidence.residual.to(dtype), evidence.tolerance.to(dtype)
-        evidence = evidence.amended(status=status, residual=residual, tolerance=tolerance)
-        return LogPartition(value.to(dtype), evidence)
+        residual, tolerance = report.residual.to(dtype), report.tolerance.to(dtype)
+        report = report.amended(status=status, residual=residual, tolerance=tolerance)
+        return LogPartition(value.to(dtype), report)
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
@@ -89,8 +107,8 @@ class SaddlePoint(Approximation):
         return self._solved(self._problem(system)[0])[0].multipliers().to(system.field.dtype)
 
     def _solved(self, problem: Multipliers) -> tuple[Minimum, SolveReport]:
-        t, evidence = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
-        return Minimum(problem, t, evidence.converged), evidence
+        t, report = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
+        return Minimum(problem, t, report.converged), report
 
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
         """The convex problem, and how many copies of it log Z is made of: D, or 1 where couplings mix dimensions."""

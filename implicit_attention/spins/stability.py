@@ -1,4 +1,4 @@
-"""How far an answer can be trusted: how near a transition is, how many branches there are."""
+"""How far an answer can be trusted: how near it is to a transition, and how many branches there are."""
 
 from __future__ import annotations
 
@@ -55,6 +55,17 @@ class Stability:
             chain, a tree), else the one that was measured to be nearest to the truth over all temperatures,
             `AdaTAP` for D = 1 and one loop for vectors. Where `reliable` is False it is a guess: draw samples.
         report: of the method's own solve.
+
+    Not for how well the equations were solved: `report` tells that.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import TAP, SpinSystem, stability
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> found = stability(system, TAP(), starts=2)
+        >>> bool(found.reliable), int(found.branches), found.recommended_method
+        (True, 1, Enumeration())
     """
 
     spectral_radius: Tensor
@@ -98,7 +109,7 @@ def stability(
     generator: torch.Generator | None = None,
     on_failure: OnFailure = "raise",
 ) -> Stability:
-    """Eigenvalues and branches that say how near a method's answer is to where it breaks down.
+    """The eigenvalues and the number of branches that tell how near a method is to its breakdown.
 
     Args:
         system: the spins.
@@ -115,12 +126,23 @@ def stability(
     Gradients: none.
 
     Reference: de Almeida and Thouless (1978) for the last number, here with the covariances of vectors.
+
+    Not for every step of a training run, as it costs many solves: use `check="stability"` of `thermodynamics`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import MeanField, SpinSystem, stability
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> found = stability(system, MeanField(), starts=2)
+        >>> bool(found.spectral_radius < 1), bool(found.smallest_eigenvalue > 0)
+        (True, True)
     """
     check_on_failure(on_failure)
     _validate.check_integer("starts", starts, low=0)
     _validate.check_integer("steps", steps, low=1)
     with torch.enable_grad():
-        # What is said here of a saddle is more than a warning.
+        # The report tells more of an unstable solution than the warning of `thermodynamics` would.
         found = thermodynamics(system, method, on_failure="ignore")
         report_failures(on_failure, type(method).__name__, found.report.record, method.remedies)
         m = found.magnetization.detach()
@@ -130,7 +152,7 @@ def stability(
     response, beta = method.site_response(), system.beta_over(2)
     site = Site(response, local_field(response, m, system.beta_over(0), system.radius)[0], system)
     if system.mask is not None:
-        # Of sites that do not exist nothing varies.
+        # A site that does not exist does not vary.
         site.tau, site.slope = (part * system.mask for part in (site.tau, site.slope))
     own = method.inverse_variances(system)
 
@@ -175,7 +197,7 @@ def _is_forest(system: SpinSystem) -> bool:
     """Whether bonds form no loop, in any sample."""
     couplings = system.live_couplings
     bonds = (couplings != 0) & ~torch.eye(system.num_sites, dtype=torch.bool, device=couplings.device)
-    # Leaves are taken off until nothing changes.
+    # Remove leaves until nothing changes: a forest has no bond left then.
     while True:
         inner = bonds.sum(-1) > 1
         fewer = bonds & inner[..., :, None] & inner[..., None, :]
@@ -190,7 +212,7 @@ def _flat(product: LinearMap, shape: torch.Size) -> LinearMap:
 
 def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> tuple[Tensor, Tensor]:
     """The smallest and the largest eigenvalue of a map (*batch, N, D) -> (*batch, N, D), of sites that exist."""
-    # A start of zeros is replaced by one that is as good as random.
+    # Lanczos replaces a start of zeros by a vector that is as good as random.
     start, mask = torch.zeros_like(m.flatten(-2)), system.mask
     if mask is None:
         matvec = _flat(product, m.shape)
@@ -205,12 +227,12 @@ def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> 
 
 
 def _almeida_thouless(system: SpinSystem, site: Site, steps: int) -> Tensor:
-    # Of beta Tr Cov_i J_ij Cov_j, which for matrices comes without the trace.
+    # `linear_response` is beta Tr Cov_i J_ij Cov_j, for matrices without the trace.
     weights = site.linear_response(system) * system.live_couplings
     if system.block:
         weights = weights.sum((-2, -1))
     weights = system.beta_over(2) * (weights - torch.diag_embed(weights.diagonal(dim1=-2, dim2=-1))) / system.dim
-    # Its entries are positive, and so is the vector that belongs to the largest eigenvalue.
+    # A matrix with positive entries has a positive eigenvector at its largest eigenvalue: ones are a good start.
     start = torch.ones_like(weights[..., 0])
     return extreme_eigenvalues(lambda v: (weights @ v[..., None])[..., 0], start, min(steps, start.shape[-1]))[1].value
 
@@ -218,7 +240,7 @@ def _almeida_thouless(system: SpinSystem, site: Site, steps: int) -> Tensor:
 def _branches(
     system: SpinSystem, method: Approximation, found: Thermodynamics, starts: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """F, m and whether it is a new minimum of what each start leads to, (*batch, starts + 1, ...)."""
+    """For every start, (*batch, starts + 1, ...): F and m of the solution, and whether it is a new minimum."""
     m = found.magnetization.detach()
     lost = ~torch.isfinite(m).flatten(-2).all(-1)
     if not isinstance(method, FixedPointApproximation):
@@ -248,7 +270,7 @@ def _branches(
         value = method.value(spread(field), solution.value)
         return value.sum(), value
 
-    # log Z is stationary in the state, so that m is its slope at a fixed one.
+    # log Z is stationary in the state, so that m is its derivative by the field at a fixed state.
     slope, value = torch.func.grad(log_z, has_aux=True)(field)
     failed = ~solution.converged | lost
     free = fill(-(value + system.base_measure()) / system.beta_over(0), failed)

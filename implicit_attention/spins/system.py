@@ -48,6 +48,16 @@ class SpinSystem(Declared):
             "counting" with D > 1.
 
     Gradients: with respect to field, couplings (through their function to the field as well) and beta.
+
+    Not for dynamics of one trajectory or for clocks and Potts states: use a sampler, or `AdaTAP(prior=...)` for other
+    laws.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> SpinSystem(couplings, field=torch.zeros(8, 2, 3), beta=0.8)
+        SpinSystem(batch (8,), N = 2, D = 3, beta 0.8)
     """
 
     def __init__(
@@ -61,13 +71,9 @@ class SpinSystem(Declared):
         mask: Bool[Tensor, "*#batch N"] | None = None,
     ) -> None:
         _check_field(field)
-        if isinstance(beta, Tensor):
-            _validate.check_float_tensor("beta", beta)
-            _validate.check_same_kind([("field", field), ("beta", beta)])
-            _validate.check_broadcast("beta", beta.shape, field.shape[:-2], "the leading axes of `field`")
-            _validate.check_range("beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example by exp")
-        else:
-            beta = _validate.check_number("beta", beta, low=0.0, open_low=True)
+        remedy = "parametrise it, for example by exp"
+        beta = _validate.check_per_batch("beta", beta, low=0.0, open_low=True, remedy=remedy)
+        _validate.check_fits_batch("beta", beta, "field", field)
         _validate.check_choice("measure", measure, ("uniform", "counting"))
         dim = field.shape[-1]
         remedy = "the count of states is infinite for D > 1; use measure='uniform'"
@@ -75,7 +81,7 @@ class SpinSystem(Declared):
         if mask is not None:
             check_sites("mask", mask, field, "True = the site exists")
         given: Any = couplings
-        # Not a declared tensor: its parameters act through `couplings`, which they have been evaluated into.
+        # Its parameters are not declared: they act through `couplings`, which were computed from them.
         self.coupling_function = None if isinstance(given, Tensor) else _Undeclared(given)
         if self.coupling_function is not None:
             given = self.coupling_function(field, mask)
@@ -214,7 +220,7 @@ class SpinSystem(Declared):
 
 
 class _Undeclared:
-    """A function that couplings are made by, whose tensors are not to be declared."""
+    """A function that makes couplings. Its tensors are not declared, as `couplings` depend on them."""
 
     def __init__(self, function: CouplingFunction | nn.Module) -> None:
         if not callable(function):
@@ -235,7 +241,7 @@ class _Undeclared:
         return self.ask(field.masked_fill(~mask[..., None], 0.0), mask.expand(field.shape[:-1]))
 
     def ask(self, field: Tensor, mask: Tensor | None) -> Tensor:
-        """What the function says, of `mask` only if it has that argument."""
+        """The function of the field, and of `mask` if it has that argument."""
         return self.function(field, mask=mask) if self.masked else self.function(field)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from ..potentials import SphereUnits
+from ..solution import Remedies
+from ..status import Status
 from ._curvature import covariance_roots, exceeds_one
 from ._plefka import Expansion, IsingExpansion, VectorExpansion
-from .approximation import ResponseApproximation
+from .approximation import FixedPointApproximation, ResponseApproximation
 from .system import SpinSystem, mirrored
 
 
@@ -49,7 +51,22 @@ class TAP(ResponseApproximation):
     Gradients: with respect to field, couplings and beta, to any order.
 
     Reference: Thouless, Anderson and Palmer (1977); Plefka (1982); Georges and Yedidia (1991) for the third order.
+
+    Not for strong couplings, where the expansion does not converge (OUT_OF_RANGE): use `AdaTAP()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import TAP, SpinSystem, magnetization
+        >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
+        >>> system = SpinSystem(couplings, torch.tensor([[0.3], [0.0], [-0.1]]), beta=0.8)
+        >>> magnetization(system, TAP())[:, 0].round(decimals=3)  # exact are 0.198, 0.078 and 0.038
+        tensor([0.2080, 0.0710, 0.0240])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **FixedPointApproximation.remedies,
+        Status.OUT_OF_RANGE: "the expansion in the couplings does not converge here: use AdaTAP(), or lower beta",
+    }
 
     order: Literal[2, 3] = 2
 
@@ -96,10 +113,6 @@ class TAP(ResponseApproximation):
         else:
             trace = bonds.diagonal(dim1=-2, dim2=-1)
         field, bonds = system.beta_tensor(2) * system.live_field, bonds.masked_fill(itself, 0.0)
-        options: dict[str, Any] = {"response": self.response, "radius": system.radius, "order": self.order}
-        problem: Expansion
-        if system.dim == 1 and isinstance(self.response, SphereUnits):
-            problem = IsingExpansion(field, bonds, **options)
-        else:
-            problem = VectorExpansion(field, bonds, onsite, **options)
+        kind = IsingExpansion if system.dim == 1 and isinstance(self.response, SphereUnits) else VectorExpansion
+        problem = kind(field, bonds, onsite, response=self.response, radius=system.radius, order=self.order)
         return problem, system.radius**2 / 2 * trace.sum(-1)

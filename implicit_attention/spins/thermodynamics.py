@@ -1,4 +1,4 @@
-"""All of thermodynamics from one log-partition function: its first and second derivatives."""
+"""Thermodynamics: first and second derivatives of one log-partition function."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .approximation import Approximation, Check, FixedPointApproximation, LogPar
 from .dynamics import DynamicalMethod, no_free_energy, stationary_state
 from .system import SpinSystem
 
-#: Directions to which the response is found at a time.
+#: Number of columns of the susceptibility that are computed at a time.
 CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Thermodynamics:
-    """What a method says of a spin system, one number per sample unless said.
+    """Thermodynamic quantities of a spin system by one method, one number per sample unless said.
 
     With F = -log Z/beta, at fixed couplings:
 
@@ -39,6 +39,19 @@ class Thermodynamics:
         magnetization: -dF/dh at fixed couplings, (*batch, N, D).
         correlations: <s_i . s_j> as the derivative -2 dF/dJ_ij, of the couplings' shape with the batch.
         report: of the solve behind it.
+
+    Not for synchronous dynamics, which has no free energy: `stationary_state` gives a `StationaryState`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem, thermodynamics
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> found = thermodynamics(system, Enumeration())
+        >>> found.susceptibility().shape
+        torch.Size([2, 1, 2, 1])
+        >>> torch.allclose(found.entropy, found.internal_energy - found.free_energy)  # beta = 1
+        True
     """
 
     free_energy: Tensor
@@ -64,7 +77,7 @@ class Thermodynamics:
         n, d = m.shape[-2:]
         basis = torch.eye(n * d, dtype=m.dtype, device=m.device).reshape(n * d, n, d)
         directions = basis.reshape(n * d, *(1,) * (m.ndim - 2), n, d).expand(n * d, *m.shape)
-        # Symmetric: the response to direction k is its k-th row.
+        # chi is symmetric: the response to direction k is row k.
         rows: Tensor = torch.vmap(self._product, out_dims=-3, chunk_size=CHUNK)(directions)
         return rows.unflatten(-3, (n, d))  # type: ignore[no-any-return, no-untyped-call]
 
@@ -100,11 +113,22 @@ def thermodynamics(
         ConvergenceError: with on_failure="raise". TypeError, ValueError: a system that the method cannot treat.
 
     Gradients: every output with respect to field, couplings and beta, to second order; none with respect to `initial`.
+
+    Not for one number alone, as it finds second derivatives, too: use `free_energy` or `magnetization`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import AdaTAP, SpinSystem, thermodynamics
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> found = thermodynamics(system, AdaTAP())
+        >>> found.magnetization.shape, found.correlations.shape, bool(found.report.converged)
+        (torch.Size([2, 1]), torch.Size([2, 2]), True)
     """
     system = accepted(system, method, initial, check, on_failure)
     field = system.field
     beta = torch.as_tensor(system.beta, dtype=field.dtype, device=field.device).expand(system.batch)
-    # One set of couplings per sample, for correlations per sample.
+    # Every sample gets its own couplings, so that their derivatives are correlations of that sample.
     couplings = system.couplings.expand(*system.batch, *system.couplings.shape[-system.pair_axes :])
     adjoint = AdjointReport()
 
@@ -145,9 +169,9 @@ def thermodynamics(
         "magnetization": by_field / beta[..., None, None],
         "correlations": 2 * by_couplings / pairs,
     }
-    # Last, so that NaN of one sample enters no gradient of what it shares with others.
+    # Filled at the end, so that NaN of one sample enters no gradient of a tensor that samples share.
     numbers = {name: fill(number, lost) for name, number in numbers.items()}
-    return Thermodynamics(**numbers, report=SolveReport(record, adjoint), _product=product)
+    return Thermodynamics(**numbers, report=SolveReport(record, adjoint, method.remedies), _product=product)
 
 
 def free_energy(
@@ -158,7 +182,18 @@ def free_energy(
     check: Check = "none",
     on_failure: OnFailure = "raise",
 ) -> Float[Tensor, "*batch"]:
-    """F = -log Z/beta of every sample, (*batch); see `thermodynamics`."""
+    """F = -log Z/beta of every sample, (*batch); see `thermodynamics`.
+
+    Not for entropy or energy as well: `thermodynamics` finds all of them by one solve.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, SpinSystem, free_energy
+        >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
+        >>> system = SpinSystem(couplings, field=torch.tensor([[0.3], [0.0]]))
+        >>> round(float(free_energy(system, Enumeration())), 3)
+        -0.164
+    """
     system = accepted(system, method, initial, check, on_failure)
     with exact_precision(system.field):
         found, lost = _answer(method, system, initial, check, on_failure)
@@ -191,6 +226,16 @@ def magnetization(
 
     Gradients: with respect to field, couplings (and the parameters of their function) and beta, to second order; none
     with respect to `initial`.
+
+    Not for entropy or susceptibility as well: `thermodynamics` finds all of them by one solve.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SaddlePoint, SpinSystem, magnetization
+        >>> tokens = torch.randn(2, 5, 16)
+        >>> system = SpinSystem(lambda h: h @ h.mT / 80, tokens)  # couplings that are a function of the field
+        >>> magnetization(system, SaddlePoint()).shape
+        torch.Size([2, 5, 16])
     """
     if isinstance(method, DynamicalMethod):
         if split:
@@ -213,7 +258,7 @@ def magnetization(
     if function is None:
         through = torch.zeros_like(direct)
     else:
-        # The function is asked with the field that it was made for.
+        # The function gets the field in its original precision.
         made, pullback = vjp(lambda field: function(field, system.mask), system.field)
         through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / beta
     return (direct, through) if split else direct + through
@@ -229,5 +274,5 @@ def _answer(
     else:
         value, report = method.log_partition(sound)
     report = told(method, report, nonfinite, check, on_failure)
-    # A method may find no log Z for numbers that are all finite: what does not exist has no derivatives either.
+    # A method may find no log Z although all numbers are finite: then its derivatives are NaN as well.
     return LogPartition(value, report), nonfinite | ~value.isfinite()

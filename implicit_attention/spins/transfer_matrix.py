@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look, is_plain
 from ..potentials import SphereUnits
-from ..solution import Record, SolveReport
+from ..solution import Record, Remedies, SolveReport
 from ..status import Status
-from .approximation import Approximation, LogPartition
+from .approximation import Approximation, LogPartition, require_numbers
 from .system import SpinSystem
 
-# How far a field may point aside, or a coupling reach, relative to the largest: rounding.
+# Relative size, in units of eps, up to which fields off the axis and couplings beyond neighbours are rounding.
 SLACK = 64.0
 
 
@@ -44,7 +44,22 @@ class TransferMatrix(Approximation):
     all pairs are right.
 
     Reference: Stanley (1969) for the chain without a field.
+
+    Not for rings or for couplings between others than neighbours: use `AdaTAP()`, `Enumeration()` or samples.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem, TransferMatrix, thermodynamics
+        >>> chain = SpinSystem(torch.ones(5, 5).tril(1).triu(-1) - torch.eye(5), torch.zeros(5, 3))
+        >>> thermodynamics(chain, TransferMatrix()).correlations[0].round(decimals=2)
+        tensor([3.0000, 2.0100, 1.3500, 0.9100, 0.6100])
     """
+
+    remedies: ClassVar[Remedies] = {
+        **Approximation.remedies,
+        Status.MAX_STEPS: "raise `nodes`, which do not resolve the weights of the bonds",
+        Status.NONFINITE: "look for NaN, infinities, bonds beyond neighbours and fields off the axis in this sample",
+    }
 
     nodes: int = 80
 
@@ -52,27 +67,16 @@ class TransferMatrix(Approximation):
         _validate.check_integer("nodes", self.nodes, low=8)
 
     def check(self, system: SpinSystem) -> None:
-        remedy = "use numbers as couplings, or MeanField or SaddlePoint"
-        _validate.require(not system.block, "couplings", "be numbers for TransferMatrix", "matrices", remedy)
+        require_numbers(self, system, "use MeanField or SaddlePoint")
         super().check(system)
         if not host_may_look(system.field, system.couplings):
             return
-        far = _beyond_neighbours(system.live_couplings.detach())
-        _validate.require(
-            not bool((far > _slack(far)).any()),
-            "couplings",
-            "be zero except between neighbours i, i + 1 for TransferMatrix",
-            f"one of size {float(far.nan_to_num().amax()) if far.numel() else 0.0:.2g} between others",
-            "put the sites in the order of the chain, or use MeanField, SaddlePoint or Enumeration",
-        )
-        aside = _aside(system.live_field.detach())
-        _validate.require(
-            not bool((aside > _slack(aside)).any()),
-            "field",
-            "lie along one direction in every sample for TransferMatrix",
-            f"a part of {float(aside.nan_to_num().amax()) if aside.numel() else 0.0:.2g} of the largest across it",
-            "use MeanField or SaddlePoint, or sample",
-        )
+        beyond, across = _beyond_neighbours(system.live_couplings.detach()), _aside(system.live_field.detach())
+        required = "be zero except between neighbours i, i + 1 for TransferMatrix"
+        remedy = "put the sites in the order of the chain, or use MeanField, SaddlePoint or Enumeration"
+        _require_small("couplings", beyond, required, "one of size {:.2g} between others", remedy)
+        required, remedy = "lie along one direction in every sample for TransferMatrix", "use MeanField or SaddlePoint"
+        _require_small("field", across, required, "a part of {:.2g} of the largest across it", remedy)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         chain = _Chain.of(system)
@@ -86,7 +90,7 @@ class TransferMatrix(Approximation):
         fixed = _Chain(*(t.detach() for t in chain))
         fewer = _nodes(system.dim, 3 * self.nodes // 4, system.field)
         coarse = _sums(fixed, fewer, _kernels(fixed, fewer)[0])[-1].logsumexp(-1) + fixed.constant
-        return LogPartition(value, _evidence(value.detach(), coarse, len(nodes.x)))
+        return LogPartition(value, _report(value.detach(), coarse, len(nodes.x)))
 
 
 class _Chain(NamedTuple):
@@ -240,8 +244,8 @@ def _symmetric(upper: Tensor) -> Tensor:
     return upper + upper.triu(1).mT
 
 
-def _evidence(value: Tensor, coarse: Tensor, nodes: int) -> SolveReport:
-    """How much the result changes with fewer nodes, and whether that is rounding."""
+def _report(value: Tensor, coarse: Tensor, nodes: int) -> SolveReport:
+    """The report: as residual the change of log Z with fewer nodes, as tolerance its rounding error."""
     residual = (value - coarse).abs()
     tolerance = torch.finfo(value.dtype).eps ** 0.75 * (1 + value.abs())
     status = torch.where(residual <= tolerance, int(Status.CONVERGED), int(Status.MAX_STEPS))
@@ -275,6 +279,11 @@ def _aside(field: Tensor) -> Tensor:
 def _beyond_neighbours(couplings: Tensor) -> Tensor:
     """Sizes of couplings of other pairs than neighbours, (*batch, N^2)."""
     return (couplings.triu(2) + couplings.tril(-2)).abs().flatten(-2)
+
+
+def _require_small(argument: str, sizes: Tensor, requirement: str, received: str, remedy: str) -> None:
+    worst = float(sizes.nan_to_num().amax()) if sizes.numel() else 0.0
+    _validate.require(worst <= _slack(sizes), argument, requirement, received.format(worst), remedy)
 
 
 def _slack(sizes: Tensor) -> float:

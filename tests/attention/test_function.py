@@ -419,7 +419,7 @@ def bad(match, error=ValueError, *, change=None, **options):
         bad("`anchor` must broadcast to the leading axes of `query`", anchor=torch.ones(3).double()),
         bad("`solver` must be None or a Solver, got 'anderson'; for example Anderson", TypeError, solver="anderson"),
         bad("`adjoint` must be None or a Adjoint", TypeError, adjoint=Implicit),
-        bad("`impl` must be one of 'auto', 'reference', 'sdpa', 'triton'", impl="flash"),
+        bad("`impl` must be one of 'auto', 'reference', 'tiled', 'triton'", impl="flash"),
         bad("at least 64 keys are needed", UnsupportedImplementation, impl="tiled"),
         bad("Triton kernels do not run on the device", UnsupportedImplementation, impl="triton"),
         bad("`max_steps` must be >= 0", max_steps=-1),

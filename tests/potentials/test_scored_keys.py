@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from implicit_attention import GaussianMixture, LogSumExp, SoftcapLogSumExp, SquaredScores
+from implicit_attention import LogSumExp, SquaredScores
 from implicit_attention._declared import restricted
-from implicit_attention.potentials import Potential, ReadsOut, SelfAttention, Softmax1
+from implicit_attention.potentials import (
+    GaussianMixture,
+    Potential,
+    ReadsOut,
+    SelfAttention,
+    SoftcapLogSumExp,
+    Softmax1,
+)
 from implicit_attention.potentials.scored_keys import ScoredKeys
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.potential import Allocations

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from implicit_attention import CG, AnchoredEnergy, Anderson, Implicit, ImplicitAttention, LogSumExp, Picard, solve
+from implicit_attention import AnchoredEnergy, Anderson, Implicit, ImplicitAttention, LogSumExp, Picard, solve
 from implicit_attention.diagnostics import diagnose
+from implicit_attention.linear import CG
 from implicit_attention.potentials import Softmax1
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract

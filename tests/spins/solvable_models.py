@@ -13,7 +13,8 @@ from torch import Tensor
 
 from implicit_attention import _validate
 from implicit_attention.spins import SphereUnits
-from implicit_attention.spins.exact import _checked, _log_two_cosh, _states
+from implicit_attention.spins.enumeration import states
+from implicit_attention.spins.exact import _checked, _log_two_cosh
 from implicit_attention.spins.system import _radius
 
 # Gaussian averages by equal steps of this many standard deviations out to this many: to rounding for smooth functions.
@@ -101,7 +102,7 @@ def peretto(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], beta: fl
         f"a difference of {apart:.1e}",
         "use stationary_law, which asymmetric couplings have, too",
     )
-    spins = _states(len(field))
+    spins = states(0, 2 ** len(field), len(field), field)
     weight = beta * spins @ field + _log_two_cosh(beta * (field + spins @ couplings.mT)).sum(-1)
     return weight.softmax(0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from implicit_attention.spins import Bethe, Enumeration, SpinSystem, free_energy, thermodynamics
-from implicit_attention.spins.exact import _states
+from implicit_attention.spins.enumeration import states
 from implicit_attention.spins.inverse import METHODS, fit_ising, fit_ising_moments
 from implicit_attention.testing.numerics import random
 
@@ -71,7 +71,7 @@ def test_each_theory_is_the_inverse_of_its_own_direct_equations():
 
 def test_samples_of_a_system_lead_back_to_it():
     couplings, field = problem(0.15, sites=4)
-    spins = _states(4)
+    spins = states(0, 16, 4, torch.empty(0).double())
     weight = 0.5 * ((spins @ couplings) * spins).sum(-1) + spins @ field[:, 0]
     # As many copies of every state as its probability says: samples without noise, up to 1/200000.
     copies = (200_000 * weight.softmax(0)).round().long()
@@ -88,8 +88,8 @@ def test_a_pseudocount_is_the_chance_that_every_spin_is_drawn_anew():
     samples = torch.tensor([[1.0, 1, -1], [1, -1, -1], [1, 1, 1], [1, 1, -1], [1, -1, 1]]).double()
     a = 2.0 / (len(samples) + 2.0)
     rows, weights = [], []
-    for fresh in _states(3) > 0:
-        for new in _states(3):
+    for fresh in states(0, 8, 3, torch.empty(0).double()) > 0:
+        for new in states(0, 8, 3, torch.empty(0).double()):
             rows.append(torch.where(fresh, new, samples))
             share = a ** int(fresh.sum()) * (1 - a) ** int((~fresh).sum()) / 8 / len(samples)
             weights.append(torch.full((len(samples),), share, dtype=torch.float64))

@@ -66,7 +66,7 @@ class GaussianSpins(Approximation):
 
     def log_partition(self, system):
         n, d = system.num_sites, system.dim
-        beta = torch.as_tensor(system.sample_beta).double()
+        beta = torch.as_tensor(system.beta_over(0)).double()
         eye = torch.eye(d).double()
         couplings = system.live_couplings if system.block else system.live_couplings[..., None, None] * eye
         matrix = couplings.transpose(-3, -2).reshape(*couplings.shape[:-4], n * d, n * d)

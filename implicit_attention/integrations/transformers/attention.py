@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ...attention.core import Attended, attend, is_repetition
+from ...attention.core import Call, attend, is_repetition
 from ...attention.masks import mask_and_bias
 from ...attention.read_out import PotentialFactory
 from ...solution import Record, SolveReport
@@ -131,25 +130,26 @@ class EquilibriumForward:
             key, value, mask, bias = with_zero_key(key, value, mask, bias, s_aux)
         make, anchor = capped(softcap), settings.anchor
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
-        ask = partial(
-            attend,
+        call = Call(
             query,
             key,
             value,
-            beta=beta,
-            anchor=anchor.to(query.device) if isinstance(anchor, Tensor) else anchor,
+            beta,
+            anchor.to(query.device) if isinstance(anchor, Tensor) else anchor,
+            settings.options,
             mask=mask,
             bias=bias,
             potential=make,
+            dropout_p=dropout,
             grouped=True,
+            return_weights=_weights_wanted(module, output_attentions),
         )
-        found: Attended = ask(
-            options=settings.options, dropout_p=dropout, return_weights=_weights_wanted(module, output_attentions)
-        )
+        found = attend(call)
         change = None
         if getattr(module, COMPARE, False):
             with torch.no_grad():
-                explicit = ask(options=settings.options.override(max_steps=0)).output
+                options = settings.options.override(max_steps=0)
+                explicit = attend(call._replace(options=options, dropout_p=0.0, return_weights=False)).output
                 change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
         sample = _sample(make, found.state, key, beta, mask, bias)
         # A graph that looked at the tensors of the last call would be compiled again for each of their shapes.

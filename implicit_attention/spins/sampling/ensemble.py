@@ -136,7 +136,7 @@ class Ensemble:
             remedy = "normalise them, or continue from the `final` of earlier samples"
             _validate.require(False, "start", f"hold spins of length {self.radius:.6g}", received, remedy)
         self.lost = self.lost | state.isnan().flatten(1).any(1)
-        # Half precision has left them longer or shorter by its rounding.
+        # Spins given in half precision have rounded lengths.
         return state.div_(length.masked_fill_(length == 0, 1.0))
 
     def public(self, state: Tensor) -> Tensor:

@@ -49,6 +49,17 @@ class Samples:
         num_samples: chains times measured sweeps.
         final: (chains, *batch, N, D), the last states, to look at or to `start` from.
         trajectory: (measurements, chains, *batch, N, D), all measured states, if they were to be kept.
+
+    Not for derivatives, as nothing here has a graph: use `thermodynamics`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem, heat_bath
+        >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> samples = heat_bath(system, chains=20, burn_in=5, sweeps=20, generator=generator)
+        >>> samples.num_samples, samples.magnetization_error.shape
+        (400, torch.Size([4, 3]))
     """
 
     magnetization: Float[Tensor, "*batch N D"]

@@ -54,6 +54,17 @@ def heat_bath(
     Gradients: none.
 
     Reference: Miyatake et al. (1986), The implementation of the heat bath algorithm, for D = 3.
+
+    Not for synchronous dynamics: use `synchronous`; not at low temperatures, where chains stay caught: use
+    `replica_exchange`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem, heat_bath
+        >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> heat_bath(system, chains=20, burn_in=5, sweeps=20, generator=generator).correlations.shape
+        torch.Size([4, 4])
     """
     check_arguments(system, generator)
     plan = Schedule(**schedule)
@@ -96,7 +107,7 @@ class HeatBath:
         self.field = beta[..., None] * ensemble.field
         stays = ~ensemble.exists if fixed is None else ~ensemble.exists | fixed
         self.stays = stays[..., None, None]
-        # The host asks once which sites move in no sample, and which in some.
+        # Read once: which sites stay in all samples, and which in some.
         self.skipped: list[bool] = stays.all(0).tolist()
         self.mixed: list[bool] = stays.any(0).tolist()
 

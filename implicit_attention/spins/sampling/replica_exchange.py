@@ -47,6 +47,17 @@ def replica_exchange(
     Gradients: none.
 
     Reference: Hukushima and Nemoto (1996).
+
+    Not for one temperature at which chains move freely: `heat_bath` is cheaper.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem, replica_exchange
+        >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> samples = replica_exchange(system, [0.5, 1.0], chains=20, burn_in=5, sweeps=20, generator=generator)
+        >>> samples.energy.shape, samples.exchange_rate.shape
+        (torch.Size([2]), torch.Size([1]))
     """
     check_arguments(system, generator)
     plan = Schedule(**schedule)

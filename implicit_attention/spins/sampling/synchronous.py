@@ -44,6 +44,17 @@ def synchronous(
     Gradients: none.
 
     Reference: Peretto (1984), Collective properties of neural networks; Aguilera, Moosavi and Shimazaki (2021).
+
+    Not for Boltzmann's law, which synchronous steps do not sample: use `heat_bath`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import SpinSystem, synchronous
+        >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> samples = synchronous(system, chains=20, burn_in=5, sweeps=20, generator=generator)
+        >>> samples.delayed_correlations.shape, bool(samples.entropy_production.abs() < 1e-9)  # symmetric couplings
+        (torch.Size([4, 4]), True)
     """
     check_arguments(system, generator)
     plan = Schedule(**schedule)

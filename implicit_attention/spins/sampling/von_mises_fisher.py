@@ -13,7 +13,7 @@ from ... import _validate
 from ..._autograd import at_least_single, exact_precision
 from ..system import check_type
 
-# A proposal is refused with probability < 0.35, so that nothing is left after this many rounds but what is not finite.
+# A proposal is refused with probability < 0.35: after this many rounds all are accepted, NaN at once.
 ROUNDS = 200
 # Rounds for few spins try several proposals at once: what they cost is the number of calls, not of numbers.
 WIDTH = 512
@@ -63,21 +63,25 @@ def sample_spins(
 
     Reference: Wood (1994), Simulation of the von Mises-Fisher distribution, for the rejection; Ulrich (1984), Computer
     generation of distributions on the m-sphere, for symmetric beta variables.
+
+    Not for spins that are coupled: use `heat_bath`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.spins import sample_spins
+        >>> field, generator = torch.ones(5, 4, 3), torch.Generator().manual_seed(0)
+        >>> spins = sample_spins(field, beta=2.0, radius=1.5, generator=generator)
+        >>> torch.allclose(spins.norm(dim=-1), torch.tensor(1.5))
+        True
     """
     _validate.check_float_tensor("field", field, min_ndim=2)
     _validate.require(field.shape[-1] > 0, "field", "have at least one dimension", f"shape {tuple(field.shape)}")
     _validate.check_number("radius", radius, low=0.0, open_low=True)
     check_generator(generator, field)
-    scale: float | Tensor
-    if isinstance(beta, Tensor):
-        _validate.check_float_tensor("beta", beta)
-        _validate.check_same_kind([("field", field), ("beta", beta)])
-        _validate.check_broadcast("beta", beta.shape, field.shape[:-2], "the leading axes of `field`")
-        _validate.check_range("beta", beta, low=0.0, open_low=True)
-        scale = _validate.inside(beta, low=0.0, open_low=True)[..., None, None]
-    else:
-        _validate.check_number("beta", beta, low=0.0, open_low=True)
-        scale = beta
+    scale = _validate.check_per_batch("beta", beta, low=0.0, open_low=True)
+    _validate.check_fits_batch("beta", beta, "field", field)
+    if isinstance(scale, Tensor):
+        scale = _validate.inside(scale, low=0.0, open_low=True)[..., None, None]
     with exact_precision(field):
         pull = (radius * scale * at_least_single(field))[..., None]
         spins = radius * unit_spins(pull, draw_noise(pull, generator), generator)[..., 0]

@@ -78,8 +78,8 @@ class SiteLaw:
         tilted_moments        m = <s> = d log A/d theta and c = Tr Cov(s)/D, where <|s|^2> = 2 d log A/dV = |m|^2 + D c
         tilted_covariance     the Hessian of log A as a map
 
-    All per site: theta (*batch, N, D), V (*batch, N), both without a unit if s has none. The radius R is the scale of
-    s. A subclass defines `tilted_log_partition`. The rest follows by automatic differentiation; then c is a difference
+    All per site: theta (*batch, N, D), V (*batch, N), in units of 1/s and 1/s^2. The radius R is the scale of s.
+    A subclass defines `tilted_log_partition`. The rest follows by automatic differentiation; then c is a difference
     of squares, and loses digits where it is small, so that a closed form is worth having. Where V is so large that A is
     infinite, log A is NaN.
 
