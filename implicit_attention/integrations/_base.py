@@ -71,11 +71,6 @@ def joined_masks(masks: Mapping[str, Tensor | None], like: Tensor) -> tuple[Tens
     return pairs, bias
 
 
-def causal_mask(rows: int, count: int, device: torch.device) -> Tensor:
-    """(N, M) for N queries that are the last of M tokens: True where the key is not behind the query."""
-    return torch.ones(rows, count, dtype=torch.bool, device=device).tril(count - rows)
-
-
 def with_zero_key(
     k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, score: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
