@@ -48,7 +48,7 @@ def solve(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 
 @app.command()
 def attention(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
-    """LENGTH, STEPS, C4 and, on a GPU, G1, G2, G3, G5, G6: what a solve costs by length, evaluations and memory."""
+    """LENGTH, STEPS, C4 and, on a GPU, G1, G2, G5, G6: what a solve costs by length, evaluations and memory."""
     measure("attention", quick=quick, only=only, repeats=repeats, out=out)
 
 

@@ -1,4 +1,4 @@
-"""G1, G2, G3, G5 and G6: the fused operations on a GPU. On a machine without one there is nothing here to measure."""
+"""G1, G2, G5 and G6: the fused operations on a GPU. On a machine without one there is nothing here to measure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .memory import NOT_COUNTED
 from .problems import Data, Setting, Shape, draw, evidence
 from .targets import Row
 
-METRICS = ("G1", "G2", "G3", "G5", "G6")
+METRICS = ("G1", "G2", "G5", "G6")
 OPS = ("tests/ops",)
 #: Evaluations in G1; queries that a kernel keeps on chip together (G2).
 BUDGET, TILE = 8, 128
@@ -53,13 +53,12 @@ def settings(*, quick: bool, device: str) -> tuple[tuple[str, Setting], ...]:
     return (
         *(("G1", problem(dim)) for dim in (64, 128)),
         *(("G2", problem(dim, sharpness)) for dim in (64, 128) for sharpness in sharpnesses),
-        *(("G3", problem(dim)) for dim in (64, 128)),
         ("G5", dataclasses.replace(problem(64), shape=Shape(1, 1, LENGTHS[0], 64))),
         ("G6", problem(64)),
     )
 
 
-# The fused operations as the rows use them: what changes in their signatures changes here.
+# The fused solve as the rows use it: what changes in its signature changes here.
 
 
 def anchored(data: Data) -> Any:
@@ -75,17 +74,10 @@ def anchored(data: Data) -> Any:
 def fused_solve(data: Data, *, rtol: float, max_steps: int) -> Any:
     """State, mean, log-sum-exp and evaluations per query of the fused solve; with rtol 0 exactly `max_steps` steps."""
     from implicit_attention._fused_rule import FusedRule
-    from implicit_attention.ops.hopfield_solve.api import run
+    from implicit_attention.ops.dispatch import solve
 
-    stop = FusedRule(rtol=rtol, atol=0.0, max_steps=max_steps, plain_steps=PLAIN_STEPS)
-    return run(anchored(data), data.queries.float(), stop, impl="triton")
-
-
-def fused_product(data: Data, solved: Any) -> Any:
-    """The Hessian of the energy at a solution times the cotangent; `solved` holds what was measured there."""
-    from implicit_attention.ops.hopfield_hvp.api import run
-
-    return run(anchored(data), solved.state, data.cotangent.float(), solved.mean, solved.logsumexp, impl="triton")
+    rule = FusedRule(rtol=rtol, atol=0.0, max_steps=max_steps, plain_steps=PLAIN_STEPS)
+    return solve(anchored(data), data.queries.float(), rule, "triton")
 
 
 # Rows.
@@ -132,14 +124,6 @@ def forward(problem: Setting, repeats: int, max_seconds: float) -> Row:
     return row("G2", value, times, {"fused": found, "best": {"label": best}})
 
 
-def product(problem: Setting, repeats: int, max_seconds: float) -> Row:
-    """G3: one fused Hessian-vector product."""
-    copies = rotation(problem)
-    solved = [(data, fused_solve(data, rtol=problem.rtol, max_steps=100)) for data in copies]
-    times, best = against_sdpa(copies, rotated(solved, lambda pair: fused_product(*pair)), repeats, max_seconds)
-    return row("G3", times["fused"].median / times[best].median, times, {"fused": {}, "best": {"label": best}})
-
-
 def longest(problem: Setting, repeats: int, max_seconds: float) -> Row:
     """G5: training steps at doubled lengths until one does not fit, and the exponent of their memory."""
     points: list[dict[str, float]] = []
@@ -179,7 +163,6 @@ def waits(problem: Setting, repeats: int, max_seconds: float) -> Row:
 MEASURES: dict[str, Callable[[Setting, int, float], Row]] = {
     "G1": per_evaluation,
     "G2": forward,
-    "G3": product,
     "G5": longest,
     "G6": waits,
 }

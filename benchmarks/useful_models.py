@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from implicit_attention import CG, Anderson, Implicit, ImplicitAttention, Picard, Unrolled
+from implicit_attention import Anderson, Implicit, ImplicitAttention, Picard, Unrolled
+from implicit_attention.linear import CG
 
 #: States within 1e-3 of their equilibria, and gradients that are no more exact than their states.
 RTOL = 1e-3

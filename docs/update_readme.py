@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from implicit_attention.cli.compare import Settings
+from implicit_attention.cli.settings import CompareSettings
 from implicit_attention.cli.table import comparison_tables, retrieval_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,12 +24,13 @@ def table(path: Path) -> str:
     """What the command printed, from its JSON file."""
     run = json.loads(path.read_text())
     chosen = run["settings"]
-    settings = Settings(**{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")})
-    comparison = SimpleNamespace(
-        settings=settings, rows=run["rows"], retrieval=run["retrieval"], threads=run["device"]["threads"]
+    settings = CompareSettings(
+        **{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")}
     )
+    comparison = SimpleNamespace(settings=settings, rows=run["rows"], threads=run["device"]["threads"])
+    rates = retrieval_table(run["retrieval"], has_reference=settings.has_reference)
     console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-    for part in (*comparison_tables(comparison, 120), retrieval_table(comparison)):
+    for part in (*comparison_tables(comparison, 120), rates):
         console.print(part)
         console.print()
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())

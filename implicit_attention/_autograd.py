@@ -27,7 +27,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether no derivative of what is computed from `tensors` can be asked for, so that fused kernels may be used."""
+    """Whether no derivative with respect to `tensors` can be asked for, so that kernels without one may be used."""
     if transforms_active():
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
@@ -58,7 +58,7 @@ def is_differentiated(*tensors: Tensor) -> bool:
 
 
 def backward_running() -> bool:
-    """Whether autograd is at work in this thread: what is computed now is computed again, for a gradient."""
+    """Whether autograd runs a backward pass in this thread, in which checkpointing computes a forward pass again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -77,16 +77,16 @@ def at_least_single(given: Any) -> Any:
 
 
 def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context in which autocast does not lower the precision of what is computed from `tensor`."""
+    """A context in which autocast lowers no precision on the device of `tensor`."""
     if tensor.device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, left out of what torch.compile compiles: one clean graph break.
+    """`function`, which torch.compile does not compile: one clean graph break.
 
-    For what asks the host when to stop, which would break the graph at every step.
+    For loops in which the host decides when to stop, which would break the graph at every step.
     """
 
     @functools.wraps(function)
@@ -180,8 +180,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def readable(tensor: Tensor, *, wait: bool = False) -> Tensor | None:
-    """`tensor` as what all torch.func transforms made it of, in whatever order its axes then are, for the host to read;
-    None where the host cannot look, or, without `wait`, would have to wait for another device."""
+    """The plain tensor inside all wrappers of torch.func, for the host to read; its axes may be in another order.
+
+    None for a tensor on another device than the CPU, for which the host would have to wait, unless it is to `wait`.
+    """
     if not (wait or tensor.device.type == "cpu"):
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from typing_extensions import Self
+
+_D = TypeVar("_D", bound="Declared")
 
 
 def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -65,7 +67,7 @@ def _rebuilt(value: Any, new: Iterator[Tensor]) -> Any:
 
 
 class Withdrawn:
-    """Stands where a formula was inherited that belongs to something else than what the class computes."""
+    """Stands in the place of an inherited formula that does not hold for the class, and says so when asked for."""
 
     def __init__(self, name: str, cause: str, owner: str) -> None:
         self.name, self.cause, self.owner = name, cause, owner
@@ -84,11 +86,11 @@ class Declared:
     Attributes may be tensors, other `Declared` objects, modules (their parameters and buffers) and tuples, lists or
     dicts of these. Nothing needs to be registered: a subclass only assigns its attributes.
 
-    A subclass that overrides what it computes inherits no closed form of something else: what `_follows` from it is
-    again what the `general` base makes of its methods, or withdrawn where that can say nothing.
+    A subclass that overrides a method inherits no closed form that was derived from the method of its base. The
+    methods that `_follows` names for it are those of the `general` base again, or `Withdrawn` where that has none.
     """
 
-    #: method -> the methods and claims that hold for it as it is, and not for what a subclass puts in its place.
+    #: method -> the methods and claims that were derived from it, and do not hold where a subclass overrides it.
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {}
     #: Those that the general class cannot make of the others.
     _underived: ClassVar[tuple[str, ...]] = ()
@@ -135,8 +137,8 @@ class Declared:
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
 
-        What is written out for a class (gradients in the order of its tensors, restriction to rows) does not hold for a
-        subclass that reads more.
+        Formulas written for a class (gradients in the order of its tensors, restriction to rows) do not hold for a
+        subclass with further attributes.
         """
         return tuple(vars(self)) == names
 
@@ -145,3 +147,45 @@ class Declared:
         for name, value in vars(self).items():
             object.__setattr__(clone, name, _rebuilt(value, new))
         return clone
+
+
+def restricted(held: _D, index: Tensor, **own: int) -> _D:
+    """The problems `index` (*batch, K) of the last axis that numbers problems: what `select` returns.
+
+    Args:
+        held: an object that holds tensors (*#batch, #N, *own) of N problems each.
+        index: which problems, for each batch entry.
+        own: for each attribute that numbers problems, how many of its axes belong to one. Numbers are left alone.
+    """
+    clone = held.replace(*held.tensors())
+    for name, count in own.items():
+        tensor = getattr(clone, name)
+        if isinstance(tensor, Tensor):
+            setattr(clone, name, _picked(tensor, index, tensor.ndim - count - 1))
+    return clone
+
+
+def _picked(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
+    if axis < 0 or tensor.shape[axis] == 1:
+        return tensor
+    if all(stride == 0 or size == 1 for stride, size in zip(index.stride()[:-1], index.shape[:-1], strict=True)):
+        # The same problems in every batch entry: the tensor stays as small as it is.
+        same = index.reshape(-1, index.shape[-1])[0] if index.numel() else index.new_empty(0)
+        return tensor.index_select(axis, same)
+    return pick(tensor.expand(*index.shape[:-1], *tensor.shape[axis:]), index)
+
+
+def pick(tensor: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` (*batch, K) of a tensor (*batch, N, ...)."""
+    return tensor.gather(index.ndim - 1, spread(index, tensor))
+
+
+def put(tensor: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """A tensor (*batch, N, ...) with `rows` (*batch, K, ...) in the places `index` (*batch, K)."""
+    return tensor.scatter(index.ndim - 1, spread(index, rows), rows)
+
+
+def spread(index: Tensor, like: Tensor) -> Tensor:
+    """`index` (*batch, K), the same for all entries of a row of `like` (*batch, N, ...)."""
+    own = like.shape[index.ndim :]
+    return index.reshape(*index.shape, *(1,) * len(own)).expand(*index.shape, *own)

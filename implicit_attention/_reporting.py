@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import Tensor
 
 from . import _validate
@@ -15,7 +14,8 @@ from .solution import NO_REMEDIES, Record, Remedies
 from .status import Status
 
 SHOWN = 3
-# Relative errors of gradients beyond the first are warned of; beyond the second, first order says no more than that.
+# Gradients with a larger estimated relative error than UNSURE are warned of. The estimate is of first order, and
+# beyond UNKNOWN it says only that the error is large.
 UNSURE, UNKNOWN = 0.15, 0.25
 
 
@@ -49,19 +49,18 @@ def report_failures(on_failure: OnFailure, what: str, record: Record, remedies: 
 def report_gradients(
     on_failure: OnFailure, what: str, error: Tensor | None, record: Record, remedies: Remedies = NO_REMEDIES
 ) -> None:
-    """`report_failures` of backward solves, and a warning of gradients that the states' residual leaves unsure."""
+    """`report_failures` of backward solves, and a warning of gradients that the residual of the states spoils."""
     if on_failure == "ignore" or is_batched(record.status):
         return
-    failed = record.failed
-    unsure = torch.zeros_like(failed) if error is None else (error > UNSURE) & ~failed
-    if not bool((failed | unsure).any()):
-        return
     report_failures(on_failure, what, record, remedies)
-    if error is not None and (count := int(unsure.sum())):
+    if error is None:
+        return
+    unsure = (error > UNSURE) & ~record.failed
+    if count := int(unsure.sum()):
         worst = float(error[unsure].max())
         share = f"{100 * min(worst, UNKNOWN):.0f} %{' or more' if worst > UNKNOWN else ''}"
         message = (
-            f"the gradients of {count} of {failed.numel()} problems may be off by {share}, as their states are "
+            f"the gradients of {count} of {unsure.numel()} problems may be off by {share}, as their states are "
             "solved to a residual only and the problems are nearly singular there (a fold; see "
             "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
         )
@@ -69,7 +68,7 @@ def report_gradients(
 
 
 def warn_of_unstable(on_failure: OnFailure, what: str, status: Tensor) -> None:
-    """Warn of solutions that are unstable: they solve the equations, but are hardly what was asked for."""
+    """Warn of unstable solutions: they solve the equations, but small deviations from them grow."""
     if on_failure == "ignore" or is_batched(status):
         return
     count = int((status == Status.UNSTABLE).sum())

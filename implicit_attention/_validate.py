@@ -1,4 +1,4 @@
-"""Checks at the door. Every message names the argument, the requirement, what was received and the remedy."""
+"""Checks of arguments. Every message names the argument, the requirement, the value received and the remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether `value` is a DTensor, told by what it has: to ask by class would import torch.distributed.tensor."""
+    """Whether `value` is a DTensor, told by an attribute: the class would have to be imported."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 
@@ -181,35 +181,6 @@ def inside(value: float | Tensor, *, low: float, high: float = math.inf, open_lo
         return value
     fits = ((value > low) if open_low else (value >= low)) & (value <= high)
     return torch.where(fits, value, torch.nan)
-
-
-def check_per_entry(
-    argument: str,
-    value: Any,
-    like: Tensor,
-    name: str,
-    *,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
-    remedy: str = "",
-    together: bool = False,
-) -> Any:
-    """A number in [low, high], returned as Python's own, or a tensor (*#batch) with one for each batch entry.
-
-    Args:
-        like: the tensor (*batch, N, D) of the argument `name` whose batch it is.
-        together: whether the tensor may have leading axes that `like` has not.
-        remedy: how to keep a tensor inside the range.
-    """
-    if not isinstance(value, Tensor):
-        return check_number(argument, value, low=low, high=high, open_low=open_low)
-    check_float_tensor(argument, value)
-    check_same_kind([(name, like), (argument, value)])
-    fits = check_together if together else check_broadcast
-    fits(argument, value.shape, like.shape[:-2], f"the leading axes of `{name}`")
-    check_range(argument, value, low=low, high=high, open_low=open_low, remedy=remedy)
-    return value
 
 
 def check_numbers(argument: str, tensor: Tensor, remedy: str = "") -> None:

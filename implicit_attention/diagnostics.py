@@ -1,4 +1,4 @@
-"""What a fixed point is like: contraction, curvature, how many there are, how many keys carry it, how far it may be."""
+"""Properties of fixed points: contraction, curvature, number of different ones, keys attended to, distance at most."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ._types import LinearMap
 from .energies import AnchoredEnergy
 from .linear import extreme_eigenvalues
 from .linear import spectral_radius as arnoldi_radius
-from .ops.problem import common
 from .potentials import LogSumExp
-from .potentials._keys import in_double
+from .potentials.scored_keys import ScoredKeys, common, in_double
 from .problem import Problem, widened
 from .solution import Solution
 from .solvers._rows import flat, unflat
@@ -29,14 +28,27 @@ TILE = 512
 class Diagnosis:
     """All diagnostics of one solution, (*lead) unless said.
 
+    Not for training loops: use `Solution.report`, which costs nothing.
+
     Attributes:
         spectral_radius: estimate of the largest |eigenvalue| of df/dz; below 1 plain iteration converges locally.
         smallest_curvature: estimate of the smallest eigenvalue of I - df/dz; NaN where that is not symmetric.
         saddle: whether that is negative.
         distinct: number of different fixed points along the last leading axis, (*lead[:-1]).
-        effective_keys: exp(entropy) of the attention at the solution; None where the potential is not LogSumExp.
+        effective_keys: exp(entropy) of the attention at the solution; None where the potential is not `LogSumExp` or
+            `SoftcapLogSumExp`.
         certified_error: bound on the distance to the solution, rounding included; inf where no Lipschitz bound below 1
             is known.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.diagnostics import diagnose
+        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(4), beta=0.5), field=torch.ones(2, 4), anchor=0.5)
+        >>> solution = solve(energy, energy.field)
+        >>> found = diagnose(energy, solution)
+        >>> found.saddle.tolist(), int(found.distinct)
+        ([False, False], 1)
     """
 
     spectral_radius: Tensor
@@ -48,7 +60,19 @@ class Diagnosis:
 
 
 def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagnosis:
-    """All diagnostics of a solution at once; `steps` is the number of Lanczos vectors."""
+    """All diagnostics of a solution at once; `steps` is the number of Lanczos vectors.
+
+    Not for training loops, as it costs more than most solves: use `Solution.report`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.diagnostics import diagnose
+        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(4), beta=0.5), field=torch.ones(2, 4), anchor=0.5)
+        >>> solution = solve(energy, energy.field)
+        >>> bool((diagnose(energy, solution).spectral_radius < 1).all())
+        True
+    """
     z = solution.value.detach()
     problem, _ = widened(problem)
     nowhere = torch.full_like(solution.residual, torch.nan)
@@ -59,7 +83,7 @@ def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagno
         smallest_curvature=curvature,
         saddle=curvature < -_negligible(z),
         distinct=distinct_fixed_points(z if z.ndim > problem.event_ndim else z[None], event_ndim=problem.event_ndim),
-        effective_keys=effective_keys(potential, z) if isinstance(potential, LogSumExp) else None,
+        effective_keys=effective_keys(potential, z) if isinstance(potential, ScoredKeys) else None,
         certified_error=certified_error(problem, solution),
     )
 
@@ -68,12 +92,23 @@ def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagno
 def spectral_radius(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Tensor, "*lead"]:
     """Estimate max |eigenvalue| of df/dz at z, per problem.
 
+    Not for a guarantee: use `certified_error`.
+
     A local number: it says how plain iteration behaves near z and certifies nothing (see `certified_error`).
 
     Args:
         problem: any problem.
         z: states, (*lead, *event).
         steps: number of Krylov vectors; exact from the number of entries of one problem on.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.diagnostics import spectral_radius
+        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(4), beta=0.5), field=torch.ones(2, 4), anchor=0.5)
+        >>> solution = solve(energy, energy.field)
+        >>> spectral_radius(energy, solution.value).round(decimals=3)
+        tensor([0.0620, 0.0620])
     """
     matvec, start = _jacobian(problem, z)
     if problem.symmetric:
@@ -86,6 +121,8 @@ def spectral_radius(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Te
 def smallest_curvature(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Tensor, "*lead"]:
     """Estimate the smallest eigenvalue of I - df/dz, for an energy of its Hessian, per problem.
 
+    Not for maps that are no gradient: use `spectral_radius`.
+
     From above: a negative number proves a direction of negative curvature, so a saddle at a stationary point.
 
     Args:
@@ -95,6 +132,15 @@ def smallest_curvature(problem: Problem, z: Tensor, *, steps: int = 30) -> Float
 
     Raises:
         ValueError: for a map whose Jacobian is not symmetric.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.diagnostics import smallest_curvature
+        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(4), beta=0.5), field=torch.ones(2, 4), anchor=0.5)
+        >>> solution = solve(energy, energy.field)
+        >>> bool((smallest_curvature(energy, solution.value) > 0.9).all())
+        True
     """
     _validate.require(
         problem.symmetric,
@@ -108,13 +154,27 @@ def smallest_curvature(problem: Problem, z: Tensor, *, steps: int = 30) -> Float
 
 
 def is_saddle(problem: Problem, z: Tensor, *, steps: int = 30) -> Bool[Tensor, "*lead"]:
-    """Whether the energy has negative curvature at z beyond rounding, per problem; at a solution that is a saddle."""
+    """Whether the energy has negative curvature at z beyond rounding, per problem; at a solution that is a saddle.
+
+    Not for states that are no solution: there the sign of the curvature says nothing of stability.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.diagnostics import is_saddle
+        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(4), beta=0.5), field=torch.ones(2, 4), anchor=0.5)
+        >>> solution = solve(energy, energy.field)
+        >>> is_saddle(energy, solution.value)
+        tensor([False, False])
+    """
     return smallest_curvature(problem, z, steps=steps) < -_negligible(z)
 
 
 @torch.no_grad()
 def distinct_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1e-2) -> Int[Tensor, "*batch"]:
     """Count the different solutions along the last leading axis.
+
+    Not for problems with different parameters, whose solutions differ anyway.
 
     Two solutions are the same within a distance of rtol times the larger of their norms (plus rtol times 1e-3).
 
@@ -125,13 +185,28 @@ def distinct_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1
 
     Returns:
         (*batch) integers.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.diagnostics import distinct_fixed_points
+        >>> distinct_fixed_points(torch.tensor([[1.0, 0.0], [1.0, 0.001], [0.0, 1.0]]))
+        tensor(2)
     """
     return first_fixed_points(value, event_ndim=event_ndim, rtol=rtol).sum(-1)
 
 
 @torch.no_grad()
 def first_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1e-2) -> Bool[Tensor, "*batch N"]:
-    """Which solutions along the last leading axis differ from all before them; arguments as `distinct_fixed_points`."""
+    """Which solutions along the last leading axis differ from all before them; arguments as `distinct_fixed_points`.
+
+    Not for the number alone: use `distinct_fixed_points`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.diagnostics import first_fixed_points
+        >>> first_fixed_points(torch.tensor([[1.0, 0.0], [1.0, 0.001], [0.0, 1.0]]))
+        tensor([ True, False,  True])
+    """
     _validate.require(
         value.ndim > event_ndim, "value", "have a leading axis of problems", f"shape {tuple(value.shape)}"
     )
@@ -151,10 +226,19 @@ def first_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1e-2
 
 
 @torch.no_grad()
-def effective_keys(potential: LogSumExp, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+def effective_keys(potential: ScoredKeys, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
     """exp(-sum_j p_j log p_j) of the attention weights at z: on how many keys the answer rests, from 1 to M.
 
+    Not for potentials without attention weights.
+
     Queries that attend to no key have 0.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import LogSumExp
+        >>> from implicit_attention.diagnostics import effective_keys
+        >>> effective_keys(LogSumExp(torch.eye(4), beta=1.0), torch.zeros(2, 4)).round(decimals=3)
+        tensor([4., 4.])
     """
     index = torch.arange(z.shape[-2], device=z.device)
     counts = []
@@ -172,27 +256,24 @@ def _perplexity(p: Tensor) -> Tensor:
     return torch.where(total > 0, torch.special.entr(p).sum(-1).exp(), total)
 
 
-def energy_trace(solution: Solution) -> Tensor:
-    """The energy after every iteration, (iterations, *lead), of a solution that was asked for with trace=True."""
-    if solution.trace is None or solution.trace.energy is None:
-        raise ValueError(
-            _validate.message(
-                "solution",
-                "come from solve(energy, ..., trace=True)",
-                "one without an energy trace",
-                "solve again with trace=True (a map without an energy has none)",
-            )
-        )
-    return solution.trace.energy
-
-
 @torch.no_grad()
 def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lead"]:
     """A bound on |z - z*| that holds: (|r| + e)/(1 - L), with L a Lipschitz constant of f everywhere.
 
+    Not for sharp attention, where no bound below 1 is known: use `spectral_radius` for an estimate.
+
     For the anchored log-sum-exp energy L = (1 - anchor) beta diam(K)^2/4. Where L >= 1 or none is known the bound is
     inf: the spectral radius at one point would certify nothing. The residual r is evaluated anew in float64, as the one
     that the solver saw has the rounding of its precision, and e bounds what rounding is left.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.diagnostics import certified_error
+        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(4), beta=0.5), field=torch.ones(2, 4), anchor=0.5)
+        >>> solution = solve(energy, energy.field)
+        >>> bool((certified_error(energy, solution) < 1e-3).all())
+        True
     """
     nothing = torch.full_like(solution.residual, torch.inf)
     # Lipschitz constants belong to a batch entry: there is one more axis.
@@ -203,7 +284,7 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
         z = in_double(solution.value)
         f, lipschitz = _mapped(problem, z), problem.lipschitz()
         assert lipschitz is not None
-        # So many numbers at most are summed up, each a few times of rounding away.
+        # A bound on the rounding error of a sum of the longest axis, in units of its terms.
         tensors = [t for t in problem.tensors() if t.is_floating_point()]
         unit = 4 * (z.shape[-1] + max(max(t.shape, default=1) for t in tensors)) * torch.finfo(z.dtype).eps
         largest = sum(t.masked_fill(~t.isfinite(), 0.0).abs().max() for t in tensors if t.numel()) * z.shape[-1] ** 0.5
@@ -215,7 +296,7 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
 
 
 def _mapped(problem: Problem, z: Tensor) -> Tensor:
-    """f(z), of attention over keys without what they have in common, in which its rounding grows."""
+    """f(z); for attention with centred keys, as the rounding error grows with the distance of the keys from 0."""
     potential = getattr(problem, "potential", None)
     if type(problem) is not AnchoredEnergy or type(potential) is not LogSumExp:
         return problem.fixed_point_map(z)

@@ -11,16 +11,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ._autograd import is_differentiated, sum_to_shape, transforms_active
+from ._autograd import is_differentiated, is_fake, sum_to_shape, transforms_active
 from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
-from .ops.dispatch import checked
-from .ops.hopfield_cg.api import run as run_hopfield_cg
-from .ops.hopfield_cg.rule import CGStop
-from .ops.hopfield_solve.api import run as run_hopfield_solve
+from .ops import dispatch, registration
 from .ops.problem import Hopfield, carries
+from .ops.rule import Solved
 from .potentials import LogSumExp
 from .potentials._read import surely_finite, without_nan
 from .problem import Adjoined, Problem
@@ -43,21 +41,20 @@ class Lowered:
         """The solution from `initial`, and how the solve went; without a graph."""
         assert self.rule is not None
         problem, poison = self._isolated()
-        found = run_hopfield_solve(problem, _poisoned(initial, poison), self.rule, impl=self.impl, keep_mean=False)
-        return found.state, Record(*found[3:])
+        initial = _poisoned(initial, poison)
+        found = dispatch.solve(problem, initial, self.rule, dispatch.checked(self.impl, problem), keep_mean=False)
+        return found.state, found.record
 
     def in_graph(self, initial: Tensor, on_failure: OnFailure) -> tuple[Tensor, Record]:
         """The same as one operation that a compiler keeps in its graph, with a first derivative.
 
         A backward solve that fails is told as `on_failure` says.
         """
-        from .ops.hopfield_solve.ops import hopfield_solve_op
-
         assert self.rule is not None
         problem, poison = self._isolated()
-        impl = checked(self.impl, problem)
-        found = hopfield_solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, on_failure)
-        return found[0], Record(*found[3:])
+        impl = dispatch.checked(self.impl, problem)
+        found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, on_failure))
+        return found.state, found.record
 
     def adjoint(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
         """The adjoint solve at z by conjugate gradients; None if the bias is to have a gradient, of which it has none.
@@ -67,14 +64,13 @@ class Lowered:
         energy, potential = self.energy, self._potential
         if potential.bias is not None and potential.bias.requires_grad:
             return None
-        found = run_hopfield_cg(self._isolated()[0], z, cotangent, CGStop(rtol, max_steps), impl=self.impl)
+        problem = self._isolated()[0]
+        found = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, dispatch.checked(self.impl, problem))
         gradients: list[Tensor | None] = [found.by_keys]
         if isinstance(potential.beta, Tensor):
             gradients.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
         gradients += [None for pairs in (potential.mask, potential.bias) if pairs is not None]
-        gradients.append(energy._anchor * found.value)
-        if isinstance(energy.anchor, Tensor):
-            gradients.append(energy._by_anchor(z, found.value))
+        gradients += energy._by_own(found.value, lambda: potential.mean(z))
         return Adjoined(*found[:6], gradients=tuple(gradients))
 
     @property
@@ -120,7 +116,7 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
     Args:
         problem: what is solved.
         solver: its method; None for the adjoint alone, whatever method solved the problem.
-        impl: "auto" takes an operation where there is one; "sdpa" and "triton" insist on theirs.
+        impl: "auto" takes an operation where there is one; "tiled" and "triton" insist on theirs.
         every_step: every step is to be recorded, for a trace or for a gradient through the steps.
 
     Raises:
@@ -137,7 +133,10 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
     if lowered is None or reason is not None:
         return None
     if insists:
-        checked(impl, lowered.packed())
+        dispatch.checked(impl, lowered.packed())
+    if torch.compiler.is_compiling() or is_fake(lowered.energy.field):
+        # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
+        return lowered
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in problem.tensors())
     return None if wrapped or lowered.energy.field.numel() == 0 else lowered
 

@@ -1,9 +1,10 @@
-"""How an equilibrium is found and differentiated, as functions and layers take it."""
+"""`SolveOptions`: how an equilibrium is found and differentiated, for every function and layer that solves for one."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+from typing_extensions import TypedDict, Unpack
 
 from . import _validate
 from ._reporting import check_on_failure
@@ -11,20 +12,53 @@ from ._types import Impl, OnFailure
 from .adjoints import Adjoint, Unrolled
 from .solvers import Anderson, Solver
 
-_IMPLEMENTATIONS = ("auto", "reference", "sdpa", "triton")
+_IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
+
+
+class SolveKeywords(TypedDict, total=False):
+    """The fields of `SolveOptions` as keyword arguments (`**options: Unpack[SolveKeywords]`)."""
+
+    solver: Solver | None
+    adjoint: Adjoint | None
+    impl: Impl | None
+    max_steps: int | None
+    on_failure: OnFailure | None
+
+
+_NAMES = tuple(SolveKeywords.__annotations__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolveOptions:
-    """How an equilibrium is found and differentiated: what `solve` takes, with the budget in short.
+    """How an equilibrium is found and differentiated.
+
+    Functions and layers take these options as keyword arguments, `ImplicitAttention(64, 4, solver=Picard())`. A layer
+    keeps them as `layer.options`, and each call of it may override some: `layer(x, max_steps=0)`. An option that is
+    left out, or None, stays as it is. A solver that is given to a call brings its own `max_steps`.
 
     Args:
-        solver: default `Anderson()`.
-        adjoint: default `Implicit()`, and `Unrolled()` for a fixed budget of steps (rtol = atol = 0).
-        impl: "auto"; "reference" writes every product out; "sdpa" insists on torch's fused attention, "triton" on the
-            Triton kernels.
-        max_steps: the solver's `max_steps` in short; 0 is one explicit step of attention, without any solve.
-        on_failure: "raise", "warn" or "ignore".
+        solver: the method that finds the equilibrium; default `Anderson()`.
+        adjoint: how the gradient is computed; default `Implicit()`, the exact gradient of an equilibrium, and
+            `Unrolled()` for a solver with a fixed budget of steps (rtol = atol = 0).
+        impl: which implementation runs. "auto" chooses. "reference" writes every product out. "tiled" is torch's fused
+            attention, and "triton" one kernel for the whole solve; each raises where it cannot be used.
+        max_steps: replaces the solver's `max_steps`. With 0 nothing is solved: the answer is one explicit step of
+            attention, whatever the anchor.
+        on_failure: what to do about queries without an answer, and about gradients that did not converge: "raise",
+            "warn" (the default) or "ignore".
+
+    Raises:
+        TypeError: an option that does not exist, or of another type. ValueError: a value out of range.
+
+    Example:
+        >>> from implicit_attention import ImplicitAttention, Picard
+        >>> layer = ImplicitAttention(8, heads=2, solver=Picard(max_steps=100))
+        >>> layer.options.effective_solver.max_steps
+        100
+        >>> layer.options.override(max_steps=0).explicit
+        True
+
+    Not for `solve`, which takes solver and adjoint themselves.
     """
 
     solver: Solver | None = None
@@ -35,25 +69,31 @@ class SolveOptions:
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)
-        for name, kind in (("solver", Solver), ("adjoint", Adjoint)):
-            value = getattr(self, name)
+        for name, value, kind, example in (
+            ("solver", self.solver, Solver, "Anderson()"),
+            ("adjoint", self.adjoint, Adjoint, "Implicit()"),
+        ):
             if value is not None and not isinstance(value, kind):
-                example = "Anderson()" if name == "solver" else "Implicit()"
                 received = value.__name__ if isinstance(value, type) else repr(value)
-                raise TypeError(
-                    _validate.message(name, f"be None or a {kind.__name__}", received, f"for example {example}")
-                )
+                required = f"be None or a {kind.__name__}"
+                raise TypeError(_validate.message(name, required, received, f"for example {example}"))
         _validate.check_choice("impl", self.impl, _IMPLEMENTATIONS)
         if self.max_steps is not None:
             _validate.check_integer("max_steps", self.max_steps, low=0)
         check_on_failure(self.on_failure)
 
-    def override(self, **given: Any) -> SolveOptions:
-        """These options with those that are not None replaced; another solver comes with its own `max_steps`."""
+    def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
+        """These options with the given ones replaced; None keeps what is there."""
+        for name in given:
+            if name not in _NAMES:
+                raise TypeError(
+                    f"unexpected keyword argument {name!r}; beside the arguments that are named in the signature there "
+                    f"are the options of the solve: {', '.join(_NAMES)} (see SolveOptions)"
+                )
         changes = {name: value for name, value in given.items() if value is not None}
         if "solver" in changes:
             changes.setdefault("max_steps", None)
-        return dataclasses.replace(self, **changes) if changes else self
+        return dataclasses.replace(self, **changes) if changes else self  # type: ignore[arg-type]
 
     @property
     def explicit(self) -> bool:
@@ -62,12 +102,14 @@ class SolveOptions:
 
     @property
     def effective_solver(self) -> Solver:
+        """The solver with the budget of these options."""
         solver = Anderson() if self.solver is None else self.solver
         return solver if self.max_steps is None else dataclasses.replace(solver, max_steps=self.max_steps)
 
     @property
     def effective_adjoint(self) -> Adjoint | None:
-        """None for `Implicit()`, whose gradient is no gradient of what a fixed budget of steps returns."""
+        """`adjoint`, or `Unrolled()` where a fixed budget of steps needs it: no equilibrium is reached there, so that
+        `Implicit()` would give another gradient."""
         solver = self.effective_solver
         unrolls = self.adjoint is None and solver.fixed_budget and solver.differentiable
         return Unrolled() if unrolls else self.adjoint

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from . import _validate
 from ._autograd import at_least_single, check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared, Withdrawn
+from ._declared import restricted as restricted
 from ._types import LinearMap
 
 _P = TypeVar("_P", bound=Declared)
@@ -165,7 +166,7 @@ class Problem(Declared, general=True):
                 "a tensor made there, through which no gradient would reach what it is made of",
                 "compute it at every call, or once in __init__",
             )
-        hidden = is_batched(result) and not any(is_batched(t) for t in (z, *tensors))
+        hidden = is_batched(result) and not is_batched(z, *tensors)
         if result.requires_grad or has_tangent(result) or hidden:
             name, where = self._map_name(), self._read_by()
             raise ValueError(
@@ -181,30 +182,6 @@ class Problem(Declared, general=True):
 
     def _how_to_declare(self) -> str:
         return "hold it in an attribute (a tensor, a module, or a tuple, list or dict of them)"
-
-
-def restricted(problem: _P, index: Tensor, **own: int) -> _P:
-    """The problems `index` (*lead[:-1], K) of the last leading axis, for `select`.
-
-    Args:
-        problem: what reads tensors (*#lead, *own).
-        index: as in `Problem.select`.
-        own: for the attributes that number problems, how many of their axes belong to one. Numbers are left alone.
-    """
-    clone = problem.replace(*problem.tensors())
-    for name, count in own.items():
-        held = getattr(clone, name)
-        if isinstance(held, Tensor):
-            setattr(clone, name, _taken(held, index, held.ndim - count))
-    return clone
-
-
-def _taken(tensor: Tensor, index: Tensor, lead: int) -> Tensor:
-    if lead == 0 or tensor.shape[lead - 1] == 1:
-        return tensor
-    own = tensor.shape[lead:]
-    where = index.reshape(*index.shape, *(1,) * len(own)).expand(*index.shape, *own)
-    return tensor.expand(*index.shape[:-1], *tensor.shape[lead - 1 :]).gather(index.ndim - 1, where)
 
 
 def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
@@ -241,7 +218,7 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
     What they add to a gradient is 0, and 0 * NaN would be NaN in all that they share. Of a problem that does not know
     which numbers are whose, those that are not finite become 1 where f of all others stays the same.
     """
-    batched = any(is_batched(t) for t in (left_out, z, *problem.tensors()))
+    batched = is_batched(left_out, z, *problem.tensors())
     if not batched and z.device.type == "cpu" and not bool(left_out.any()):
         return problem, z
     rows = left_out.reshape((*left_out.shape, *(1,) * problem.event_ndim))

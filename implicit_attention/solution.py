@@ -1,4 +1,4 @@
-"""What a solve returns: the value, and for every problem the evidence that it is an answer."""
+"""What a solve returns: the value, and for every problem a record of how the solve went."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["AdjointReport", "Record", "Solution", "SolveReport", "Status", "Trac
 Remedies: TypeAlias = Mapping[Status, str]
 NO_REMEDIES: Remedies = {}
 
-#: Residuals above this part of the value are told although they reached the tolerance.
+#: A converged solution is reported as loose where its residual is more than this part of its value.
 LOOSE = 0.01
 _REMEDY = "lower atol for data of this scale, or rtol"
 
@@ -67,8 +67,13 @@ class Record(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Per iteration and problem, (iterations, *lead): the residual of the best state so far, its energy, the map
-    evaluations spent by then, and that state, (iterations, *lead, *event)."""
+    """The course of a solve: the best state after every iteration, and what was measured there.
+
+    Attributes:
+        residual, energy: of the best state so far, (iterations, *lead); the energy is None for a map without one.
+        num_evals: map evaluations spent by then, (iterations, *lead).
+        value: the best state so far, (iterations, *lead, *event).
+    """
 
     residual: Tensor
     energy: Tensor | None
@@ -78,7 +83,9 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass(repr=False)
 class AdjointReport:
-    """SolveReport of the linear solves behind a gradient, per problem; empty until a backward pass has run.
+    """How the linear solves behind a gradient went, per problem; empty until a backward pass has run.
+
+    Not for the forward solve: see `SolveReport`.
 
     Of several solves (repeated passes, second derivatives) the worst is kept.
 
@@ -90,16 +97,27 @@ class AdjointReport:
         gradient_error: (*lead), an estimate, to first order, of the relative error of the gradient that comes from the
             state, which is solved to a residual only: |r| sqrt(n)/|z|, the change of the state in units of the size of
             its n entries, times the square of what the backward solve found of |(I - J)^-1|. Near a fold that is large
-            though the status is CONVERGED; from 0.25 on it says no more than that. It takes f for one that bends on the
-            scale of its state, and is too large for one that is nearly linear. Beyond 0.15 the residual is looked at
-            once more, as only its part along the flat direction counts, and what is left beyond it is warned of. None
-            with on_failure="ignore", inside torch.func, and in a compiled graph.
-        state_residual: (*lead), the residual of the states, from which that is estimated.
-        lead: the shape to write the fields in, where it is not that of the problems that are solved.
-        on_failure: how a backward solve that fails is told: "raise", "warn" or "ignore".
-        awaited: whether the value that was returned has a graph, whose backward pass fills this.
-        in_graph: whether the solve was a part of a compiled graph, whose backward pass leaves no evidence here: what
-            fails in there is warned of, unless `on_failure` is "ignore".
+            though the status is CONVERGED; values above 0.25 mean only "large". The estimate assumes that f bends on
+            the scale of its state, and is too large for a map that is nearly linear. Beyond 0.15 the estimate counts
+            only the part of the residual along the flat direction, and a warning names the problems that stay above
+            it. None with on_failure="ignore", inside torch.func, and in a compiled graph.
+        state_residual: (*lead), the residual of the states, from which `gradient_error` is estimated.
+        lead: the shape of the fields, where heads or sites have axes of their own that the problems solved have not.
+        on_failure: how a backward solve that fails is reported: "raise", "warn" or "ignore".
+        awaited: whether the returned value has a graph, whose backward pass fills this report.
+        in_graph: whether the solve was a part of a compiled graph. Its backward pass leaves this report empty, and
+            warns of failures itself, unless `on_failure` is "ignore".
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> shift = torch.ones(3, 1, requires_grad=True)
+        >>> solution = solve(FixedPointMap(lambda z, b: z.sin() / 2 + b, shift, event_ndim=1), torch.zeros(3, 1))
+        >>> solution.adjoint
+        AdjointReport(no backward pass yet)
+        >>> solution.value.sum().backward()
+        >>> solution.adjoint.status.tolist()
+        [0, 0, 0]
     """
 
     status: Tensor | None = None
@@ -178,10 +196,20 @@ class Recorded:
 class SolveReport(Recorded):
     """How a solve went, problem by problem. `lead` are the axes that number problems.
 
+    Not for the values: those are in the `Solution`.
+
     Attributes:
         record: status, residual, tolerance, num_steps and num_evals, (*lead) each, which are read here by name.
         adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
         remedies: what the method advises, by status.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> report = solve(cosine, torch.zeros(3, 1)).report
+        >>> report.status.tolist(), report.map(lambda field: field[:1]).status.tolist()
+        ([0, 0, 0], [0])
     """
 
     adjoint: AdjointReport = dataclasses.field(default_factory=AdjointReport)
@@ -208,9 +236,19 @@ class SolveReport(Recorded):
 class Solution(SolveReport):
     """The answer to a fixed-point problem, problem by problem, with its `SolveReport`.
 
+    Not for keeping during training, as it holds the graph: keep `Solution.report`.
+
     Attributes:
         value: z, of the initial state's shape; float32 where the inputs are half precision.
         trace: the course of the iteration, if it was asked for.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(cosine, torch.zeros(3, 1))
+        >>> solution.value.shape, bool(solution.converged.all()), solution.message(0)[:9]
+        (torch.Size([3, 1]), True, 'converged')
     """
 
     value: Tensor
@@ -245,7 +283,7 @@ class Solution(SolveReport):
 
     @property
     def report(self) -> SolveReport:
-        """How the solve went, without its value and what that was computed from."""
+        """The same without the value, the trace and the tensors that they were computed from."""
         return SolveReport(self.record, self.adjoint, self.remedies)
 
 

@@ -112,7 +112,7 @@ def _response(f, beta):
 
 def _magnetized(draw, method, couplings, field, beta, step):
     """The magnetization by the method is the fixed point of the step, and so are its gradients."""
-    m = ia.magnetization(ia.SpinSystem(couplings, field, beta), method)
+    m = ia.spins.magnetization(ia.spins.SpinSystem(couplings, field, beta), method)
     held = [copied(couplings), copied(field)]
     z = fixed_point(lambda z: step(z, *held), torch.zeros_like(held[1]))
     same("magnetization", m, z, draw.dtype)
@@ -126,13 +126,13 @@ def _magnetized(draw, method, couplings, field, beta, step):
 @door
 def spins_in_mean_field(draw):
     couplings, field, beta = _spins(draw)
-    _magnetized(draw, ia.MeanField(), couplings, field, beta, lambda m, j, h: _response(h + j @ m, beta))
+    _magnetized(draw, ia.spins.MeanField(), couplings, field, beta, lambda m, j, h: _response(h + j @ m, beta))
 
 
 @door
 def spins_in_time(draw):
     couplings, field, beta = _spins(draw, symmetric=False)
-    method = ia.KineticPlefka(order=1)
+    method = ia.spins.KineticPlefka(order=1)
     _magnetized(draw, method, couplings, field, beta, lambda m, j, h: _response(h + j @ m, beta))
 
 
@@ -140,7 +140,7 @@ def spins_in_time(draw):
 def spins_at_the_saddle_point(draw):
     couplings, field, beta = _spins(draw)
     d = field.shape[-1]
-    m = ia.magnetization(ia.SpinSystem(couplings, field, beta), ia.SaddlePoint())
+    m = ia.spins.magnetization(ia.spins.SpinSystem(couplings, field, beta), ia.spins.SaddlePoint())
     held = [copied(couplings), copied(field)]
 
     def answer(multipliers, j, h):
@@ -170,7 +170,7 @@ def spins_at_the_saddle_point(draw):
 def spins_counted(draw):
     couplings, field, beta = _spins(draw)
     field = leaf(field.detach()[..., :1])
-    found = ia.thermodynamics(ia.SpinSystem(couplings, field, beta), ia.Enumeration())
+    found = ia.spins.thermodynamics(ia.spins.SpinSystem(couplings, field, beta), ia.spins.Enumeration())
     j, h = copied(couplings).requires_grad_(), copied(field).requires_grad_()
     n = h.shape[-2]
     states = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=n)), dtype=torch.float64)

@@ -11,7 +11,6 @@ from implicit_attention.diagnostics import (
     diagnose,
     distinct_fixed_points,
     effective_keys,
-    energy_trace,
     is_saddle,
     smallest_curvature,
     spectral_radius,
@@ -150,11 +149,9 @@ def test_no_certificate_where_the_map_may_not_contract():
 
 def test_energy_traces_fall():
     energy = hopfield_energy(queries=5, keys=20, dim=8, clustered=True)
-    trace = energy_trace(solve(energy, energy.field, solver=Picard(), trace=True))
+    trace = solve(energy, energy.field, solver=Picard(), trace=True).trace.energy
     assert trace.shape[1] == 5
     assert (trace.diff(dim=0) <= 1e-12).all()
-    with pytest.raises(ValueError, match="trace=True"):
-        energy_trace(solve(energy, energy.field))
 
 
 def test_diagnose_gathers_everything():

@@ -11,7 +11,6 @@ from implicit_attention import (
     Implicit,
     LogSumExp,
     Picard,
-    SoftcapLogSumExp,
     Status,
     Unrolled,
     solve,
@@ -19,6 +18,7 @@ from implicit_attention import (
 from implicit_attention.errors import UnsupportedImplementation
 from implicit_attention.fused import lower, written_out
 from implicit_attention.linear import CG
+from implicit_attention.potentials.softcap import SoftcapLogSumExp
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.problems import hopfield_energy
 
@@ -50,7 +50,7 @@ def same(found, expected):
     torch.testing.assert_close(found.tolerance, expected.tolerance, rtol=1e-6, atol=1e-13)
 
 
-@pytest.mark.parametrize("impl", ["auto", "sdpa"])
+@pytest.mark.parametrize("impl", ["auto", "tiled"])
 @pytest.mark.parametrize("rtol", [0.0, 1e-6], ids=["fixed", "to a tolerance"])
 @pytest.mark.parametrize("method", [Anderson, Picard])
 @pytest.mark.parametrize("budget", range(7))
@@ -77,7 +77,7 @@ def test_a_residual_may_rise_while_the_energy_falls():
     assert bool((residuals.diff(dim=0) > 0).any())
 
 
-@pytest.mark.parametrize("impl", ["auto", "sdpa"])
+@pytest.mark.parametrize("impl", ["auto", "tiled"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_the_written_out_loop(case, impl):
     gradients = []
@@ -105,14 +105,14 @@ def test_a_bias_that_requires_grad_gets_it_from_the_linear_solvers():
 
 def test_the_reference_calls_no_operation_and_no_kernel(monkeypatch):
     from implicit_attention import fused
-    from implicit_attention.potentials import log_sum_exp
+    from implicit_attention.potentials import scored_keys
 
     def never(*args, **kwargs):
         raise AssertionError("fused work")
 
     problem = energy()
     problem.potential.keys.requires_grad_()
-    for module, name in ((fused, "lower"), (log_sum_exp, "attend"), (log_sum_exp, "by_attention")):
+    for module, name in ((fused, "lower"), (scored_keys, "attend"), (scored_keys, "by_attention")):
         if name != "lower":
             monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(fused.Lowered, "solve", never)
@@ -120,7 +120,7 @@ def test_the_reference_calls_no_operation_and_no_kernel(monkeypatch):
     solution = solve(problem, problem.field, impl="reference")
     solution.value.sum().backward()
     assert written_out(problem).potential.readout(problem.field, problem.potential.keys).shape == problem.field.shape
-    for broken in ("auto", "sdpa"):
+    for broken in ("auto", "tiled"):
         with pytest.raises(AssertionError, match="fused work"):
             solve(problem, problem.field, impl=broken)
 
@@ -162,8 +162,8 @@ def test_only_exact_types_are_lowered(problem):
     assert lower(energy(), Anderson(), "auto") is not None
     assert lower(problem(), Anderson(), "auto") is None
     assert lower(problem(), None, "auto") is None
-    with pytest.raises(UnsupportedImplementation, match=r"`impl='sdpa'`: .*; use impl='auto'"):
-        lower(problem(), Anderson(), "sdpa")
+    with pytest.raises(UnsupportedImplementation, match=r"`impl='tiled'`: .*; use impl='auto'"):
+        lower(problem(), Anderson(), "tiled")
 
 
 @pytest.mark.parametrize(
@@ -182,21 +182,21 @@ def test_only_exact_types_are_lowered(problem):
 def test_a_named_implementation_that_cannot_do_it_says_why(match, change, options):
     problem = energy(**change)
     with pytest.raises(UnsupportedImplementation, match=match):
-        solve(problem, problem.field, impl="sdpa", **options)
+        solve(problem, problem.field, impl="tiled", **options)
     assert solve(problem, problem.field, **options).converged.all()
 
 
 def test_named_implementations_have_no_derivative_inside_transforms():
     problem = energy()
     with pytest.raises(UnsupportedImplementation, match=r"no derivative inside torch\.func"):
-        torch.func.grad(lambda x: solve(AnchoredEnergy(problem.potential, x, 0.2), x, impl="sdpa").value.sum())(
+        torch.func.grad(lambda x: solve(AnchoredEnergy(problem.potential, x, 0.2), x, impl="tiled").value.sum())(
             problem.field
         )
 
 
 def test_impl_must_be_one_of_the_names():
     problem = energy()
-    with pytest.raises(ValueError, match="`impl` must be one of 'auto', 'reference', 'sdpa', 'triton', got 'fast'"):
+    with pytest.raises(ValueError, match="`impl` must be one of 'auto', 'reference', 'tiled', 'triton', got 'fast'"):
         solve(problem, problem.field, impl="fast")
 
 

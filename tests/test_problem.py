@@ -9,18 +9,18 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from implicit_attention import (
-    GMRES,
     AnchoredEnergy,
     Anderson,
     FixedPointMap,
     Implicit,
     LogSumExp,
     Picard,
-    SciPy,
     Unrolled,
     equilibrium_attention,
     solve,
 )
+from implicit_attention.linear import GMRES
+from implicit_attention.solvers import SciPy
 from implicit_attention.testing.numerics import random
 
 SHIFT = random(3, 4)

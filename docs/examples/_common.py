@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from implicit_attention import CG, Anderson, Implicit, ImplicitAttention, Status
+from implicit_attention import Anderson, Implicit, ImplicitAttention, Status
+from implicit_attention.linear import CG
 
 # States within 1e-3 of their equilibria; a gradient that is more exact than its state would be work for nothing.
 SOLVE: dict[str, Any] = {"solver": Anderson(rtol=1e-3), "adjoint": Implicit(CG(rtol=1e-3))}

@@ -9,12 +9,10 @@ import io
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from rich.console import Console
 
-from implicit_attention.cli.magnetize_table import columns_of
-from implicit_attention.cli.table import _table
+from implicit_attention.cli.table import magnetization_columns, method_table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "magnetize.md"
@@ -25,9 +23,9 @@ LEFT_OUT = ("steps\nmax", "resid.\nmax", "time\nms")
 
 def table() -> str:
     run = json.loads((HERE / "thermodynamics.json").read_text())
-    columns = columns_of(SimpleNamespace(rows=run["rows"], reference=run["reference"]))
+    columns = magnetization_columns(run["rows"], run["reference"])
     console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-    console.print(_table(None, [column for column in columns if column.header not in LEFT_OUT], run["rows"]))
+    console.print(method_table(None, [column for column in columns if column.header not in LEFT_OUT], run["rows"]))
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 

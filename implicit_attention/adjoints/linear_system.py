@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import transforms_active
+from .._declared import pick, put
 from .._reporting import UNSURE, report_gradients
 from .._types import LinearMap
 from ..fused import lower
@@ -116,16 +117,12 @@ def _put(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tens
     merged = torch.where(where, new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), _rows(old, index))
     if index is None:
         return merged
-    full = index.reshape((*index.shape, *(1,) * (old.ndim - index.ndim))).expand(merged.shape)
-    return old.scatter(index.ndim - 1, full, merged.to(old.dtype))
+    return put(old, index, merged.to(old.dtype))
 
 
 def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
     """The rows `index` (*lead[:-1], K) of the last leading axis of a state."""
-    if index is None:
-        return tensor
-    tail = tensor.shape[index.ndim :]
-    return tensor.gather(index.ndim - 1, index.reshape((*index.shape, *(1,) * len(tail))).expand(*index.shape, *tail))
+    return tensor if index is None else pick(tensor, index)
 
 
 def _solve(

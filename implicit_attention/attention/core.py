@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _validate
 from .._autograd import (
     HALF,
+    at_least_single,
     backward_running,
     exact_precision,
     is_batched,
@@ -26,365 +25,292 @@ from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
 from ..fused import lower
 from ..options import SolveOptions
-from ..potentials import LogSumExp
+from ..potentials import LogSumExp, Potential
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solve import solve
 from ..solvers import Picard
 from ..status import Status
-from .read_out import PotentialFactory, at_least_single, explicit_read_out, made_by, read_out, weights_of, with_anchor
+from .heads import group_size, split_groups
+from .masks import check_whole
+from .read_out import PotentialFactory, made_by, read_out, reads_out
 
 
-class Measured(NamedTuple):
-    """The fields of `SolveReport` as they come out of a compiled graph, which the host has not looked at."""
-
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    num_evals: Tensor
-
-    def report(self, on_failure: OnFailure) -> SolveReport:
-        """As `SolveReport`, with a warning if a problem failed."""
-        report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", Record(*self))
-        return SolveReport(Record(*self), AdjointReport(in_graph=True, on_failure=on_failure))
+def report_from_graph(record: Record, on_failure: OnFailure) -> SolveReport:
+    """The report of a solve in a compiled graph, at which the host has not looked; warns if a problem failed."""
+    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", record)
+    return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure))
 
 
-def is_repetition(remembered: SolveReport | Measured | None) -> bool:
-    """Whether what is solved now repeats what is remembered, in a backward pass whose evidence goes to the first solve.
+def is_repetition(remembered: SolveReport | Record | None) -> bool:
+    """Whether a backward pass runs that will fill the remembered report, so that what is solved now repeats that solve.
 
-    Checkpointing that is not reentrant computes again what a graph did not keep; the gradient is then that graph's.
+    Checkpointing that is not reentrant computes a forward pass again in the backward pass. The gradient is then that of
+    the first solve's graph, and so is its report.
     """
     return isinstance(remembered, SolveReport) and remembered.adjoint.awaited and backward_running()
 
 
 class Attended(NamedTuple):
-    """What was read out, the solution behind it, and its evidence (None inside torch.vmap, which it would leave).
+    """What was read out, and the solve behind it.
 
-    The output is (*batch, H, N, E), or (*batch, N, E) without heads; weights (*batch, H, N, M) if they were asked for.
-    From a compiled graph the solution is the state alone, and the evidence `Measured`.
+    Attributes:
+        output: (*batch, H, N, E), or (*batch, N, E) without heads.
+        state: the equilibrium that was read at, in the precision of the solve.
+        solution: the `Solution`; from a compiled graph its `Record`, at which the host has not looked.
+        report: what a layer may remember of it; None inside torch.vmap, which no tensor may leave.
+        weights: (*batch, H, N, M), if they were asked for.
     """
 
     output: Tensor
-    solution: Any
-    report: SolveReport | Measured | None
+    state: Tensor
+    solution: Solution | Record
+    report: SolveReport | Record | None
     weights: Tensor | None
 
 
-_A = TypeVar("_A", Attended, Attended | None)
+class Call(NamedTuple):
+    """What attends to what, and how.
 
-
-def _attended(output: Tensor, solution: Solution, weights: Tensor | None) -> Attended:
-    return Attended(output, solution, None if is_batched(solution.status) else solution.report, weights)
-
-
-class _Inputs(NamedTuple):
-    """What attends, to what, and how strongly."""
+    Attributes:
+        query: (*batch, N, D), or (*batch, H, N, D) with heads.
+        keys: (*batch, M, D), or (*batch, Hkv, M, D).
+        values: (*batch, M, E) to read softmax attention out, None to return the state.
+        beta, anchor: numbers, or tensors that broadcast to the leading axes of `query`.
+        options: how the equilibria are found and differentiated.
+        mask, bias: boolean and additive, each None or broadcasting to (*batch, N, M).
+        potential: what makes the potential of the keys.
+        dropout_p: part of the weights dropped in the read-out.
+        grouped: whether fewer heads of keys are shared by heads of queries: head h reads key head h // (H / Hkv), or
+            h mod Hkv if "tiled".
+        initial: where the solves start, by default at the query.
+        trace: keep the course of the iteration in the solution.
+        return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
+        return_weights: whether the attention weights are asked for.
+    """
 
     query: Tensor
     keys: Tensor
     values: Tensor | None
     beta: float | Tensor
     anchor: float | Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    initial: Tensor | None
-
-
-class _Request(NamedTuple):
-    """How it is answered, and what is asked for beside the answer."""
-
-    potential: PotentialFactory
     options: SolveOptions
-    dropout_p: float
-    grouped: bool
-    trace: bool
-    measure: bool
-    weigh: bool
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    potential: PotentialFactory = LogSumExp
+    dropout_p: float = 0.0
+    grouped: bool | Literal["tiled"] = False
+    initial: Tensor | None = None
+    trace: bool = False
+    return_solution: bool = False
+    return_weights: bool = False
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    *,
-    beta: float | Tensor,
-    anchor: float | Tensor,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    potential: PotentialFactory = LogSumExp,
-    options: SolveOptions,
-    dropout_p: float = 0.0,
-    grouped: bool = False,
-    initial: Tensor | None = None,
-    trace: bool = False,
-    measure: bool = True,
-    weigh: bool = False,
-) -> Attended:
-    """Equilibria of `query` over `keys` and what is read out there: softmax attention over `values`, or the state.
+def attend(call: Call) -> Attended:
+    """Equilibria of the queries over the keys and what is read out there: softmax attention over values, or the state.
 
-    With an explicit budget nothing is solved: the read-out is taken at the query, and without values it is one step of
-    the map. Its residual is evaluated only if `measure`; `weigh` returns the weights of the read-out.
+    With max_steps=0 nothing is solved: the read-out is taken at the query, and without values it is one step of the
+    map.
 
-    Under torch.compile the solve is one operation of the graph where there is one for it; its failures are then told by
-    the evidence alone. Otherwise the graph breaks once. Tensors that are shapes alone (meta, fake) go the same way.
+    Under torch.compile the solve is one operation of the graph where there is one for it; the host then learns of
+    failures when it asks for the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake)
+    take the same path.
     """
-    _check_whole()
-    inputs = _Inputs(query, keys, values, beta, anchor, mask, bias, initial)
-    request = _Request(potential, options, dropout_p, grouped, trace, measure, weigh)
-    if torch.compiler.is_compiling() and any(isinstance(t, Tensor) and may_have_tangent(t) for t in inputs):
+    check_whole()
+    in_graph = torch.compiler.is_compiling()
+    if in_graph and any(isinstance(t, Tensor) and may_have_tangent(t) for t in call):
         raise UnsupportedImplementation(
             "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
             "torch.compile; call them outside of it"
         )
-    if torch.compiler.is_compiling() or is_fake(query):
-        attended = _by_heads(inputs, request, _in_graph)
+    if (in_graph or is_fake(call.query)) and _fits_graph(call):
+        attended = _by_groups(call, in_graph=True)
         if attended is not None:
             return attended
-    return _outside_graph(inputs, request)
+    return _outside_graph(call)
 
 
 @uncompiled
-def _outside_graph(inputs: _Inputs, request: _Request) -> Attended:
-    return _by_heads(inputs, request, _attend)
+def _outside_graph(call: Call) -> Attended:
+    attended = _by_groups(call, in_graph=False)
+    assert attended is not None
+    return attended
 
 
-def _by_heads(inputs: _Inputs, request: _Request, answer: Callable[[_Inputs, _Request], _A]) -> _A:
-    """The answer, with an axis for the heads that share keys while it is found."""
-    if not request.grouped or (groups := _group_size(inputs.query, inputs.keys)) == 1:
-        return answer(inputs, request)
-    heads = inputs.query.shape[-3]
-    query, keys, values, beta, anchor, mask, bias, initial = inputs
-    query, mask, bias, initial = (  # type: ignore[assignment]
-        t if t is None else _split_heads(t, heads, groups, -3) for t in (query, mask, bias, initial)
-    )
-    beta, anchor = (
-        _split_heads(t, heads, groups, -1) if isinstance(t, Tensor) and t.ndim else t for t in (beta, anchor)
-    )
-    keys, values = keys.unsqueeze(-3), None if values is None else values.unsqueeze(-3)
-    attended = answer(_Inputs(query, keys, values, beta, anchor, mask, bias, initial), request)
-    if attended is None:
-        return attended
-    output, weights = (None if t is None else t.flatten(-4, -3) for t in (attended.output, attended.weights))
-    assert output is not None
-    if isinstance(attended.report, Measured):
-        measured = Measured(*(t.flatten(-3, -2) for t in attended.report))
-        return Attended(output, attended.solution.flatten(-4, -3), measured, weights)
-    return _attended(output, _merge_heads(attended.solution), weights)
-
-
-def _attend(inputs: _Inputs, request: _Request) -> Attended:
-    query, keys, values, beta, anchor, mask, bias, initial = inputs
-    potential, options, trace = request.potential, request.options, request.trace
-    if empty := keys.shape[-2] == 0:
-        # Nothing to attend to is one key that nobody attends to.
-        keys = keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1])
-        values = None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1])
-        mask, bias = torch.zeros(1, dtype=torch.bool, device=keys.device), None
-    make = _written_out(potential) if options.impl == "reference" else potential
-    dtype, narrow = query.dtype, (query, keys, values, bias)
-    with exact_precision(query):
-        query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
-        beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
-        energy = AnchoredEnergy(made_by(make, keys, beta, mask, bias), query, anchor)
-        if values is not None and not hasattr(energy.potential, "readout"):
-            raise UnsupportedImplementation(
-                f"{type(energy.potential).__name__} has no weights to read values out with (no method `readout`); "
-                "use readout='state'"
-            )
-        if not options.explicit:
-            solution = solve(
-                energy,
-                query if initial is None else initial,
-                solver=options.effective_solver,
-                adjoint=options.effective_adjoint,
-                impl=options.impl,
-                on_failure=options.on_failure,
-                trace=trace,
-            )
-            z = output = solution.value
-            if values is not None:
-                output = read_out(energy.potential, z, values, request.dropout_p)
-        else:
-            if options.impl in ("sdpa", "triton"):
-                _check_explicit(energy, options.impl)
-            z = query
-            solution = _explicit_solution(energy, query, trace) if request.measure else _unmeasured(query)
-            if values is None:
-                output = with_anchor(energy.fixed_point_map(query), anchor)
-            else:
-                parts = (query, values, narrow, beta, anchor, mask, request.dropout_p)
-                output = explicit_read_out(make, energy.potential, *parts)
-        weights = weights_of(energy.potential, z)[..., : 0 if empty else None] if request.weigh else None
-        return _attended(output.to(dtype), solution, weights)
-
-
-def _written_out(make: PotentialFactory) -> PotentialFactory:
-    """The same potentials with every product written out."""
-
-    def made(*given: Any, **pairs: Any) -> Any:
-        potential = make(*given, **pairs)
-        return potential.written_out() if isinstance(potential, LogSumExp) else potential
-
-    return made
-
-
-def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
-    """Raise if `impl` is named and cannot do an explicit step."""
-    if impl == "triton":
-        raise UnsupportedImplementation("`impl='triton'` solves, and max_steps=0 solves nothing; use impl='sdpa'")
-    lower(energy, Picard(), impl)
-
-
-# Under torch.compile.
-
-
-def _fits_graph(inputs: _Inputs, request: _Request) -> bool:
-    """Whether the solve may be an operation in the graph of the compiler, if there is one for it."""
-    options, solver = request.options, request.options.effective_solver
-    if request.potential is not LogSumExp or request.trace or request.measure or request.weigh:
+def _fits_graph(call: Call) -> bool:
+    """Whether the solve may be an operation in the graph of a compiler, if there is one for it."""
+    options, adjoint = call.options, call.options.adjoint
+    if call.potential is not LogSumExp or call.return_solution or call.trace or call.return_weights:
         return False
-    if inputs.keys.shape[-2] == 0 or options.on_failure == "raise" or options.impl == "reference":
+    if call.keys.shape[-2] == 0 or options.on_failure == "raise" or options.impl == "reference":
         return False
-    if inputs.bias is not None and inputs.bias.requires_grad:
+    if call.bias is not None and call.bias.requires_grad:
         return False
     if options.explicit:
-        return inputs.values is not None
-    exact = options.adjoint is None or (isinstance(options.adjoint, Implicit) and options.adjoint.linear_solver is None)
-    return exact and not solver.fixed_budget
+        return call.values is not None
+    exact = adjoint is None or (isinstance(adjoint, Implicit) and adjoint.linear_solver is None)
+    return exact and not options.effective_solver.fixed_budget
 
 
-def _in_graph(inputs: _Inputs, request: _Request) -> Attended | None:
-    """The answer by operations that the compiler keeps in its graph, or None if there are none for it."""
-    if not _fits_graph(inputs, request):
+# Heads that share keys.
+
+
+def _by_groups(call: Call, *, in_graph: bool) -> Attended | None:
+    """The answer, with an axis for the heads that share keys while it is found, along which the keys broadcast.
+
+    None if it is asked for as operations in a compiler's graph, and there are none that do it.
+    """
+    groups = group_size(call.query, call.keys) if call.grouped else 1
+    found = _answered(call if groups == 1 else _split(call, groups), in_graph)
+    if found is None:
         return None
-    query, keys, values, beta, anchor, mask, bias, initial = inputs
-    options, dropout_p = request.options, request.dropout_p
-    dtype, narrow = query.dtype, (query, keys, values, bias)
-    with exact_precision(query):
-        query, keys, values, bias, initial = map(at_least_single, (query, keys, values, bias, initial))
-        beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
-        potential = LogSumExp(keys, beta, mask=mask, bias=bias)
-        if options.explicit:
-            assert values is not None
-            output = explicit_read_out(LogSumExp, potential, query, values, narrow, beta, anchor, mask, dropout_p)
-            return Attended(output.to(dtype), query, _unmeasured_numbers(query), None)
-        lowered = lower(AnchoredEnergy(potential, query, anchor), options.effective_solver, options.impl)
-        if lowered is None:
-            return None
-        state, record = lowered.in_graph(query if initial is None else initial, options.on_failure)
-        output = state if values is None else read_out(potential, state, values, dropout_p)
-    return Attended(output.to(dtype), state, Measured(*record), None)
+    output, state, solution, weights = found
+    if groups > 1:
+        output, state = output.flatten(-4, -3), state.flatten(-4, -3)
+        weights = None if weights is None else weights.flatten(-4, -3)
+        solution = _merged(solution)
+    if isinstance(solution, Record):
+        return Attended(output, state, solution, solution, weights)
+    report = None if is_batched(solution.status) else solution.report
+    return Attended(output, state, solution, report, weights)
+
+
+def _split(call: Call, groups: int) -> Call:
+    heads, tiled = call.query.shape[-3], call.grouped == "tiled"
+    shared = -4 if tiled else -3
+    return call._replace(
+        query=split_groups(call.query, heads, groups, -3, tiled),
+        keys=call.keys.unsqueeze(shared),
+        values=None if call.values is None else call.values.unsqueeze(shared),
+        beta=split_groups(call.beta, heads, groups, -1, tiled),
+        anchor=split_groups(call.anchor, heads, groups, -1, tiled),
+        mask=split_groups(call.mask, heads, groups, -3, tiled),
+        bias=split_groups(call.bias, heads, groups, -3, tiled),
+        initial=split_groups(call.initial, heads, groups, -3, tiled),
+    )
+
+
+def _merged(solution: Solution | Record) -> Solution | Record:
+    merged = solution.map(lambda t: t.flatten(-3, -2))
+    if isinstance(merged, Record):
+        return merged
+    trace, function, split = merged.trace, merged.energy_function, merged.value.shape
+    if trace is not None:
+        residual, energy, evals = (None if t is None else t.flatten(-3, -2) for t in trace[:3])
+        trace = Trace(residual, energy, evals, trace.value.flatten(-4, -3))  # type: ignore[arg-type]
+    whole = None if function is None else lambda z: function(z.reshape(split)).flatten(-3, -2)
+    return dataclasses.replace(merged, value=merged.value.flatten(-4, -3), trace=trace, energy_function=whole)
+
+
+# The answer.
+
+
+def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | Record, Tensor | None] | None:
+    """Output, state, solution and weights, or None as in `_by_groups`."""
+    if empty := given.keys.shape[-2] == 0:
+        given = _with_masked_key(given)
+    with exact_precision(given.query):
+        call = _in_single(given)
+        potential = _potential(call)
+        energy = AnchoredEnergy(potential, call.query, call.anchor)
+        if call.values is not None or call.return_weights:
+            reads_out(potential)
+        if call.options.explicit:
+            _check_explicit(energy, call.options.impl)
+            state, solution = call.query, _explicit_solution(energy, call, in_graph)
+            output = _explicit_output(energy, call, given)
+        else:
+            solved = _solved(energy, call, in_graph)
+            if solved is None:
+                return None
+            state, solution = solved
+            output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
+        weights = reads_out(potential).probabilities(state) if call.return_weights else None
+        if empty and weights is not None:
+            weights = weights[..., :0]
+        return output.to(given.query.dtype), state, solution, weights
+
+
+def _with_masked_key(call: Call) -> Call:
+    """Without any key there is nothing to attend to, as with one key that is masked."""
+    keys, values = call.keys, call.values
+    return call._replace(
+        keys=keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1]),
+        values=None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1]),
+        mask=torch.zeros(1, dtype=torch.bool, device=keys.device),
+        bias=None,
+    )
+
+
+def _in_single(call: Call) -> Call:
+    """The call in the precision of the solve: float32 where it came in half precision."""
+    query, keys, values, bias, initial = map(
+        at_least_single, (call.query, call.keys, call.values, call.bias, call.initial)
+    )
+    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
+    return call._replace(query=query, keys=keys, values=values, bias=bias, initial=initial, beta=beta, anchor=anchor)
+
+
+def _potential(call: Call) -> Potential:
+    made = made_by(call.potential, call.keys, call.beta, call.mask, call.bias)
+    return made.written_out() if call.options.impl == "reference" and isinstance(made, LogSumExp) else made
+
+
+def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor, Solution | Record] | None:
+    options, initial = call.options, call.query if call.initial is None else call.initial
+    if in_graph:
+        lowered = lower(energy, options.effective_solver, options.impl)
+        return None if lowered is None else lowered.in_graph(initial, options.on_failure)
+    solution = solve(
+        energy,
+        initial,
+        solver=options.effective_solver,
+        adjoint=options.effective_adjoint,
+        impl=options.impl,
+        on_failure=options.on_failure,
+        trace=call.trace,
+    )
+    return solution.value, solution
 
 
 # Explicit steps.
 
 
-def _explicit_solution(energy: AnchoredEnergy, query: Tensor, trace: bool) -> Solution:
-    """The query as a solution with the status EXPLICIT and its residual."""
+def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
+    """Raise if `impl` is named and cannot do an explicit step."""
+    if impl == "triton":
+        raise UnsupportedImplementation("`impl='triton'` solves, and max_steps=0 solves nothing; use impl='tiled'")
+    if impl == "tiled":
+        lower(energy, Picard(), impl)
+
+
+def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> Solution | Record:
+    """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
+    query = call.query.detach()
+    if not (call.return_solution or call.trace):
+        unknown = query.new_full(query.shape[:-1], torch.nan)
+        none = torch.zeros_like(unknown, dtype=torch.int32)
+        status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
+        record = Record(status, unknown, unknown, none, none)
+        return record if in_graph else Solution(record, value=query)
+    # Without tolerances the status is EXPLICIT even where the query solves its problem.
+    solver = Picard(rtol=0, atol=0, max_steps=0)
     with torch.no_grad():
         detached = energy.replace(*(t.detach() for t in energy.tensors()))
-        return solve(
-            detached,
-            query.detach(),
-            # Without tolerances the status is EXPLICIT even where the query solves its problem.
-            solver=Picard(rtol=0, atol=0, max_steps=0),
-            adjoint=Unrolled(),
-            on_failure="ignore",
-            trace=trace,
-        )
+        return solve(detached, query, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=call.trace)
 
 
-def _unmeasured(query: Tensor) -> Solution:
-    return Solution(Record(*_unmeasured_numbers(query)), value=query.detach())
-
-
-def _unmeasured_numbers(query: Tensor) -> Measured:
-    unknown = query.detach().new_full(query.shape[:-1], torch.nan)
-    none = torch.zeros_like(unknown, dtype=torch.int32)
-    status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
-    return Measured(status, unknown, unknown, none, none)
-
-
-# Grouped queries: heads that share keys become an axis along which the keys broadcast.
-
-
-def _group_size(query: Tensor, keys: Tensor) -> int:
-    heads, kv_heads = query.shape[-3], keys.shape[-3]
-    _validate.require(
-        kv_heads > 0 and heads % kv_heads == 0,
-        "query",
-        f"have a number of heads that the {kv_heads} heads of `key` divide",
-        f"{heads} heads, shape {tuple(query.shape)}",
-    )
-    return heads // kv_heads
-
-
-def _split_heads(tensor: Tensor, heads: int, groups: int, axis: int) -> Tensor:
-    """The axis of H heads as (Hkv, groups); one of size 1 as (1, 1); none stays none."""
-    if tensor.ndim < -axis:
-        return tensor
-    split = (heads // groups, groups) if tensor.shape[axis] == heads else (tensor.shape[axis], 1)
-    parts: Tensor = tensor.unflatten(axis, split)  # type: ignore[no-untyped-call]
-    return parts
-
-
-def _merge_heads(solution: Solution) -> Solution:
-    fields: dict[str, Any] = {}
-    trace, function = solution.trace, solution.energy_function
-    split = solution.value.shape
-    if trace is not None:
-        residual, energy, evals = (None if t is None else t.flatten(-3, -2) for t in trace[:3])
-        fields["trace"] = Trace(residual, energy, evals, trace.value.flatten(-4, -3))  # type: ignore[arg-type]
-    if function is not None:
-        fields["energy_function"] = lambda z: function(z.reshape(split)).flatten(-3, -2)
-    merged = solution.map(lambda t: t.flatten(-3, -2))
-    return dataclasses.replace(merged, value=solution.value.flatten(-4, -3), **fields)
-
-
-# Checks.
-
-
-def _check_whole() -> None:
-    """Inside `context_parallel` each process has some of the tokens, and only torch's own attention knows."""
-    replaced = torch.nn.functional.scaled_dot_product_attention
-    # By identity first, which the compiler can follow.
-    if replaced is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in replaced.__module__:
-        raise ValueError(
-            "equilibrium attention inside `context_parallel` would attend to the tokens of this process only: an "
-            "equilibrium needs all keys at every evaluation; keep sequences whole and shard samples (DDP, FSDP) or "
-            "heads (parallelize_module with ColwiseParallel and RowwiseParallel)"
-        )
-
-
-def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, bias) from a boolean or an additive mask."""
-    if mask is None:
-        return None, None
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        received = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            _validate.message(
-                argument, "be boolean (True = attend) or additive floating-point", received, f"use {argument}.bool()"
-            )
-        )
-    _validate.check_dense(argument, mask)
-    remedy = "move it with .to(device)"
-    _validate.require(mask.device == like.device, argument, f"be on {like.device}", mask.device, remedy)
-    if mask.dtype == torch.bool:
-        return mask, None
-    if like.dtype in HALF:
-        return None, mask if mask.dtype == like.dtype else mask.float()
-    return None, mask.to(like.dtype)
-
-
-def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:
-    """Beside a causal flag a mask may say which keys exist, not which query reads which."""
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        raise ValueError(
-            _validate.message(
-                argument,
-                f"have one row for all queries, shape (..., 1, M), beside {causal}=True, which they may contradict",
-                f"shape {tuple(mask.shape)}",
-                f"pass {causal}=False with the causal triangle in {argument}, e.g. mask & mask.new_ones(N, M).tril()",
-            )
-        )
+def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:
+    """One step of the map, or the values read out at the query: in half precision if all that is `given` has it."""
+    if call.values is None or given.values is None:
+        return energy.fixed_point_map(call.query)
+    dtype, potential, query, values = given.query.dtype, energy.potential, call.query, call.values
+    if dtype in HALF and all(t is None or t.dtype == dtype for t in (given.keys, given.values, given.bias)):
+        query, values, beta = given.query, given.values, call.beta
+        if isinstance(beta, Tensor):
+            # Rounded by itself, a temperature would shift all scores alike.
+            query, beta = (beta[..., None, None] * query).to(dtype), 1.0
+        potential = _potential(given._replace(beta=beta))
+    output = read_out(potential, query, values, call.dropout_p)
+    # The anchor is no part of it, but a parameter without any gradient stops distributed training.
+    anchor = given.anchor
+    return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output

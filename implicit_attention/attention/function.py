@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..options import SolveOptions
+from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
-from ..solvers import Solver
-from .core import attend, check_causal, split_mask
+from .core import Call, attend
+from .masks import mask_and_bias
 
 
 def equilibrium_attention(
@@ -26,12 +25,8 @@ def equilibrium_attention(
     enable_gqa: bool = False,
     *,
     anchor: float | Tensor = 0.5,
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    impl: Impl = "auto",
-    max_steps: int | None = None,
-    on_failure: OnFailure = "warn",
     return_solution: bool = False,
+    **options: Unpack[SolveKeywords],
 ) -> Tensor | tuple[Tensor, Solution]:
     """Softmax attention whose queries first settle into the equilibrium of their energy over the keys.
 
@@ -54,100 +49,79 @@ def equilibrium_attention(
         enable_gqa: query head h reads key head h // (H / Hkv).
         anchor: in [0, 1], how much of the query stays, a float or a tensor that broadcasts to *batch. With 0 the query
             gets no gradient from the solve.
-        solver: default `Anderson()`.
-        adjoint: default `Implicit()`, the exact gradient of the equilibrium, and `Unrolled()` for a fixed budget of
-            steps (rtol = atol = 0).
-        impl: "auto", "reference" (every product written out), "sdpa" (torch's fused attention, or an error), "triton"
-            (one kernel for the whole solve, or an error).
-        max_steps: replaces the solver's; 0 is one explicit step, whatever the anchor.
-        on_failure: "raise", "warn" or "ignore", for queries without an answer and for gradients.
         return_solution: return (output, solution): states, statuses, residuals, evaluations.
+        **options: how the equilibrium is found and differentiated, see `SolveOptions`.
 
     Returns:
         (*batch, N, E) in the inputs' dtype. Half-precision problems are solved in float32.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` that cannot do it.
+        TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: `impl` cannot do what is asked for.
         ConvergenceError: with on_failure="raise".
 
     Gradients: with respect to query, key, value, an additive mask, scale and anchor, to any order (exact at the
     solution with `Implicit()`, ordinary ones with max_steps=0).
 
     Reference: Ramsauer et al. (2020) for the iteration without anchor; the read-out follows their layer.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import equilibrium_attention
+        >>> query, key, value = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 6)
+        >>> output, solution = equilibrium_attention(query, key, value, anchor=0.5, return_solution=True)
+        >>> output.shape
+        torch.Size([2, 4, 3, 6])
+        >>> bool(solution.converged.all())
+        True
+
+    Not for queries, keys and values that have yet to be projected: use `ImplicitAttention`. Where keys and values are
+    the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
-    options = SolveOptions(solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure)
+    solve_options = SolveOptions().override(**options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
     _validate.check_same_kind(tensors)
     dropout_p = _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0)
-    if not enable_gqa:
-        _check_heads_match(query, key)
-    _check_pattern_shapes(query, key, value)
-    if scale is None:
-        # Without a dimension all scores are 0 at any scale.
-        scale = max(query.shape[-1], 1) ** -0.5
-    elif isinstance(scale, Tensor):
-        _validate.check_float_tensor("scale", scale)
-        _validate.check_range(
-            "scale", scale, low=0.0, open_low=True, remedy="parametrise it, for example exponentially"
-        )
-    else:
-        scale = _validate.check_number("scale", scale, low=0.0, open_low=True)
-    mask, bias = split_mask("attn_mask", attn_mask, query)
-    if is_causal:
-        check_causal("attn_mask", attn_mask, "is_causal")
-        lower = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        mask = lower if mask is None else mask & lower
+    _check_shapes(query, key, value, enable_gqa)
     if not enable_gqa:
         batch = torch.broadcast_shapes(*(t.shape[:-2] for _, t in tensors))  # type: ignore[no-untyped-call]
         query = query.expand(*batch, *query.shape[-2:])
+    # Without a dimension all scores are 0 at any scale.
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    remedy = "parametrise it, for example exponentially"
+    scale = _validate.check_per_batch("scale", scale, low=0.0, open_low=True, remedy=remedy)
     for name, number in (("scale", scale), ("anchor", anchor)):
         if isinstance(number, Tensor):
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
-    if attn_mask is not None:
-        pairs = (*query.shape[:-1], key.shape[-2])
-        _validate.check_broadcast("attn_mask", attn_mask.shape, pairs, "(*batch, N, M)")
-    output, solution, _, _ = attend(
+    shape = (*query.shape[:-1], key.shape[-2])
+    mask, bias = mask_and_bias(attn_mask, shape=shape, like=query, causal=is_causal, names=("attn_mask", "is_causal"))
+    call = Call(
         query,
         key,
         value,
-        beta=scale,
-        anchor=anchor,
+        scale,
+        anchor,
+        solve_options,
         mask=mask,
         bias=bias,
-        options=options,
         dropout_p=dropout_p,
         grouped=enable_gqa,
-        measure=return_solution,
+        return_solution=return_solution,
     )
-    return (output, solution) if return_solution else output
+    found = attend(call)
+    return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
 
 
-def _check_pattern_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    _validate.require(
-        key.shape[-1] == query.shape[-1],
-        "key",
-        f"have the query's dimension {query.shape[-1]} on its last axis",
-        f"shape {tuple(key.shape)}",
-    )
-    _validate.require(
-        value.shape[-2] == key.shape[-2],
-        "value",
-        f"have one row for each of the {key.shape[-2]} keys",
-        f"shape {tuple(value.shape)}",
-    )
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> None:
+    received = f"shape {tuple(key.shape)}"
+    if not grouped:
+        pairs = zip(reversed(query.shape[:-2]), reversed(key.shape[:-2]), strict=False)
+        required = f"have leading axes that broadcast with the query's {tuple(query.shape[:-2])}"
+        remedy = "pass enable_gqa=True if its heads are fewer"
+        _validate.require(all(q == k or 1 in (q, k) for q, k in pairs), "key", required, received, remedy)
+    required = f"have the query's dimension {query.shape[-1]} on its last axis"
+    _validate.require(key.shape[-1] == query.shape[-1], "key", required, received)
+    required, received = f"have one row for each of the {key.shape[-2]} keys", f"shape {tuple(value.shape)}"
+    _validate.require(value.shape[-2] == key.shape[-2], "value", required, received)
     _validate.check_together("value", value.shape[:-2], key.shape[:-2], "the leading axes of `key`")
-
-
-def _check_heads_match(query: Tensor, key: Tensor) -> None:
-    fits = all(
-        q == k or 1 in (q, k) for q, k in zip(reversed(query.shape[:-2]), reversed(key.shape[:-2]), strict=False)
-    )
-    _validate.require(
-        fits,
-        "key",
-        f"have leading axes that broadcast with the query's {tuple(query.shape[:-2])}",
-        f"shape {tuple(key.shape)}",
-        "pass enable_gqa=True if its heads are fewer",
-    )

@@ -6,9 +6,8 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +15,17 @@ from torch import Tensor
 
 from .. import Solution, solve
 from ..solvers import Anderson
-from .data import Sample, draw, load_digits, load_file, noise_of
-from .errors import InputError, require_modules
-from .evaluate import SUCCESS, energy_of, evaluate, prepare
-from .methods import EQUILIBRIUM, EXPLICIT, methods
+from .contenders import STOP, contenders
+from .data import TASKS, Sample, draw, load_digits, noise_of
+from .errors import InputError
+from .evaluate import SUCCESS, energy_of, evaluate, prepare, relative_error
+from .files import load_patterns
+from .progress import Progress
+from .settings import CompareSettings
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAWS = 8
-SHARED_FROM = 100_000  # pairs of pattern and query from which several threads are used
-RTOL, ATOL, MAX_STEPS = 1e-5, 1e-8, 200
+#: Pairs of a pattern and a query from which on several threads are used.
+SHARED_FROM = 100_000
 #: Multiples of `--beta` at which retrieval is tried again: what a larger inverse temperature does in one step.
 SHARPER = (4, 16)
 #: Retrieval rates of digits measured independently of this command: log-sum-exp, beta 8, 200 patterns, anchor 0,
@@ -38,91 +39,29 @@ REFERENCE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """The options of the command; checked by `checked`."""
-
-    patterns: int = 200
-    beta: float = 8.0
-    anchor: float = 0.0
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
-    quick: bool = False
-    data: Path | None = None
-
-    @property
-    def queries(self) -> int:
-        """Queries of each task in the comparison of solvers."""
-        return min(self.patterns, 50 if self.quick else 200)
-
-    @property
-    def descents(self) -> tuple[int, ...]:
-        return (5, 20) if self.quick else (5, 20, 50)
-
-    @property
-    def repeats(self) -> int:
-        return 2 if self.quick else 5
-
-    @property
-    def max_seconds(self) -> float:
-        """No further timed run of a method is begun after so long."""
-        return 0.3 if self.quick else 1.0
-
-    @property
-    def has_reference(self) -> bool:
-        standard = Settings()
-        return self.data is None and all(
-            getattr(self, name) == getattr(standard, name) for name in ("patterns", "beta", "anchor")
-        )
-
-    def torch_device(self) -> torch.device:
-        remedy = "use cpu, cuda or cuda:N"
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise InputError(f"`--device` must name a device, got {self.device!r}; {remedy}") from None
-        if device.type not in ("cpu", "cuda"):
-            raise InputError(f"`--device` must be cpu or cuda, got {self.device!r}; {remedy}")
-        count = torch.cuda.device_count() if device.type == "cuda" else 1
-        if (device.index or 0) >= count:
-            raise InputError(
-                f"`--device` must be present, got {self.device!r} with {count} CUDA devices here; use --device cpu"
-            )
-        return device
-
-    def check(self) -> None:
-        """Raise `InputError` for the first option that cannot be used."""
-        if self.patterns < 1:
-            raise InputError(f"`--patterns` must be >= 1, got {self.patterns}; store at least one pattern")
-        if not (self.beta > 0 and math.isfinite(self.beta)):
-            raise InputError(f"`--beta` must be > 0 and finite, got {self.beta:g}; it is an inverse temperature, try 8")
-        if not 0 <= self.anchor <= 1:
-            raise InputError(f"`--anchor` must be in [0, 1], got {self.anchor:g}; 0 is retrieval")
-        if self.dtype not in DTYPES:
-            raise InputError(f"`--dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}; try float32")
-        if not 0 <= self.seed < 2**63 - 1:
-            raise InputError(f"`--seed` must be in [0, 2^63 - 1), got {self.seed}; try 0")
-        self.torch_device()
-
-    def load(self) -> Tensor:
-        data = load_digits() if self.data is None else load_file(self.data)
-        if len(data) < self.patterns:
-            source = "the digits" if self.data is None else f"`--data` {self.data.name}"
-            raise InputError(
-                f"`--patterns` must be <= {len(data)}, the rows of {source}, got {self.patterns}; lower --patterns"
-            )
-        return data
-
-
-@dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Everything that `compare` measured."""
+    """Everything that `compare` measured.
 
-    settings: Settings
+    Attributes:
+        settings: the options.
+        noise: standard deviation of the noise.
+        rows: for every solver, plain numbers.
+        retrieval: rates for every task, state and beta.
+        sample: the draw on which solvers are compared.
+        states: (one step, equilibrium) of its queries.
+        solutions: by solver, for all that did not raise.
+        unusable: how many patterns hold NaN or infinity.
+        untrusted: how many queries have no exact fixed point.
+        threads: of torch.
+        seconds: of everything.
+    """
+
+    settings: CompareSettings
     noise: float
     rows: list[dict[str, Any]]
     retrieval: list[dict[str, Any]]
     sample: Sample
+    states: tuple[Tensor, Tensor]
     solutions: dict[str, Solution]
     unusable: int
     untrusted: int
@@ -130,104 +69,110 @@ class Comparison:
     seconds: float
 
 
-def compare(settings: Settings, progress: Callable[[str, dict[str, Any] | None], None]) -> Comparison:
-    """Run all methods; `progress(name, row)` is called before (row None) and after each of them."""
-    with _threads(settings):
-        return _compare(settings, progress)
+def check(settings: CompareSettings) -> None:
+    """Raise `InputError` for the first option that cannot be used."""
+    if not (settings.beta > 0 and math.isfinite(settings.beta)):
+        raise InputError(f"`--beta` must be > 0 and finite, got {settings.beta:g}; it is an inverse temperature, try 8")
+    if not 0 <= settings.anchor <= 1:
+        raise InputError(f"`--anchor` must be in [0, 1], got {settings.anchor:g}; 0 is retrieval")
+    remedy = "use cpu, cuda or cuda:N"
+    try:
+        device = torch.device(settings.device)
+    except RuntimeError:
+        raise InputError(f"`--device` must name a device, got {settings.device!r}; {remedy}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"`--device` must be cpu or cuda, got {settings.device!r}; {remedy}")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        received = f"{settings.device!r} with {count} CUDA devices here"
+        raise InputError(f"`--device` must be present, got {received}; use --device cpu")
+
+
+def load(settings: CompareSettings) -> Tensor:
+    """All patterns that can be drawn from, (count, D) float64."""
+    data = load_digits() if settings.data is None else load_patterns(settings.data)
+    if len(data) < settings.patterns:
+        source = "the digits" if settings.data is None else f"`--data` {settings.data.name}"
+        required = f"<= {len(data)}, the rows of {source}"
+        raise InputError(f"`--patterns` must be {required}, got {settings.patterns}; lower --patterns")
+    return data
 
 
 @contextmanager
-def _threads(settings: Settings) -> Iterator[None]:
+def _threads(settings: CompareSettings) -> Iterator[int]:
     """One thread for problems too small to share, for which threads mostly wait for each other on a busy machine."""
     before = torch.get_num_threads()
     if settings.patterns * settings.queries <= SHARED_FROM and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     try:
-        yield
+        yield torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
 
 
-def _compare(settings: Settings, progress: Callable[[str, dict[str, Any] | None], None]) -> Comparison:
+def run(settings: CompareSettings, progress: Progress) -> Comparison:
+    """Compare all solvers."""
     begin = time.perf_counter()
-    data = settings.load()
+    data = load(settings)
     noise = noise_of(None if settings.data is None else data)
-    device, dtype = settings.torch_device(), DTYPES[settings.dtype]
-    drawn = draw(
-        data,
-        patterns=settings.patterns,
-        queries=min(settings.patterns, 200),
-        noise=noise,
-        draws=DRAWS,
-        seed=settings.seed,
-    ).to(device, dtype)
-    sample = drawn.first().limited(settings.queries)
-    progress("reference in float64", None)
-    task = prepare(sample, beta=settings.beta, anchor=settings.anchor, rtol=RTOL, atol=ATOL, seed=settings.seed)
+    count, device = min(settings.patterns, 200), torch.device(settings.device)
+    drawn = draw(data, patterns=settings.patterns, queries=count, noise=noise, draws=DRAWS, seed=settings.seed)
+    drawn = drawn.to(device, getattr(torch, settings.dtype))
+    sample = drawn.first(settings.queries)
     rows, solutions = [], {}
-    for method in methods(rtol=RTOL, atol=ATOL, max_steps=MAX_STEPS, descents=settings.descents):
-        progress(method.name, None)
-        row, solution = evaluate(method, task, repeats=settings.repeats, max_seconds=settings.max_seconds, trace=True)
-        progress(method.name, row)
-        rows.append(row)
-        if solution is not None:
-            solutions[method.name] = solution
-    progress("retrieval over 8 draws", None)
-    block = retrieval(drawn, settings)
-    return Comparison(
-        settings=settings,
-        noise=noise,
-        rows=rows,
-        retrieval=block,
-        sample=sample,
-        solutions=solutions,
-        unusable=int((~sample.usable).sum()),
-        threads=torch.get_num_threads(),
-        untrusted=int((sample.finite & (task.weights == 0).all(-1)).sum()),
-        seconds=time.perf_counter() - begin,
-    )
+    with _threads(settings) as threads:
+        methods = contenders(settings.descents)
+        steps = len(methods) + 3
+        progress.begin("reference in float64", 0, steps)
+        task = prepare(sample, beta=settings.beta, anchor=settings.anchor, seed=settings.seed)
+        for index, method in enumerate(methods):
+            progress.begin(method.name, index + 1, steps)
+            row, solution = evaluate(method, task, repeats=settings.repeats, max_seconds=settings.max_seconds)
+            progress.end(method.name, row)
+            rows.append(row)
+            if solution is not None:
+                solutions[method.name] = solution
+        progress.begin(f"retrieval over {DRAWS} draws", steps - 2, steps)
+        rates = retrieval(drawn, settings)
+        shown = states(sample, beta=settings.beta, anchor=settings.anchor)
+    unusable = int((~sample.usable).sum())
+    untrusted = int((sample.finite & (task.weights == 0).all(-1)).sum())
+    seconds = time.perf_counter() - begin
+    return Comparison(settings, noise, rows, rates, sample, shown, solutions, unusable, untrusted, threads, seconds)
 
 
-def retrieval(drawn: Sample, settings: Settings) -> list[dict[str, Any]]:
+def states(sample: Sample, *, beta: float, anchor: float) -> tuple[Tensor, Tensor]:
+    """(one step, equilibrium) of all queries."""
+    energy = energy_of(sample.keys, sample.queries, sample.usable, beta=beta, anchor=anchor)
+    with torch.no_grad():
+        solution = solve(energy, sample.queries, solver=Anderson(**STOP), on_failure="ignore")
+        return energy.fixed_point_map(sample.queries), solution.value
+
+
+def retrieval(drawn: Sample, settings: CompareSettings) -> list[dict[str, Any]]:
     """Retrieval rates, mean and standard deviation over the draws.
 
     One step against the equilibrium, at `--beta` and at multiples of it, and the pattern with the largest score.
     """
-    solver = Anderson(rtol=RTOL, atol=ATOL, max_steps=MAX_STEPS)
-    states: list[tuple[str, float | None, Tensor]] = []
-    with torch.no_grad():
-        for sharp in (settings.beta, *(factor * settings.beta for factor in SHARPER)):
-            energy = energy_of(drawn.keys, drawn.queries, drawn.usable, beta=sharp, anchor=settings.anchor)
-            solution = solve(energy, drawn.queries, solver=solver, on_failure="ignore")
-            states.append(("one step", sharp, energy.fixed_point_map(drawn.queries)))
-            states.append(("equilibrium", sharp, solution.value))
-        best = [_best(*row) for row in zip(drawn.keys, drawn.queries, drawn.usable, strict=True)]
-        states.append(("largest score", None, torch.stack(best)))
-    half = drawn.queries.shape[-2] // 2
-    targets = drawn.targets.double()
-    lengths = targets.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    found: list[tuple[str, float | None, Tensor]] = []
+    for beta in (settings.beta, *(factor * settings.beta for factor in SHARPER)):
+        one, equilibrium = states(drawn, beta=beta, anchor=settings.anchor)
+        found += [("one step", beta, one), ("equilibrium", beta, equilibrium)]
+    # Draw by draw: the scores of all at once are large.
+    best = [_best(*row) for row in zip(drawn.keys, drawn.queries, drawn.usable, strict=True)]
+    found.append(("largest score", None, torch.stack(best)))
+    hits = [(name, beta, relative_error(z, drawn.targets) < SUCCESS) for name, beta, z in found]
     block = []
-    for task, part in (("half-masked", slice(0, half)), ("noisy", slice(half, None))):
-        for name, beta, z in states:
-            hits = ((z.double() - targets).norm(dim=-1) / lengths)[..., part] < SUCCESS
-            rates = hits.double().mean(-1)
-            entry: dict[str, Any] = {
-                "task": task,
-                "state": name,
-                "beta": beta,
-                "rates": rates.tolist(),
-                "mean": float(rates.mean()),
-                "std": float(rates.std()),
-            }
-            if settings.has_reference and beta == settings.beta:
-                mean, std = REFERENCE[task, name]
-                deviations = (entry["mean"] - mean) / std
-                entry |= {
-                    "reference_mean": mean,
-                    "reference_std": std,
-                    "deviations": deviations,
-                    "within_three": abs(deviations) <= 3,
-                }
+    for task, part in zip(TASKS, drawn.parts, strict=True):
+        for name, sharpness, hit in hits:
+            rates = hit[..., part].double().mean(-1)
+            mean, std = float(rates.mean()), float(rates.std())
+            entry = {"task": task, "state": name, "beta": sharpness, "rates": rates.tolist(), "mean": mean, "std": std}
+            if settings.has_reference and sharpness == settings.beta:
+                expected, deviation = REFERENCE[task, name]
+                deviations = (mean - expected) / deviation
+                entry |= {"reference_mean": expected, "reference_std": deviation}
+                entry |= {"deviations": deviations, "within_three": abs(deviations) <= 3}
             block.append(entry)
     return block
 
@@ -236,33 +181,3 @@ def _best(keys: Tensor, queries: Tensor, usable: Tensor) -> Tensor:
     """The usable pattern with the largest score <pattern, query>, for each query of one draw."""
     scores = (queries @ keys.mT).masked_fill(~usable, -torch.inf)
     return keys[scores.argmax(-1)]
-
-
-def compare_to_files(settings: Settings, out: Path) -> None:
-    """Check the options, compare with progress, print the tables, write the three files into `out`."""
-    require_modules("rich", "matplotlib", *(() if settings.data else ("sklearn",)))
-    settings.check()
-    with _writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-    from .report import figures, write_json
-    from .table import Progress, output_console, show
-
-    with Progress(total=len(methods(rtol=RTOL, atol=ATOL, max_steps=1, descents=settings.descents)) + 3) as progress:
-        comparison = compare(settings, progress.update)
-        progress.update("figures", None)
-        with _writable(out):
-            write_json(comparison, out / "compare.json")
-            figures(comparison, out)
-    show(comparison, output_console(), out)
-
-
-@contextmanager
-def _writable(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InputError(f"`--out` must be a writable folder, got {str(out)!r} ({reason}); choose another") from None
-
-
-__all__ = ["EQUILIBRIUM", "EXPLICIT", "Comparison", "Settings", "compare", "compare_to_files", "retrieval"]

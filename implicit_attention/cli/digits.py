@@ -11,10 +11,11 @@ from torch import Tensor
 from ..spins import SpinSystem
 from ..spins.inverse import fit_ising
 from ..spins.sampling import heat_bath
-from .errors import require_modules
-from .spin_methods import SAMPLER, Entry, applicable, evaluate
+from .settings import SAMPLER
+from .spin_methods import Entry, applicable, evaluate
 
 SIDE, CLASSES = 8, 10
+HALF = SIDE * SIDE // 2
 #: A pixel is +1 from here on; they go from 0 to 16.
 THRESHOLD = 8
 #: Of all images, how many are used for the fit.
@@ -30,7 +31,13 @@ DATA = "mean of the images"
 
 
 class Digits(NamedTuple):
-    """Images of -1 and 1, (count, 64), with their digits, apart for the fit and for what it is tried on; the fit."""
+    """Images of -1 and 1 with their digits, apart for the fit and for trying it, and the fit.
+
+    Attributes:
+        images, digits: for the fit, (count, 64) and (count,).
+        held_out, held_out_digits: the others.
+        system: ten samples of 64 spins.
+    """
 
     images: Tensor
     digits: Tensor
@@ -39,32 +46,37 @@ class Digits(NamedTuple):
     system: SpinSystem
 
     @property
+    def summary(self) -> dict[str, Any]:
+        """How the systems were fitted, as plain values."""
+        counts = {"images": len(self.images), "held_out": len(self.held_out)}
+        return {"fit": FIT, "pseudocount_per_image": PSEUDOCOUNT, "threshold": THRESHOLD, **counts}
+
+    @property
     def means(self) -> Tensor:
         """The mean image of every digit, (10, 64)."""
         return torch.stack([self.images[self.digits == c].mean(0) for c in range(CLASSES)])
 
+    @property
+    def examples(self) -> Tensor:
+        """The first held-out image of every digit, (10, 64)."""
+        return torch.stack([self.held_out[self.held_out_digits == c][0] for c in range(CLASSES)])
+
 
 def load(*, seed: int, dtype: torch.dtype) -> Digits:
     """scikit-learn's digits, binarised, and a system of 64 spins for each of the ten."""
-    require_modules("sklearn")
     from sklearn import datasets
 
     raw = datasets.load_digits()
     images = torch.where(torch.from_numpy(raw.data) >= THRESHOLD, 1.0, -1.0).to(dtype)
     digits = torch.from_numpy(raw.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    count = round(TRAINED * len(images))
-    used, rest = order[:count], order[count:]
+    used, rest = order.tensor_split([round(TRAINED * len(images))])
     fits = []
     for c in range(CLASSES):
         mine = images[used][digits[used] == c]
         fits.append(fit_ising(mine, method=FIT, pseudocount=PSEUDOCOUNT * len(mine)))
-    system = SpinSystem(
-        torch.stack([fit.couplings for fit in fits]),
-        torch.stack([fit.field for fit in fits]),
-        radius=1.0,
-        measure="counting",
-    )
+    couplings, field = (torch.stack(tensors) for tensors in zip(*((f.couplings, f.field) for f in fits), strict=True))
+    system = SpinSystem(couplings, field, radius=1.0, measure="counting")
     return Digits(images[used], digits[used], images[rest], digits[rest], system)
 
 
@@ -85,8 +97,11 @@ def named(digits: Digits, log_partition: Tensor) -> float:
 class Completions(NamedTuple):
     """Lower halves of held-out images, given the upper ones.
 
-    truth: the images, (count, 64). guesses: by name, means of the lower half's spins, (count, 32). rows: for every name
-    the share of pixels whose sign is right. shown: the first image of every digit among them.
+    Attributes:
+        truth: the images, (count, 64).
+        guesses: by name, means of the lower half's spins, (count, 32).
+        rows: for every name the share of pixels whose sign is right; the images' mean comes first.
+        shown: the first image of every digit among them.
     """
 
     truth: Tensor
@@ -105,43 +120,33 @@ def complete(
     each = QUICK_COMPLETED if quick else COMPLETED
     rows = [torch.nonzero(digits.held_out_digits == c)[:each, 0] for c in range(CLASSES)]
     truth, which = digits.held_out[torch.cat(rows)], digits.held_out_digits[torch.cat(rows)]
-    shown = torch.tensor([sum(len(r) for r in rows[:c]) for c in range(CLASSES)])
-    half = SIDE * SIDE // 2
     couplings, field = digits.system.couplings[which], digits.system.field[which]
-    guesses = {DATA: digits.means[which][:, half:]}
-    held = torch.arange(2 * half) < half
+    guesses = {DATA: digits.means[which][:, HALF:]}
+    held = torch.arange(2 * HALF) < HALF
     chains, burn_in, sweeps = QUICK_SAMPLING if quick else SAMPLING
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(chains, *truth.shape, 1, generator=generator, dtype=torch.float64)
-    # The lower half starts from nothing that is to be found.
-    start = torch.where(held[:, None], truth[..., None], (noise - 0.5).sign().to(truth.dtype))
     samples = heat_bath(
         SpinSystem(couplings, field, radius=1.0),
         chains=chains,
         burn_in=burn_in,
         sweeps=sweeps,
         generator=generator,
-        start=start,
+        # The lower half starts from random signs, which know nothing of the answer.
+        start=torch.where(held[:, None], truth[..., None], (noise - 0.5).sign().to(truth.dtype)),
         clamp=held,
         progress=progress,
     )
-    guesses[SAMPLER] = samples.magnetization[:, half:, 0]
-    lower = SpinSystem(
-        couplings[:, half:, half:],
-        field[:, half:] + couplings[:, half:, :half] @ truth[:, :half, None],
-        radius=1.0,
-    )
+    guesses[SAMPLER] = samples.magnetization[:, HALF:, 0]
+    added = couplings[:, HALF:, :HALF] @ truth[:, :HALF, None]
+    lower = SpinSystem(couplings[:, HALF:, HALF:], field[:, HALF:] + added, radius=1.0)
     for entry in applicable(entries, lower)[0]:
-        row, m = evaluate(entry, lower, max_seconds=0.0)
+        row, m, _ = evaluate(entry, lower)
         if m is not None:
             guesses[entry.name] = m[..., 0].masked_fill(torch.tensor(row["failed"])[:, None], torch.nan)
-    table: list[dict[str, Any]] = [
-        # Where there is no answer, no pixel is right.
-        {
-            "method": name,
-            "right": float((guess.sign() == truth[:, half:]).double().mean()),
-            "failed": int(guess.isnan().any(-1).sum()),
-        }
-        for name, guess in guesses.items()
-    ]
-    return Completions(truth, guesses, table, shown)
+    # Where there is no answer, no pixel is right.
+    right = {name: float((guess.sign() == truth[:, HALF:]).double().mean()) for name, guess in guesses.items()}
+    failed = {name: int(guess.isnan().any(-1).sum()) for name, guess in guesses.items()}
+    table = [{"method": name, "right": right[name], "failed": failed[name]} for name in guesses]
+    lengths = torch.tensor([len(r) for r in rows])
+    return Completions(truth, guesses, table, shown=lengths.cumsum(0) - lengths)

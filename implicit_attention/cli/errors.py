@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 INSTALL = 'pip install -e ".[cli]"'
-
-
-#: More of a message, such as the names of thousands of arrays, is not shown.
+#: Characters of a message that are shown. A file can hold thousands of names.
 LONGEST = 600
 
 
@@ -24,7 +25,7 @@ class InputError(Exception):
         super().__init__(printable(message))
 
 
-def missing(modules: tuple[str, ...]) -> str | None:
+def missing(*modules: str) -> str | None:
     """The line that asks for the optional dependencies among `modules` that are not installed, or None."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if not absent:
@@ -34,6 +35,16 @@ def missing(modules: tuple[str, ...]) -> str | None:
 
 def require_modules(*modules: str) -> None:
     """Raise `InputError` with the install line unless all `modules` are installed."""
-    line = missing(modules)
+    line = missing(*modules)
     if line is not None:
         raise InputError(line)
+
+
+@contextmanager
+def writable(out: Path) -> Iterator[None]:
+    """Turn an `OSError` of writing into `out` into an `InputError`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InputError(f"`--out` must be a writable folder, got {str(out)!r} ({reason}); choose another") from None

@@ -10,7 +10,7 @@ from .errors import missing
 
 
 def _app() -> Callable[..., Any]:
-    line = missing(("typer", "rich"))
+    line = missing("typer", "rich")
     if line is None:
         from .commands import commands
 

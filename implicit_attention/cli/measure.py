@@ -6,18 +6,10 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-
-def median_time(
-    function: Callable[[], Any], device: torch.device, *, repeats: int = 5, warmup: int = 1, max_seconds: float = 10.0
-) -> float:
-    """Median wall-clock seconds of `function()`; see `median_times`."""
-    return median_times(function, device=device, repeats=repeats, warmup=warmup, max_seconds=max_seconds)[0]
 
 
 def median_times(
@@ -41,22 +33,18 @@ def median_times(
     begin = time.perf_counter()
     runs: list[list[float]] = []
     for index in range(warmup + repeats):
-        if runs and time.perf_counter() - begin > max_seconds:
-            break
-        seconds = _timed_chain(first, then, device)
-        if index >= warmup or time.perf_counter() - begin > max_seconds:
-            runs.append(seconds)
-    return [statistics.median(stage) for stage in zip(*runs, strict=True)]
-
-
-def _timed_chain(first: Callable[[], Any], then: tuple[Callable[[Any], Any], ...], device: torch.device) -> list[float]:
-    marks = [_now(device)]
-    result = first()
-    marks.append(_now(device))
-    for stage in then:
-        result = stage(result)
+        marks = [_now(device)]
+        result = first()
         marks.append(_now(device))
-    return [after - before for before, after in itertools.pairwise(marks)]
+        for stage in then:
+            result = stage(result)
+            marks.append(_now(device))
+        late = marks[-1] - begin > max_seconds
+        if index >= warmup or late:
+            runs.append([after - before for before, after in itertools.pairwise(marks)])
+        if late:
+            break
+    return [statistics.median(stage) for stage in zip(*runs, strict=True)]
 
 
 def _now(device: torch.device) -> float:
@@ -78,27 +66,26 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _quiet_profiler(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
-        function()
+    level = "KINETO_LOG_LEVEL"
+    given = os.environ.get(level)
+    # Keeps the profiler's lines about its start and stop off stderr.
+    os.environ.setdefault(level, "99")
+    try:
+        with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+            function()
+    finally:
+        if given is None:
+            del os.environ[level]
     results = profiler.kineto_results
     if results is None:
         raise RuntimeError("the profiler recorded nothing; is another one running?")
     changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda pair: pair[0]):
-        held += change
-        peak = max(peak, held)
-    return peak
+    changes.sort(key=lambda change: change[0])
+    held: list[int] = list(itertools.accumulate((size for _, size in changes), initial=0))
+    return max(held)
 
 
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's start and stop lines off stderr."""
-    name = "KINETO_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "99")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
+def error_row(error: Exception) -> dict[str, Any]:
+    """What the row of a method says that raised: the kind of error and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return {"error": type(error).__name__, "message": text[0] if text else ""}

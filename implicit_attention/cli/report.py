@@ -1,53 +1,100 @@
-"""The files that `compare` writes."""
+"""The files that the commands write: everything as JSON, and pictures."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .. import AnchoredEnergy, solve
-from .compare import ATOL, DRAWS, EQUILIBRIUM, EXPLICIT, MAX_STEPS, RTOL, Comparison
-from .evaluate import SUCCESS, energy_of
-from .methods import STEP_SIZE
+from ..plotting import configuration_figure, convergence_figure, phase_figure, retrieval_figure
+from .compare import DRAWS, Comparison
+from .contenders import STEP_SIZE, STOP
+from .data import TASKS
+from .evaluate import SUCCESS, relative_error
+from .settings import REFERENCES, SAMPLER
 
-SHOWN = 5
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .digits import Completions, Digits
+    from .magnetize import Magnetization
+
+#: Queries of a task, and samples of a batch, that are drawn.
+SHOWN_QUERIES, SHOWN_SAMPLES = 5, 10
+PANELS = {
+    "mean_length": "mean of |m_i|/R",
+    "largest_susceptibility": "largest eigenvalue of chi",
+    "heat_capacity": "heat capacity C",
+    "entropy_production": "entropy production per step",
+}
+#: Digits of a number in a list with one for every spin, so that a file of many spins stays small.
+DIGITS = 8
+PACKAGES = ("implicit_attention", "torch", "numpy", "torchdeq", "scikit-learn")
+
+#: The name of the JSON file, its content, and the figures by file name.
+Files: TypeAlias = "tuple[str, dict[str, Any], dict[str, Figure]]"
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Everything that was measured, as plain values; null where there is no finite number."""
+def write(out: Path, name: str, content: dict[str, Any], figures: dict[str, Figure]) -> list[str]:
+    """Write everything into the folder `out`; the names of the files."""
+    versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
+    text = json.dumps(_plain(content | {"versions": versions}), indent=1, allow_nan=False)
+    # A list of numbers in one line: there can be one for every spin.
+    text = re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text)
+    (out / name).write_text(text + "\n", encoding="utf-8")
+    for file, figure in figures.items():
+        figure.savefig(out / file)
+    return [name, *figures]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tensors and tuples, null for what is no finite number."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _options(settings: Any, *without: str) -> dict[str, Any]:
+    """The options of a command but for folders, of which no file is to tell."""
+    options = dataclasses.asdict(settings)
+    return {name: value for name, value in options.items() if name not in ("out", *without)}
+
+
+def comparison_files(comparison: Comparison) -> Files:
+    """Of `compare`: everything that was measured, and two figures."""
     settings = comparison.settings
-    device = settings.torch_device()
+    device = torch.device(settings.device)
     content = {
         "command": "compare",
-        "settings": {
-            "patterns": settings.patterns,
+        "settings": _options(settings)
+        | {
             "queries_per_task": settings.queries,
-            "beta": settings.beta,
-            "anchor": settings.anchor,
-            "device": settings.device,
-            "dtype": settings.dtype,
-            "seed": settings.seed,
-            "quick": settings.quick,
             "data": "scikit-learn digits" if settings.data is None else settings.data.name,
             "noise": comparison.noise,
             "success": SUCCESS,
             "draws": DRAWS,
-            "rtol": RTOL,
-            "atol": ATOL,
-            "max_steps": MAX_STEPS,
+            **STOP,
             "descent_step_size": STEP_SIZE,
             "repeats": settings.repeats,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("implicit_attention", "torch", "numpy", "torchdeq", "scikit-learn")},
         },
         "device": {
             "type": device.type,
@@ -61,99 +108,171 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "queries_without_exact_gradient": comparison.untrusted,
         "seconds": comparison.seconds,
     }
-    result: dict[str, Any] = _plain(content)
-    return result
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def write_json(comparison: Comparison, path: Path) -> None:
-    path.write_text(json.dumps(as_json(comparison), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def figures(comparison: Comparison, out: Path) -> None:
-    """convergence.png and retrieval.png."""
-    from ..plotting import convergence_figure, retrieval_figure
-
-    settings, sample = comparison.settings, comparison.sample
-    traces = {name: s.trace for name, s in comparison.solutions.items() if s.trace is not None}
     what = f"{settings.patterns} patterns, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype}"
-    tolerance = RTOL * float(sample.targets.double().norm(dim=-1).nanmedian()) + ATOL
-    convergence_figure(traces, tolerance=tolerance, title=f"Residual against map evaluations\n{what}").savefig(
-        out / "convergence.png"
-    )
-    energy = energy_of(sample.keys, sample.queries, sample.usable, beta=settings.beta, anchor=settings.anchor)
-    one, equilibrium = states(energy, comparison)
-    chosen = choose(one, equilibrium, sample.targets)
-    half = len(sample.queries) // 2
-    columns = [f"{'half-masked' if i < half else 'noisy'}" for i in chosen]
+    figures = {"convergence.png": _convergence(comparison, what), "retrieval.png": _retrieval(comparison, what)}
+    return "compare.json", content, figures
+
+
+def _convergence(comparison: Comparison, what: str) -> Figure:
+    traces = {name: s.trace for name, s in comparison.solutions.items() if s.trace is not None}
+    length = float(comparison.sample.targets.double().norm(dim=-1).nanmedian())
+    tolerance = STOP["rtol"] * length + STOP["atol"]
+    return convergence_figure(traces, tolerance=tolerance, title=f"Residual against map evaluations\n{what}")
+
+
+def _retrieval(comparison: Comparison, what: str) -> Figure:
+    sample = comparison.sample
+    one, equilibrium = (relative_error(z, sample.targets) < SUCCESS for z in comparison.states)
+    chosen = {
+        task: _choose(torch.arange(len(sample.queries), device=one.device)[part], one, equilibrium, sample.targets)
+        for task, part in zip(TASKS, sample.parts, strict=True)
+    }
+    rows = [row for shown in chosen.values() for row in shown]
     grid = [
-        ("query", sample.queries[chosen], None),
-        ("one step", one[chosen], retrieved(one, sample.targets)[chosen]),
-        ("equilibrium", equilibrium[chosen], retrieved(equilibrium, sample.targets)[chosen]),
-        ("truth", sample.targets[chosen], None),
+        ("query", sample.queries[rows], None),
+        ("one step", comparison.states[0][rows], one[rows]),
+        ("equilibrium", comparison.states[1][rows], equilibrium[rows]),
+        ("truth", sample.targets[rows], None),
     ]
-    rates: dict[str, dict[str, float]] = {e["task"]: {} for e in comparison.retrieval}
-    for entry in (e for e in comparison.retrieval if e["beta"] == settings.beta):
-        rates[entry["task"]][entry["state"]] = entry["mean"]
+    rates = {(e["task"], e["state"]): e["mean"] for e in comparison.retrieval if e["beta"] == comparison.settings.beta}
     summary = "; ".join(
-        f"{task} {100 * r['one step']:.0f} % by one step, {100 * r['equilibrium']:.0f} % at equilibrium"
-        for task, r in rates.items()
+        f"{task} {100 * rates[task, 'one step']:.0f} % by one step, "
+        f"{100 * rates[task, 'equilibrium']:.0f} % at equilibrium"
+        for task in TASKS
     )
-    retrieval_figure(
-        grid,
-        columns=columns,
-        title=f"Retrieval: {what}\nretrieved over all draws: {summary}\nqueries chosen to show every outcome",
-    ).savefig(out / "retrieval.png")
+    title = f"Retrieval: {what}\nretrieved over all draws: {summary}\nqueries chosen to show every outcome"
+    return retrieval_figure(grid, columns=[task for task, shown in chosen.items() for _ in shown], title=title)
 
 
-def states(energy: AnchoredEnergy, comparison: Comparison) -> tuple[Tensor, Tensor]:
-    """(one step, equilibrium) of all queries."""
-    solved = comparison.solutions.get(EQUILIBRIUM)
-    with torch.no_grad():
-        one = energy.fixed_point_map(energy.field)
-        if solved is None:
-            solved = solve(energy, energy.field, on_failure="ignore")
-    return one, solved.value
+def _choose(rows: Tensor, one: Tensor, equilibrium: Tensor, targets: Tensor) -> list[int]:
+    """A few of the rows that show every outcome which occurs: retrieved by iterating only, by both, neither, lost."""
+    rows = rows[targets[rows].isfinite().all(-1)]
+    outcomes = (~one & equilibrium, one & equilibrium, ~one & ~equilibrium, one & ~equilibrium)
+    groups = [rows[outcome[rows]].tolist() for outcome in outcomes]
+    # In turn from every group, until enough.
+    in_turn = [group[i] for i in range(SHOWN_QUERIES) for group in groups if i < len(group)]
+    return sorted(in_turn[:SHOWN_QUERIES])
 
 
-def retrieved(z: Tensor, targets: Tensor) -> Tensor:
-    exact = targets.double()
-    distance = (z.double() - exact).norm(dim=-1)
-    near: Tensor = distance < SUCCESS * exact.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
-    return near
+def magnetization_files(result: Magnetization) -> Files:
+    """Of `magnetize`: everything that was found, and up to three figures."""
+    system, images, completions = result.system, result.digits, result.completions
+    content = {
+        "command": "magnetize",
+        "settings": _options(result.settings, "file")
+        | {
+            "source": result.settings.source,
+            "sites": system.num_sites,
+            "dimensions": system.dim,
+            "batch": system.batch,
+            "radius": system.radius,
+            "measure": system.measure,
+            "beta": torch.as_tensor(system.beta, dtype=torch.float64),
+            "equilibrium": result.equilibrium,
+        },
+        "threads": torch.get_num_threads(),
+        "rows": [_with_magnetization(row, result) for row in result.rows],
+        "reference": result.reference,
+        "refused": result.refused,
+        "seconds": result.seconds,
+    }
+    figures = {"spins.png": _spins_figure(result) if images is None else _digits_figure(result, images)}
+    if result.betas is not None:
+        content["sweep"] = {"beta": result.betas, "rows": result.sweep}
+        figures["phase.png"] = _phase_figure(result, result.betas)
+    if images is not None and completions is not None:
+        tried = {"completed": len(completions.truth), "completions": completions.rows}
+        content["digits"] = images.summary | tried
+        figures["completions.png"] = _completions_figure(completions)
+    return "thermodynamics.json", content, figures
 
 
-def choose(one: Tensor, equilibrium: Tensor, targets: Tensor) -> list[int]:
-    """A few queries of each task that show every outcome which occurs: gained by iterating, both, neither, lost."""
-    first, final = retrieved(one, targets), retrieved(equilibrium, targets)
-    usable = targets.isfinite().all(-1)
-    half = len(targets) // 2
-    chosen: list[int] = []
-    for rows in (torch.arange(half), torch.arange(half, 2 * half)):
-        rows = rows.to(targets.device)
-        rows = rows[usable[rows]]
-        outcomes = (~first & final, first & final, ~first & ~final, first & ~final)
-        groups = [rows[outcome[rows]].tolist() for outcome in outcomes]
-        # In turn from every group, until enough.
-        picked = [group[i] for i in range(SHOWN) for group in groups if i < len(group)][:SHOWN]
-        chosen += sorted(picked)
-    return chosen
+def _with_magnetization(row: dict[str, Any], result: Magnetization) -> dict[str, Any]:
+    m = result.magnetizations.get(row["method"])
+    numbers = row if m is None else row | {"magnetization": m.tolist()}
+    long = ("magnetization", "magnetization_error")
+    return numbers | {name: _rounded(numbers[name]) for name in long if name in numbers}
 
 
-__all__ = ["EXPLICIT", "as_json", "choose", "figures", "write_json"]
+def _rounded(value: Any) -> Any:
+    return [_rounded(item) for item in value] if isinstance(value, list) else float(f"{value:.{DIGITS}g}")
+
+
+def _spins_figure(result: Magnetization) -> Figure:
+    """The field, a configuration of the samples, and what every method answers."""
+    system = result.system
+    n, d, samples = system.num_sites, system.dim, system.batch.numel()
+    field = system.field.detach()
+    longest = torch.linalg.vector_norm(field, dim=-1).nan_to_num().amax((-1,), keepdim=True)
+    rows = [("field h, scaled", field / longest.clamp(min=torch.finfo(field.dtype).tiny)[..., None] * system.radius)]
+    if result.samples is not None:
+        rows.append(("a sample", result.samples.final[0]))
+    rows += [(f"m, {name}", m) for name, m in result.magnetizations.items()]
+    shown = [(name, state.reshape(-1, n, d)[:SHOWN_SAMPLES]) for name, state in rows]
+    count = len(shown[0][1])
+    columns = [f"sample {i}" for i in range(count)] if samples > 1 else ()
+    what = f"{result.settings.source}: {n} spins in {d} dimension{'s' * (d > 1)}"
+    if samples <= 1:
+        what += f", beta {float(torch.as_tensor(system.beta, dtype=torch.float64).flatten()[0]):g}"
+    elif count < samples:
+        what += f", the first {count} of {samples} samples"
+    return configuration_figure(shown, radius=system.radius, columns=columns, title=f"Field and magnetizations\n{what}")
+
+
+def _digits_figure(result: Magnetization, digits: Digits) -> Figure:
+    """An image, the mean image, two configurations and magnetizations for every digit."""
+    found = result.magnetizations
+    rows = [("an image", digits.examples), ("mean of the images", digits.means)]
+    if result.samples is not None:
+        rows += [("a sample", result.samples.final[0, ..., 0]), ("another", result.samples.final[1, ..., 0])]
+    rows += [(f"m, {name}", m[..., 0]) for name, m in sorted(found.items(), key=lambda pair: pair[0] != SAMPLER)]
+    side = math.isqrt(result.system.num_sites)
+    title = f"One Ising system of {side} x {side} spins for every digit, fitted to {len(digits.images)} images"
+    return _images_figure(rows, title=title)
+
+
+def _images_figure(rows: list[tuple[str, Tensor]], **options: Any) -> Figure:
+    """Rows (name, (10, 64)) with a column for every digit."""
+    states = [(name, state[..., None]) for name, state in rows]
+    columns = [str(digit) for digit in range(len(states[0][1]))]
+    return configuration_figure(states, columns=columns, palette="gray_r", **options)
+
+
+def _completions_figure(completions: Completions) -> Figure:
+    """Truth, what is held, and what every method makes of it."""
+    truth = completions.truth[completions.shown]
+    upper, hidden = truth.tensor_split(2, dim=-1)
+    rows = [("an image", truth), ("what is held", torch.cat([upper, torch.full_like(upper, torch.nan)], -1))]
+    notes = {}
+    for row in completions.rows:
+        lower = completions.guesses[row["method"]][completions.shown]
+        label = f"{row['method']}\n{100 * row['right']:.1f} %"
+        rows.append((label, torch.cat([upper.to(lower), lower], -1)))
+        right = (lower.sign() == hidden).sum(-1)
+        notes[label] = [f"{int(count)}/{hidden.shape[-1]}" for count in right]
+    title = (
+        "The lower half of an image, given the upper half: mean of the spins, and how many signs are right\n"
+        f"(on the left: of all {len(completions.truth)} images, which the fit has not seen)"
+    )
+    return _images_figure(rows, notes=notes, title=title)
+
+
+def _phase_figure(result: Magnetization, betas: Tensor) -> Figure:
+    """Every method against beta; of several samples the mean, where all have an answer."""
+    curves, failed = {}, {}
+    for row in result.sweep:
+        if "failed" in row:
+            lists = {name: torch.tensor(row[name], dtype=torch.float64) for name in PANELS if name in row}
+            curves[row["method"]] = {name: value.reshape(len(betas), -1).mean(-1) for name, value in lists.items()}
+            failed[row["method"]] = torch.tensor(row["failed"]).reshape(len(betas), -1).any(-1)
+    drawn = {name: label for name, label in PANELS.items() if any(name in curve for curve in curves.values())}
+    samples = result.system.batch.numel()
+    several = f": mean of {samples} systems, where all have an answer" if samples > 1 else ""
+    return phase_figure(
+        betas,
+        curves,
+        panels=drawn or {"mean_length": PANELS["mean_length"]},
+        failed=failed,
+        exact=[name for name in REFERENCES if name in curves],
+        title=f"{result.settings.source} against inverse temperature{several}",
+    )

@@ -2,162 +2,57 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .. import spins
 from ..linear import Eigenvalue, extreme_eigenvalues
-from ..potentials import AmosResponse
 from ..solution import SolveReport
-from ..spins import (
-    Bethe,
-    Enumeration,
-    MeanField,
-    SaddlePoint,
-    SpinSystem,
-    Thermodynamics,
-    TransferMatrix,
-    thermodynamics,
-)
-from ..spins.adaptive_tap import AdaTAP
-from ..spins.approximation import Approximation
-from ..spins.dynamics import DynamicalMethod, StationaryState, stationary_state
+from ..spins import Approximation, SpinSystem, StationaryState, Thermodynamics, stationary_state, thermodynamics
+from ..spins.dynamics import DynamicalMethod
 from ..spins.exact import LARGEST as LARGEST_CHAIN
 from ..spins.exact import stationary_law
-from ..spins.gaussian_closure import GaussianClosure
-from ..spins.kinetic_plefka import KineticPlefka
 from ..spins.sampling import Samples, heat_bath, synchronous
-from ..spins.tap import TAP
 from ..status import Status
-from .measure import median_time
+from .evaluate import status_counts
+from .measure import error_row, median_times
+from .settings import CHAIN, SAMPLER, SYNCHRONOUS
 
 #: States that are added up for all samples together; more take minutes.
 LARGEST_ENUMERATION = 2**22
 #: Updates of a spin, by all chains and samples together, that the heat bath may spend; vectors cost several times more.
 UPDATES, VECTOR_UPDATES, QUICK_UPDATES = 20_000, 5_000, 2_000
 CHAINS = 100
+CPU = torch.device("cpu")
 #: Rows of a susceptibility that is computed as a matrix; a larger one is asked LANCZOS_STEPS times.
 DENSE, LANCZOS_STEPS = 64, 30
-CPU = torch.device("cpu")
-NAMES = {int(status): status.name for status in Status}
 SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
-
-#: What a method says of a system: a row of plain numbers, and magnetizations (*batch, N, D) or None.
-Answer = tuple[dict[str, Any], Tensor | None]
+Parts: TypeAlias = Callable[[int, int], None]
 
 
-class Entry(NamedTuple):
-    """A method by the name that `--methods` knows; `vectors`: it says something of its own only for D > 1."""
+class Answer(NamedTuple):
+    """What a method says of a system: plain numbers, magnetizations (*batch, N, D), and samples if it draws them."""
 
-    name: str
-    method: Approximation
-    vectors: bool = False
-
-
-def equilibrium_methods() -> list[Entry]:
-    return [
-        Entry("mean-field", MeanField()),
-        Entry("mean-field-amos", MeanField(response=AmosResponse()), vectors=True),
-        Entry("tap-2", TAP(order=2)),
-        Entry("tap-3", TAP(order=3)),
-        Entry("saddle-point", SaddlePoint()),
-        Entry("one-loop", SaddlePoint(one_loop=True)),
-        Entry("spherical", SaddlePoint(shared=True)),
-        Entry("adatap", AdaTAP()),
-        Entry("bethe", Bethe()),
-        Entry("enumeration", Enumeration()),
-        Entry("transfer-matrix", TransferMatrix()),
-    ]
+    row: dict[str, Any]
+    magnetization: Tensor | None = None
+    samples: Samples | None = None
 
 
-def dynamical_methods() -> list[Entry]:
-    return [
-        Entry("plefka-1", KineticPlefka(order=1)),
-        Entry("plefka-2", KineticPlefka(order=2)),
-        Entry("gaussian-field", GaussianClosure()),
-    ]
-
-
-#: What is not a `Approximation`: Monte Carlo, and the exact law of a small chain.
-SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
-#: Exact ones first: the first that is there is what magnetizations are compared with.
-REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
-
-
-def names() -> list[str]:
-    return [e.name for e in (*equilibrium_methods(), *dynamical_methods())] + [SAMPLER, SYNCHRONOUS, CHAIN]
-
-
-def warm_up(system: SpinSystem) -> None:
-    """Solve two spins, so that what torch loads on its first call is in no method's time."""
-    two = SpinSystem(system.couplings.new_zeros(2, 2), system.field.new_ones(2, system.dim), radius=system.radius)
-    thermodynamics(two, MeanField(), on_failure="ignore")
-
-
-def in_equilibrium(system: SpinSystem) -> bool:
-    """Whether couplings are symmetric, so that there is a free energy."""
-    try:
-        system.check_symmetric("a free energy")
-    except ValueError:
-        return False
-    return True
-
-
-def applicable(entries: list[Entry], system: SpinSystem) -> tuple[list[Entry], dict[str, str]]:
-    """The methods that hold for the system, and for the others why they do not."""
-    fitting, refused = [], {}
-    for entry in entries:
-        if entry.vectors and system.dim == 1:
-            continue
-        try:
-            entry.method.check(system)
-            samples = system.batch.numel()
-            if isinstance(entry.method, Enumeration) and samples * 2**system.num_sites > LARGEST_ENUMERATION:
-                raise ValueError(
-                    f"{samples} samples of 2^{system.num_sites} states are more than 2^22, which take minutes"
-                )
-        except ValueError as error:
-            refused[entry.name] = str(error)
-        else:
-            fitting.append(entry)
-    return fitting, refused
-
-
-def evaluate(entry: Entry, system: SpinSystem, *, max_seconds: float) -> Answer:
-    """Thermodynamics by one method, or the stationary state of synchronous dynamics."""
-
-    def measured() -> Answer:
-        found, numbers = _solved(entry, system)
-        row = {name: number.tolist() for name, number in numbers.items()}
-        return row | evidence_of(found.report) | size_of(found.magnetization, system), found.magnetization
-
-    return _timed(entry.name, measured, max_seconds)
-
-
-def _solved(entry: Entry, system: SpinSystem) -> tuple[Thermodynamics | StationaryState, dict[str, Tensor]]:
-    """What the method found, and its numbers (*batch)."""
-    if isinstance(entry.method, DynamicalMethod):
-        state = stationary_state(system, entry.method, check="stability", on_failure="ignore")
-        return state, {"entropy_production": state.entropy_production}
-    found = thermodynamics(system, entry.method, on_failure="ignore")
-    return found, {name: getattr(found, name) for name in SCALARS}
-
-
-def chain_reason(system: SpinSystem) -> str | None:
-    """Why the exact chain is not there."""
-    if system.dim > 1 or system.num_sites > LARGEST_CHAIN:
-        received = f"N = {system.num_sites}, D = {system.dim}"
-        return f"the exact chain is for at most {LARGEST_CHAIN} spins of dimension 1, got {received}"
-    return None
-
-
-def evaluate_chain(system: SpinSystem, *, max_seconds: float) -> Answer:
+@dataclasses.dataclass(frozen=True)
+class Chain:
     """The exact stationary law of synchronous Ising dynamics, sample by sample."""
 
-    def measured() -> Answer:
+    def check(self, system: SpinSystem) -> None:
+        """Raise where there are too many states."""
+        if system.dim > 1 or system.num_sites > LARGEST_CHAIN:
+            received = f"N = {system.num_sites}, D = {system.dim}"
+            raise ValueError(f"the exact chain is for at most {LARGEST_CHAIN} spins of dimension 1, got {received}")
+
+    def answer(self, system: SpinSystem) -> Answer:
         n, radius = system.num_sites, system.radius
         pairs = system.couplings[..., 0, 0] if system.block else system.couplings
         couplings = (radius**2 * pairs).expand(*system.batch, n, n).reshape(-1, n, n).double()
@@ -169,10 +64,39 @@ def evaluate_chain(system: SpinSystem, *, max_seconds: float) -> Answer:
             law = stationary_law(couplings[index], field[index], float(betas[index]))
             m[index], production[index] = radius * law.magnetization, law.entropy_production
         row = {"entropy_production": production.reshape(system.batch).tolist(), "status": _known("EXACT", known)}
-        m = m.reshape(*system.batch, n, 1)
-        return row | size_of(m, system), m
+        return Answer(row, m.reshape(*system.batch, n, 1))
 
-    return _timed(CHAIN, measured, max_seconds)
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Averages, with standard errors, over states of the sequential heat bath, or of the synchronous dynamics."""
+
+    equilibrium: bool
+
+    def check(self, system: SpinSystem) -> None:
+        """Raise where the heat bath does not draw from Boltzmann's law."""
+        if self.equilibrium and not in_equilibrium(system):
+            raise ValueError("couplings must be symmetric for the heat bath to have Boltzmann's law")
+
+    def answer(self, system: SpinSystem, seed: int, quick: bool, progress: Parts | None) -> Answer:
+        updates = QUICK_UPDATES if quick else UPDATES if system.dim == 1 else VECTOR_UPDATES
+        sweeps = max(20, updates // max(1, system.num_sites))
+        draw = heat_bath if self.equilibrium else synchronous
+        generator = torch.Generator().manual_seed(seed)
+        found = draw(system, chains=CHAINS, burn_in=sweeps // 2, sweeps=sweeps, generator=generator, progress=progress)
+        known = found.magnetization.isfinite().flatten(-2).all(-1)
+        row: dict[str, Any] = {"chains": CHAINS, "sweeps": sweeps, "status": _known("SAMPLED", known)}
+        numbers = {
+            "heat_capacity": (found.heat_capacity, found.heat_capacity_error),
+            "internal_energy": (found.energy, found.energy_error) if self.equilibrium else (None, None),
+            "entropy_production": (found.entropy_production, found.entropy_production_error),
+        }
+        for name, (value, error) in numbers.items():
+            if value is not None and error is not None:
+                row |= {name: value.tolist(), f"{name}_error": error.tolist()}
+        row["magnetization_error"] = found.magnetization_error.tolist()
+        row["effective_samples"] = found.effective_samples.tolist()
+        return Answer(row, found.magnetization, found)
 
 
 def _known(name: str, known: Tensor) -> dict[str, int]:
@@ -181,65 +105,146 @@ def _known(name: str, known: Tensor) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def evaluate_sampler(
+class Entry(NamedTuple):
+    """A method by the name that `--methods` knows.
+
+    Attributes:
+        name: on the command line and in all tables.
+        method: an approximation, or what samples or adds up.
+        equilibrium: whether it is asked without `--methods` where couplings are symmetric.
+        dynamics: whether it is asked without `--methods` where they are not.
+        vectors: whether it says something of its own only for D > 1.
+    """
+
+    name: str
+    method: Approximation | Chain | Sampler
+    equilibrium: bool = True
+    dynamics: bool = True
+    vectors: bool = False
+
+
+#: In the order of the tables. Of equilibrium methods asymmetric couplings get the reason why they do not apply.
+ENTRIES = (
+    Entry("mean-field", spins.MeanField()),
+    Entry("mean-field-amos", spins.MeanField(response=spins.AmosResponse()), vectors=True),
+    Entry("tap-2", spins.TAP(order=2)),
+    Entry("tap-3", spins.TAP(order=3)),
+    Entry("saddle-point", spins.SaddlePoint()),
+    Entry("one-loop", spins.SaddlePoint(one_loop=True)),
+    Entry("spherical", spins.SaddlePoint(shared=True)),
+    Entry("adatap", spins.AdaTAP()),
+    Entry("bethe", spins.Bethe()),
+    Entry("enumeration", spins.Enumeration()),
+    Entry("transfer-matrix", spins.TransferMatrix()),
+    Entry("plefka-1", spins.KineticPlefka(order=1), equilibrium=False),
+    Entry("plefka-2", spins.KineticPlefka(order=2), equilibrium=False),
+    Entry("gaussian-field", spins.GaussianClosure(), equilibrium=False),
+    Entry(CHAIN, Chain(), equilibrium=False),
+    Entry(SAMPLER, Sampler(equilibrium=True), dynamics=False),
+    Entry(SYNCHRONOUS, Sampler(equilibrium=False), equilibrium=False),
+)
+
+
+def warm_up(system: SpinSystem) -> None:
+    """Solve two spins, so that what torch loads on its first call is in no method's time."""
+    two = SpinSystem(system.couplings.new_zeros(2, 2), system.field.new_ones(2, system.dim), radius=system.radius)
+    thermodynamics(two, spins.MeanField(), on_failure="ignore")
+
+
+def in_equilibrium(system: SpinSystem) -> bool:
+    """Whether couplings are symmetric, so that there is a free energy."""
+    try:
+        system.check_symmetric("a free energy")
+    except ValueError:
+        return False
+    return True
+
+
+def applicable(entries: Iterable[Entry], system: SpinSystem) -> tuple[list[Entry], dict[str, str]]:
+    """The methods that hold for the system, and for the others why they do not."""
+    fitting, refused = [], {}
+    for entry in entries:
+        if entry.vectors and system.dim == 1:
+            continue
+        try:
+            entry.method.check(system)
+            count, states = system.batch.numel(), 2**system.num_sites
+            if isinstance(entry.method, spins.Enumeration) and count * states > LARGEST_ENUMERATION:
+                what = f"{count} samples of 2^{system.num_sites} states"
+                raise ValueError(f"{what} are more than 2^22, which take minutes")
+        except ValueError as error:
+            refused[entry.name] = str(error)
+        else:
+            fitting.append(entry)
+    return fitting, refused
+
+
+def evaluate(
+    entry: Entry,
     system: SpinSystem,
     *,
-    equilibrium: bool,
-    seed: int,
-    quick: bool,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict[str, Any], Samples | None]:
-    """Averages, with standard errors, of sequential heat bath or of synchronous dynamics; and the samples."""
-    updates = QUICK_UPDATES if quick else UPDATES if system.dim == 1 else VECTOR_UPDATES
-    sweeps = max(20, updates // max(1, system.num_sites))
-    held: dict[str, Samples] = {}
-    pairs = [("heat_capacity", "heat_capacity"), ("energy", "internal_energy")]
-    numbers = pairs if equilibrium else [("entropy_production", "entropy_production")]
+    max_seconds: float = 0.0,
+    seed: int = 0,
+    quick: bool = False,
+    progress: Parts | None = None,
+) -> Answer:
+    """What a method says of a system, with its time.
 
-    def measured() -> Answer:
-        held["samples"] = found = (heat_bath if equilibrium else synchronous)(
-            system,
-            chains=CHAINS,
-            burn_in=sweeps // 2,
-            sweeps=sweeps,
-            generator=torch.Generator().manual_seed(seed),
-            progress=progress,
-        )
-        known = found.magnetization.isfinite().flatten(-2).all(-1)
-        row: dict[str, Any] = {"chains": CHAINS, "sweeps": sweeps, "status": _known("SAMPLED", known)}
-        for theirs, ours in numbers:
-            for end in ("", "_error"):
-                row[ours + end] = getattr(found, theirs + end).tolist()
-        row["magnetization_error"] = found.magnetization_error.tolist()
-        row["effective_samples"] = found.effective_samples.tolist()
-        return row | size_of(found.magnetization, system), found.magnetization
+    Args:
+        entry: the method. One that raises keeps its row, with the error in it.
+        system: all samples of it.
+        max_seconds: no further timed run is begun after so long; 0 for one run that is not repeated.
+        seed: of what is sampled.
+        quick: with fewer samples.
+        progress: is told how many of how many sweeps are done.
+    """
 
-    row, _ = _timed(SAMPLER if equilibrium else SYNCHRONOUS, measured, max_seconds=0.0)
-    return row, held.get("samples")
+    def answer() -> Answer:
+        if isinstance(entry.method, Chain):
+            found = entry.method.answer(system)
+        elif isinstance(entry.method, Sampler):
+            found = entry.method.answer(system, seed, quick, progress)
+        else:
+            solved, numbers = _solved(entry.method, system)
+            row = {name: number.tolist() for name, number in numbers.items()}
+            found = Answer(row | evidence_of(solved.report), solved.magnetization.detach())
+        m = found.magnetization
+        return found if m is None else found._replace(row=found.row | {"mean_length": mean_length(m, system).tolist()})
+
+    return _timed(entry.name, answer, 0.0 if isinstance(entry.method, Sampler) else max_seconds)
+
+
+def _solved(method: Approximation, system: SpinSystem) -> tuple[Thermodynamics | StationaryState, dict[str, Tensor]]:
+    """What an approximation found, and its numbers (*batch): of an equilibrium, or of synchronous dynamics."""
+    if isinstance(method, DynamicalMethod):
+        state = stationary_state(system, method, check="stability", on_failure="ignore")
+        return state, {"entropy_production": state.entropy_production}
+    found = thermodynamics(system, method, on_failure="ignore")
+    return found, {name: getattr(found, name) for name in SCALARS}
 
 
 def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
-    """Everything against beta, lists of (K, *batch), from one batch of all temperatures; NaN where a solve failed
-    or ended on a saddle."""
+    """Everything against beta, lists of (K, *batch), from one batch of all temperatures.
+
+    Numbers are NaN where a solve failed or ended on a saddle.
+    """
     many = at_all(system, betas)
 
-    def measured() -> Answer:
-        found, numbers = _solved(entry, many)
-        numbers["mean_length"] = mean_length(found.magnetization, system.radius)
+    def answer() -> Answer:
+        assert isinstance(entry.method, Approximation)
+        found, numbers = _solved(entry.method, many)
+        numbers["mean_length"] = mean_length(found.magnetization, system)
         if isinstance(found, Thermodynamics):
             largest = largest_susceptibility(found)
-            numbers |= {
-                "largest_susceptibility": largest.value,
-                "largest_susceptibility_error": largest.error_bound,
-            }
+            numbers |= {"largest_susceptibility": largest.value, "largest_susceptibility_error": largest.error_bound}
         # Read after the susceptibility, whose linear solves are evidence as well.
         evidence = evidence_of(found.report)
         # What is no minimum, or does not come back, is a solution but no state of the system.
         failed = torch.as_tensor(evidence["failed"]) | (found.report.status == Status.UNSTABLE)
         row = {"status": evidence["status"], "failed": failed.tolist()}
-        return row | {name: value.masked_fill(failed, torch.nan).tolist() for name, value in numbers.items()}, None
+        return Answer(row | {name: value.masked_fill(failed, torch.nan).tolist() for name, value in numbers.items()})
 
-    return _timed(entry.name, measured, max_seconds=0.0)[0]
+    return _timed(entry.name, answer, max_seconds=0.0).row
 
 
 def largest_susceptibility(found: Thermodynamics) -> Eigenvalue:
@@ -267,49 +272,39 @@ def at_all(system: SpinSystem, betas: Tensor) -> SpinSystem:
     return system.at(system.field.expand(shape), system.couplings, beta)
 
 
-def mean_length(m: Tensor, radius: float) -> Tensor:
+def mean_length(m: Tensor, system: SpinSystem) -> Tensor:
     """The mean over sites of |m_i|/R, (*batch)."""
-    lengths: Tensor = torch.linalg.vector_norm(m, dim=-1)
-    return lengths.mean(-1) / radius
+    lengths: Tensor = torch.linalg.vector_norm(m.detach(), dim=-1)
+    return lengths.mean(-1) / system.radius
 
 
-def size_of(m: Tensor, system: SpinSystem) -> dict[str, Any]:
-    return {"mean_length": mean_length(m, system.radius).tolist()}
+def evidence_of(report: SolveReport) -> dict[str, Any]:
+    """Counts by status, which samples failed, the largest residual that is a number, and the numbers of steps.
 
-
-def failed_of(evidence: SolveReport) -> Tensor:
-    """(*batch), True where the solve failed, or a linear solve behind one of its derivatives did."""
-    response = evidence.adjoint.failed
-    return evidence.failed if response is None else evidence.failed | response.reshape(evidence.failed.shape)
-
-
-def evidence_of(evidence: SolveReport) -> dict[str, Any]:
-    """Counts by status, the largest residual that is a number, the median and the largest number of steps."""
-    codes = Counter(evidence.status.flatten().tolist())
-    residual = evidence.residual[evidence.residual.isfinite()]
-    steps = evidence.num_steps.flatten()
+    A sample failed where its solve did, or a linear solve behind one of its derivatives.
+    """
+    response = report.adjoint.failed
+    failed = report.failed if response is None else report.failed | response.reshape(report.failed.shape)
+    residual, steps = report.residual[report.residual.isfinite()], report.num_steps.flatten()
     return {
-        "status": {NAMES[code]: count for code, count in sorted(codes.items())},
-        "failed": failed_of(evidence).tolist(),
+        "status": status_counts(report.status),
+        "failed": failed.tolist(),
         "residual_max": float(residual.max()) if residual.numel() else None,
         "steps_median": float(steps.double().median()) if steps.numel() else None,
         "steps_max": int(steps.max()) if steps.numel() else None,
     }
 
 
-def _timed(name: str, measured: Callable[[], Answer], max_seconds: float) -> Answer:
-    """The answer with its time; a method that raises keeps its row, with the error in it."""
-    held: dict[str, Answer] = {}
+def _timed(name: str, answer: Callable[[], Answer], max_seconds: float) -> Answer:
+    """The answer with its name and time; that of a method that raises has the error instead."""
+    held: list[Answer] = []
 
     def run() -> None:
-        held["answer"] = measured()
+        held[:] = [answer()]
 
-    row: dict[str, Any] = {"method": name}
+    repeats, warmup = (3, 1) if max_seconds > 0 else (1, 0)
     try:
-        warmup = 1 if max_seconds > 0 else 0
-        seconds = median_time(run, CPU, repeats=3 if warmup else 1, warmup=warmup, max_seconds=max_seconds)
+        (seconds,) = median_times(run, device=CPU, repeats=repeats, warmup=warmup, max_seconds=max_seconds)
     except Exception as error:
-        text = str(error).strip().splitlines()
-        return row | {"error": type(error).__name__, "message": text[0] if text else ""}, None
-    found, m = held["answer"]
-    return row | found | {"seconds": seconds}, None if m is None else m.detach()
+        return Answer({"method": name} | error_row(error))
+    return held[0]._replace(row={"method": name} | held[0].row | {"seconds": seconds})

@@ -1,297 +1,318 @@
-"""What the user sees while `compare` runs and when it is done."""
+"""What the terminal shows when a command is done: tables of columns that are listed here, and what they mean."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
+from .contenders import STEP_SIZE, STOP
 from .errors import printable
-from .methods import STEP_SIZE
 
 if TYPE_CHECKING:
-    from .compare import Comparison, Settings
+    from .compare import Comparison
+    from .magnetize import Magnetization
 
-WIDTH = 120
 MISSING = "-"
-
-
-def _console(stderr: bool) -> Console:
-    """A console that is wide enough for the table where nobody has set a width (pipes, logs)."""
-    stream = sys.stderr if stderr else sys.stdout
-    fixed = WIDTH if not stream.isatty() and "COLUMNS" not in os.environ else None
-    return Console(stderr=stderr, width=fixed, highlight=False, soft_wrap=False)
-
-
-def output_console() -> Console:
-    return _console(stderr=False)
-
-
-class Progress:
-    """A line per finished method on stderr, and a bar below them where stderr is a terminal."""
-
-    def __init__(self, total: int, console: Console | None = None) -> None:
-        self.console = _console(stderr=True) if console is None else console
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self.bar = Bar(
-            *columns,
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-            refresh_per_second=2,
-        )
-        self.task = self.bar.add_task("starting", total=total)
-        self.begun = False
-
-    def __enter__(self) -> Progress:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.__exit__(kind, error, trace)
-
-    def update(self, name: str, row: dict[str, Any] | None) -> None:
-        """`name` begins (row None), or has ended with this row."""
-        if row is None:
-            self.bar.update(self.task, description=name, advance=1 if self.begun else 0)
-            self.begun = True
-            return
-        self.console.print(f"{name:<20} {_line(row)}", markup=False)
-
-
-def _line(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"failed: {row['error']}: {row['message']}"
-    seconds = _milliseconds(row.get("forward_seconds"))
-    return (
-        f"{_evaluations(row)} evaluations, residual {_short(row['residual_max'])}, "
-        f"{_percent(row['converged'])} % converged, {seconds} ms"
-    )
+Row = dict[str, Any]
 
 
 class Column(NamedTuple):
-    """Header, meaning in one line, and the text of a row."""
+    """A column of a table with a row for every method.
+
+    Attributes:
+        header: above it.
+        note: its meaning in one line.
+        key: of the number in a row, parts of nested rows separated by slashes; "" is the row itself.
+        form: the text of the number.
+        averaged: whether the number is a list with one for every sample, of which the mean is shown.
+    """
 
     header: str
     note: str
-    text: Callable[[dict[str, Any]], str]
+    key: str
+    form: Callable[[Any], str]
+    averaged: bool = False
+
+    def text(self, row: Row) -> str:
+        """What stands in the row; a method that raised has no numbers but those from before."""
+        if "error" in row and "status" not in row:
+            return "ERROR" if self.header == "status" else MISSING
+        value: Any = row
+        for part in filter(None, self.key.split("/")):
+            value = value.get(part)
+        value = answered(row, self.key) if self.averaged else value
+        text = MISSING if value is None else self.form(value)
+        return f"{text}\nERROR" if "error" in row and self.header == "status" else text
 
 
-def _short(value: float | None) -> str:
+def answered(row: Row, key: str) -> float | None:
+    """The mean of a number over the samples that all rows are averaged over."""
+    if row.get(key) is None:
+        return None
+    values = torch.tensor(row[key], dtype=torch.float64).flatten()
+    failed, averaged = (
+        torch.tensor(row.get(name, usual)).flatten().expand(values.shape)
+        for name, usual in (("failed", False), ("averaged", True))
+    )
+    values = values[averaged & ~failed & values.isfinite()]
+    return float(values.mean()) if len(values) else None
+
+
+def short(value: float) -> str:
     """Two digits in at most six characters."""
-    if value is None or not math.isfinite(value):
+    if not math.isfinite(value):
         return MISSING
     if value == 0 or 1e-2 <= value < 100:
         return f"{value:.2g}"
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
-def _percent(value: float | None) -> str:
-    if value is None:
-        return MISSING
+def percent(value: float) -> str:
     return f"{100 * value:.1f}".removesuffix(".0") if value < 1 else "100"
 
 
-def _milliseconds(value: float | None) -> str:
-    if value is None:
-        return MISSING
-    return f"{1e3 * value:.1f}" if value < 1e-2 else f"{1e3 * value:.0f}"
+def tenths(value: float) -> str:
+    return f"{100 * value:.1f}"
 
 
-def _evaluations(row: dict[str, Any]) -> str:
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds < 1e-2 else f"{1e3 * seconds:.0f}"
+
+
+def exact_milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def six_digits(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f}" if size < 10 * 2**20 else f"{size / 2**20:.0f}"
+
+
+def evaluations(row: Row) -> str:
     return f"{row['evaluations_median']:.0f}/{row['evaluations_max']:.0f}"
 
 
-def _status(row: dict[str, Any]) -> str:
+def status(row: Row) -> str:
+    """The one status of all problems, or the counts of those beside CONVERGED."""
     counts: dict[str, int] = row["status"]
-    if len(counts) == 1:
-        return next(iter(counts))
-    return "\n".join(f"{n} {name}" for name, n in counts.items() if name != "CONVERGED")
+    lines = list(counts) if len(counts) == 1 else [f"{n} {name}" for name, n in counts.items() if name != "CONVERGED"]
+    # A solve that converged, and a derivative of it that did not.
+    lost = sum(n for name, n in counts.items() if name not in ("CONVERGED", "UNSTABLE", "EXACT", "SAMPLED"))
+    unsure = int(torch.tensor(row.get("failed", False)).sum())
+    return "\n".join([*lines, *([f"{unsure - lost} RESPONSE"] if unsure > lost else [])])
 
 
-def _megabytes(row: dict[str, Any]) -> str:
-    size = row.get("peak_memory_bytes")
-    return MISSING if size is None else f"{size / 2**20:.1f}" if size < 10 * 2**20 else f"{size / 2**20:.0f}"
-
-
-def _rate(task: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: _percent(row["tasks"][task]["retrieval_rate"])
-
-
-COLUMNS = (
-    Column(
-        "evals\nmed/max",
-        "evaluations of the map per query; the last one measures the residual of what is returned",
-        _evaluations,
-    ),
-    Column(
-        "resid.\nmax",
-        "largest |f(z) - z| over the queries (where it is a finite number)",
-        lambda r: _short(r["residual_max"]),
-    ),
-    Column("conv\n%", "queries whose residual reached the tolerance", lambda r: _percent(r["converged"])),
-    Column("sad-\ndles", "converged where the energy curves downwards", lambda r: str(r["saddles"])),
-    Column("pts", "distinct fixed points among the converged states", lambda r: str(r["distinct_fixed_points"])),
-    Column(
-        "retr.\nerror",
-        "mean relative distance of the returned state from the stored pattern",
-        lambda r: _short(r["retrieval_error_mean"]),
-    ),
-    Column("half\n%", "half-masked queries retrieved (relative error < 1e-2)", _rate("half-masked")),
-    Column("noisy\n%", "noisy queries retrieved", _rate("noisy")),
-    Column(
-        "other\npoint",
-        "converged, but to another fixed point than the float64 reference from the same query",
-        lambda r: str(r["other_fixed_point"]),
-    ),
-    Column(
-        "grad.\nerror",
-        "relative error of the gradient for the patterns against float64 exact; other points count as errors",
-        lambda r: _short(r.get("gradient_error")),
-    ),
-    Column("fwd\nms", "median time of the solve", lambda r: _milliseconds(r.get("forward_seconds"))),
-    Column("bwd\nms", "median time of the gradient", lambda r: _milliseconds(r.get("backward_seconds"))),
-    Column("peak\nMiB", "memory of both at once, beyond the inputs", _megabytes),
-    Column("status", "with counts where the queries differ; the others are CONVERGED", _status),
+RETRIEVED = "tasks/{}/retrieval_rate".format
+COMPARISON = (
+    Column("evals\nmed/max", "evaluations of the map per query; the last one measures the residual", "", evaluations),
+    Column("resid.\nmax", "largest |f(z) - z| over the queries (where it is a finite number)", "residual_max", short),
+    Column("conv\n%", "queries whose residual reached the tolerance", "converged", percent),
+    Column("sad-\ndles", "converged where the energy curves downwards", "saddles", str),
+    Column("pts", "distinct fixed points among the converged states", "distinct_fixed_points", str),
+    Column("retr.\nerror", "mean relative distance of the state from the pattern", "retrieval_error_mean", short),
+    Column("half\n%", "half-masked queries retrieved (relative error < 1e-2)", RETRIEVED("half-masked"), percent),
+    Column("noisy\n%", "noisy queries retrieved", RETRIEVED("noisy"), percent),
+    Column("other\npoint", "converged, but not to the fixed point of the float64 reference", "other_fixed_point", str),
+    Column("grad.\nerror", "relative error against float64; other points count as errors", "gradient_error", short),
+    Column("fwd\nms", "median time of the solve", "forward_seconds", milliseconds),
+    Column("bwd\nms", "median time of the gradient", "backward_seconds", milliseconds),
+    Column("peak\nMiB", "memory of both at once, beyond the inputs", "peak_memory_bytes", mebibytes),
+    Column("status", "with counts where the queries differ; the others are CONVERGED", "", status),
+)
+MAGNETIZATION = (
+    Column("F", "free energy, relative to the measure", "free_energy", six_digits, averaged=True),
+    Column("U", "internal energy", "internal_energy", six_digits, averaged=True),
+    Column("S", "entropy", "entropy", six_digits, averaged=True),
+    Column("C", "heat capacity", "heat_capacity", six_digits, averaged=True),
+    Column("sigma", "entropy production per synchronous step", "entropy_production", six_digits, averaged=True),
+    Column("|m|", "mean over sites of |m_i|/R", "mean_length", six_digits, averaged=True),
+    Column("|dm|", "root mean square distance of m/R from {reference}'s", "distance", short, averaged=True),
+    Column("named\n%", "held-out images whose own digit has the largest log p = -E - log Z", "named", tenths),
+    Column("lower\n%", "pixels of lower halves that are right, given the upper halves", "completed", tenths),
+    Column("steps\nmax", "of the solver", "steps_max", str),
+    Column("resid.\nmax", "largest residual", "residual_max", short),
+    Column("time\nms", "of all these derivatives of F together, once", "seconds", exact_milliseconds),
+    Column("status", "with counts where samples differ; the others are CONVERGED", "", status),
 )
 
 
-def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
-    """The table of all methods, cut into as many as the width asks for."""
-    from .compare import ATOL, MAX_STEPS, RTOL
-
-    settings = comparison.settings
-    title = (
-        f"{_source(settings)}: {settings.patterns} patterns, {settings.queries} half-masked + {settings.queries} noisy "
-        f"queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {settings.device}\n"
-        f"one tolerance for all: |f(z) - z| <= {ATOL:g} + {RTOL:g} |f(z)|, at most {MAX_STEPS} steps"
-        f"{_threads(comparison)}"
-    )
-    tables: list[Table] = []
-    columns = list(COLUMNS)
-    while columns:
-        count = len(columns)
-        while count > 1 and _width(_table(None, columns[:count], comparison.rows)) > width:
-            count -= 1
-        tables.append(_table(None if tables else title, columns[:count], comparison.rows))
-        columns = columns[count:]
-    return tables
+def magnetization_columns(rows: list[Row], reference: str | None) -> list[Column]:
+    """Those in which some method has something to say."""
+    kept = [c for c in MAGNETIZATION if c.header == "status" or any(c.text(row) != MISSING for row in rows)]
+    return [column._replace(note=column.note.format(reference=reference)) for column in kept]
 
 
-def _width(table: Table) -> int:
-    return Measurement.get(Console(width=1000), Console(width=1000).options, table).maximum
+def compare_line(row: Row) -> str:
+    """What is said of a solver when it has finished."""
+    seconds = milliseconds(row["forward_seconds"]) if "forward_seconds" in row else MISSING
+    residual = MISSING if row["residual_max"] is None else short(row["residual_max"])
+    return f"{evaluations(row)} evaluations, residual {residual}, {percent(row['converged'])} % converged, {seconds} ms"
 
 
-def _table(title: str | None, columns: list[Column], rows: list[dict[str, Any]]) -> Table:
+def magnetize_line(row: Row) -> str:
+    """What is said of a method when it has finished."""
+    counts = ", ".join(f"{count} {name}" for name, count in row["status"].items())
+    return f"{counts}, {exact_milliseconds(row['seconds'])} ms"
+
+
+def plain_table(title: str | None, headers: Iterable[str], rows: Iterable[Sequence[str]], *, right: bool) -> Table:
+    """A table without frame; `right`: numbers are aligned at the right."""
     table = Table(
         title=title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 1 if right else 2, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
-    table.add_column("method", no_wrap=True)
-    for column in columns:
-        left = column.header == "status"
-        table.add_column(column.header, justify="left" if left else "right", no_wrap=True)
+    for header in headers:
+        words = not right or header in ("method", "status")
+        table.add_column(header, justify="left" if words else "right", no_wrap=True)
     for row in rows:
-        table.add_row(row["method"], *(_cell(column, row) for column in columns))
+        table.add_row(*row)
     return table
 
 
-def _cell(column: Column, row: dict[str, Any]) -> str:
-    if "error" in row and "status" not in row:
-        return "ERROR" if column.header == "status" else MISSING
-    if "error" in row and column.header == "status":
-        return f"{_status(row)}\nERROR"
-    return column.text(row)
+def method_table(title: str | None, columns: Sequence[Column], rows: list[Row]) -> Table:
+    """A row for every method."""
+    cells = [[row["method"], *(column.text(row) for column in columns)] for row in rows]
+    return plain_table(title, ("method", *(column.header for column in columns)), cells, right=True)
 
 
-def retrieval_table(comparison: Comparison) -> Table:
-    """Rates over the draws, a column for every beta, beside the reference where there is one."""
-    with_reference = comparison.settings.has_reference
-    entries = comparison.retrieval
-    betas = sorted({e["beta"] for e in entries} - {None})
-    table = Table(
-        title=f"retrieval rate, mean +- std over {len(entries[0]['rates'])} draws",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        show_edge=False,
+def method_tables(title: str, columns: Sequence[Column], rows: list[Row], width: int) -> list[Table]:
+    """The table of all methods, cut into as many as the width asks for."""
+    wide = Console(width=1000)
+
+    def needed(count: int) -> int:
+        return Measurement.get(wide, wide.options, method_table(None, columns[:count], rows)).maximum
+
+    tables: list[Table] = []
+    while columns:
+        count = max((n for n in range(1, len(columns) + 1) if needed(n) <= width), default=1)
+        tables.append(method_table(None if tables else title, columns[:count], rows))
+        columns = columns[count:]
+    return tables
+
+
+def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
+    """The table of all solvers, cut into as many as the width asks for."""
+    settings = comparison.settings
+    source = "scikit-learn's digits" if settings.data is None else printable(settings.data.name)
+    threads = f"; {comparison.threads} thread{'s' * (comparison.threads > 1)}" if settings.device == "cpu" else ""
+    title = (
+        f"{source}: {settings.patterns} patterns, {settings.queries} half-masked + {settings.queries} noisy "
+        f"queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {settings.device}\n"
+        f"one tolerance for all: |f(z) - z| <= {STOP['atol']:g} + {STOP['rtol']:g} |f(z)|, "
+        f"at most {STOP['max_steps']} steps{threads}"
     )
-    rates = [f"beta {beta:g}" for beta in betas]
-    for header in ("queries", "state", *rates, *((f"reference, {rates[0]}", "verdict") if with_reference else ())):
-        table.add_column(header, no_wrap=True)
+    return method_tables(title, COMPARISON, comparison.rows, width)
+
+
+def retrieval_table(entries: list[Row], *, has_reference: bool) -> Table:
+    """Rates over the draws, a column for every beta, beside the reference where there is one."""
+    betas = sorted({e["beta"] for e in entries} - {None})
+    headers = ["queries", "state", *(f"beta {beta:g}" for beta in betas)]
+    headers += [f"reference, beta {betas[0]:g}", "verdict"] if has_reference else []
+    rows = []
     for task, state in dict.fromkeys((e["task"], e["state"]) for e in entries):
+        of_betas = [e for e in entries if (e["task"], e["state"]) == (task, state)]
+        first = of_betas[0]
         # What has no beta is the same at each.
-        row = [e for e in entries if (e["task"], e["state"]) == (task, state)]
-        row = row * len(betas) if row[0]["beta"] is None else row
-        cells = [task, state, *(f"{e['mean']:.3f} +- {e['std']:.3f}" for e in row)]
-        if "reference_mean" in row[0]:
-            first = row[0]
+        of_betas *= len(betas) if first["beta"] is None else 1
+        row = [task, state, *(f"{e['mean']:.3f} +- {e['std']:.3f}" for e in of_betas)]
+        if "reference_mean" in first:
             verdict = "within 3 sd" if first["within_three"] else "NOT within 3 sd"
             reference = f"{first['reference_mean']:.3f} +- {first['reference_std']:.3f}"
-            cells += [reference, f"{verdict} ({first['deviations']:+.1f})"]
-        table.add_row(*cells)
-    return table
+            row += [reference, f"{verdict} ({first['deviations']:+.1f})"]
+        rows.append(row)
+    title = f"retrieval rate, mean +- std over {len(entries[0]['rates'])} draws"
+    return plain_table(title, headers, rows, right=False)
 
 
-def show(comparison: Comparison, console: Console, out: Path) -> None:
-    """Print everything."""
-    for table in comparison_tables(comparison, console.width):
-        console.print(table)
-        console.print()
-    for line in notes(comparison):
-        console.print(line, style="dim", markup=False)
-    console.print()
-    console.print(retrieval_table(comparison))
-    console.print()
-    written = "compare.json, convergence.png and retrieval.png"
-    console.print(f"{written} written to {out} after {comparison.seconds:.1f} s", markup=False)
-
-
-def notes(comparison: Comparison) -> list[str]:
-    """What the columns mean, and what the reader must know of this run."""
-    lines = [f"  {column.header.replace('-' + chr(10), '').replace(chr(10), ' ')}: {column.note}" for column in COLUMNS]
-    lines.insert(
-        0,
-        f"  unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: so many as asked",
-    )
-    for row in comparison.rows:
-        if "error" in row:
-            lines.append(f"  {row['method']} failed with {row['error']}: {row['message']}")
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """Print everything that `compare` measured."""
+    descent = f"unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: so many as asked"
+    notes = [descent, *_meanings(COMPARISON), *_failures(comparison.rows)]
     if comparison.unusable:
-        lines.append(
-            f"  {comparison.unusable} of {comparison.settings.patterns} patterns hold NaN or infinity and are not "
+        notes.append(
+            f"{comparison.unusable} of {comparison.settings.patterns} patterns hold NaN or infinity and are not "
             "stored; queries made from them are not retrieved, and times and gradients leave out the NaN ones"
         )
     if comparison.untrusted:
-        lines.append(f"  {comparison.untrusted} queries left out of the gradient: no exact fixed point was found")
-    return lines
+        notes.append(f"{comparison.untrusted} queries left out of the gradient: no exact fixed point was found")
+    _show(console, comparison_tables(comparison, console.width), notes)
+    console.print(retrieval_table(comparison.retrieval, has_reference=comparison.settings.has_reference))
+    console.print()
 
 
-def _threads(comparison: Comparison) -> str:
-    count = comparison.threads
-    return f"; {count} thread{'s' * (count > 1)}" if comparison.settings.device == "cpu" else ""
+def show_magnetization(result: Magnetization, console: Console) -> None:
+    """Print everything that `magnetize` found."""
+    system, samples = result.system, result.system.batch.numel()
+    beta = torch.as_tensor(system.beta, dtype=torch.float64).flatten()
+    betas = f"beta {float(beta.min()):g}" + (f" to {float(beta.max()):g}" if beta.min() < beta.max() else "")
+    title = (
+        f"{result.settings.source}: {f'{samples} systems of ' if samples != 1 else ''}{system.num_sites} spins "
+        f"in {system.dim} dimension{'s' * (system.dim > 1)}, R = {system.radius:g}, {betas}, "
+        + (f"{system.measure} measure" if result.equilibrium else "asymmetric couplings, synchronous dynamics")
+        + f", {result.settings.dtype}"
+    )
+    columns = magnetization_columns(result.rows, result.reference)
+    notes = _meanings(columns)
+    if samples > 1:
+        averaged = next(
+            (sum(torch.tensor(row["averaged"]).flatten().tolist()) for row in result.rows if "averaged" in row), 0
+        )
+        notes.append(
+            f"numbers are means over the {averaged} of {samples} samples to which all methods have an answer; "
+            "thermodynamics.json has every sample"
+        )
+    if result.completions is not None:
+        plain = result.completions.rows[0]
+        notes.append(f"lower %, without any physics: {tenths(plain['right'])} by the {plain['method']}")
+    notes += _failures(result.rows)
+    for row in result.rows:
+        # So few, and the chains have hardly left where they were after the burn-in.
+        fewest = min(torch.tensor(row.get("effective_samples", math.inf)).flatten().tolist(), default=math.inf)
+        if fewest < 2 * row.get("chains", 0):
+            notes.append(f"{row['method']} is not to be trusted: its {row['chains']} chains hardly moved")
+    for row in result.sweep:
+        failed = torch.tensor(row.get("failed", False)).flatten()
+        if "error" in row:
+            notes.append(f"{row['method']} is not in the sweep: {row['message']}")
+        elif bool(failed.any()):
+            missing = f"{int(failed.sum())} of {len(failed)} points of the sweep"
+            notes.append(f"{row['method']} has no answer at {missing}, crosses there")
+    # One line each; what to use instead stands in the table, and all of it in the file.
+    refused = [f"{name} does not apply: {reason.split('; ')[0]}" for name, reason in result.refused.items()]
+    _show(console, method_tables(title, columns, result.rows, console.width), notes, refused)
 
 
-def _source(settings: Settings) -> str:
-    return "scikit-learn's digits" if settings.data is None else printable(settings.data.name)
+def _meanings(columns: Iterable[Column]) -> list[str]:
+    return [f"{c.header.replace('-' + chr(10), '').replace(chr(10), ' ')}: {c.note}" for c in columns]
+
+
+def _failures(rows: list[Row]) -> list[str]:
+    return [f"{row['method']} failed with {row['error']}: {row['message']}" for row in rows if "error" in row]
+
+
+def _show(console: Console, tables: list[Table], notes: list[str], cut: Sequence[str] = ()) -> None:
+    """Print tables and the notes on them; lines of `cut` that are too long end with dots."""
+    for table in tables:
+        console.print(table)
+        console.print()
+    for line in notes:
+        console.print(f"  {line}", style="dim", markup=False)
+    for line in cut:
+        console.print(f"  {line}", style="dim", markup=False, no_wrap=True, overflow="ellipsis")
+    console.print()

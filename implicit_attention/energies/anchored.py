@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -9,20 +12,90 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import check_graph, sum_to_shape
+from .._declared import restricted
 from ..potentials import Potential
-from ..problem import Evaluation, Linearization
+from ..problem import Evaluation, Linearization, Problem
 from .base import Energy
 
 
-class AnchoredEnergy(Energy):
-    """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor) Phi(z), per query x.
+class Anchored(Problem):
+    """A problem z = anchor x + (1 - anchor) g(z): what holds the field x and the anchor.
+
+    Args:
+        field: x, (*batch, N, D).
+        anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
+    """
+
+    #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
+    declares_all: ClassVar[bool] = False
+
+    def __init__(self, field: Tensor, anchor: float | Tensor) -> None:
+        _validate.check_float_tensor("field", field, min_ndim=2)
+        remedy = "parametrise it by a sigmoid"
+        self.field = field
+        self.anchor: float | Tensor = _validate.check_per_batch("anchor", anchor, low=0.0, high=1.0, remedy=remedy)
+        _validate.check_fits_batch("anchor", anchor, "field", field)
+
+    @property
+    def _anchor(self) -> float | Tensor:
+        """The anchor, shaped to multiply states."""
+        if not isinstance(self.anchor, Tensor):
+            return self.anchor
+        return _validate.inside(self.anchor, low=0.0, high=1.0)[..., None, None]
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether the field is not read at all, so that what it holds does not matter."""
+        return not isinstance(self.anchor, Tensor) and self.anchor == 0
+
+    def _anchored(self, mean: Tensor) -> Tensor:
+        """anchor x + (1 - anchor) mean."""
+        return mean if self._forgets else between(mean, self.field, self._anchor)
+
+    def _by_own(self, u: Tensor, mean: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        """(df/dt)^T u for the field, and for the anchor if it is a tensor; `mean` is asked for only then."""
+        by_field = self._anchor * u
+        if not isinstance(self.anchor, Tensor):
+            return (by_field,)
+        return by_field, sum_to_shape((u * (self.field - mean())).sum((-1, -2)), self.anchor.shape)
+
+    @property
+    def knows_own(self) -> bool:  # type: ignore[override]
+        """This library's classes make a NaN of every NaN that counts, so that the others do not read it."""
+        return bool(vars(type(self)).get("declares_all"))
+
+    def without(self, left_out: Tensor) -> Self:
+        tensors = self.tensors()
+        if self.knows_own:
+            # A bias of -inf masks.
+            good = (torch.isfinite(t) | (t == -torch.inf) for t in tensors)
+            tensors = tuple(t.where(g, 1.0) if t.is_floating_point() else t for t, g in zip(tensors, good, strict=True))
+        clone = self.replace(*tensors)
+        clone.field = self.field.masked_fill(left_out[(..., *(None,) * self.event_ndim)], 0.0)
+        return clone
+
+    def check_undeclared(self, z: Tensor) -> None:
+        # Problems of this library declare what they read by construction; a subclass or a user's potential may not.
+        if not self.knows_own:
+            super().check_undeclared(z)
+
+    def check_state(self, z: Tensor) -> None:
+        super().check_state(z)
+        _validate.require(
+            z.shape == self.field.shape, "initial", f"have the field's shape {tuple(self.field.shape)}", tuple(z.shape)
+        )
+
+
+class AnchoredEnergy(Anchored, Energy):
+    """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor) Phi(z), per query x, or per sample of tokens x.
 
     f(z) = anchor x + (1 - anchor) mean(z); Hess E v = v - (1 - anchor) Cov(z) v. With anchor = 0 the energy is that of
     an associative memory and x is only where one starts; with anchor > 0 every query keeps an equilibrium of its own,
     to which gradients flow.
 
     Args:
-        potential: Phi, a log-partition potential such as `LogSumExp(keys, beta)`.
+        potential: Phi, a log-partition potential such as `LogSumExp(keys, beta)`, or a sum of several. Its `event_ndim`
+            is that of the problem: 1 for queries, each on its own, 2 for the tokens of a sample together.
         field: the queries x, (*batch, N, D).
         anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
 
@@ -30,9 +103,20 @@ class AnchoredEnergy(Energy):
         TypeError, ValueError: shapes, dtypes or devices that do not fit; an anchor outside [0, 1].
 
     Gradients: with respect to field, anchor and the potential's tensors, to any order.
+
+    Not for a map that is no gradient: use `FixedPointMap`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> keys, query = torch.eye(3), torch.tensor([[1.0, 0.2, 0.0]])
+        >>> energy = AnchoredEnergy(LogSumExp(keys, beta=4.0), field=query, anchor=0.5)
+        >>> solution = solve(energy, query)
+        >>> solution.converged, solution.value.round(decimals=2)
+        (tensor([True]), tensor([[0.9700, 0.1200, 0.0100]]))
     """
 
-    event_ndim = 1
+    declares_all = True
 
     def __init__(
         self,
@@ -46,18 +130,13 @@ class AnchoredEnergy(Energy):
                     "potential", "be a Potential", type(potential).__name__, "for example LogSumExp(keys, beta)"
                 )
             )
-        _validate.check_float_tensor("field", field, min_ndim=2)
         potential.check_state("field", field)
-        if isinstance(anchor, Tensor):
-            _validate.check_float_tensor("anchor", anchor)
-            _validate.check_same_kind([("field", field), ("anchor", anchor)])
-            _validate.check_broadcast("anchor", anchor.shape, field.shape[:-2], "the leading axes of `field`")
-            _validate.check_range("anchor", anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
-        else:
-            anchor = _validate.check_number("anchor", anchor, low=0.0, high=1.0)
         self.potential = potential
-        self.field = field
-        self.anchor = anchor
+        super().__init__(field, anchor)
+
+    @property
+    def event_ndim(self) -> int:  # type: ignore[override]
+        return self.potential.event_ndim
 
     @property
     def plain_steps_descend(self) -> bool:  # type: ignore[override]
@@ -69,29 +148,21 @@ class AnchoredEnergy(Energy):
         return self.potential.row_block
 
     @property
-    def _row_anchor(self) -> float | Tensor:
-        if not isinstance(self.anchor, Tensor):
-            return self.anchor
-        return _validate.inside(self.anchor, low=0.0, high=1.0)[..., None]
+    def knows_own(self) -> bool:  # type: ignore[override]
+        return super().knows_own and self.potential.knows_own
 
-    @property
-    def _anchor(self) -> float | Tensor:
-        anchor = self._row_anchor
-        return anchor[..., None] if isinstance(anchor, Tensor) else anchor
-
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
-        """E(z), (*batch, N, D) -> (*batch, N)."""
+    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+        """E(z), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
         return self._energy(z, self.potential.value(z))
 
     def _energy(self, z: Tensor, value: Tensor) -> Tensor:
         self.potential.check_value(value, z)
         pull = z / 2 if self._forgets else z / 2 - self._anchor * self.field
-        return (z * pull).sum(-1) - (1 - self._row_anchor) * value
-
-    @property
-    def _forgets(self) -> bool:
-        """Whether the field is not read at all, so that what it holds does not matter."""
-        return not isinstance(self.anchor, Tensor) and self.anchor == 0
+        anchor = self._anchor
+        if isinstance(anchor, Tensor):
+            # As many axes as the values have.
+            anchor = anchor[..., 0] if self.event_ndim == 1 else anchor[..., 0, 0]
+        return (z * pull).sum(tuple(range(-self.event_ndim, 0))) - (1 - anchor) * value
 
     def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """f(z) = anchor x + (1 - anchor) mean(z)."""
@@ -101,7 +172,7 @@ class AnchoredEnergy(Energy):
         if torch.is_grad_enabled() and not mean.requires_grad:
             name = f"{type(self.potential).__name__}.mean"
             check_graph(name, mean, lambda z, *t: self.potential.replace(*t).mean(z), z, *self.potential.tensors())
-        return mean if self._forgets else between(mean, self.field, self._anchor)
+        return self._anchored(mean)
 
     def gradient(self, z: Tensor) -> Tensor:
         return z - self._map(self.potential.mean(z), z)
@@ -124,17 +195,10 @@ class AnchoredEnergy(Energy):
             return (1 - self._anchor) * cov.product(v)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            gradients = [*cov.vjp_tensors((1 - self._anchor) * u), self._anchor * u]
-            if isinstance(self.anchor, Tensor):
-                gradients.append(self._by_anchor(z, u))
-            return tuple(gradients)
+            by_potential = cov.vjp_tensors((1 - self._anchor) * u)
+            return *by_potential, *self._by_own(u, lambda: self.potential.mean(z))
 
         return Linearization(product, product, pullback)
-
-    def _by_anchor(self, z: Tensor, u: Tensor) -> Tensor:
-        by_anchor = (u * (self.field - self.potential.mean(z))).sum((-1, -2))
-        assert isinstance(self.anchor, Tensor)
-        return sum_to_shape(by_anchor, self.anchor.shape)
 
     def lipschitz(self) -> Tensor | None:
         bound = self.potential.lipschitz()
@@ -142,38 +206,11 @@ class AnchoredEnergy(Energy):
 
     def select(self, index: Tensor) -> Self | None:
         potential = self.potential.select(index)
-        if potential is None or not self._has_only("potential", "field", "anchor"):
+        if potential is None or self.event_ndim != 1 or not self._has_only("potential", "field", "anchor"):
             return None
-        clone = self.replace(*self.tensors())
+        clone = restricted(self, index, field=1)
         clone.potential = potential
-        clone.field = self.field.gather(-2, index[..., None].expand(*index.shape, self.field.shape[-1]))
         return clone
-
-    @property
-    def knows_own(self) -> bool:  # type: ignore[override]
-        """Potentials of this library make a NaN of every NaN that counts, so that the others do not read it."""
-        return type(self) is AnchoredEnergy and self.potential.knows_own
-
-    def without(self, left_out: Tensor) -> Self:
-        tensors = self.tensors()
-        if self.knows_own:
-            # A bias of -inf masks.
-            good = (torch.isfinite(t) | (t == -torch.inf) for t in tensors)
-            tensors = tuple(t.where(g, 1.0) if t.is_floating_point() else t for t, g in zip(tensors, good, strict=True))
-        clone = self.replace(*tensors)
-        clone.field = self.field.masked_fill(left_out[..., None], 0.0)
-        return clone
-
-    def check_undeclared(self, z: Tensor) -> None:
-        # Potentials of this library declare what they read by construction; a subclass or one's own may not.
-        if not self.knows_own:
-            super().check_undeclared(z)
-
-    def check_state(self, z: Tensor) -> None:
-        super().check_state(z)
-        _validate.require(
-            z.shape == self.field.shape, "initial", f"have the field's shape {tuple(self.field.shape)}", tuple(z.shape)
-        )
 
 
 def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:

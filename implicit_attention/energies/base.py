@@ -10,7 +10,21 @@ from ..problem import Problem, UserProblem
 
 
 class Energy(Problem, general=True):
-    """E(z) per problem, with f(z) = z - grad E(z). A subclass defines `energy` and sets `event_ndim`."""
+    """E(z) per problem, with f(z) = z - grad E(z). A subclass defines `energy` and sets `event_ndim`.
+
+    Not for |z|^2/2 minus a potential: use `AnchoredEnergy`, whose steps and bounds follow from the potential's.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import solve
+        >>> from implicit_attention.energies import Energy
+        >>> class Bowl(Energy):
+        ...     event_ndim = 1
+        ...     def energy(self, z):
+        ...         return (z - 1).square().sum(-1)
+        >>> solve(Bowl(), torch.zeros(2, 3)).value.round(decimals=3)[0]
+        tensor([1., 1., 1.])
+    """
 
     symmetric = True
     has_energy = True
@@ -49,6 +63,17 @@ class EnergyFunction(UserProblem, Energy):
         event_ndim: number of trailing axes of z that form one problem.
 
     Gradients: with respect to every declared tensor, first and second order.
+
+    Not for a map that is no gradient: use `FixedPointMap`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import EnergyFunction, solve
+        >>> target = torch.tensor([2.0, -1.0], requires_grad=True)
+        >>> energy = EnergyFunction(lambda z, t: (z - t).square().sum(-1), target, event_ndim=1)
+        >>> solution = solve(energy, torch.zeros(3, 2))
+        >>> torch.autograd.grad(solution.value.sum(), target)[0].round(decimals=3)
+        tensor([3., 3.])
     """
 
     def energy(self, z: Tensor) -> Tensor:

@@ -9,48 +9,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ..attention.core import split_mask
+from ._base import check_shape, joined_masks
 
 
-def pairs_and_bias(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    queries: Tensor,
-    *,
-    given: int,
-    more: int,
-    batched: bool,
+def mask_and_bias(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, queries: Tensor, *, given: int, more: int, batched: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, bias), each None or broadcasting to (B, H, N, M + more), of torch's masks, which say True for ignore.
+    """(mask, bias), each None or broadcasting to (B, H, N, M + more), of torch's masks, where True means ignore.
 
     Args:
         attn_mask: boolean or additive, (N, M) or (B * H, N, M).
         key_padding_mask: boolean or additive, (B, M), or (M,) if not batched.
         queries: (B, H, N, D).
-        given: M, the keys that the masks are about.
-        more: keys behind them, which every query may attend to.
+        given: M, the number of keys that the masks speak of.
+        more: the number of keys behind them, to which every query may attend.
         batched: whether the caller's tensors have an axis of samples.
     """
     batch, heads, rows = queries.shape[:3]
-    masks = []
+    masks: dict[str, Tensor] = {}
     if attn_mask is not None:
         pair, head = (rows, given), (batch * heads, rows, given)
         _check_mask("attn_mask", attn_mask, f"(N, M) = {pair} or (B * num_heads, N, M) = {head}", pair, head)
-        four: Tensor = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
-        masks.append(("attn_mask", four))
+        masks["attn_mask"] = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
     if key_padding_mask is not None:
         keys = (batch, given) if batched else (given,)
         _check_mask("key_padding_mask", key_padding_mask, f"{'(B, M)' if batched else '(M,)'} = {keys}", keys)
-        masks.append(("key_padding_mask", key_padding_mask.reshape(batch, 1, 1, given)))
-    pairs = bias = None
-    for name, mask in masks:
-        if mask.dtype == torch.bool:
-            attended, _ = split_mask(name, F.pad(~mask, (0, more), value=True), queries)
-            pairs = attended if pairs is None or attended is None else pairs & attended
-        else:
-            _, added = split_mask(name, F.pad(mask, (0, more)), queries)
-            bias = added if bias is None or added is None else bias + added
-    return pairs, bias
+        masks["key_padding_mask"] = key_padding_mask.reshape(batch, 1, 1, given)
+    attended = {name: ~mask if mask.dtype == torch.bool else mask for name, mask in masks.items()}
+    mask, bias = joined_masks(attended, queries)
+    if mask is not None:
+        mask = F.pad(mask, (0, more), value=True)
+    return mask, None if bias is None else F.pad(bias, (0, more))
 
 
 def _check_mask(argument: str, mask: Any, meaning: str, *shapes: tuple[int, ...]) -> None:
@@ -58,29 +47,19 @@ def _check_mask(argument: str, mask: Any, meaning: str, *shapes: tuple[int, ...]
         received = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         required = "be boolean (True = ignore) or additive floating-point"
         raise TypeError(_validate.message(argument, required, received, f"use {argument}.bool()"))
-    received = f"shape {tuple(mask.shape)}"
-    _validate.require(tuple(mask.shape) in shapes, argument, f"have shape {meaning}", received)
+    check_shape(tuple(mask.shape) in shapes, argument, mask, f"have shape {meaning}")
 
 
 def check_tokens(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], batch_first: bool) -> None:
-    """Tokens of their widths, for one batch, as many values as keys."""
+    """Check that tokens have their widths and belong to one batch, and that there are as many values as keys."""
     for name, tokens, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
         _validate.check_float_tensor(name, tokens)
-        received = f"shape {tuple(tokens.shape)}"
         axes = "have 3 axes, or 2 without a batch" if name == "query" else f"have {query.ndim} axes like `query`"
-        _validate.require(tokens.ndim == query.ndim and tokens.ndim in (2, 3), name, axes, received)
-        _validate.require(tokens.shape[-1] == width, name, f"have width {width} on its last axis", received)
+        check_shape(tokens.ndim == query.ndim and tokens.ndim in (2, 3), name, tokens, axes)
+        check_shape(tokens.shape[-1] == width, name, tokens, f"have width {width} on its last axis")
     if query.ndim == 3:
         axis = 0 if batch_first else 1
         required = f"have the {query.shape[axis]} samples of `query` on axis {axis}"
-        fits = key.shape[axis] == query.shape[axis]
-        _validate.require(fits, "key", required, f"shape {tuple(key.shape)}", f"batch_first is {batch_first}")
+        check_shape(key.shape[axis] == query.shape[axis], "key", key, required, f"batch_first is {batch_first}")
     required = f"have a row for each key, leading axes {tuple(key.shape[:-1])}"
-    _validate.require(value.shape[:-1] == key.shape[:-1], "value", required, f"shape {tuple(value.shape)}")
-
-
-def check_nested(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> None:
-    """A nested tensor is taken where torch's transformer layers make one."""
-    fits = query is key and key is value and all(mask is None for mask in masks)
-    remedy = "pad it with to_padded_tensor and pass key_padding_mask"
-    _validate.require(fits, "query", "be nested in self-attention without masks only", "a nested tensor", remedy)
+    check_shape(value.shape[:-1] == key.shape[:-1], "value", value, required)

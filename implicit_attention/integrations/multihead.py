@@ -1,73 +1,80 @@
-"""`torch.nn.MultiheadAttention` that answers with an equilibrium, and `replace_attention` for models that hold some."""
+"""`nn.MultiheadAttention` with an equilibrium, and `replace_attention`, which puts it into the models of torch.nn."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import attend
-from ..layers.projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta, merge_heads, split_heads
-from ..layers.remembering import Remembering
-from ..options import SolveOptions
-from ..solvers import Solver
-from ._multihead_input import check_nested, check_tokens, pairs_and_bias
+from ..attention.heads import merge_heads, split_heads
+from ..layers.projections import LearnedBeta, Scalar, anchor_or_beta
+from ..options import SolveKeywords
+from ._base import HostAttention
+from ._multihead_input import check_tokens, mask_and_bias
 
 _SIZES = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
-_OPTIONS = ("anchor", "beta", "solver", "adjoint", "impl", "max_steps", "on_failure")
 
 
-class ImplicitMultiheadAttention(Remembering):
+class ImplicitMultiheadAttention(HostAttention):
     """`nn.MultiheadAttention` whose queries settle into an equilibrium before values are read.
 
     Per head, with q, K, V as torch projects them (and extends them by `add_bias_kv` and `add_zero_attn`):
     z = anchor q + (1 - anchor) softmax(beta z K^T + mask) K, output = W_o softmax(beta z K^T + mask) V. With
-    `max_steps=0` that is `nn.MultiheadAttention`, if beta is 1/sqrt(head_dim).
+    `max_steps=0` and beta 1/sqrt(head_dim) that is `nn.MultiheadAttention`.
 
-    Positional arguments, initialisation (from the same random numbers) and parameters are torch's; the state dict has
-    `anchor.logit` and `beta.log_scale` besides, where these are learned. That of an `nn.MultiheadAttention` loads, too,
-    and leaves them as they are. The transformer layers of torch.nn call this module in evaluation as in training: it
-    is no subclass of `nn.MultiheadAttention`, which they bypass there.
+    Positional arguments, initialisation (from the same random numbers) and parameters are torch's. A learned anchor or
+    beta adds `anchor.logit` or `beta.log_scale` to the state dict. The state dict of an `nn.MultiheadAttention` loads
+    as well and leaves these two as they are. This class is not a subclass of `nn.MultiheadAttention`, because torch's
+    transformer layers do not call the forward of a subclass in evaluation.
 
-    What differs: a query that may attend to nothing gives zeros before the output projection (torch: NaN if weights are
-    asked for); the weights that are returned are those before dropout; `is_causal` changes nothing, as `attn_mask`
-    says it all; a boolean mask may come with an additive one.
+    There are four differences from torch. A query whose keys are all masked gives zeros before the output projection
+    (torch gives NaN if weights are asked for). The returned weights are those before dropout. `is_causal` changes
+    nothing, as `attn_mask` must be given beside it. A boolean mask may be combined with an additive one.
 
     Args:
         embed_dim: width of queries and output.
         num_heads: number of heads, dividing `embed_dim`.
-        dropout: part of the attention weights dropped in the read-out while training.
+        dropout: share of the attention weights that are dropped in the read-out while training.
         bias: whether the projections have biases.
-        add_bias_kv: attend to one more, learned key, with a value.
-        add_zero_attn: attend to one more key which is zero, as is its value.
+        add_bias_kv: whether to attend to one more key and value, which are learned.
+        add_zero_attn: whether to attend to one more key and value, which are zeros.
         kdim: width of `key`, default `embed_dim`.
         vdim: width of `value`, default `embed_dim`.
         batch_first: whether inputs and output are (B, N, E) instead of (N, B, E).
         device: of the parameters.
         dtype: of the parameters.
-        anchor: "learned" (per head, from .5) or a number in [0, 1]; with 0 a solve gives queries no gradient.
+        anchor: "learned" (per head, from 0.5) or a number in [0, 1]. With 0 the solve gives queries no gradient.
         beta: inverse temperature, "learned" (per head, from 1/sqrt(head_dim)), a number > 0, or None for a fixed
             1/sqrt(head_dim).
-        solver: default `Anderson()`.
-        adjoint: default `Implicit()`, the exact gradient of the equilibrium.
-        impl: "auto", "reference", "sdpa" or "triton".
-        max_steps: the solver's in short; 0 is ordinary attention.
-        on_failure: "raise", "warn" or "ignore".
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`.
 
     Attributes:
-        options: the `SolveOptions` made of the last five; replaced, they count from the next call on.
+        options: the `SolveOptions`; the next call reads them, so that they may be replaced.
         last_solve: the `SolveReport` of the last call, as in `ImplicitAttention`.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
 
     Gradients: with respect to inputs, additive masks and parameters, in training and in evaluation, to any order.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
+        >>> attention = ImplicitMultiheadAttention(8, 2, batch_first=True, anchor=0.5)
+        >>> x = torch.randn(3, 5, 8)
+        >>> output, weights = attention(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([3, 5, 8]), torch.Size([3, 5, 5]))
+        >>> bool(attention.last_solve.converged.all())
+        True
+
+    Not for new models, which have no parameters of torch's to keep: `ImplicitAttention` has caches and grouped heads.
     """
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder compute ordinary attention themselves where this is True.
@@ -88,7 +95,6 @@ class ImplicitMultiheadAttention(Remembering):
     bias_k: Tensor | None
     bias_v: Tensor | None
     out_proj: nn.Linear
-    anchor: nn.Module
     beta: nn.Module
 
     def __init__(
@@ -107,11 +113,7 @@ class ImplicitMultiheadAttention(Remembering):
         *,
         anchor: Scalar = "learned",
         beta: Scalar | None = "learned",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl = "auto",
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim)):
@@ -120,69 +122,61 @@ class ImplicitMultiheadAttention(Remembering):
         remedy = f"use a divisor of {embed_dim}"
         _validate.require(embed_dim % num_heads == 0, "num_heads", f"divide embed_dim = {embed_dim}", num_heads, remedy)
         _validate.check_number("dropout", dropout, low=0.0, high=1.0)
-        self.options = SolveOptions(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
         theirs = nn.MultiheadAttention(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self._take(theirs, anchor, beta)
+        self._take(theirs, anchor, beta, **options)
 
     @classmethod
     def from_torch(cls, mha: nn.MultiheadAttention, **options: Any) -> ImplicitMultiheadAttention:
-        """This module in place of `mha`, with the very same parameters (shared, so that an optimizer keeps them).
+        """This module in place of `mha`, with the same parameters: they are shared, so that an optimizer keeps them.
 
-        Precision, device, what is trained and the mode stay. A learned anchor or beta is new: an optimizer that was
-        made before must be given it (`optimizer.add_param_group`).
+        Precision, device, mode and `requires_grad` stay. A learned anchor or beta is a new parameter: add it to an
+        optimizer that exists already (`optimizer.add_param_group`).
 
         Args:
             mha: an `nn.MultiheadAttention`.
-            **options: `anchor`, `beta`, `solver`, `adjoint`, `impl`, `max_steps`, `on_failure`.
+            **options: `anchor`, `beta` and those of `SolveOptions`.
 
         Raises:
-            TypeError: if `mha` is none, or an option is unknown.
+            TypeError: if `mha` is no `nn.MultiheadAttention`, or an option is unknown.
             ValueError: if `mha` computes something else (a forward of its own, hooks, other parameters).
         """
         if not isinstance(mha, nn.MultiheadAttention):
             raise TypeError(_validate.message("mha", "be an nn.MultiheadAttention", type(mha).__name__))
         if reason := _peculiarity(mha):
             raise ValueError(_validate.message("mha", "be a plain nn.MultiheadAttention", f"one with {reason}"))
-        if unknown := sorted(set(options) - set(_OPTIONS)):
-            raise TypeError(_validate.message("options", f"be among {', '.join(_OPTIONS)}", ", ".join(unknown)))
-        made = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta", **options)
-        made._take(mha, options.get("anchor", "learned"), options.get("beta", "learned"))
+        made = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta")
+        made._take(mha, **options)
         return made.train(mha.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The `nn.MultiheadAttention` that computes what this module computes with `max_steps=0`, of copied parameters.
+        """An `nn.MultiheadAttention` with copied parameters that computes what this module does with `max_steps=0`.
 
-        What beta has become is folded into the query projection, by a factor beta sqrt(head_dim) per head. What torch's
-        module cannot hold is lost: the anchor, and with it the equilibrium.
+        A factor beta sqrt(head_dim) per head in the query projection stands for beta. The anchor is lost, and with it
+        the equilibrium, as torch's module has neither.
         """
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        like, width = self.out_proj.weight, self.embed_dim // self.num_heads
+        like, head_dim = self.out_proj.weight, self.embed_dim // self.num_heads
         made: nn.MultiheadAttention = nn.utils.skip_init(  # type: ignore[no-untyped-call]
             nn.MultiheadAttention,
-            **sizes,
+            **{name: getattr(self, name) for name in _SIZES},
             bias=self.in_proj_bias is not None,
             add_bias_kv=self.bias_k is not None,
             device=like.device,
             dtype=like.dtype,
         )
-        own = dict(self.named_parameters())
         with torch.no_grad():
             for name, parameter in made.named_parameters():
-                parameter.copy_(own[name])
+                own = self.get_parameter(name)
+                parameter.copy_(own).requires_grad_(own.requires_grad)
             single = torch.promote_types(like.dtype, torch.float32)
-            factor = torch.as_tensor(self.beta() / width**-0.5, dtype=single, device=like.device)
-            factor = factor.expand(self.num_heads).repeat_interleave(width)
+            factor = torch.as_tensor(self.beta() / head_dim**-0.5, dtype=single, device=like.device)
+            factor = factor.expand(self.num_heads).repeat_interleave(head_dim)
             weight = made.q_proj_weight if made.in_proj_weight is None else made.in_proj_weight[: self.embed_dim]
             weight.copy_(factor[:, None] * weight)
             if made.in_proj_bias is not None:
                 bias = made.in_proj_bias[: self.embed_dim]
                 bias.copy_(factor * bias)
-        for name, parameter in made.named_parameters():
-            parameter.requires_grad_(own[name].requires_grad)
         return made.train(self.training)
 
     def forward(
@@ -199,7 +193,8 @@ class ImplicitMultiheadAttention(Remembering):
         """Attend from every query to the keys, with the arguments of `nn.MultiheadAttention`.
 
         Args:
-            query: (N, B, embed_dim), (B, N, embed_dim) with `batch_first`, or (N, embed_dim) without a batch.
+            query: (N, B, embed_dim), (B, N, embed_dim) with `batch_first`, or (N, embed_dim) without a batch. In
+                self-attention without masks it may be nested.
             key: the same with M tokens of width `kdim`.
             value: the same with M tokens of width `vdim`.
             key_padding_mask: (B, M), or (M,) without a batch: boolean (True = ignore this key) or added to the scores.
@@ -209,82 +204,70 @@ class ImplicitMultiheadAttention(Remembering):
             is_causal: a hint that `attn_mask` is the causal one, which must be passed all the same.
 
         Returns:
-            (output, weights): output like the query; weights None, (B, N, M), or (B, num_heads, N, M), without B for
-            an input without a batch. M counts the keys of `add_bias_kv` and `add_zero_attn`, which come last.
+            (output, weights). The output has the shape of the query. The weights are None, (B, N, M), or
+            (B, num_heads, N, M), without B for an input without a batch. M counts the keys of `add_bias_kv` and
+            `add_zero_attn`, which come last.
         """
         remedy = "pass nn.Transformer.generate_square_subsequent_mask(N), or is_causal=False"
-        given = attn_mask is not None or not is_causal
-        _validate.require(given, "attn_mask", "be given with is_causal=True, which is a hint", "None", remedy)
+        told = attn_mask is not None or not is_causal
+        _validate.require(told, "attn_mask", "be given with is_causal=True, which is a hint", "None", remedy)
+        batch_first, samples = self.batch_first, None
         if isinstance(query, Tensor) and query.is_nested:
-            check_nested(query, key, value, key_padding_mask, attn_mask)
-            return self._nested(query, need_weights, average_attn_weights)
-        check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim), self.batch_first)
-        return self._dense(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
-
-    # Parts.
-
-    def _dense(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+            # nn.TransformerEncoder makes nested tensors of padded samples in evaluation, whatever `batch_first` says.
+            fits = query is key and key is value and key_padding_mask is None and attn_mask is None
+            remedy = "pad it with to_padded_tensor and pass key_padding_mask"
+            required = "be nested in self-attention without masks only"
+            _validate.require(fits, "query", required, "a nested tensor", remedy)
+            batch_first, layout, samples = True, query.layout, query.unbind()
+            query = key = value = query.to_padded_tensor(0.0)
+            lengths = torch.tensor([len(sample) for sample in samples], device=query.device)
+            key_padding_mask = torch.arange(query.shape[1], device=query.device) >= lengths[:, None]
+        check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim), batch_first)
         batched = query.ndim == 3
         if not batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
-        elif not self.batch_first:
+        elif not batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         given = key.shape[-2]
         queries, keys, values = (split_heads(t, self.num_heads) for t in self._projected(query, key, value))
-        # Read at every evaluation: laid out once.
-        keys, values = keys.contiguous(), values.contiguous()
         more = keys.shape[-2] - given
-        mask, bias = pairs_and_bias(attn_mask, key_padding_mask, queries, given=given, more=more, batched=batched)
-        output, _, self._last, weights = attend(
+        mask, bias = mask_and_bias(attn_mask, key_padding_mask, queries, given=given, more=more, batched=batched)
+        # Keys are read at every evaluation: they are laid out once.
+        found = self._attend(
             queries,
-            keys,
-            values,
+            keys.contiguous(),
+            values.contiguous(),
             beta=self.beta(),
-            anchor=self.anchor(),
             mask=mask,
             bias=bias,
-            options=self.options,
-            dropout_p=self.dropout if self.training else 0.0,
-            measure=False,
-            weigh=need_weights,
+            dropout=self.dropout,
+            return_weights=need_weights,
         )
-        output = self.out_proj(merge_heads(output))
+        output, weights = self.out_proj(merge_heads(found.output)), found.weights
         if weights is not None:
             weights = (weights.mean(-3) if average_attn_weights else weights).to(query.dtype)
+        if samples is not None:
+            kept = [row[: len(sample)] for row, sample in zip(output, samples, strict=True)]
+            return torch.nested.as_nested_tensor(kept, layout=layout), weights
         if not batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
-        return output if self.batch_first else output.transpose(0, 1), weights
+        return output if batch_first else output.transpose(0, 1), weights
 
-    def _nested(self, query: Tensor, need_weights: bool, average_attn_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Self-attention in a nested tensor, which nn.TransformerEncoder makes of padded samples in evaluation."""
-        samples = query.unbind()
-        dense, lengths = query.to_padded_tensor(0.0), torch.tensor([len(t) for t in samples], device=query.device)
-        padding = torch.arange(dense.shape[1], device=query.device) >= lengths[:, None]
-        dense = dense if self.batch_first else dense.transpose(0, 1)
-        output, weights = self._dense(dense, dense, dense, padding, need_weights, None, average_attn_weights)
-        output = output if self.batch_first else output.transpose(0, 1)
-        kept = [row[: len(sample)] for row, sample in zip(output, samples, strict=True)]
-        return torch.nested.as_nested_tensor(kept, layout=query.layout), weights
+    # Parts.
 
-    def _take(self, theirs: nn.MultiheadAttention, anchor: Scalar, beta: Scalar | None) -> None:
-        """Hold the parameters of `theirs` and, made to fit them, an anchor and a beta."""
-        for name in _SIZES:
+    def _take(
+        self,
+        theirs: nn.MultiheadAttention,
+        anchor: Scalar = "learned",
+        beta: Scalar | None = "learned",
+        **options: Unpack[SolveKeywords],
+    ) -> None:
+        """Hold the parameters of `theirs` and, on their device and in their precision, an anchor and a beta."""
+        for name in (*_SIZES, *_PARAMETERS, "out_proj"):
             setattr(self, name, getattr(theirs, name))
-        for name in _PARAMETERS:
-            self.register_parameter(name, getattr(theirs, name))
-        self.out_proj = theirs.out_proj
         like, usual = self.out_proj.weight, (self.embed_dim // self.num_heads) ** -0.5
         made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((self.num_heads,), **made))
+        self._set_up(self.num_heads, anchor, options, **made)
         beta = usual if beta is None else beta
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((self.num_heads,), usual, **made))
 
@@ -306,56 +289,52 @@ class ImplicitMultiheadAttention(Remembering):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith((f"{prefix}anchor.", f"{prefix}beta.")) for name in state_dict):
-            # It is torch's: what that does not know stays.
+            # A state dict of nn.MultiheadAttention, which has no anchor and no beta: ours stay.
             for name in ("anchor", "beta"):
                 state_dict.update(getattr(self, name).named_parameters(prefix + name))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        parts = [f"{self.embed_dim}, num_heads={self.num_heads}"]
-        usual = {"kdim": self.embed_dim, "vdim": self.embed_dim, "dropout": 0.0, "add_zero_attn": False}
-        for name, size in {**usual, "batch_first": False}.items():
-            if getattr(self, name) != size:
-                parts.append(f"{name}={getattr(self, name)}")
-        parts += ["add_bias_kv=True"] if self.bias_k is not None else []
-        options = self.options
-        parts += [f"{n}={v}" for n in ("solver", "adjoint", "max_steps") if (v := getattr(options, n)) is not None]
-        return ", ".join(parts)
+        usual = [name for name in ("kdim", "vdim") if getattr(self, name) == self.embed_dim]
+        settings = {name: getattr(self, name) for name in _SIZES[1:] if name not in usual}
+        return f"{self.embed_dim}, {self._shown(**settings, add_bias_kv=self.bias_k is not None)}"
 
 
 def replace_attention(
-    module: nn.Module,
-    *,
-    anchor: Scalar = "learned",
-    beta: Scalar | None = "learned",
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    impl: Impl = "auto",
-    max_steps: int | None = None,
-    on_failure: OnFailure = "warn",
+    module: nn.Module, *, anchor: Scalar = "learned", beta: Scalar | None = "learned", **options: Unpack[SolveKeywords]
 ) -> dict[str, ImplicitMultiheadAttention]:
     """Put an `ImplicitMultiheadAttention` in the place of every `nn.MultiheadAttention` in a model.
 
-    In place, by `ImplicitMultiheadAttention.from_torch`: parameters stay the objects that they are, a module that is
-    used in several places is so afterwards. All are replaced or, on an error, none. Called on a part of a model it
-    replaces in that part, for options by layer.
+    The model changes in place, by `ImplicitMultiheadAttention.from_torch`: its parameters stay the same objects, and a
+    module that is used in several places is still shared afterwards. On an error nothing is replaced. For options that
+    differ by layer, call it on parts of the model.
 
     Args:
-        module: a model that has any, at any depth.
-        anchor: as in `ImplicitMultiheadAttention`, with the options that follow.
-        beta: the same.
-        solver: the same.
-        adjoint: the same.
-        impl: the same.
-        max_steps: the same.
-        on_failure: the same.
+        module: a model that holds an `nn.MultiheadAttention` at any depth.
+        anchor: as in `ImplicitMultiheadAttention`.
+        beta: as in `ImplicitMultiheadAttention`.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`.
 
     Returns:
-        {qualified name: the new module}. Learned anchors and betas are new parameters for an optimizer.
+        {qualified name: new module}. Learned anchors and betas are new parameters for an optimizer.
 
     Raises:
         TypeError, ValueError: options that do not fit.
-        ValueError: if there is none to replace, `module` itself is one, or some compute something else (named).
+        ValueError: a model without `nn.MultiheadAttention`, one that is itself an `nn.MultiheadAttention`, and one
+            that holds some with a forward, hooks or parameters of their own, which are named.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from implicit_attention.integrations.multihead import replace_attention
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+        >>> replaced = replace_attention(encoder, anchor=0.9)
+        >>> list(replaced)
+        ['layers.0.self_attn', 'layers.1.self_attn']
+        >>> encoder(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+
+    Not for models of transformers, timm or x-transformers, which have attention modules of their own.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(_validate.message("module", "be an nn.Module", type(module).__name__))
@@ -370,26 +349,15 @@ def replace_attention(
         received = "; ".join(f"`{name}` with {reason}" for name, reason in peculiar.items())
         remedy = "call replace_attention on parts of the model that have none of these"
         raise ValueError(_validate.message("module", "have plain nn.MultiheadAttention only", received, remedy))
-    replacements = {
-        part: ImplicitMultiheadAttention.from_torch(
-            part,
-            anchor=anchor,
-            beta=beta,
-            solver=solver,
-            adjoint=adjoint,
-            impl=impl,
-            max_steps=max_steps,
-            on_failure=on_failure,
-        )
-        for part in dict.fromkeys(found.values())
-    }
+    make = partial(ImplicitMultiheadAttention.from_torch, anchor=anchor, beta=beta, **options)
+    replacements = {part: make(part) for part in dict.fromkeys(found.values())}
     for name, part in found.items():
         module.set_submodule(name, replacements[part])
     return {name: replacements[part] for name, part in found.items()}
 
 
 def _peculiarity(mha: nn.MultiheadAttention) -> str:
-    """What it would lose by being replaced, or nothing."""
+    """What would be lost if this module were replaced; empty if nothing would be."""
     if type(mha).forward is not nn.MultiheadAttention.forward:
         return f"a forward of its own ({type(mha).__name__})"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

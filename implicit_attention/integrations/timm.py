@@ -1,37 +1,28 @@
-"""Equilibrium attention for timm: what a block of a vision transformer takes as `attn_layer`. timm is not imported."""
+"""Equilibrium attention that blocks of timm's vision transformers take as `attn_layer`. timm is not imported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import attend
-from ..layers.masks import pairs_and_bias
-from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta, merge_heads
-from ..layers.remembering import Remembering
-from ..options import SolveOptions
-from ..solvers import Solver
+from ..attention.heads import merge_heads
+from ..attention.masks import mask_and_bias
+from ..layers.projections import Scalar
+from ..options import SolveKeywords
+from ._base import HostAttention, check_shape
 
 
-class EquilibriumAttention(Remembering):
+class EquilibriumAttention(HostAttention):
     """The `Attention` of timm whose queries first settle into the equilibrium of their energy over the keys.
 
     Per head, z = anchor q + (1 - anchor) softmax(z K^T / sqrt(D)) K, then softmax(z K^T / sqrt(D)) V is read. With
-    `max_steps=0` it is timm's `Attention`, whose arguments (up to `dtype`) and state dict it has; a learned anchor adds
-    `anchor.logit`. A block takes a class, so that options are given by a subclass:
-
-        class MyAttention(EquilibriumAttention):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, anchor=0.5, **kwargs)
-
-        model = VisionTransformer(attn_layer=MyAttention)
-
-    `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` are those of `equilibrium_attention`.
+    `max_steps=0` this is timm's `Attention`. Arguments (up to `dtype`) and state dict are those of timm's; a learned
+    anchor adds `anchor.logit`. A block takes a class as its `attn_layer`, so that a subclass gives the options.
 
     Args:
         dim: width of the tokens.
@@ -43,10 +34,13 @@ class EquilibriumAttention(Remembering):
         scale_norm: whether the output is normalised before its projection, by `norm_layer`.
         proj_bias: whether the output projection has a bias.
         gated: whether a sigmoid of the tokens multiplies the output before its projection.
-        attn_drop: part of the attention weights dropped in the read-out while training.
-        proj_drop: part of the output dropped while training.
-        norm_layer: makes a norm from its width.
-        anchor: "learned" (per head, from .5) or a number in [0, 1]. With 0 the queries get no gradient from the solve.
+        attn_drop: share of the attention weights that are dropped in the read-out while training.
+        proj_drop: share of the output that is dropped while training.
+        norm_layer: makes a norm of a given width.
+        device: of the parameters.
+        dtype: of the parameters.
+        anchor: "learned" (per head, from 0.5) or a number in [0, 1]. With 0 the solve gives queries no gradient.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`.
 
     Attributes:
         last_solve: the `SolveReport` of the last call, (B, heads, N), detached.
@@ -57,6 +51,18 @@ class EquilibriumAttention(Remembering):
     Gradients: with respect to inputs and parameters, to any order.
 
     Reference: timm's `layers.attention.Attention` (Wightman, 2019) for names and order of operations.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.integrations.timm import EquilibriumAttention
+        >>> class MyAttention(EquilibriumAttention):
+        ...     def __init__(self, *args, **kwargs):
+        ...         super().__init__(*args, anchor=0.5, **kwargs)
+        >>> attention = MyAttention(16, num_heads=4)  # as timm.create_model(..., attn_layer=MyAttention) makes it
+        >>> attention(torch.randn(2, 9, 16)).shape
+        torch.Size([2, 9, 16])
+
+    Not for models outside timm: use `ImplicitAttention`.
     """
 
     def __init__(
@@ -77,11 +83,7 @@ class EquilibriumAttention(Remembering):
         dtype: torch.dtype | None = None,
         *,
         anchor: Scalar = "learned",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl = "auto",
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         for name, size in (("dim", dim), ("num_heads", num_heads)):
@@ -92,22 +94,22 @@ class EquilibriumAttention(Remembering):
         if qk_norm or scale_norm:
             required = "be given with qk_norm or scale_norm"
             _validate.require(norm_layer is not None, "norm_layer", required, None, "for example nn.LayerNorm")
-        norm = norm_layer or nn.Identity
         self.num_heads = num_heads
         self.head_dim = dim // num_heads if attn_head_dim is None else attn_head_dim
-        inner = self.attn_dim = num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * inner, bias=qkv_bias, device=device, dtype=dtype)
-        self.q_norm = norm(self.head_dim, device=device, dtype=dtype) if qk_norm else nn.Identity()
-        self.k_norm = norm(self.head_dim, device=device, dtype=dtype) if qk_norm else nn.Identity()
+        self.attn_dim = inner = num_heads * self.head_dim
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def norm(wanted: bool, width: int) -> nn.Module:
+            return norm_layer(width, **made) if wanted and norm_layer is not None else nn.Identity()
+
+        self.qkv = nn.Linear(dim, 3 * inner, qkv_bias, **made)
+        self.q_norm, self.k_norm = norm(qk_norm, self.head_dim), norm(qk_norm, self.head_dim)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm(inner, device=device, dtype=dtype) if scale_norm else nn.Identity()
-        self.gate = nn.Linear(dim, inner, bias=qkv_bias, device=device, dtype=dtype) if gated else None
-        self.proj = nn.Linear(inner, dim if dim_out is None else dim_out, bias=proj_bias, device=device, dtype=dtype)
+        self.norm = norm(scale_norm, inner)
+        self.gate = nn.Linear(dim, inner, qkv_bias, **made) if gated else None
+        self.proj = nn.Linear(inner, dim if dim_out is None else dim_out, proj_bias, **made)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((num_heads,), device=device, dtype=dtype))
-        self.options = SolveOptions(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
+        self._set_up(num_heads, anchor, options, **made)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend from every token to all.
@@ -122,30 +124,19 @@ class EquilibriumAttention(Remembering):
             (B, N, dim_out); a token that attends to nothing reads zeros.
         """
         _validate.check_float_tensor("x", x)
-        received = f"shape {tuple(x.shape)}"
-        _validate.require(x.ndim == 3 and x.shape[-1] == self.qkv.in_features, "x", "be (B, N, dim)", received)
+        check_shape(x.ndim == 3 and x.shape[-1] == self.qkv.in_features, "x", x, "be (B, N, dim)")
         if isinstance(attn_mask, Tensor):
-            required, received = "have two or four axes", f"shape {tuple(attn_mask.shape)}"
-            _validate.require(attn_mask.ndim in (2, 4), "attn_mask", required, received, "add an axis for the heads")
+            remedy = "add an axis for the heads"
+            check_shape(attn_mask.ndim in (2, 4), "attn_mask", attn_mask, "have two or four axes", remedy)
         batch, count, _ = x.shape
         q, k, v = self.qkv(x).view(batch, count, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
         shape = (batch, self.num_heads, count, count)
-        pairs, bias = pairs_and_bias(attn_mask, None, causal=is_causal, first=0, shape=shape, like=q)
-        output, _, self._last, _ = attend(
-            q,
-            k,
-            v,
-            beta=self.head_dim**-0.5,
-            anchor=self.anchor(),
-            mask=pairs,
-            bias=bias,
-            options=self.options,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            measure=False,
-        )
-        output = self.norm(merge_heads(output))
+        mask, bias = mask_and_bias(attn_mask, causal=is_causal, shape=shape, like=q, names=("attn_mask", "is_causal"))
+        scale, dropout = self.head_dim**-0.5, self.attn_drop.p
+        found = self._attend(q, k, v, beta=scale, mask=mask, bias=bias, dropout=dropout)
+        output: Tensor = self.norm(merge_heads(found.output))
         if self.gate is not None:
             output = output * self.gate(x).sigmoid()
-        projected: Tensor = self.proj_drop(self.proj(output))
-        return projected
+        output = self.proj_drop(self.proj(output))
+        return output

@@ -6,26 +6,17 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import Measured, attend
+from ..attention.core import Call, attend
+from ..attention.heads import merge_heads
+from ..attention.masks import mask_and_bias
 from ..attention.read_out import PotentialFactory
-from ..options import SolveOptions
-from ..potentials import LogSumExp
-from ..solvers import Solver
+from ..options import SolveKeywords, SolveOptions
+from ..potentials import LogSumExp, ReadsOut
 from .cache import Held, KeyValueCache, check_cache
-from .masks import check_key_mask, pairs_and_bias
-from .projections import (
-    Fixed,
-    LearnedAnchor,
-    LearnedBeta,
-    Rotary,
-    Scalar,
-    anchor_or_beta,
-    merge_heads,
-)
+from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .remembering import Remembering
 from .sharding import head_shard, projected
 
@@ -38,9 +29,6 @@ class ImplicitAttention(Remembering):
     Per head, with q = W_q x, K = W_k context, V = W_v context:
     z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
     ordinary multi-head attention, with the same parameters.
-
-    `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` are those of `equilibrium_attention`; a call may override
-    each.
 
     Tensor parallel: `parallelize_module` with `ColwiseParallel()` for q_proj, k_proj and v_proj and `RowwiseParallel()`
     for out_proj gives each process an equal part of the heads, whose solution and weights it returns. Other ways to
@@ -57,24 +45,42 @@ class ImplicitAttention(Remembering):
             gradient from the solve.
         beta: inverse temperature, "learned" (per head, from 1/sqrt(head_dim)) or a number > 0.
         readout: "values", or "state": the equilibrium z itself, in the space of the keys.
-        values_inside: make the values part of the stored patterns, which then are pairs (k_j, v_j), and of the state,
-            so that what has been recalled helps to recall the rest. The first step does not notice.
-        causal: a token attends to itself and those before it, in a context to tokens up to its own index.
+        values_inside: make the values part of the stored patterns, which then are pairs (k_j, v_j), and of the state:
+            the part of a value that is recalled helps to recall the rest. One explicit step is the same either way.
+        causal: a token attends to itself and the tokens before it; in a context, to tokens up to its own index.
         dropout: part of the attention weights dropped in the read-out while training.
         qk_norm: None, "rms" or "layer": normalise queries and keys per head.
         rotary: None, or `Rotary()` to turn queries and keys by their positions (a state that is read out is turned
             back).
         projection_bias: whether the projections have biases.
         bare: no projections and one head: the energy itself, over raw inputs; values are the context.
+        device, dtype: of the parameters.
+        **options: how equilibria are found and differentiated, see `SolveOptions`.
 
     Attributes:
-        last_solve: the `SolveReport` of the last call, detached: status, residual, evaluations per query, and of its
-            backward solve once that has run. Not part of the state dict, of copies and of pickles.
+        options: the `SolveOptions` of the layer, which a call may override.
+        last_solve: the `SolveReport` of the last call, detached: status, residual and evaluations per query, and the
+            report of the backward solve once it has run. Not part of the state dict, of copies and of pickles.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
 
     Gradients: with respect to inputs and parameters, in training and in evaluation mode, to any order.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> layer, x = ImplicitAttention(16, heads=4), torch.randn(2, 5, 16)
+        >>> layer(x).shape
+        torch.Size([2, 5, 16])
+        >>> bool(layer.last_solve.converged.all())
+        True
+        >>> output, weights = layer(x, max_steps=0, return_weights=True)
+        >>> weights.shape
+        torch.Size([2, 4, 5, 5])
+
+    Not for heads that are projected already: use `equilibrium_attention`. Inside a model of another library use that
+    library's module in `integrations`.
     """
 
     def __init__(
@@ -96,13 +102,9 @@ class ImplicitAttention(Remembering):
         rotary: Rotary | None = None,
         projection_bias: bool = False,
         bare: bool = False,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl = "auto",
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         self.dim, self.heads = dim, heads
@@ -114,30 +116,19 @@ class ImplicitAttention(Remembering):
         _validate.check_choice("readout", readout, ("values", "state"))
         dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
         if readout == "state":
-            _validate.require(
-                not values_inside,
-                "readout",
-                "be 'values' with values_inside=True",
-                "'state'",
-                "the state has no values",
-            )
+            required = "be 'values' with values_inside=True"
+            _validate.require(not values_inside, "readout", required, "'state'", "the state has no values")
+            required = "be 0 with readout='state', which has no weights"
             remedy = "put nn.Dropout behind the layer, or use readout='values'"
-            _validate.require(
-                dropout == 0, "dropout", "be 0 with readout='state', which has no weights", dropout, remedy
-            )
-        elif isinstance(potential, type) and not hasattr(potential, "readout"):
-            raise ValueError(
-                _validate.message(
-                    "readout", f"be 'state' with {potential.__name__}, which has no weights", "'values'", "pass it so"
-                )
-            )
+            _validate.require(dropout == 0, "dropout", required, dropout, remedy)
+        elif isinstance(potential, type):
+            required = f"be 'state' with {potential.__name__}, which has no weights"
+            _validate.require(issubclass(potential, ReadsOut), "readout", required, "'values'", "pass it so")
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
         self.causal, self.dropout, self.rotary = causal, dropout, rotary
-        self.options = SolveOptions(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
+        self.options = SolveOptions().override(**options)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), self.head_dim**-0.5, **made))
@@ -154,7 +145,7 @@ class ImplicitAttention(Remembering):
             if readout == "values":
                 self.v_proj = nn.Linear(self.context_dim, shared, projection_bias, **made)
             self.out_proj = nn.Linear(inner, dim, projection_bias, **made)
-        # What its caches are known by; a copy has its own, and together with a cache it is copied with it.
+        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
         self._identity = object()
 
     def forward(
@@ -168,50 +159,46 @@ class ImplicitAttention(Remembering):
         positions: Tensor | None = None,
         causal: bool | None = None,
         cache: KeyValueCache | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        impl: Impl | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure | None = None,
         return_solution: bool = False,
         return_trajectory: bool = False,
         return_weights: bool = False,
+        **options: Unpack[SolveKeywords],
     ) -> Any:
         """Attend from every token of x to the context.
-
-        `solver`, `adjoint`, `impl`, `max_steps` and `on_failure` override the layer's for this call.
 
         Args:
             x: (*batch, N, dim).
             context: what is attended to, (*batch, M, context_dim); default x.
             values: what values are made of where that is not the context, (*batch, M, context_dim).
             mask: boolean (True = attend) or additive: (N, M), (*batch, N, M), or (*batch, heads, N, M).
-            key_mask: which tokens of the context exist, boolean, (*batch, M); with a cache of all that it holds, or of
+            key_mask: which tokens of the context exist, boolean, (*batch, M); with a cache, which of all tokens or of
                 the new ones. A cache remembers it.
             positions: of the tokens of x, for `rotary`: (N,) or (*batch, N); default 0, 1, ... behind the cache.
             causal: overrides the layer's.
-            cache: from `new_cache`; the tokens of x are added to it, and attend to all it holds, by the causal rule.
-            return_solution: return (output, Solution) with states (*batch, heads, N, head_dim) and their evidence.
+            cache: from `new_cache`; the tokens of x are added to it, and attend to all that it holds, by the causal
+                rule.
+            return_solution: return (output, Solution): states (*batch, heads, N, head_dim), and how each solve went.
             return_trajectory: the same, with the states of all iterations in `solution.trace`.
             return_weights: return the attention weights at the equilibrium as well, last, (*batch, heads, N, M).
+            **options: replace the layer's for this call, see `SolveOptions`.
 
         Returns:
-            (*batch, N, dim), or a tuple of it and what was asked for: the solution, the weights.
+            (*batch, N, dim), or a tuple (output, solution, weights) without the parts that were not asked for.
         """
-        options = self.options.override(
-            solver=solver, adjoint=adjoint, impl=impl, max_steps=max_steps, on_failure=on_failure
-        )
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
         first = 0 if cache is None else cache.num_queries
         positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
-        query = self._query(x, positions)
+        query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)
+        query = query if self.rotary is None else self.rotary(query, positions)
         held = self._held(x, context, values, key_mask, positions, cache)
         keys, read = held.keys, held.values
         projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
-        pairs, bias = pairs_and_bias(mask, held.key_mask, causal=causal, first=first, shape=shape, like=keys)
+        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
+            mask = mask.unsqueeze(-3)
+        pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask, causal=causal, first=first)
         beta, anchor = self.beta(), self.anchor()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
@@ -219,38 +206,38 @@ class ImplicitAttention(Remembering):
             assert read is not None
             keys = torch.cat([keys, read], dim=-1)
             query = torch.cat([query, query.new_zeros(*query.shape[:-1], read.shape[-1])], dim=-1)
-        output, solution, self._last, weights = attend(
+        call = Call(
             query,
             keys,
             read,
-            beta=beta,
-            anchor=anchor,
+            beta,
+            anchor,
+            self.options.override(**options),
             mask=pairs,
             bias=bias,
             potential=self.potential,
-            options=options,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
             initial=None if cache is None else cache.start(query),
             trace=return_trajectory,
-            measure=return_solution or return_trajectory,
-            weigh=return_weights,
+            return_solution=return_solution,
+            return_weights=return_weights,
         )
+        found = attend(call)
+        self._remember(found.report)
         if cache is not None:
-            if isinstance(self._last, Measured):
-                cache.commit(held, solution, self._last.num_evals)
-            else:
-                cache.commit(held, solution.value, solution.num_evals)
+            cache.commit(held, found.state, found.solution.num_evals)
+        output = found.output
         if self.readout == "state" and self.rotary is not None:
             output = self.rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
         output = output if self.out_proj is None else self.out_proj(output)
-        found: list[Any] = [output]
+        results: list[Any] = [output]
         if return_solution or return_trajectory:
-            found.append(solution)
+            results.append(found.solution)
         if return_weights:
-            found.append(weights)
-        return tuple(found) if len(found) > 1 else output
+            results.append(found.weights)
+        return tuple(results) if len(results) > 1 else output
 
     def new_cache(
         self, context: Tensor | None = None, *, key_mask: Tensor | None = None, warm_start: bool = False
@@ -261,23 +248,20 @@ class ImplicitAttention(Remembering):
             context: (*batch, M, context_dim), for cross-attention.
             key_mask: which tokens of the context exist, (*batch, M).
             warm_start: start every token's solve at the equilibrium of the token before. That saves evaluations where
-                neighbours are alike. A query that has several equilibria may end in another one than from a cold
-                start; with large scores and small anchors that is the rule.
+                neighbours are alike. A query with several equilibria may end in another one than from a cold start;
+                with large scores and small anchors it usually does.
         """
-        _validate.require(
-            not (warm_start and isinstance(self.anchor, Fixed) and self.anchor.value == 0),
-            "warm_start",
-            "be False with anchor=0, where the query is only where a solve starts",
-            True,
-        )
+        no_field = isinstance(self.anchor, Fixed) and self.anchor.value == 0
+        required = "be False with anchor=0, where the query is only where a solve starts"
+        _validate.require(not (warm_start and no_field), "warm_start", required, True)
+        cache = KeyValueCache(self._identity, fixed=context is not None, warm_start=warm_start)
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
-            return KeyValueCache(self._identity, warm_start=warm_start)
-        keys, read = self._project_context(context, context, torch.arange(context.shape[-2], device=context.device))
-        if key_mask is not None:
-            check_key_mask(key_mask, tuple(context.shape[:-2]), context.shape[-2])
-            key_mask = key_mask.expand(context.shape[:-1])
-        return KeyValueCache(self._identity, context=Held(keys, read, key_mask), warm_start=warm_start)
+        else:
+            _check_tokens("context", context, self.context_dim)
+            positions = torch.arange(context.shape[-2], device=context.device)
+            cache.held = cache.with_new(*self._project_context(context, context, positions), key_mask)
+        return cache
 
     # Parts of the forward.
 
@@ -287,34 +271,21 @@ class ImplicitAttention(Remembering):
             if given is not None:
                 _check_tokens(name, given, self.context_dim)
                 _validate.check_broadcast(name, given.shape[:-2], x.shape[:-2], "the leading axes of `x`")
-        _validate.require(
-            values is None or self.readout == "values",
-            "values",
-            "be None with readout='state', which reads no values",
-            "a tensor",
-            "make the layer with readout='values'",
-        )
+        required = "be None with readout='state', which reads no values"
+        remedy = "make the layer with readout='values'"
+        _validate.require(values is None or self.readout == "values", "values", required, "a tensor", remedy)
         if positions is not None:
             fits = isinstance(positions, Tensor) and positions.shape in (x.shape[-2:-1], x.shape[:-1])
             received = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
             _validate.require(fits, "positions", "be a tensor of shape (N,) or (*batch, N)", received)
-            _validate.require(
-                self.rotary is not None, "positions", "be None without rotary", "a tensor", "pass rotary=Rotary()"
-            )
+            remedy = "pass rotary=Rotary()"
+            _validate.require(self.rotary is not None, "positions", "be None without rotary", "a tensor", remedy)
         if cache is not None:
-            check_cache(cache, self._identity)
-            _validate.require(
-                context is None and values is None,
-                "cache",
-                "come without context and values: it holds what was computed from them",
-                "values" if context is None else "a context",
-                "make it with layer.new_cache(context) to attend to a context",
-            )
-            cache.check_batch(tuple(x.shape[:-2]))
-
-    def _query(self, x: Tensor, positions: Tensor) -> Tensor:
-        query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)
-        return query if self.rotary is None else self.rotary(query, positions)
+            required = "come without context and values: it holds what was computed from them"
+            received = "values" if context is None else "a context"
+            remedy = "make it with layer.new_cache(context) to attend to a context"
+            _validate.require(context is None and values is None, "cache", required, received, remedy)
+            check_cache(cache, self._identity, tuple(x.shape[:-2]))
 
     def _held(
         self,
@@ -325,7 +296,7 @@ class ImplicitAttention(Remembering):
         positions: Tensor,
         cache: KeyValueCache | None,
     ) -> Held:
-        """The keys that are attended to and what is read out there, which is None for the state."""
+        """Keys, values (None if the state is read out) and which of them exist: of the context, the cache, or x."""
         if cache is not None and cache.fixed:
             assert cache.held is not None
             return cache.held if key_mask is None else cache.held._replace(key_mask=key_mask)
@@ -336,13 +307,8 @@ class ImplicitAttention(Remembering):
         return Held(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     def _project_context(self, context: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        _check_tokens("context", context, self.context_dim)
-        _validate.require(
-            values.shape[-2] == context.shape[-2],
-            "values",
-            f"have one row for each of the {context.shape[-2]} tokens attended to",
-            f"shape {tuple(values.shape)}",
-        )
+        required = f"have one row for each of the {context.shape[-2]} tokens attended to"
+        _validate.require(values.shape[-2] == context.shape[-2], "values", required, f"shape {tuple(values.shape)}")
         keys = projected(self.k_proj, self.k_norm, context, self.head_dim, self.kv_heads)
         if self.rotary is not None:
             keys = self.rotary(keys, positions)
@@ -363,8 +329,8 @@ class ImplicitAttention(Remembering):
         else:
             head_dim = _validate.check_integer("head_dim", head_dim, low=1)
         remedy = f"use a divisor of {self.heads}"
-        required = f"divide heads = {self.heads}"
-        _validate.require(self.heads % self.kv_heads == 0, "kv_heads", required, self.kv_heads, remedy)
+        fits = self.heads % self.kv_heads == 0
+        _validate.require(fits, "kv_heads", f"divide heads = {self.heads}", self.kv_heads, remedy)
         if self.bare:
             _validate.require(not projection_bias, "projection_bias", "be False with bare=True", projection_bias)
             remedy = "without bare=True there are projections to make heads with"
@@ -374,17 +340,19 @@ class ImplicitAttention(Remembering):
 
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
-        for name, default in (("kv_heads", self.heads), ("context_dim", self.dim), ("readout", "values")):
-            if getattr(self, name) != default:
-                parts.append(f"{name}={getattr(self, name)!r}")
+        usual = {"kv_heads": self.heads, "context_dim": self.dim, "readout": "values", "dropout": 0.0}
+        parts += [
+            f"{name}={getattr(self, name)!r}" for name, default in usual.items() if getattr(self, name) != default
+        ]
         parts += [name for name in ("values_inside", "causal", "bare") if getattr(self, name)]
-        if self.dropout:
-            parts.append(f"dropout={self.dropout:g}")
         if self.potential is not LogSumExp:
             parts.append(f"potential={getattr(self.potential, '__name__', self.potential)}")
-        options = self.options
-        parts += [f"{n}={v}" for n in ("solver", "adjoint", "max_steps") if (v := getattr(options, n)) is not None]
-        return ", ".join(parts)
+        options = (
+            ("solver", self.options.solver),
+            ("adjoint", self.options.adjoint),
+            ("max_steps", self.options.max_steps),
+        )
+        return ", ".join(parts + [f"{name}={value}" for name, value in options if value is not None])
 
 
 def _check_tokens(argument: str, x: Tensor, size: int) -> None:

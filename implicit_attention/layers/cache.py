@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .masks import check_key_mask
+from ..attention.masks import check_key_mask
 
 
 class Held(NamedTuple):
@@ -27,22 +27,33 @@ class KeyValueCache:
     and stays as it is. A call that raises leaves it unchanged.
 
     Args:
-        owner: what identifies the layer that it belongs to.
-        context: what a cache that does not grow holds.
+        owner: the object that identifies its layer.
+        fixed: whether it holds a context, and does not grow.
         warm_start: start every token's solve at the equilibrium of the token before instead of at its query.
 
     Attributes:
         held: keys, values and which of them exist, or None while empty.
-        num_queries: how many tokens have asked so far.
+        num_queries: how many tokens have attended so far.
         state: equilibrium of the last token, (*batch, H, 1, D), or None.
         num_evals: evaluations of the map spent so far, (*batch, H), or None before the first solve.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> layer, x = ImplicitAttention(8, heads=2, causal=True), torch.randn(3, 4, 8)
+        >>> cache = layer.new_cache()
+        >>> tokens = [layer(x[:, i : i + 1], cache=cache) for i in range(4)]
+        >>> cache.length
+        4
+        >>> torch.allclose(torch.cat(tokens, dim=1), layer(x), atol=1e-4)
+        True
+
+    Not for training, where all tokens are known: one call with causal=True does the same at once.
     """
 
-    def __init__(self, owner: object, *, context: Held | None = None, warm_start: bool = False) -> None:
-        self.owner = owner
-        self.fixed = context is not None
-        self.warm_start = warm_start
-        self.held = context
+    def __init__(self, owner: object, *, fixed: bool = False, warm_start: bool = False) -> None:
+        self.owner, self.fixed, self.warm_start = owner, fixed, warm_start
+        self.held: Held | None = None
         self.num_queries = 0
         self.state: Tensor | None = None
         self.num_evals: Tensor | None = None
@@ -52,44 +63,24 @@ class KeyValueCache:
         """The number of tokens held."""
         return 0 if self.held is None else self.held.keys.shape[-2]
 
-    def check_batch(self, batch: tuple[int, ...]) -> None:
-        """Raise unless x of leading axes `batch` can ask this cache."""
-        if self.held is None:
-            return
-        own = tuple(self.held.keys.shape[:-3])
-        remedy = "make a new one, or reorder this one with cache.select_batch(index)"
-        asked = own if self.num_evals is None else tuple(self.num_evals.shape[:-1])
-        fits = own == batch if not self.fixed else asked == batch or self.num_evals is None
-        _validate.require(fits, "cache", f"be used with the batch that it holds, {asked}", batch, remedy)
-        if self.fixed:
-            _validate.check_broadcast("context", own, batch, "the leading axes of x")
-
     def with_new(self, keys: Tensor, values: Tensor | None, key_mask: Tensor | None) -> Held:
-        """What will be held with the keys and values of new tokens; `key_mask` is of these, or of all."""
-        rows, batch = keys.shape[-2], tuple(keys.shape[:-3])
-        if self.held is None:
-            if key_mask is not None:
-                check_key_mask(key_mask, batch, rows)
-                key_mask = key_mask.expand(*batch, rows)
-            return Held(keys, values, key_mask)
-        old = self.held
-        keys = torch.cat([old.keys, keys], dim=-2)
-        if values is not None and old.values is not None:
-            values = torch.cat([old.values, values], dim=-2)
-        if key_mask is not None and key_mask.shape[-1:] == keys.shape[-2:-1]:
-            check_key_mask(key_mask, batch, keys.shape[-2])
-            return Held(keys, values, key_mask.expand(*batch, keys.shape[-2]))
-        if key_mask is None and old.key_mask is None:
+        """What will be held with new tokens; `key_mask` says which of these, or of all tokens, exist."""
+        rows, batch, old = keys.shape[-2], tuple(keys.shape[:-3]), self.held
+        if old is not None:
+            keys = torch.cat([old.keys, keys], dim=-2)
+            values = values if values is None or old.values is None else torch.cat([old.values, values], dim=-2)
+        count, old_mask = keys.shape[-2], None if old is None else old.key_mask
+        if key_mask is None and old_mask is None:
             return Held(keys, values, None)
+        of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (count,)
         if key_mask is not None:
-            check_key_mask(key_mask, batch, rows)
-        exists = [
-            torch.ones(*batch, count, dtype=torch.bool, device=keys.device)
-            if part is None
-            else part.expand(*batch, count)
-            for part, count in ((old.key_mask, self.length), (key_mask, rows))
-        ]
-        return Held(keys, values, torch.cat(exists, dim=-1))
+            check_key_mask(key_mask, batch, count if of_all else rows)
+        if not of_all:
+            every = torch.ones((), dtype=torch.bool, device=keys.device)
+            parts = ((old_mask, count - rows), (key_mask, rows))
+            key_mask = torch.cat([(every if m is None else m).expand(*batch, n) for m, n in parts], dim=-1)
+        assert key_mask is not None
+        return Held(keys, values, key_mask.expand(*batch, count))
 
     def commit(self, held: Held, state: Tensor, num_evals: Tensor) -> None:
         """Keep what was attended to, the last token's equilibrium, and the evaluations (*batch, H, N) spent."""
@@ -135,16 +126,18 @@ class KeyValueCache:
         return f"KeyValueCache({kind}, length={self.length}, warm_start={self.warm_start})"
 
 
-def check_cache(cache: object, owner: object) -> None:
-    """Raise unless `cache` was made by the layer that `owner` identifies."""
+def check_cache(cache: object, owner: object, batch: tuple[int, ...]) -> None:
+    """Raise unless the layer `owner` made the cache, and x with leading axes `batch` can attend to what it holds."""
     if not isinstance(cache, KeyValueCache):
-        raise TypeError(
-            _validate.message("cache", "be None or a KeyValueCache", type(cache).__name__, "from layer.new_cache()")
-        )
+        received = type(cache).__name__
+        raise TypeError(_validate.message("cache", "be None or a KeyValueCache", received, "from layer.new_cache()"))
+    remedy = "give every layer its own, from layer.new_cache()"
     _validate.require(
-        cache.owner is owner,
-        "cache",
-        "be one that this layer made",
-        "the cache of another layer",
-        "give every layer its own, from layer.new_cache()",
+        cache.owner is owner, "cache", "be one that this layer made", "the cache of another layer", remedy
     )
+    if cache.num_evals is not None:
+        asked = tuple(cache.num_evals.shape[:-1])
+        remedy = "make a new one, or reorder this one with cache.select_batch(index)"
+        _validate.require(asked == batch, "cache", f"be used with the batch that it holds, {asked}", batch, remedy)
+    if cache.fixed and cache.held is not None:
+        _validate.check_broadcast("context", cache.held.keys.shape[:-3], batch, "the leading axes of x")

@@ -7,19 +7,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import HALF, exact_precision
-from .._types import OnFailure
-from ..adjoints import Adjoint
-from ..attention.core import attend
-from ..attention.read_out import at_least_single
+from .._autograd import HALF, at_least_single, exact_precision
+from ..attention.core import Call, attend
 from ..energies import AnchoredEnergy
-from ..options import SolveOptions
+from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
 from ..solution import SolveReport
-from ..solvers import Solver
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from .remembering import Remembering
@@ -40,34 +36,49 @@ class MemoryLookup(Remembering):
     retrieve: z = anchor query + (1 - anchor) softmax(beta s(z, k)) K; lookup: softmax(beta s(z, k)) T, with
     s(z, k) = -|z - k|^2/2 ("distance") or <z, k> ("dot"). There is no projection: queries live where patterns live.
 
-    `store(patterns)` and `retrieve(queries)` work at once. With `learned=True` patterns and targets are parameters.
-
-    `solver`, `adjoint`, `max_steps` and `on_failure` are those of `equilibrium_attention`. With max_steps=0 nothing is
-    solved: retrieve takes one step, z = anchor query + (1 - anchor) softmax(beta s(query, k)) K, and lookup is taken at
-    the query.
+    `store(patterns)` and `retrieve(queries)` work without training. With `learned=True` patterns and targets are
+    parameters. With max_steps=0 nothing is solved: retrieve takes one step,
+    z = anchor query + (1 - anchor) softmax(beta s(query, k)) K, and lookup is taken at the query.
 
     Args:
         dim: width of patterns and queries.
-        size: number of learned patterns; memories that are not learned take what they are given.
+        size: number of learned patterns; a memory that is not learned grows with what is stored.
         target_dim: width of learned targets, default `dim`; stored ones have any width.
         learned: whether patterns and targets are parameters.
         similarity: "distance" makes every stored pattern an attractor whatever its norm; "dot" is the classical energy.
         beta: inverse temperature: "auto" (from the similarities of the stored patterns, so that nine out of ten recall
-            themselves; with "dot", of those that can), "learned" (from 1/sqrt(dim)), or a number > 0. Default "auto",
-            with learned patterns "learned".
+            themselves, with "dot" nine out of ten of those that any temperature makes attractors), "learned" (from
+            1/sqrt(dim)), or a number > 0. Default "auto", with learned patterns "learned".
         anchor: in [0, 1] or "learned" (from .5, inside (0, 1)). Default 0, pure recall: the query is only where a solve
             starts, and gets no gradient from it; with learned patterns "learned".
+        device, dtype: of patterns and targets.
+        **options: how equilibria are found and differentiated, see `SolveOptions`.
 
     Attributes:
         patterns: (M, dim).
         targets: (M, target_dim), or None: then a lookup gives the patterns' mean.
-        found_beta: with beta="auto", what was found for the patterns that are stored; float32 in half precision, too.
+        found_beta: with beta="auto", the temperature for the stored patterns; float32 also in half precision.
+        options: the `SolveOptions` of the memory, which a call may override.
         last_solve: the `SolveReport` of the last `retrieve` or lookup. Not part of the state dict, of copies and of
             pickles.
 
     Gradients: with respect to learned patterns, targets, beta and anchor, and to queries with anchor > 0, to any order.
 
     Reference: Ramsauer et al. (2020), their layer with stored patterns; the distance is in Saha et al. (2023).
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import MemoryLookup
+        >>> patterns, memory = torch.eye(4), MemoryLookup(4)
+        >>> memory.store(patterns, targets=torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+        >>> memory.retrieve(patterns[:2] + 0.1).round(decimals=1)
+        tensor([[1., 0., 0., 0.],
+                [0., 1., 0., 0.]])
+        >>> memory(patterns[2:] + 0.1).round(decimals=1)
+        tensor([[3.],
+                [4.]])
+
+    Not for nearest-neighbour search among many patterns: each evaluation of a solve reads all of them.
     """
 
     patterns: Tensor
@@ -84,32 +95,27 @@ class MemoryLookup(Remembering):
         similarity: Literal["distance", "dot"] = "distance",
         beta: Scalar | Literal["auto"] | None = None,
         anchor: Scalar | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure = "warn",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[SolveKeywords],
     ) -> None:
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        dim = _validate.check_integer("dim", dim, low=1)
+        self.dim = _validate.check_integer("dim", dim, low=1)
         _validate.check_choice("similarity", similarity, ("distance", "dot"))
         beta = ("learned" if learned else "auto") if beta is None else beta
         anchor = ("learned" if learned else 0.0) if anchor is None else anchor
-        self.dim, self.learned, self.similarity, self.auto = dim, learned, similarity, beta == "auto"
-        self.options = SolveOptions(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
+        self.learned, self.similarity, self.auto = learned, similarity, beta == "auto"
+        self.options = SolveOptions().override(**options)
         if learned:
             if size is None:
                 raise ValueError(_validate.message("size", "be given with learned=True", None, "say how many patterns"))
             size = _validate.check_integer("size", size, low=1)
-            _validate.require(
-                not self.auto,
-                "beta",
+            required, reason = (
                 "be 'learned' or a number with learned=True",
-                "'auto'",
                 "patterns that move have no fixed distances",
             )
+            _validate.require(not self.auto, "beta", required, "'auto'", reason)
             width = dim if target_dim is None else target_dim
             self.patterns = nn.Parameter(torch.randn(size, dim, **made))
             self.targets = nn.Parameter(torch.randn(size, width, **made) / math.sqrt(size))
@@ -146,71 +152,71 @@ class MemoryLookup(Remembering):
         _validate.require(patterns.shape == (rows, self.dim), "patterns", required, f"shape {tuple(patterns.shape)}")
         if self.auto:
             _validate.check_numbers("patterns", patterns, "beta='auto' reads them; pass a number for beta")
-        held = self.targets
-        width = None if held is None else held.shape[1]
+        targets = self._checked_targets(patterns, targets)
+        if self.learned:
+            assert self.targets is not None
+            assert targets is not None
+            self.patterns.copy_(patterns)
+            self.targets.copy_(targets)
+            return
+        if targets is not None:
+            targets = targets.to(self.patterns)
+            self.targets = torch.cat([targets] if self.targets is None else [self.targets, targets])
+        self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
+        if self.auto:
+            self.found_beta = _separating_beta(self.patterns, self.similarity)
+
+    def _checked_targets(self, patterns: Tensor, targets: Tensor | None) -> Tensor | None:
+        """The targets to store with `patterns`: learned ones are the patterns by default."""
+        width = None if self.targets is None else self.targets.shape[1]
         if targets is None and self.learned:
             required = f"be given: they have width {width}, so that patterns of width {self.dim} cannot be their own"
             remedy = "pass them, or make the memory without target_dim to look up the patterns themselves"
             _validate.require(width == self.dim, "targets", required, None, remedy)
-            targets = patterns
-        if targets is not None:
-            _validate.check_float_tensor("targets", targets, min_ndim=2)
-            _validate.require(
-                targets.ndim == 2 and len(targets) == len(patterns),
-                "targets",
-                f"have one row for each of the {rows} patterns, shape ({rows}, target_dim)",
-                f"shape {tuple(targets.shape)}",
-                "use torch.nn.functional.one_hot(labels).float() for classes",
-            )
-            _validate.require(
-                width in (None, targets.shape[1]),
-                "targets",
-                f"have the width {width} of those held",
-                f"shape {tuple(targets.shape)}",
-                f"make the memory with target_dim={targets.shape[1]}" if self.learned else "call clear() first",
-            )
-        if self.learned:
-            assert held is not None
-            assert targets is not None
-            self.patterns.copy_(patterns)
-            held.copy_(targets)
-            return
-        _validate.require(
-            len(self.patterns) == 0 or (targets is None) == (held is None),
-            "targets",
-            "be given for all patterns or for none",
-            "none" if targets is None else "targets beside patterns without any",
-            "call clear() first",
-        )
-        self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
-        if targets is not None:
-            old = [] if held is None else [held]
-            self.targets = torch.cat([*old, targets.to(self.patterns)])
-        if self.auto:
-            self.found_beta = _separating_beta(self.patterns, self.similarity)
+            return patterns
+        if not self.learned:
+            alike = len(self.patterns) == 0 or (targets is None) == (width is None)
+            received = "none" if targets is None else "targets beside patterns without any"
+            _validate.require(alike, "targets", "be given for all patterns or for none", received, "call clear() first")
+        if targets is None:
+            return None
+        _validate.check_float_tensor("targets", targets, min_ndim=2)
+        received = f"shape {tuple(targets.shape)}"
+        required = f"have one row for each of the {len(patterns)} patterns, shape ({len(patterns)}, target_dim)"
+        remedy = "use torch.nn.functional.one_hot(labels).float() for classes"
+        fits = targets.ndim == 2 and len(targets) == len(patterns)
+        _validate.require(fits, "targets", required, received, remedy)
+        remedy = f"make the memory with target_dim={targets.shape[1]}" if self.learned else "call clear() first"
+        fits = width in (None, targets.shape[1])
+        _validate.require(fits, "targets", f"have the width {width} of those held", received, remedy)
+        return targets
 
     def clear(self) -> None:
-        """Forget all patterns and targets that were stored, and the temperature that was found for them."""
+        """Forget all stored patterns and targets, and the temperature that was found for them."""
         _validate.require(not self.learned, "learned", "be False to clear a memory", True)
         self.patterns, self.targets = self.patterns.new_zeros(0, self.dim), None
         if self.auto:
             self.found_beta = torch.ones_like(self.found_beta)
 
-    def retrieve(self, queries: Tensor, **overrides: Any) -> Any:
+    def retrieve(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
         """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, of that shape.
 
-        Overrides: solver, adjoint, max_steps, on_failure, and return_solution=True for (z, Solution).
+        Args:
+            queries: (*batch, N, dim).
+            return_solution: return (z, Solution).
+            **options: replace the memory's for this call, see `SolveOptions`.
         """
-        return self._ask(queries, None, **overrides)
+        return self._ask(queries, None, return_solution, options)
 
-    def forward(self, queries: Tensor, **overrides: Any) -> Any:
-        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim); `overrides` as in `retrieve`."""
-        return self._ask(queries, self.patterns if self.targets is None else self.targets, **overrides)
+    def forward(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
+        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim). Arguments as in `retrieve`."""
+        values = self.patterns if self.targets is None else self.targets
+        return self._ask(queries, values, return_solution, options)
 
     def energy(self, queries: Tensor) -> Tensor:
-        """E of every query (*batch, N, dim), (*batch, N): low near what is stored, up to a constant.
+        """E of every query (*batch, N, dim), (*batch, N): low near stored patterns, up to a constant.
 
-        In float32 at least: half precision is widened, as in solves.
+        In float32 for half precision, as in solves.
         """
         self._check_queries(queries)
         with exact_precision(queries):
@@ -219,36 +225,26 @@ class MemoryLookup(Remembering):
             potential = LogSumExp(keys, beta, bias=self._bias())
             return AnchoredEnergy(potential, queries, anchor).energy(queries)
 
-    def _ask(
-        self,
-        queries: Tensor,
-        values: Tensor | None,
-        *,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        max_steps: int | None = None,
-        on_failure: OnFailure | None = None,
-        return_solution: bool = False,
-    ) -> Any:
+    def _ask(self, queries: Tensor, values: Tensor | None, return_solution: bool, options: SolveKeywords) -> Any:
         self._check_queries(queries)
-        options = self.options.override(solver=solver, adjoint=adjoint, max_steps=max_steps, on_failure=on_failure)
-        output, solution, self._last, _ = attend(
+        call = Call(
             queries,
             self.patterns,
             values,
-            beta=self._beta(),
-            anchor=self.anchor(),
+            self._beta(),
+            self.anchor(),
+            self.options.override(**options),
             bias=self._bias(),
-            options=options,
-            measure=return_solution,
+            return_solution=return_solution,
         )
-        return (output, solution) if return_solution else output
+        found = attend(call)
+        self._remember(found.report)
+        return (found.output, found.solution) if return_solution else found.output
 
     def _check_queries(self, queries: Tensor) -> None:
         _validate.check_float_tensor("queries", queries, min_ndim=2)
-        _validate.require(
-            queries.shape[-1] == self.dim, "queries", f"have width {self.dim}", f"shape {tuple(queries.shape)}"
-        )
+        fits, received = queries.shape[-1] == self.dim, f"shape {tuple(queries.shape)}"
+        _validate.require(fits, "queries", f"have width {self.dim}", received)
         _validate.require(len(self.patterns) > 0, "store", "be called before a memory is asked", "an empty memory")
 
     def _beta(self) -> float | Tensor:
@@ -256,7 +252,10 @@ class MemoryLookup(Remembering):
         return found
 
     def _bias(self) -> Tensor | None:
-        """-beta |k|^2/2, which makes a dot product a distance up to what all patterns share; beyond half precision."""
+        """-beta |k|^2/2, which makes a dot product a distance up to a term that all patterns share.
+
+        In float32 at least: half precision does not hold these numbers.
+        """
         if self.similarity == "dot":
             return None
         squares: Tensor = at_least_single(self.patterns).square().sum(-1)
@@ -264,7 +263,7 @@ class MemoryLookup(Remembering):
 
     @torch.inference_mode(False)
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # A memory that is not learned takes the size of what it loads; of another `dim` torch's error is to be seen.
+        # A memory that is not learned takes the size that it loads; for another `dim` torch raises its own error.
         patterns, targets = (state_dict.get(f"{prefix}{name}") for name in ("patterns", "targets"))
         if not self.learned and patterns is not None and patterns.shape[1:] == self.patterns.shape[1:]:
             self.patterns = self.patterns.new_empty(patterns.shape)
@@ -294,11 +293,20 @@ class AttentionPooling(nn.Module):
         dim: width of the output, and of the instances unless `context_dim` is given.
         heads: number of heads.
         queries: number of learned queries.
-        **attention: every other argument of `ImplicitAttention`, but neither `causal` nor `rotary`.
+        **attention: all other arguments of `ImplicitAttention`, except `causal` and `rotary`.
 
     Raises:
-        ValueError: anchor=0 with a solve, where the learned queries would never get a gradient; causal or rotary, which
-            a set has no order for.
+        ValueError: anchor=0 with a solve, where the learned queries would never get a gradient; causal or rotary, as a
+            set has no order.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AttentionPooling
+        >>> pool, bags = AttentionPooling(16, heads=2, queries=3), torch.randn(4, 7, 16)
+        >>> pool(bags, key_mask=torch.arange(7) < 5).shape
+        torch.Size([4, 3, 16])
+
+    Not for sequences whose order matters: use `ImplicitAttention`.
     """
 
     def __init__(self, dim: int, heads: int, *, queries: int = 1, **attention: Any) -> None:
@@ -327,8 +335,8 @@ class AttentionPooling(nn.Module):
 
         Args:
             x: the instances.
-            **call: arguments of `ImplicitAttention.forward`, whose context is x: `key_mask` (*batch, M) says which
-                instances exist. Not among them are `context`, `positions`, `cache` and `causal`.
+            **call: arguments of `ImplicitAttention.forward`, except `context` (which is x), `positions`, `cache` and
+                `causal`. `key_mask` (*batch, M) says which instances exist.
         """
         _check_no_order(call.get("causal"))
         _validate.check_float_tensor("x", x, min_ndim=2)
@@ -355,7 +363,7 @@ def _separating_beta(patterns: Tensor, similarity: str) -> Tensor:
 
 
 def _gaps(patterns: Tensor, rows: Tensor, similarity: str) -> Tensor:
-    """How much better each of the patterns `rows` fits itself than its best rival does, where that is at all so."""
+    """The lead of each of the patterns `rows` over its best rival in its own score, where it leads at all."""
     rows = rows.to(patterns.device)
     # Around the centre distances lose less in rounding.
     points = patterns - patterns.mean(0) if similarity == "distance" else patterns
@@ -363,7 +371,7 @@ def _gaps(patterns: Tensor, rows: Tensor, similarity: str) -> Tensor:
     squares = own.square().sum(-1)
     distances = torch.cdist(own, points).square() / 2
     rivals = -distances if similarity == "distance" else own @ points.mT - squares[:, None]
-    # What the scores of a solve lose, and what distances do; patterns that are closer are one.
+    # Rounding of a solve's scores, and of distances; patterns that are closer than this are one.
     lost = torch.finfo(points.dtype).eps * (patterns[rows].square().sum(-1) + ROUNDING * squares)
     rivals = rivals.masked_fill(distances <= lost[:, None], -torch.inf).scatter(-1, rows[:, None], -torch.inf)
     gaps = -rivals.amax(-1)

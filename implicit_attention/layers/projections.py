@@ -1,4 +1,4 @@
-"""What stands between a layer's input and its energy: heads, positions, and one learned number per head."""
+"""Parts of layers: learned and fixed anchors and temperatures, and rotary positions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
+from .._autograd import at_least_single
 
 Scalar: TypeAlias = float | Literal["learned"]
 
@@ -16,18 +17,8 @@ Scalar: TypeAlias = float | Literal["learned"]
 MARGIN = 1e-4
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(*batch, heads, N, D) -> (*batch, N, heads * D)."""
-    return x.transpose(-3, -2).flatten(-2)
-
-
 class Fixed(nn.Module):
-    """A number that is not learned, asked for like one that is."""
+    """A number that is not learned, with the call of `LearnedAnchor` and `LearnedBeta`."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -41,7 +32,7 @@ class Fixed(nn.Module):
 
 
 class LearnedAnchor(nn.Module):
-    """Anchors in (0, 1): a sigmoid, kept off both ends.
+    """Anchors in (0, 1): a sigmoid that is kept off both ends.
 
     Args:
         shape: of the anchors, (heads,) for one per head.
@@ -55,7 +46,8 @@ class LearnedAnchor(nn.Module):
         self.set(initial)
 
     def forward(self) -> Tensor:
-        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(_at_least_single(self.logit))
+        # Also in a half-precision model: a whole solve depends on this one number per head.
+        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(self.logit))
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -73,7 +65,7 @@ class LearnedAnchor(nn.Module):
 
 
 class LearnedBeta(nn.Module):
-    """Inverse temperatures initial * exp(log_scale), so that weight decay pulls to the initial one.
+    """Inverse temperatures initial * exp(log_scale): weight decay pulls them to the initial one.
 
     Args:
         shape: of the temperatures, (heads,) for one per head.
@@ -87,8 +79,8 @@ class LearnedBeta(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(shape, **made))
 
     def forward(self) -> Tensor:
-        # Beyond e^+-20 nothing is left to learn, and zero or infinity would be out of range.
-        return self.initial * torch.exp(_at_least_single(self.log_scale).clamp(-20.0, 20.0))
+        # In float32 also in a half-precision model. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
+        return self.initial * torch.exp(at_least_single(self.log_scale).clamp(-20.0, 20.0))
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -100,13 +92,8 @@ class LearnedBeta(nn.Module):
         return f"initial={self.initial:g}"
 
 
-def _at_least_single(parameter: Tensor) -> Tensor:
-    # Also in a half-precision model: it is one number per head, and a whole solve depends on it.
-    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
-
-
 def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
-    """The module for "learned", or the number that was given as one."""
+    """The module `learned` for "learned", else a module that returns the given number."""
     if isinstance(given, str):
         _validate.require(given == "learned", name, "be 'learned' or a number", repr(given))
         return learned
@@ -125,6 +112,15 @@ class Rotary(nn.Module):
         base: wavelength of the slowest pair, over 2 pi.
 
     Reference: Su et al. (2021), eq. 34, in the half-split order that Llama-type models use.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention, Rotary
+        >>> layer, x = ImplicitAttention(16, heads=2, rotary=Rotary()), torch.randn(1, 4, 16)
+        >>> torch.allclose(layer(x, positions=torch.arange(4) + 7), layer(x), atol=1e-3)
+        True
+
+    Not for queries and keys that a model has turned already, nor for heads of odd width.
     """
 
     def __init__(self, base: float = 10000.0) -> None:

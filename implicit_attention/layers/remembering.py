@@ -1,4 +1,4 @@
-"""Layers that remember the evidence of their last solve."""
+"""Base of layers that remember how their last solve went."""
 
 from __future__ import annotations
 
@@ -7,36 +7,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.core import Measured, is_repetition
+from ..attention.core import is_repetition, report_from_graph
 from ..options import SolveOptions
-from ..solution import SolveReport
+from ..solution import Record, SolveReport
 
 
 class Remembering(nn.Module):
-    """Base of layers with `last_solve`: part of neither the state dict, copies nor pickles."""
+    """Base of layers with `last_solve`, which is part of neither the state dict, copies nor pickles."""
 
     options: SolveOptions
-    _remembered: SolveReport | Measured | None
+    _remembered: SolveReport | Record | None
 
     def __init__(self) -> None:
         super().__init__()
         self._remembered = None
 
-    @property
-    def _last(self) -> SolveReport | Measured | None:
-        return self._remembered
-
-    @_last.setter
-    def _last(self, evidence: SolveReport | Measured | None) -> None:
-        # A graph that looked at what is there would be made anew for each shape of it.
+    def _remember(self, report: SolveReport | Record | None) -> None:
+        # A graph that looked at what is there would be compiled anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
-            self._remembered = evidence
+            self._remembered = report
 
     @property
     def last_solve(self) -> SolveReport | None:
-        """The evidence of the last call; of a compiled one, which could not tell, failures are warned of here."""
-        if isinstance(self._remembered, Measured):
-            self._remembered = self._remembered.report(self.options.on_failure)
+        """The `SolveReport` of the last call. Failures in a compiled graph are warned of here, when it is asked for."""
+        if isinstance(self._remembered, Record):
+            self._remembered = report_from_graph(self._remembered, self.options.on_failure)
         return self._remembered
 
     def __getstate__(self) -> dict[str, Any]:

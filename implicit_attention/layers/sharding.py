@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import _validate
-from .projections import split_heads
+from ..attention.heads import split_heads
 
 T = TypeVar("T", float, Tensor, Tensor | None, float | Tensor)
 
@@ -42,18 +42,14 @@ class HeadShard:
 
 def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int) -> Tensor:
     """The heads that a projection makes of x on this process, normalised, (*batch, heads or fewer, N, head_dim)."""
-    if projection is None:
-        made = split_heads(x, heads)
-    else:
-        flat = projection(x)
-        _validate.check_local("a projection of x", flat)
-        fits = flat.shape[:-1] == x.shape[:-1] and flat.shape[-1] % head_dim == 0
-        if not fits:
-            raise ValueError(_refusal(f"shape {tuple(flat.shape)} from x of shape {tuple(x.shape)}", heads))
-        made = split_heads(flat, flat.shape[-1] // head_dim)
+    flat = x if projection is None else projection(x)
+    _validate.check_local("a projection of x", flat)
+    if flat.shape[:-1] != x.shape[:-1] or flat.shape[-1] % head_dim:
+        raise ValueError(_refusal(f"shape {tuple(flat.shape)} from x of shape {tuple(x.shape)}", heads))
+    made = split_heads(flat, flat.shape[-1] // head_dim)
     if norm is None:
         return made
-    if made.shape[-3] == heads or projection is None:
+    if made.shape[-3] == heads:
         whole: Tensor = norm(made)
         return whole
     shard = _shard_of([projection], heads)
@@ -83,7 +79,7 @@ def head_shard(
     return shard
 
 
-def _shard_of(inward: Sequence[nn.Module], *heads: int) -> HeadShard:
+def _shard_of(inward: Sequence[nn.Module | None], *heads: int) -> HeadShard:
     placed = [_placed(projection) for projection in inward]
     mesh, axis = placed[0]
     if axis != 0 or any(other != placed[0] for other in placed) or any(n % mesh.size() for n in heads):

@@ -1,4 +1,4 @@
-"""Matrix-free linear solvers and eigenvalue estimates: batched, every problem on its own, with evidence.
+"""Matrix-free linear solvers and eigenvalue estimates: batched, every problem on its own, with its measured residual.
 
 A problem is one vector of the last axis: b has the shape (*batch, n), and `matvec` maps (*batch, n) to (*batch, n),
 each row separately. Symmetric positive definite: `CG`. Symmetric: `MINRES`. Anything square: `GMRES`. I - A a

@@ -27,6 +27,8 @@ class CGState(SweepState):
 class CG(LinearSolver[CGState]):
     """Conjugate gradients, for symmetric positive definite A.
 
+    Not for matrices with negative eigenvalues, where it ends: use `MINRES()`; nor for others than symmetric: `GMRES()`.
+
     x_k minimises x . A x / 2 - b . x over span{b, A b, ..., A^{k-1} b}: k steps for k distinct eigenvalues.
     A problem that meets p . A p <= 0 ends there: it keeps its iterate, is flagged `negative_curvature` and gives the
     unit `direction` p / |p|; its status is STALLED. Curvature within rounding of 0 counts as negative only if |A p| is
@@ -34,6 +36,14 @@ class CG(LinearSolver[CGState]):
     A p = 0 is a singular A (STALLED, not flagged).
 
     Reference: Hestenes, Stiefel (1952); the exit is that of Steihaug (1983).
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import CG
+        >>> matrix, b = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.ones(4, 2)
+        >>> solution = CG().solve(lambda v: v @ matrix.mT, b)
+        >>> bool(solution.converged.all()), torch.allclose(solution.value @ matrix.mT, b)
+        (True, True)
     """
 
     symmetric: ClassVar[bool] = True

@@ -33,6 +33,8 @@ class GMRESState(SweepState):
 class GMRES(LinearSolver[GMRESState]):
     """Restarted generalised minimal residuals, for any square A, symmetric or not.
 
+    Not for symmetric matrices, for which `CG()` and `MINRES()` keep a few vectors instead of `restart`.
+
     x_k minimises |b - A x| over span{b, A b, ..., A^{k-1} b} by Arnoldi's method (Gram-Schmidt done twice) and one
     Givens rotation per step; after `restart` steps the basis is dropped and a new cycle begins at the true residual.
     A cycle that leaves 99.9 % of the residual ends a problem as STALLED; so does a singular Hessenberg matrix.
@@ -41,6 +43,14 @@ class GMRES(LinearSolver[GMRESState]):
         restart: steps between two restarts; the memory is (restart + 1) vectors per problem.
 
     Reference: Saad, Schultz (1986).
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import GMRES
+        >>> matrix, b = torch.tensor([[2.0, 1.0], [-1.0, 3.0]]), torch.ones(4, 2)
+        >>> solution = GMRES(restart=10).solve(lambda v: v @ matrix.mT, b)
+        >>> bool(solution.converged.all()), torch.allclose(solution.value @ matrix.mT, b)
+        (True, True)
     """
 
     restart: int = 30

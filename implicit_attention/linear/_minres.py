@@ -33,6 +33,8 @@ class MINRESState(SweepState):
 class MINRES(LinearSolver[MINRESState]):
     """Minimal residuals, for symmetric A, definite or indefinite.
 
+    Not for matrices that are not symmetric: use `GMRES()`. `CG()` takes less memory where A is positive definite.
+
     x_k minimises |b - A x| over span{b, A b, ..., A^{k-1} b}; the residual never grows. A singular system ends at a
     least-squares solution, |A r| <= sqrt(10 eps) |A| |r|, as STALLED unless it is consistent.
     `negative_curvature` is free here: the residual r_{k-1} has the curvature -c_{k-1} gamma_k |r_{k-1}|^2 in terms of
@@ -41,6 +43,14 @@ class MINRES(LinearSolver[MINRESState]):
 
     Reference: Paige, Saunders (1975), in the notation of Choi, Paige, Saunders (2011); the curvature test is that of
     Liu, Roosta (2022), "MINRES: from negative curvature detection to monotonicity properties".
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import MINRES
+        >>> matrix, b = torch.tensor([[-2.0, 1.0], [1.0, 3.0]]), torch.ones(4, 2)
+        >>> solution = MINRES().solve(lambda v: v @ matrix.mT, b)
+        >>> bool(solution.converged.all()), torch.allclose(solution.value @ matrix.mT, b)
+        (True, True)
     """
 
     symmetric: ClassVar[bool] = True

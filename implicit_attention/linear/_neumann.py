@@ -31,10 +31,20 @@ class NeumannState(SweepState):
 class Neumann(LinearSolver[NeumannState]):
     """The Neumann series x = sum_k (I - A)^k b, for A with spectral radius of I - A below 1.
 
+    Not for maps that do not contract, or only slowly: use `GMRES()`.
+
     x <- x + (b - A x). A problem whose residual grows by a factor 1e6 or leaves the finite numbers is DIVERGED; one
     that grows more slowly ends as MAX_STEPS. Both return their best iterate.
 
     Reference: Neumann (1877), Untersuchungen ueber das logarithmische und Newton'sche Potential.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import Neumann
+        >>> matrix, b = torch.tensor([[1.0, 0.5], [0.0, 0.8]]), torch.ones(4, 2)
+        >>> solution = Neumann().solve(lambda v: v @ matrix.mT, b)
+        >>> bool(solution.converged.all()), torch.allclose(solution.value @ matrix.mT, b)
+        (True, True)
     """
 
     symmetric: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""What a linear solve returns: the value and, per problem, the evidence for it."""
+"""What a linear solve returns: the value and, per problem, a record of how the solve went."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ CANCELLING, SMALL = 32.0, 1e-3
 class LinearSolution(Recorded):
     """The answers x of a batch of systems A x = b, and how each solve went.
 
+    Not for solves of fixed points: those return a `Solution`.
+
     Attributes:
         record: (*batch) each, and read by name: `status` (CONVERGED, MAX_STEPS, STALLED, NONFINITE or, by Neumann,
             DIVERGED); `residual` |b - A x|_2 of exactly this value, computed with a matvec of its own; `tolerance`
@@ -33,6 +35,13 @@ class LinearSolution(Recorded):
         negative_curvature: whether v . A v <= 0 was met, (*batch) bool: by CG for a search direction, by MINRES for a
             residual; False for GMRES and Neumann, which do not look.
         direction: CG only, else None: the unit vector v of that curvature, (*batch, n), zero where none was met.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import CG
+        >>> solution = CG().solve(lambda v: -v, torch.ones(2, 3))
+        >>> solution.negative_curvature.tolist(), solution.direction.shape
+        ([True, True], torch.Size([2, 3]))
     """
 
     value: Tensor

@@ -31,10 +31,19 @@ FLOAT32_RTOL = 1e-6
 class SweepState:
     """What the loop reads of a method's state; methods add their own (*batch, ...) tensors.
 
+    Not for the results of a solve: those are in `LinearSolution`.
+
     Attributes:
         residual_norm: the method's own estimate of |residual - A correction|, (*batch).
         verdict: RUNNING, or the `Status` code with which the method gives a problem up, (*batch) int8.
         negative_curvature: whether v . A v <= 0 was met, (*batch) bool.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import CG
+        >>> state = CG().begin(torch.ones(2, 3))
+        >>> state.verdict.tolist(), state.negative_curvature.tolist()
+        ([-1, -1], [False, False])
     """
 
     residual_norm: Tensor
@@ -49,6 +58,8 @@ S = TypeVar("S", bound=SweepState)
 class LinearSolver(abc.ABC, Generic[S]):
     """Options of a matrix-free solver of A x = b; a new method is `begin`, `step` and `correction`.
 
+    Not for use as it is: use one of its subclasses, such as `CG()`.
+
     A solve is a sequence of sweeps. A sweep starts from the true residual r = b - A x, scaled to order one, and steps
     towards the correction A^{-1} r until the method's own residual estimate of every problem meets the tolerance; then
     the residual is computed anew. A problem whose true residual is still too large is swept again, `max_sweeps` times
@@ -61,6 +72,24 @@ class LinearSolver(abc.ABC, Generic[S]):
         max_steps: largest `num_steps` of a problem; None: `default_max_steps(n)`.
         check_every: the host looks after so many steps whether any problem is still active (a synchronisation);
             None: every step on the CPU, every 4 elsewhere. Changes the waiting, never the values.
+
+    Example:
+        >>> import dataclasses, torch
+        >>> from implicit_attention.linear import LinearSolver, SweepState
+        >>> from implicit_attention.linear.base import fresh
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Answer(SweepState):
+        ...     value: torch.Tensor
+        >>> class Identity(LinearSolver):
+        ...     symmetric = True
+        ...     def begin(self, residual):
+        ...         return Answer(**fresh(residual.norm(dim=-1)), value=residual)
+        ...     def step(self, matvec, state, active):
+        ...         return dataclasses.replace(state, residual_norm=0 * state.residual_norm)
+        ...     def correction(self, state):
+        ...         return state.value
+        >>> Identity().solve(lambda v: v, torch.ones(2, 3)).converged
+        tensor([True, True])
     """
 
     rtol: float = 1e-6
@@ -224,7 +253,7 @@ def _swept(
 def _judged(system: _System, record: Record, verdict: Tensor, settled: Tensor, claimed: Tensor) -> Tensor:
     """Status after a sweep: by the true residual first, then by the method's verdict, then by the progress made."""
     status = _coded(settled & (record.num_steps < system.max_steps), Status.STALLED, record.status)
-    # Refined, and still short of what the method claims: that is rounding, and good enough within SLACK.
+    # Refined, and still above the residual that the method claims: the rest is rounding, accepted within SLACK.
     rounding = settled & claimed & (record.residual <= SLACK * system.tolerance)
     status = _coded(rounding, Status.CONVERGED, status)
     status = torch.where(verdict >= 0, verdict, status)

@@ -20,12 +20,22 @@ from .base import check_arguments, checked
 class LanczosResult:
     """A symmetric map on a k-dimensional subspace: Q A Q^T = T, tridiagonal.
 
+    Not for maps that are not symmetric: use `spectral_radius`.
+
     Attributes:
         alphas: diagonal of T, (*batch, k).
         betas: off-diagonal of T, (*batch, k - 1); 0 where an invariant subspace was complete.
         ritz_values: eigenvalues of T, ascending, (*batch, k).
         error_bounds: |A y - theta y| of the unit Ritz vectors y, (*batch, k): an eigenvalue of A lies that near.
         basis: the rows of Q, orthonormal, (*batch, k, n).
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import lanczos
+        >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
+        >>> result = lanczos(lambda v: eigenvalues * v, start, steps=2)
+        >>> result.basis.shape, bool((result.error_bounds < 2).all())
+        (torch.Size([2, 2, 3]), True)
     """
 
     alphas: Tensor
@@ -36,7 +46,18 @@ class LanczosResult:
 
 
 class Eigenvalue(NamedTuple):
-    """An estimate (*batch) and its error bound (*batch): a true eigenvalue lies within `error_bound`."""
+    """An estimate (*batch) and its error bound (*batch): a true eigenvalue lies within `error_bound`.
+
+    Not for a proof that no eigenvalue lies further out: Krylov spaces may miss one.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import extreme_eigenvalues
+        >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
+        >>> _, largest = extreme_eigenvalues(lambda v: eigenvalues * v, start, steps=3)
+        >>> largest.value.round(decimals=3), bool((largest.error_bound < 1e-4).all())
+        (tensor([5., 5.]), True)
+    """
 
     value: Tensor
     error_bound: Tensor
@@ -44,6 +65,8 @@ class Eigenvalue(NamedTuple):
 
 def lanczos(matvec: LinearMap, start: Tensor, steps: int) -> LanczosResult:
     """Reduce a symmetric map to tridiagonal form on the Krylov space of `start`, with full reorthogonalisation.
+
+    Not for maps that are not symmetric: use `spectral_radius`.
 
     A q_j = beta_{j-1} q_{j-1} + alpha_j q_j + beta_j q_{j+1}. Where the Krylov space is complete before k vectors, the
     recurrence goes on with beta = 0 and a fixed pseudo-random vector orthogonal to it, so every Ritz value is genuine
@@ -62,6 +85,12 @@ def lanczos(matvec: LinearMap, start: Tensor, steps: int) -> LanczosResult:
 
     Reference: Lanczos (1950); error bound: Parlett (1980), section 13.2.
 
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import lanczos
+        >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
+        >>> lanczos(lambda v: eigenvalues * v, start, steps=3).ritz_values[0].round(decimals=3)
+        tensor([1., 2., 5.])
     """
     with torch.no_grad():
         basis, hessenberg, last = arnoldi(matvec, start, steps)
@@ -79,6 +108,8 @@ def lanczos(matvec: LinearMap, start: Tensor, steps: int) -> LanczosResult:
 def extreme_eigenvalues(matvec: LinearMap, start: Tensor, steps: int = 30) -> tuple[Eigenvalue, Eigenvalue]:
     """Estimate the smallest and the largest eigenvalue of a symmetric map, each with its error bound.
 
+    Not for maps that are not symmetric: use `spectral_radius`.
+
     The smallest Ritz value lies above the smallest eigenvalue, the largest below the largest; `error_bound` is the
     distance within which some eigenvalue lies, not a proof that it is the extreme one.
 
@@ -95,6 +126,13 @@ def extreme_eigenvalues(matvec: LinearMap, start: Tensor, steps: int = 30) -> tu
 
     Reference: Parlett (1980), chapter 13.
 
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import extreme_eigenvalues
+        >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
+        >>> smallest, largest = extreme_eigenvalues(lambda v: eigenvalues * v, start, steps=3)
+        >>> round(float(smallest.value[0]), 3), round(float(largest.value[0]), 3)
+        (1.0, 5.0)
     """
     result = lanczos(matvec, start, steps)
     values, bounds = result.ritz_values, result.error_bounds
@@ -103,6 +141,8 @@ def extreme_eigenvalues(matvec: LinearMap, start: Tensor, steps: int = 30) -> tu
 
 def spectral_radius(matvec: LinearMap, start: Tensor, steps: int = 30) -> Tensor:
     """Estimate max |lambda| over the eigenvalues of a map, symmetric or not, by Arnoldi's method.
+
+    Not for symmetric maps, of which `extreme_eigenvalues` says more at the same cost.
 
     The largest eigenvalue modulus of the small Hessenberg matrix: an estimate, not a bound; exact for steps = n.
 
@@ -119,6 +159,12 @@ def spectral_radius(matvec: LinearMap, start: Tensor, steps: int = 30) -> Tensor
 
     Reference: Arnoldi (1951).
 
+    Example:
+        >>> import torch
+        >>> from implicit_attention.linear import spectral_radius
+        >>> rotation = torch.tensor([[0.0, -2.0], [2.0, 0.0]])
+        >>> spectral_radius(lambda v: v @ rotation.mT, torch.ones(3, 2)).round(decimals=3)
+        tensor([2., 2., 2.])
     """
     return ritz_radius(matvec, start, steps).value
 
@@ -199,6 +245,6 @@ def _fillers(start: Tensor, count: int) -> Tensor:
 
 
 def _without_nan(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(matrices with the non-finite ones zeroed, which ones those were): LAPACK refuses NaN for the whole batch."""
+    """(matrices, zeros where one is not finite; which ones are not): LAPACK refuses a batch that holds a NaN."""
     broken = ~matrix.isfinite().all(-1).all(-1)
     return matrix.masked_fill(broken.unsqueeze(-1).unsqueeze(-1), 0.0), broken

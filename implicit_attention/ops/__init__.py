@@ -1,10 +1,7 @@
-"""The hot primitives of equilibrium attention, each one function with several implementations."""
+"""Fused operations: equilibria of attention and their adjoint solves, each one call with several implementations."""
 
-from ._trust import KernelCheck, kernel_checks
-from .hopfield_cg.api import hopfield_cg
-from .hopfield_cg.rule import Adjoint
-from .hopfield_hvp.api import hopfield_hvp
-from .hopfield_solve.api import hopfield_solve
-from .hopfield_solve.rule import Solved
+from .api import hopfield_adjoint, hopfield_solve
+from .rule import Adjoint, Solved
+from .trust import KernelCheck, kernel_checks
 
-__all__ = ["Adjoint", "KernelCheck", "Solved", "hopfield_cg", "hopfield_hvp", "hopfield_solve", "kernel_checks"]
+__all__ = ["Adjoint", "KernelCheck", "Solved", "hopfield_adjoint", "hopfield_solve", "kernel_checks"]

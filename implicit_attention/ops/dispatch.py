@@ -1,11 +1,10 @@
-"""What every operation does first: check its arguments, lay them out, choose an implementation.
+"""Which implementation answers: a named one or an error, else the fastest that can do the problem and is trusted.
 
 What is known of shapes and dtypes is refused at once; which kernels are trusted is asked where an operation runs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -14,99 +13,108 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._fused_rule import FusedRule
 from .._types import Impl
 from ..errors import UnsupportedImplementation
-from . import _trust
-from ._triton_support import unsupported
+from ..status import Status
+from . import checks, trust
 from .attention import FLASH_KEYS, has_kernel
-from .problem import Hopfield, carries
+from .fold import widened
+from .problem import Hopfield
+from .rule import Adjoint, AdjointRule, Solved
+from .tiled.adjoint import solve_adjoint as tiled_adjoint
+from .tiled.solve import solve as tiled_solve
+from .triton import checks as triton_checks
+from .triton.support import unsupported
 
 _R = TypeVar("_R")
 
-IMPLEMENTATIONS = ("auto", "reference", "sdpa", "triton")
+IMPLEMENTATIONS = ("auto", "tiled", "triton")
 # Where "auto" tries the Triton kernels.
 TRITON_DEVICES = ("cuda",)
-
-
-def laid_out(
-    query: Tensor,
-    keys: Tensor,
-    *,
-    beta: float | Tensor,
-    anchor: float | Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-) -> Hopfield:
-    """The problem of an operation, all its tensors with as many axes as the query."""
-    named = [("query", query), ("keys", keys)]
-    for name, tensor in named:
-        _validate.check_float_tensor(name, tensor, min_ndim=2)
-    _validate.check_same_kind(named)
-    _validate.require(keys.shape[-2] > 0, "keys", "hold at least one key", f"shape {tuple(keys.shape)}")
-    _validate.require(
-        keys.shape[-1] == query.shape[-1],
-        "keys",
-        f"have the query's dimension {query.shape[-1]} on the last axis",
-        f"shape {tuple(keys.shape)}",
-    )
-    _validate.check_broadcast("keys", keys.shape[:-2], query.shape[:-2], "the leading axes of `query`")
-    axes, wide = query.ndim, state_dtype(query.dtype)
-    numbers: list[Tensor] = []
-    for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
-        if isinstance(number, Tensor):
-            _validate.check_float_tensor(name, number)
-            _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
-            _validate.check_range(name, number, low=0.0, high=high, open_low=name == "beta", remedy="parametrise it")
-            # Where the host does not look, what lies outside becomes NaN, and the queries that read it say so.
-            number = _validate.inside(number, low=0.0, high=high, open_low=name == "beta")
-            numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
-        else:
-            number = _validate.check_number(name, number, low=0.0, high=high, open_low=name == "beta")
-            if name == "anchor":
-                required = f"leave 1 - anchor its digits in {wide}"
-                _validate.require(carries(wide, number), name, required, number, "pass float64 tensors, or 1")
-            numbers.append(query.new_full((1,) * axes, number, dtype=wide))
-    if mask is not None:
-        pairs = (*query.shape[:-1], keys.shape[-2])
-        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            received = getattr(mask, "dtype", type(mask).__name__)
-            raise TypeError(_validate.message("mask", "be boolean (True = attend) or added to the scores", received))
-        _validate.check_dense("mask", mask)
-        _validate.check_broadcast("mask", mask.shape, pairs, "(*batch, N, M)")
-        _validate.require(mask.device == query.device, "mask", f"be on {query.device}", mask.device)
-        if mask.dtype != torch.bool:
-            mask = mask.to(wide)
-        mask = mask[(None,) * (axes - mask.ndim)]
-    return Hopfield(query, keys[(None,) * (axes - keys.ndim)], numbers[0], numbers[1], mask, is_causal)
-
-
-def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
-    """A state, or what has its shape, in the precision of the solve."""
-    _validate.check_float_tensor(argument, state)
-    shape = problem.field.shape
-    _validate.require(state.shape == shape, argument, f"have the query's shape {tuple(shape)}", tuple(state.shape))
-    _validate.require(
-        state.device == problem.field.device, argument, f"be on the query's device {problem.field.device}", state.device
-    )
-    return state.to(state_dtype(problem.field.dtype))
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of states: float32 for half-precision inputs."""
-    return torch.float32 if torch.finfo(dtype).bits < 32 else dtype
+#: One evaluation, where the state is.
+THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
 
 
 def checked(impl: Impl, problem: Hopfield) -> Impl:
     """`impl`, unless it is named and cannot do the problem; nothing is read or run, so that torch may trace this."""
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
-    if impl == "triton" and (reason := unsupported(problem)) is not None:
-        raise UnsupportedImplementation(f"`impl='triton'`: {reason}")
-    if impl == "sdpa" and (reason := without_kernel(problem)) is not None:
-        raise UnsupportedImplementation(f"`impl='sdpa'`: {reason}; use impl='auto' or 'reference'")
+    reason = {"triton": unsupported, "tiled": without_kernel}[impl](problem) if impl != "auto" else None
+    if reason is not None:
+        raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
     return impl
 
 
-def by_triton(
+def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, keep_mean: bool = True) -> Solved:
+    """Solve every query from `initial`, (*batch, N, D); the mean may be left out where it costs extra."""
+    if problem.field.shape[-1] == 0 < initial.shape[:-1].numel():
+        # Rows without entries still have weights: those of one entry that is 0.
+        field, keys, initial = (widened(t, 1) for t in (problem.field, problem.keys, initial))
+        wide = solve(problem._replace(field=field, keys=keys), initial, rule, impl, keep_mean=keep_mean)
+        return wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
+    if initial.numel() == 0:
+        return Solved.allocated(initial.new_zeros, initial.shape, initial.dtype)
+
+    def by_kernel() -> Solved:
+        from .triton.solve import solve as triton_solve
+
+        return triton_solve(problem, initial, rule)
+
+    found = _by_triton(impl, "hopfield_solve", problem, by_kernel, fixed_budget=rule.fixed_budget)
+    if found is not None:
+        return found
+    problem = problem.to(initial.dtype)
+    run = partial(tiled_solve, problem, initial, rule, keep_mean=keep_mean)
+    if without_kernel(problem) is None:
+        masked, causal = problem.mask is not None, problem.is_causal
+        found = by_attention(impl, problem.keys, partial(run, fused=True), mask=masked, causal=causal)
+    return run(fused=False) if found is None else found
+
+
+def solve_adjoint(
+    problem: Hopfield, state: Tensor, cotangent: Tensor, rtol: float | None, max_steps: int, impl: Impl
+) -> Adjoint:
+    """Solve A u = cotangent, (*batch, N, D), for every query at its state."""
+    if state.numel() == 0:
+        return Adjoint.allocated(state.new_zeros, state.shape, problem.keys.shape, state.dtype)
+
+    def by_kernel() -> Adjoint:
+        from .triton.adjoint import solve_adjoint as triton_adjoint
+        from .triton.solve import solve as triton_solve
+
+        there = triton_solve(problem, state, THERE)
+        rule = AdjointRule.of(rtol, max_steps, problem.keys.dtype)
+        return triton_adjoint(problem, state, cotangent, there.mean, there.logsumexp, rule)
+
+    found = _by_triton(impl, "hopfield_adjoint", problem, by_kernel)
+    rule = AdjointRule.of(rtol, max_steps, state.dtype)
+    if found is None:
+        return tiled_adjoint(problem, state, cotangent, rule)
+    stalled = found.status == Status.STALLED
+    if not may_look(state):
+        return unanswered(found, stalled)
+    if not bool(stalled.any()):
+        return found
+    again = tiled_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), rule)
+    value = torch.where(stalled[..., None], again.value, found.value)
+    evidence = (torch.where(stalled, b, a) for a, b in zip(found[1:-1], again[1:-1], strict=True))
+    return Adjoint._make((value, *evidence, found.by_keys + again.by_keys))
+
+
+def may_look(tensor: Tensor) -> bool:
+    """Whether the host may wait for numbers: not while a CUDA graph is captured, which must not depend on them."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def unanswered(found: Adjoint, stalled: Tensor) -> Adjoint:
+    """NaN for what stalled, and for what it is a part of: where a graph is captured the host cannot look and go on."""
+    poison = torch.zeros_like(found.by_beta).masked_fill(stalled, torch.nan)
+    value, by_beta = found.value + poison[..., None], found.by_beta + poison
+    by_keys = found.by_keys + poison.sum(-1)[..., None, None].sum_to_size(*found.by_keys.shape[:-2], 1, 1)
+    return found._replace(value=value, by_beta=by_beta, by_keys=by_keys)
+
+
+def _by_triton(
     impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R], *, fixed_budget: bool = False
 ) -> _R | None:
     """What `run`, the Triton kernels of an operation, answers if `impl` wants them and they are trusted, else None."""
@@ -114,13 +122,11 @@ def by_triton(
         impl == "auto" and problem.field.device.type in TRITON_DEVICES and unsupported(problem) is None
     ):
         return None
-    from . import _checks
-
-    check, kernels = _checks.TRITON[operation]
-    variant = _checks.triton_variant(problem, kernels, fixed_budget=fixed_budget)
-    use = _trust.Use(f"{operation} (triton)", problem.field.device, variant)
+    check, kernels = triton_checks.CHECKS[operation]
+    variant = triton_checks.variant(problem, kernels, fixed_budget=fixed_budget)
+    use = trust.Use(f"{operation} (triton)", problem.field.device, variant)
     insists = "triton" if impl == "triton" else None
-    return _trust.answer(use, partial(check, problem, fixed_budget), run, insists=insists)
+    return trust.answer(use, partial(check, problem, fixed_budget), run, insists=insists)
 
 
 def by_attention(impl: Impl, keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:
@@ -128,21 +134,21 @@ def by_attention(impl: Impl, keys: Tensor, run: Callable[[], _R], *, mask: bool,
     if torch.compiler.is_compiling():
         # What is traced cannot be verified; the operations, which are not traced, do not come here.
         return None
-    from . import _checks
-
-    variant = _checks.attention_variant(keys, mask=mask, causal=causal)
-    use = _trust.Use("attention with log-sum-exp (torch)", keys.device, variant)
-    insists = "sdpa" if impl == "sdpa" else None
-    return _trust.answer(use, partial(_checks.attention, variant, keys.device), run, insists=insists)
+    variant = checks.attention_variant(keys, mask=mask, causal=causal)
+    use = trust.Use("attention with log-sum-exp (torch)", keys.device, variant)
+    insists = "tiled" if impl == "tiled" else None
+    return trust.answer(use, partial(checks.attention, variant, keys.device), run, insists=insists)
 
 
 def without_kernel(problem: Hopfield) -> str | None:
-    """Why torch's attention kernels, with their log-sum-exp, cannot do a problem."""
+    """Why torch's attention kernels, with their log-sum-exp, cannot do a problem, as "reason; remedy"."""
     device, count = problem.field.device.type, problem.keys.shape[-2]
     if not has_kernel(device):
-        return f"torch {torch.__version__} has no attention kernel that returns the log-sum-exp on {device!r}"
-    if device == "cuda" and problem.field.dtype == torch.float64:
-        return "torch's attention kernels do not take float64 on 'cuda'"
-    if count < FLASH_KEYS:
-        return f"at least {FLASH_KEYS} keys are needed (torch's kernel loses NaN below), got {count}"
-    return None
+        reason = f"torch {torch.__version__} has no attention kernel that returns the log-sum-exp on {device!r}"
+    elif device == "cuda" and problem.field.dtype == torch.float64:
+        reason = "torch's attention kernels do not take float64 on 'cuda'"
+    elif count < FLASH_KEYS:
+        reason = f"at least {FLASH_KEYS} keys are needed (torch's kernel loses NaN below), got {count}"
+    else:
+        return None
+    return f"{reason}; use impl='auto'"

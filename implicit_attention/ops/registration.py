@@ -1,22 +1,24 @@
-"""What the registrations of the operations share."""
+"""The operations as torch knows them: in the graphs of autograd and of the compiler, and under torch.vmap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._autograd import may_have_tangent
+from .._fused_rule import FusedRule
+from .._reporting import report_failures
 from ..errors import UnsupportedImplementation
+from ..solution import Record
+from . import dispatch
+from .problem import Hopfield
+from .rule import MAX_STEPS, Adjoint, Solved
 
-#: The fields of `Hopfield` in a schema.
-PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, bool is_causal"
-
-
-def sum_to(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a tensor that was broadcast."""
-    return gradient.sum_to_size(like.shape).to(like.dtype)
+_PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, bool is_causal"
+_EIGHT = f"({', '.join(['Tensor'] * 8)})"
 
 
 def refuse_tangents(operation: str, *inputs: Any) -> None:
@@ -28,22 +30,99 @@ def refuse_tangents(operation: str, *inputs: Any) -> None:
         )
 
 
-def batched(
-    operation: Any, *, states: tuple[int, ...], outputs: int, keys: bool = False
-) -> Callable[..., tuple[Any, Any]]:
-    """The rule of torch.vmap: one more leading axis, of which all but the `states` may have size 1.
+def _run_solve(*args: Any) -> tuple[Tensor, ...]:
+    problem, initial, impl = Hopfield(*args[:6]), args[6], args[-2]
+    return _unshared(dispatch.solve(problem, initial, FusedRule(*args[7:-2]), impl))
 
-    `keys` tells that the last output is a gradient of the keys, which then must have the axis too.
-    """
+
+def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
+    *given, on_failure = args[6:]
+    found = dispatch.solve_adjoint(Hopfield(*args[:6]), *given)
+    if dispatch.may_look(found.status):
+        # Here, because this runs where a compiled graph does: nobody else sees what a backward pass did in there.
+        what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
+        report_failures(on_failure, what, Record(*found[1:5], num_evals=found.num_steps))
+    return _unshared(found)
+
+
+def _unshared(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # Results of an operation share no memory.
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in found)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.is_causal, ctx.impl, ctx.on_failure = inputs[5], *inputs[-2:]
+    ctx.save_for_backward(*inputs[:5], output[0], output[1])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    field, keys, beta, anchor, mask, state, mean = ctx.saved_tensors
+    if cotangent is None:
+        return (None,) * 13
+    refuse_tangents("hopfield_solve", cotangent)
+    problem = (field, keys, beta, anchor, mask, ctx.is_causal)
+    # A query that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
+    lost = ~torch.isfinite(state).all(-1, keepdim=True)
+    read = lost & (cotangent != 0).any(-1, keepdim=True)
+    state, mean, field = (t.masked_fill(lost, 0.0) for t in (state, mean, field))
+    cotangent = cotangent.masked_fill(read, torch.nan)
+    found = Adjoint(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure))
+    by_anchor = (found.value * (field - mean)).sum(-1, keepdim=True)
+    gradients = (anchor * found.value, found.by_keys, found.by_beta[..., None], by_anchor)
+    # Of tensors that were broadcast.
+    likes = (field, keys, beta, anchor)
+    return (*(g.sum_to_size(t.shape).to(t.dtype) for g, t in zip(gradients, likes, strict=True)), *(None,) * 9)
+
+
+def _batched(operation: Any, states: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+    """The rule of torch.vmap: one more leading axis, of which all but the arguments `states` may have size 1."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         given = []
         for index, (argument, dim) in enumerate(zip(args, in_dims, strict=True)):
             if isinstance(argument, Tensor):
                 argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
-                if index in states or (keys and index == 1):
+                if index in states:
                     argument = argument.expand(info.batch_size, *argument.shape[1:])
             given.append(argument)
-        return operation(*given), (0,) * outputs if outputs > 1 else 0
+        return operation(*given), (0,) * 8
 
     return rule
+
+
+solve_op = torch.library.custom_op(
+    "implicit_attention::hopfield_solve",
+    _run_solve,
+    mutates_args=(),
+    schema=f"({_PROBLEM}, Tensor initial, float rtol, float atol, int max_steps, int plain_steps, str impl, "
+    f"str on_failure) -> {_EIGHT}",
+)
+solve_op.register_autograd(_backward, setup_context=_setup)
+solve_op.register_vmap(_batched(solve_op, states=(0, 6)))
+
+
+@solve_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    initial = args[6]
+    return Solved.allocated(initial.new_empty, initial.shape, initial.dtype)
+
+
+adjoint_op = torch.library.custom_op(
+    "implicit_attention::hopfield_adjoint",
+    _run_adjoint,
+    mutates_args=(),
+    schema=f"({_PROBLEM}, Tensor state, Tensor cotangent, float? rtol, int max_steps, str impl, str on_failure) -> "
+    f"{_EIGHT}",
+)
+
+
+@adjoint_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    keys, state = args[1], args[6]
+    return Adjoint.allocated(state.new_empty, state.shape, keys.shape, state.dtype)
+
+
+# The gradient of the keys, an output, has the new axis too.
+adjoint_op.register_vmap(_batched(adjoint_op, states=(0, 1, 6, 7)))

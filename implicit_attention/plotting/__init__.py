@@ -2,5 +2,6 @@
 
 from .convergence import convergence_figure
 from .retrieval import retrieval_figure
+from .spins import configuration_figure, phase_figure
 
-__all__ = ["convergence_figure", "retrieval_figure"]
+__all__ = ["configuration_figure", "convergence_figure", "phase_figure", "retrieval_figure"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..solution import Trace
-from .style import COLORS, DASHES, DPI, MARKERS
+from .style import COLORS, DASHES, MARKERS, add_legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +28,8 @@ def convergence_figure(
 ) -> Figure:
     """Residual against map evaluations for several methods: the median problem with its quartiles, and the worst one.
 
+    Not for how a training run converges: plot losses and `SolveReport` fields with your own tools.
+
     Args:
         traces: by the name of the method, `Solution.trace` of `solve(..., trace=True)`. Problems whose residual is
             not finite are left out.
@@ -36,12 +38,21 @@ def convergence_figure(
 
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
+        >>> from implicit_attention.plotting import convergence_figure
+        >>> queries = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+        >>> energy = AnchoredEnergy(LogSumExp(torch.eye(5), 1.0), queries, 0.5)
+        >>> traces = {"Picard": solve(energy, queries, solver=Picard(), trace=True).trace}
+        >>> figure = convergence_figure(traces, tolerance=1e-5)
+        >>> [axes.get_title() for axes in figure.axes]
+        ['median query (band: quartiles)', 'worst query']
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(10, 4.6), dpi=DPI, layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure = new_figure(10, 4.6, title, fontsize=10)
     curves = {}
     for name, trace in traces.items():
         if trace is None:
@@ -77,8 +88,7 @@ def convergence_figure(
     panels[0].set_ylabel("residual |f(z) - z|")
     panels[0].set_ylim(floor, top)
     panels[0].set_xlim(left=1)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
+    add_legend(figure, panels[0], 8)
     return figure
 
 
@@ -92,8 +102,7 @@ def quartiles(trace: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     finite = residual.isfinite().all(0)
     residual, spent = residual[:, finite].T.contiguous(), spent[:, finite].T.contiguous()
     if residual.numel() == 0:
-        empty = torch.zeros(0, dtype=torch.float64)
-        return empty, empty, empty, empty, empty
+        return (torch.zeros(0, dtype=torch.float64),) * 5
     grid = torch.arange(1, int(spent.max()) + 1)
     last = torch.searchsorted(spent, grid.expand(len(spent), -1).contiguous().to(spent.dtype), right=True) - 1
     at = residual.gather(1, last.clamp(min=0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import BAD, DPI, GOOD
+from .style import BAD, GOOD, hide_ticks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +21,8 @@ def retrieval_figure(
 ) -> Figure:
     """A grid of patterns: one row per kind of state, one column per query.
 
+    Not for states of coupled spins, such as a batch (count, N, D): use `configuration_figure`.
+
     Args:
         rows: (name, states (count, D), success (count,) bool or None). Where success is given, the frame and a mark
             say for every state whether it is the stored pattern. States are images if D is a square, curves if not.
@@ -29,33 +31,30 @@ def retrieval_figure(
 
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
-    """
-    from matplotlib.figure import Figure
 
+    Example:
+        >>> import torch
+        >>> from implicit_attention.plotting import retrieval_figure
+        >>> queries, answers = torch.zeros(2, 9), torch.ones(2, 9)
+        >>> success = torch.tensor([True, False])
+        >>> figure = retrieval_figure([("query", queries, None), ("answer", answers, success)], columns=["a", "b"])
+        >>> [axes.get_xlabel() for axes in figure.axes]
+        ['', '', '✓ retrieved', '✗ not']
+    """
     _validate.require(len(rows) > 0, "rows", "hold at least one row", "none")
     count, dim = rows[0][1].shape
     for name, states, success in rows:
-        _validate.require(
-            states.shape == (count, dim),
-            "rows",
-            f"have states of shape {(count, dim)}",
-            f"{tuple(states.shape)} in {name}",
-        )
-        if success is not None:
-            _validate.require(
-                success.shape == (count,),
-                "rows",
-                f"have success of shape {(count,)}",
-                f"{tuple(success.shape)} in {name}",
-            )
+        for what, tensor, shape in (("states", states, (count, dim)), ("success", success, (count,))):
+            if tensor is not None:
+                received = f"{tuple(tensor.shape)} in {name}"
+                _validate.require(tensor.shape == shape, "rows", f"have {what} of shape {shape}", received)
     side = math.isqrt(dim)
     image = side * side == dim and side > 1
     finite = [s[s.isfinite()] for _, s, _ in (rows[-1], *rows)]
     if not image:  # curves should stay inside their frames
         finite = [torch.cat(finite)]
     low, high = next(((float(f.min()), float(f.max())) for f in finite if f.numel()), (0.0, 1.0))
-    figure = Figure(figsize=(1.4 + 1.0 * max(count, 5), 1.0 + 1.12 * len(rows)), dpi=DPI, layout="constrained")
-    figure.suptitle(title, fontsize=9)
+    figure = new_figure(1.4 + 1.0 * max(count, 5), 1.0 + 1.12 * len(rows), title)
     if count == 0:
         return figure
     grid: Any = figure.subplots(len(rows), count, squeeze=False)
@@ -68,8 +67,7 @@ def retrieval_figure(
                 axes.plot(state, color="0.25", lw=0.8)
                 margin = 0.1 * (high - low) or 1.0
                 axes.set_ylim(low - margin, high + margin)
-            axes.set_xticks([])
-            axes.set_yticks([])
+            hide_ticks(axes)
             if success is not None:
                 _mark(axes, bool(success[index]))
         axes_row[0].set_ylabel(name, fontsize=9)

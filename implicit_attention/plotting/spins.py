@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, DASHES, DPI
+from .style import COLORS, DASHES, add_legend, hide_ticks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +44,8 @@ def configuration_figure(
     D = 1 is an image; D = 2 and D = 3 are arrows, the third component as their colour; of more dimensions the two are
     drawn in which all states together vary most. NaN is sand-coloured, or without an arrow.
 
+    Not for patterns that were retrieved from a memory: use `retrieval_figure`, which marks success.
+
     Args:
         rows: (name, states (count, N, D)), one row each; states of count 1 are put side by side.
         radius: length of a spin, for the scale of colours and arrows.
@@ -54,14 +56,20 @@ def configuration_figure(
 
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.plotting import configuration_figure
+        >>> states = torch.tensor([1.0, -1.0, 0.5, 0.0])[None, :, None]
+        >>> figure = configuration_figure([("m", states), ("-m", -states)], title="Four Ising spins")
+        >>> [axes.get_title() for axes in figure.axes[:2]], figure.axes[0].images[0].get_array().shape
+        (['m', '-m'], (2, 2))
     """
     _validate.require(len(rows) > 0, "rows", "hold at least one row", "none")
     shape = rows[0][1].shape
     for name, states in rows:
-        fits = states.ndim == 3 and states.shape == shape
-        _validate.require(
-            fits, "rows", f"have states of one shape (count, N, D) = {tuple(shape)}", (name, states.shape)
-        )
+        required = f"have states of one shape (count, N, D) = {tuple(shape)}"
+        _validate.require(states.ndim == 3 and states.shape == shape, "rows", required, (name, states.shape))
     count, sites, dim = shape
     _validate.require(min(sites, dim) > 0, "rows", "have at least one spin of at least one dimension", tuple(shape))
     stacked = torch.stack([states.detach().double().cpu() for _, states in rows]) / radius
@@ -69,25 +77,25 @@ def configuration_figure(
         stacked, explained = _principal(stacked)
         title = f"{title}\n{dim} dimensions; drawn are the two that hold {100 * explained:.0f} % of the squares"
     single = count == 1
-    wide = min(len(rows), WRAP) if single else count
-    high = -(-len(rows) // WRAP) if single else len(rows)
+    wide, high = (min(len(rows), WRAP), -(-len(rows) // WRAP)) if single else (count, len(rows))
     figure, grid = _grid(wide, high, title, single=single, notes=bool(notes))
     if count == 0:
         return figure
+    # All panels in reading order: one for each row, or for each state of each row.
+    panels = list(grid.flat)
     drawn = None
-    for index, (name, _) in enumerate(rows):
-        for column in range(count):
-            axes = grid[index // WRAP][index % WRAP] if single else grid[index][column]
-            drawn = _draw(axes, stacked[index, column], palette) or drawn
-            if notes and name in notes:
-                axes.set_xlabel(notes[name][column], fontsize=6, labelpad=1)
+    for index, (axes, state) in enumerate(zip(panels, stacked.flatten(0, 1), strict=False)):
+        name, column = rows[index // count][0], index % count
+        drawn = _draw(axes, state, palette) or drawn
+        if notes and name in notes:
+            axes.set_xlabel(notes[name][column], fontsize=6, labelpad=1)
         if single:
-            grid[index // WRAP][index % WRAP].set_title(name, fontsize=8)
-        else:
-            grid[index][0].set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
-    for index in range(len(rows), wide * high if single else 0):
-        grid[index // WRAP][index % WRAP].set_axis_off()
-    for axes, heading in zip(grid[0], columns, strict=False):
+            axes.set_title(name, fontsize=8)
+        elif column == 0:
+            axes.set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
+    for axes in panels[len(rows) * count :]:
+        axes.set_axis_off()
+    for axes, heading in zip(panels[:wide], columns, strict=False):
         axes.set_title(heading, fontsize=8)
     if drawn is not None:
         edge = 1 - MARGIN_RIGHT / figure.get_figwidth()
@@ -101,16 +109,13 @@ def configuration_figure(
 
 def _grid(wide: int, high: int, title: str, *, single: bool, notes: bool) -> tuple[Figure, Any]:
     """A figure with so many panels, by margins in inches: to measure the texts of hundreds of panels takes seconds."""
-    from matplotlib.figure import Figure
-
     side = 1.5 if single else 0.8
     gap = 0.3 if single else 0.16 if notes else 0.06
     left = 0.1 if single else 1.3
     top = 0.35 + 0.16 * (1 + title.count("\n"))
     width = left + max(wide, 4) * (side + 0.06) + MARGIN_RIGHT
     height = top + high * (side + gap)
-    figure = Figure(figsize=(width, height), dpi=DPI)
-    figure.suptitle(title, fontsize=9, y=1 - 0.08 / height)
+    figure = new_figure(width, height, title, constrained=False, y=1 - 0.08 / height)
     if wide == 0:
         return figure, None
     figure.subplots_adjust(
@@ -129,8 +134,7 @@ def _draw(axes: Any, state: Tensor, palette: str) -> Any:
     sites, dim = state.shape
     side = math.ceil(math.sqrt(sites))
     lines = -(-sites // side)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    hide_ticks(axes)
     known = state.isfinite().all(-1)
     if dim == 1 or not bool(known.all()):
         axes.set_facecolor(NOTHING)
@@ -144,7 +148,7 @@ def _draw(axes: Any, state: Tensor, palette: str) -> Any:
     axes.set_ylim(lines - 0.4, -0.6)
     axes.set_aspect("equal")
     options = {"pivot": "mid", "angles": "xy", "scale_units": "xy", "scale": 1.1, "width": 0.1 / (side + 0.5)}
-    # Up is up, although rows are counted downwards.
+    # Rows are counted downwards, and an arrow with s_y > 0 points up.
     arrows = (x, y, state[:, 0].numpy(), -state[:, 1].numpy())
     if dim == 2:
         axes.quiver(*arrows, color=COLORS[0], **options)
@@ -173,6 +177,8 @@ def phase_figure(
 ) -> Figure:
     """Quantities against inverse temperature, one panel each, with a line for every method.
 
+    Not for one temperature: print the numbers, or draw the states with `configuration_figure`.
+
     Args:
         betas: (K,).
         curves: by method, then by quantity, (K,). NaN is a gap, what is below 1e-9 a zero.
@@ -183,13 +189,20 @@ def phase_figure(
 
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.plotting import phase_figure
+        >>> betas = torch.linspace(0.1, 1.0, 5)
+        >>> figure = phase_figure(betas, {"a lone spin": {"m": torch.tanh(betas)}}, panels={"m": "magnetization"})
+        >>> [axes.get_ylabel() for axes in figure.axes]
+        ['magnetization']
     """
-    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     _validate.require(len(panels) > 0, "panels", "name at least one quantity", "none")
-    figure = Figure(figsize=(1.8 + 3.1 * len(panels), 3.6), dpi=DPI, layout="constrained")
-    figure.suptitle(title, fontsize=9)
+    figure = new_figure(1.8 + 3.1 * len(panels), 3.6, title)
     grid: Any = figure.subplots(1, len(panels), squeeze=False)[0]
     others = [name for name in curves if name not in exact]
     looks: dict[str, dict[str, Any]] = {name: {"color": "0.0", "lw": 3.5, "alpha": 0.35} for name in exact}
@@ -206,15 +219,9 @@ def phase_figure(
             y = y.masked_fill(y.abs() < ROUNDING, 0.0)
             _validate.require(y.shape == x.shape, "curves", f"have K = {len(x)} points", (name, tuple(y.shape)))
             finite.append(y[y.isfinite()])
-            axes.plot(
-                x.numpy(),
-                y.masked_fill(~y.isfinite(), torch.nan).numpy(),
-                # A point between two gaps has no line.
-                marker=".",
-                ms=3,
-                label=name,
-                **looks[name],
-            )
+            drawn = y.masked_fill(~y.isfinite(), torch.nan).numpy()
+            # Markers show a point between two gaps, which has no line.
+            axes.plot(x.numpy(), drawn, marker=".", ms=3, label=name, **looks[name])
             lost = None if failed is None else failed.get(name)
             if lost is not None and bool(lost.any()):
                 # Crosses of several methods stand above each other, so that none hides another.
@@ -227,12 +234,10 @@ def phase_figure(
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
-    handles, labels = grid[0].get_legend_handles_labels()
+    crosses: tuple[Any, ...] = ()
     if failed is not None and any(bool(lost.any()) for lost in failed.values()):
-        (cross,) = grid[0].plot([], [], color="0.4", ls="", marker="x", ms=4)
-        handles, labels = [*handles, cross], [*labels, "no answer"]
-    if handles:
-        figure.legend(handles, labels, loc="outside right center", fontsize=7, frameon=False)
+        crosses = (Line2D([], [], color="0.4", ls="", marker="x", ms=4, label="no answer"),)
+    add_legend(figure, grid[0], 7, crosses)
     return figure
 
 

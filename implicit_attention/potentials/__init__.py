@@ -3,12 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import CovarianceMap, Potential
+from .base import CovarianceMap, Potential, ReadsOut
 from .log_sum_exp import LogSumExp
+from .self_attention import SelfAttention
+from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
-    from ._law import SiteLaw, Units
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
     from .laws import (
@@ -23,13 +24,17 @@ if TYPE_CHECKING:
     from .softcap import SoftcapLogSumExp
     from .sphere import SignUnits, SphereUnits
     from .spherical import AmosResponse, LargeDResponse, SaddlePointResponse, SphericalLaw
+    from .unit import SiteLaw, Units
 
 __all__ = [
     "CovarianceMap",
     "Potential",
+    "ReadsOut",
     "LogSumExp",
+    "Softmax1",
     "SoftcapLogSumExp",
     "SquaredScores",
+    "SelfAttention",
     "GaussianMixture",
     "HiddenUnits",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
@@ -55,7 +60,7 @@ _LAZY = {
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
     "softcap": ("SoftcapLogSumExp",),
-    "_law": ("SiteLaw", "Units"),
+    "unit": ("SiteLaw", "Units"),
     "sphere": ("SignUnits", "SphereUnits"),
     "spherical": ("AmosResponse", "LargeDResponse", "SaddlePointResponse", "SphericalLaw"),
 }

@@ -19,18 +19,20 @@ Reference: NIST DLMF 10.29 (recurrences) and 10.41 (expansion; derived here for 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from numpy.polynomial.polynomial import polyadd, polymul, polysub
 from torch import Tensor
 
 from ._jet import Jet
 
 _Number = TypeVar("_Number", Tensor, Jet)
-_Polynomial = list[Fraction]
 
 
 class _Order(NamedTuple):
@@ -43,24 +45,11 @@ class _Order(NamedTuple):
     bound: float
 
 
-def _times(a: _Polynomial, b: _Polynomial) -> _Polynomial:
-    out = [Fraction(0)] * (len(a) + len(b) - 1)
-    for i, x in enumerate(a):
-        for j, y in enumerate(b):
-            out[i + j] += x * y
-    return out
-
-
-def _plus(*polynomials: _Polynomial) -> _Polynomial:
-    size = max(map(len, polynomials))
-    return [sum((p[m] for p in polynomials if m < len(p)), Fraction(0)) for m in range(size)]
-
-
-def _over_one_minus_c(a: _Polynomial) -> _Polynomial:
+def _over_one_minus_c(a: Any) -> list[Fraction]:
     return [sum(a[: m + 1], Fraction(0)) for m in range(len(a) - 1)]
 
 
-def _floats(a: _Polynomial) -> tuple[float, ...]:
+def _floats(a: list[Fraction]) -> tuple[float, ...]:
     return tuple(map(float, a))
 
 
@@ -70,16 +59,17 @@ def _expansion(orders: int) -> tuple[_Order, ...]:
     Bessel's equation reads N^2 + (1 - c) Y N = s^2 with Y = s d/ds at fixed v, Y c^m s^{-k} = -(k + 2m) c^m s^{-k}.
     Its orders give n_{k+1} from those before. Every n_k has the factor 1 - c = t/s^2, for N = v at t = 0.
     """
+    # Polynomials by numpy, of exact fractions.
     one_minus_c = [Fraction(1), Fraction(-1)]
-    n = [[Fraction(-1, 2), Fraction(1, 2)]]
+    n: list[Any] = [[Fraction(-1, 2), Fraction(1, 2)]]
     found = []
     for k in range(orders):
-        falling = _times(one_minus_c, [(k + 2 * m) * x for m, x in enumerate(n[k])])  # -(1 - c) Y n_k
-        squares = [_times(n[i], n[k - i]) for i in range(k + 1)]
-        n.append([-x / 2 for x in _plus(*squares, [-x for x in falling])])
+        falling = polymul(one_minus_c, [(k + 2 * m) * x for m, x in enumerate(n[k])])  # -(1 - c) Y n_k
+        squares = functools.reduce(polyadd, [polymul(n[i], n[k - i]) for i in range(k + 1)])
+        n.append(polysub(falling, squares) / 2)
         length = _over_one_minus_c(n[k])
         # w = L - 2 t L', and 2 t d/dt = (1 - c) Y.
-        curvature = _over_one_minus_c(_plus(n[k], falling)) if k else []
+        curvature = _over_one_minus_c(polyadd(n[k], falling)) if k else []
         # dW/ds = (N - v) s / t with t = (1 - c) s^2, integrated from s = v; k = 0 gives a logarithm instead. The terms
         # c^m - 1 have the factor 1 - c, and what is left, s^{-k} - v^{-k}, has the coefficients of Stirling's series.
         integral = [x / (k + 2 * m) for m, x in enumerate(length)] if k else [Fraction(0)]
@@ -193,150 +183,96 @@ def _logarithms(t: Tensor, dim: int, top: _Top) -> Tensor:
     return total
 
 
-class _Derivative(torch.autograd.Function):
-    """(t, dim, formula, order) -> the derivative of a formula; its own derivative is the next order."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(t: Tensor, dim: int, formula: Callable[[Any, int], Any], order: int) -> Tensor:
-        return cast(Tensor, formula(Jet.variable(t, order), dim).derivative() if order else formula(t, dim))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        t, ctx.dim, ctx.formula, ctx.order = inputs
-        ctx.save_for_backward(t)
-        ctx.save_for_forward(t)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return cotangent * _next_order(ctx), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent * _next_order(ctx)
-
-
-def _next_order(ctx: Any) -> Tensor:
-    (t,) = ctx.saved_tensors
-    if ctx.formula is _log_partition:
-        return _derivative(t, ctx.dim, _ratio) / 2
-    return _derivative(t, ctx.dim, ctx.formula, ctx.order + 1)
-
-
-def _derivative(t: Tensor, dim: int, formula: Callable[[Any, int], Any], order: int = 0) -> Tensor:
-    if torch.compiler.is_compiling():
-        # The compiler stops at functions with a forward-mode rule. It differentiates the formula itself, and fuses it.
-        return _Derivative.forward(t, dim, formula, order)
-    return cast(Tensor, _Derivative.apply(t, dim, formula, order))  # type: ignore[no-untyped-call]
-
-
-def log_partition(t: Tensor, dim: int) -> Tensor:
-    """W(t) to rounding, for every t >= 0 and D >= 1; differentiable to any order."""
-    return _derivative(t, dim, _log_partition)
-
-
-def ratio(t: Tensor, dim: int) -> Tensor:
-    """G(t) = A(kappa)/kappa to rounding; differentiable to any order."""
-    return _derivative(t, dim, _ratio)
-
-
-def ratio_slope(t: Tensor, dim: int) -> Tensor:
-    """dG/dt to rounding; differentiable to any order."""
-    return _derivative(t, dim, _ratio, 1)
-
-
-def radial(t: Tensor, dim: int) -> Tensor:
-    """P(t) = dA/dkappa to rounding, for D >= 2; differentiable to any order."""
-    return _derivative(t, dim, _radial)
-
-
-class _Length(torch.autograd.Function):
-    """(q, dim) -> L with A(kappa)^2 = q and kappa^2 = q L^2, by Newton's method from the closed form of Amos' bound.
+def _length(q: Tensor, dim: int) -> Tensor:
+    """By Newton's method from the closed form of Amos' bound.
 
     The slope of L - L(q L^2) is (w + L - L(q L^2))/L. Four steps reach rounding in float64 for every D and q, three do
     in float32: the start is off by 3 % at most, and the error is squared.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(q: Tensor, dim: int) -> Tensor:
-        a = (dim - 1) / 2
-        length = (a + (a**2 + dim * (1 - q)).sqrt()) / (1 - q)
-        for _ in range(4 if q.dtype == torch.float64 else 3):
-            t = q * length * length
-            exact = _ratio(t, dim).reciprocal()
-            w = _radial(t, dim) * exact * exact
-            # L^2 - (D - 1) L - w = t, Bessel's equation, holds at `exact`: minus the same at `length`, where t is
-            # q length^2, it gives their difference, which for q near 1 is far below their rounding.
-            excess = (((1 - q) * length - (dim - 1)) * length - w) / (length + exact - (dim - 1))
-            length = length - excess * length / (w + excess)
-        return length
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        q, ctx.dim = inputs
-        ctx.save_for_backward(q, output)
-        ctx.save_for_forward(q, output)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return cotangent * _length_slope(ctx), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent * _length_slope(ctx)
-
-
-def _length_slope(ctx: Any) -> Tensor:
-    """dL/dq = L^2 L'(t) / (1 - 2 t L'(t)/L), with L' = -G'/G^2."""
-    q, length = ctx.saved_tensors
-    t = q * length * length
-    slope: Tensor = -(length**3) * ratio_slope(t, ctx.dim) / radial(t, ctx.dim)
-    return slope
-
-
-class _Entropy(torch.autograd.Function):
-    """(q, dim) -> W(t) - q L; its derivative is -L/2, for W(t) - q L is stationary in L."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(q: Tensor, dim: int) -> Tensor:
-        length = _Length.forward(q, dim)
+    a = (dim - 1) / 2
+    length = (a + (a**2 + dim * (1 - q)).sqrt()) / (1 - q)
+    for _ in range(4 if q.dtype == torch.float64 else 3):
         t = q * length * length
-        top = _Top.at(t, dim)
-        v = top.start.order
-        # (s - v) - q L stays finite where both grow like kappa.
-        difference = ((1 - q) * length * length - v**2) / (length + top.s) - v
-        finite: Tensor = q * length * difference / (top.s + v)
-        return finite + _logarithms(t, dim, top)
+        exact = _ratio(t, dim).reciprocal()
+        w = _radial(t, dim) * exact * exact
+        # L^2 - (D - 1) L - w = t, Bessel's equation, holds at `exact`: minus the same at `length`, where t is
+        # q length^2, it gives their difference, which for q near 1 is far below their rounding.
+        excess = (((1 - q) * length - (dim - 1)) * length - w) / (length + exact - (dim - 1))
+        length = length - excess * length / (w + excess)
+    return length
+
+
+def _entropy(q: Tensor, dim: int) -> Tensor:
+    """W(t) - q L."""
+    length = _length(q, dim)
+    t = q * length * length
+    top = _Top.at(t, dim)
+    v = top.start.order
+    # (s - v) - q L stays finite where both grow like kappa.
+    difference = ((1 - q) * length * length - v**2) / (length + top.s) - v
+    finite: Tensor = q * length * difference / (top.s + v)
+    return finite + _logarithms(t, dim, top)
+
+
+@dataclass(frozen=True, eq=False)
+class _Smooth:
+    """A function of a tensor and D that can be differentiated to any order.
+
+    formula: (x, D) -> y. slope: (x, D, y) -> dy/dx, made of functions of this kind.
+    """
+
+    formula: Callable[[Tensor, int], Tensor]
+    slope: Callable[[Tensor, int, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, dim: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            # The compiler stops at functions with a forward-mode rule. It differentiates the formula, and fuses it.
+            return self.formula(x, dim)
+        return cast(Tensor, _WithSlope.apply(x, dim, self))  # type: ignore[no-untyped-call]
+
+
+class _WithSlope(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, function: _Smooth) -> Tensor:
+        return function.formula(x, dim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        q, ctx.dim = inputs
-        ctx.save_for_backward(q)
-        ctx.save_for_forward(q)
+        x, ctx.dim, ctx.function = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return cotangent * length(ctx.saved_tensors[0], ctx.dim) / -2, None
+        return _WithSlope.jvp(ctx, cotangent), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent * length(ctx.saved_tensors[0], ctx.dim) / -2
+        x, y = ctx.saved_tensors
+        return tangent * cast(Tensor, ctx.function.slope(x, ctx.dim, y))
 
 
-def length(q: Tensor, dim: int) -> Tensor:
-    """L = kappa/A where A(kappa)^2 = q, for 0 <= q < 1 and D >= 2; differentiable to any order."""
-    if torch.compiler.is_compiling():
-        return _Length.forward(q, dim)
-    return cast(Tensor, _Length.apply(q, dim))  # type: ignore[no-untyped-call]
+@functools.cache
+def _derivative(formula: Callable[[Any, int], Any], order: int) -> _Smooth:
+    """The derivative of a formula for tensors or jets; its own derivative is the next order."""
+
+    def value(t: Tensor, dim: int) -> Tensor:
+        return cast(Tensor, formula(Jet.variable(t, order), dim).derivative() if order else formula(t, dim))
+
+    return _Smooth(value, lambda t, dim, _: _derivative(formula, order + 1)(t, dim))
 
 
-def entropy(q: Tensor, dim: int) -> Tensor:
-    """The minimum over kappa of W - kappa sqrt(q), for 0 <= q < 1 and D >= 2; differentiable to any order."""
-    if torch.compiler.is_compiling():
-        return _Entropy.forward(q, dim)
-    return cast(Tensor, _Entropy.apply(q, dim))  # type: ignore[no-untyped-call]
+#: G(t) = A(kappa)/kappa to rounding.
+ratio = _derivative(_ratio, 0)
+#: dG/dt to rounding.
+ratio_slope = _derivative(_ratio, 1)
+#: P(t) = dA/dkappa to rounding, for D >= 2.
+radial = _derivative(_radial, 0)
+#: W(t) to rounding, for every t >= 0 and D >= 1.
+log_partition = _Smooth(_log_partition, lambda t, dim, _: ratio(t, dim) / 2)
+#: L = kappa/A where A(kappa)^2 = q, for 0 <= q < 1 and D >= 2. dL/dq = L^2 L'(t) / (1 - 2 t L'(t)/L), L' = -G'/G^2.
+length = _Smooth(_length, lambda q, dim, y: -(y**3) * ratio_slope(q * y * y, dim) / radial(q * y * y, dim))
+#: The minimum over kappa of W - kappa sqrt(q), W(t) - q L, for 0 <= q < 1 and D >= 2; it is stationary in L.
+entropy = _Smooth(_entropy, lambda q, dim, _: length(q, dim) / -2)

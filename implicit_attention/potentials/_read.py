@@ -1,80 +1,77 @@
-"""What a mask leaves to be read of keys and values, some of which may not be finite."""
+"""Masks over keys, and keys that are not finite: the checks, and what is left to be read."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from einops import einsum
 from torch import Tensor
 
-from .._autograd import is_fake, transforms_active
-from ..ops.fold import Fold
-
-# Scores below half of this are lost in rounding beside a bias of this / eps.
-LOST = 64.0
+from .. import _validate
+from .._autograd import host_may_look, transforms_active
 
 
-class Read(NamedTuple):
-    """What is read, in the layout of `fold`.
+def check_masks(mask: Tensor | None, bias: Tensor | None, keys: Tensor | None = None) -> None:
+    """Raise unless `mask` is boolean and `bias` floating-point, with one entry (or one for all) for each of `keys`."""
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            received = getattr(mask, "dtype", type(mask).__name__)
+            required = "be a boolean tensor (True = attend)"
+            raise TypeError(_validate.message("mask", required, received, "pass additive masks as `bias`"))
+        _validate.check_dense("mask", mask)
+    if bias is not None:
+        _validate.check_float_tensor("bias", bias, min_ndim=1)
+    for name, pairs in (("mask", mask), ("bias", bias)):
+        if pairs is None or keys is None:
+            continue
+        _validate.check_same_kind([("keys", keys), (name, pairs)])
+        count = keys.shape[-2]
+        if pairs.ndim < 1 or pairs.shape[-1] not in (1, count):
+            required = f"broadcast to (*batch, N, M) with M = {count} keys"
+            raise ValueError(_validate.message(name, required, f"shape {tuple(pairs.shape)}"))
 
-    Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
-    nothing, and which to a NaN.
-    """
 
-    fold: Fold
-    keys: Tensor
-    values: Tensor
-    pairs: Tensor | None
-    empty: Tensor | None
-    poison: Tensor | None
+def check_masks_fit(
+    mask: Tensor | None, bias: Tensor | None, argument: str, z: Tensor, count: int, meaning: str
+) -> None:
+    """Raise unless both broadcast to the pairs of the states z (*batch, N, D) and so many keys."""
+    for name, pairs in (("mask", mask), ("bias", bias)):
+        if pairs is not None:
+            _validate.check_same_kind([(argument, z), (name, pairs)])
+            _validate.check_broadcast(name, pairs.shape, (*z.shape[:-1], count), meaning)
 
-    def zero_empty(self, values: Tensor, *, rows: bool = False) -> Tensor:
-        """0 for the queries that attend to no key; `rows` if a query has more than one number."""
-        if self.empty is None:
-            return values
-        return values.masked_fill(self.empty[..., None] if rows else self.empty, 0.0)
 
-    def finish(self, values: Tensor, *, rows: bool = False) -> Tensor:
-        """`zero_empty`, and NaN for the queries that attend to a key which is not finite, as (*batch, N, ...)."""
-        values = self.zero_empty(values, rows=rows)
-        if self.poison is not None:
-            values = values + (self.poison[..., None] if rows else self.poison)
-        return self.fold.restored(values)
+def joined(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Mask and bias as one tensor of pairs (a mask, or a bias that is -inf where masked), and which pairs count."""
+    if bias is None:
+        return mask, mask
+    if mask is not None:
+        bias = bias.where(mask, -torch.inf)
+    return bias, torch.ne(bias, -torch.inf)
 
-    def settled(self) -> tuple[Read, Tensor | None]:
-        """The same for kernels, and which queries (*#batch, #N, 1) must be read as zeros for that.
 
-        Of biases that are all so low that scores are lost beside them, only who has the largest matters. The kernels
-        find that answer but not its gradient, as they weigh by exp(score - logsumexp), which rounds in the same way; a
-        row of -inf has none at all. Without scores such a row is attention to its largest biases, now zeros.
-        """
-        if self.pairs is None:
-            return self, None
-        if self.pairs.dtype == torch.bool:
-            assert self.empty is not None
-            return self._replace(pairs=self.pairs | self.empty[..., None]), None
-        top = self.pairs.detach().amax(-1, keepdim=True)
-        low = top < -LOST / torch.finfo(torch.promote_types(top.dtype, torch.float32)).eps
-        largest = torch.zeros_like(top).where(self.pairs == top, -torch.inf)
-        return self._replace(pairs=largest.where(low, self.pairs)), self.fold.restored(low)
+def restricted_to(scores: Tensor, pairs: Tensor | None, empty: Tensor | None) -> Tensor:
+    """Scores with the bias, and -inf where the mask is False."""
+    if pairs is not None:
+        masked = pairs.dtype == torch.bool
+        scores = scores.masked_fill(~pairs, -torch.inf) if masked else scores + pairs
+    # A row of -inf has a NaN gradient; any finite row will do, as the results of `empty` rows are replaced.
+    return scores if empty is None else scores.masked_fill(empty[..., None], 0.0)
 
 
 def surely_finite(*tensors: Tensor) -> bool:
     """Whether all numbers are known to be finite, where the host can look without waiting."""
-    looked_at = transforms_active() or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    # What records operations must not record an answer that is true of these numbers only.
-    if looked_at or torch._C._len_torch_dispatch_stack() or any(t.device.type != "cpu" or is_fake(t) for t in tensors):
+    if transforms_active() or not host_may_look(*tensors):
         return False
     return all(math.isfinite(float(t.detach().sum())) for t in tensors)
 
 
 def without_nan(held: list[Tensor], attended: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Keys and values (*#batch, M, ...) read as zeros where they are not finite, and NaN for the rows that read those.
+    """Keys and values (*#batch, M, ...) with zeros where they are not finite, and NaN for the rows that read those.
 
-    A key may hold NaN for those who do not attend to it. 0 * NaN is NaN, so it is read as zero, and the queries that do
-    attend to it are told apart by a product that costs one number per pair.
+    A key may hold NaN for queries that do not attend to it. 0 * NaN is NaN, so the key is read as zero, and the queries
+    that do attend to it are found by a product that costs one number per pair.
     """
     finite = [torch.isfinite(t).all(-1, keepdim=True) for t in held]
     bad = ~(finite[0] & finite[-1]).squeeze(-1)

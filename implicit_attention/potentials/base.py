@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +23,15 @@ class CovarianceMap(NamedTuple):
     """The covariance of a potential at one state, for many products, without graph.
 
     product: v -> Cov v; vjp_tensors: u -> (d mean/dt)^T u for each t of `potential.tensors()`.
+
+    Not for products that are to be differentiated: use `Potential.covariance_product`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import SquaredScores
+        >>> cov = SquaredScores(torch.eye(2), beta=0.5).linearize(torch.ones(1, 2))
+        >>> cov is None  # no cheaper than covariance_product
+        True
     """
 
     product: LinearMap
@@ -40,6 +50,34 @@ _OF_BOTH = (
     "probabilities",
     "readout",
 )
+
+
+class ReadsOut(ABC):
+    """A potential whose mean is attention: with weights, and a read-out of other values than the keys.
+
+    `isinstance` and `issubclass` look for the two methods; nothing needs to inherit from this.
+
+    Not for a base class: subclass `Potential`.
+
+    Example:
+        >>> from implicit_attention import LogSumExp, SquaredScores
+        >>> from implicit_attention.potentials import ReadsOut
+        >>> issubclass(LogSumExp, ReadsOut), issubclass(SquaredScores, ReadsOut)
+        (True, False)
+    """
+
+    @abstractmethod
+    def probabilities(self, z: Tensor) -> Tensor:
+        """The attention weights of z over the keys, (*batch, N, D) -> (*batch, N, M)."""
+
+    @abstractmethod
+    def readout(self, z: Tensor, values: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+        """probabilities(z) V for one value (*batch, M, E) per key, a part of the weights dropped."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        # Not a Protocol: that would find the methods which a subclass has, but which raise as they are withdrawn.
+        return all(hasattr(other, name) for name in ("probabilities", "readout"))
 
 
 class Potential(Declared, general=True):
@@ -180,8 +218,8 @@ class Potential(Declared, general=True):
         return Mapped(self, matrix)
 
 
-class _Made(Potential, general=True):
-    """A potential made of `parts`, and what it has from all of them alike."""
+class Composite(Potential, general=True):
+    """Base of potentials made of `parts`, and what they have from all of them alike."""
 
     def __init__(self, *parts: Potential) -> None:
         self.parts = parts
@@ -211,7 +249,7 @@ class _Made(Potential, general=True):
             part.check_state(argument, z)
 
 
-class Scaled(_Made):
+class Scaled(Composite):
     """a Phi(z) for a number a > 0, or one per batch entry (*#batch)."""
 
     declares_all = True
@@ -268,7 +306,7 @@ class Scaled(_Made):
         return None if bound is None else self._times(bound, 0)
 
 
-class Sum(_Made):
+class Sum(Composite):
     """The sum of potentials of the same states."""
 
     declares_all = True
@@ -314,7 +352,7 @@ class Sum(_Made):
         return None if len(bounds) < len(found) else _total(bounds)
 
 
-class Mapped(_Made):
+class Mapped(Composite):
     """Phi(W z) for a linear map W of the state, (K, D) or (*#batch, K, D)."""
 
     declares_all = True

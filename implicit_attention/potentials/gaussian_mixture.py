@@ -9,8 +9,9 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import host_may_look, sum_to_shape, transforms_active
-from ..ops.problem import common
+from .._types import LinearMap
 from .base import CovarianceMap, Potential
+from .scored_keys import common
 
 
 class GaussianMixture(Potential):
@@ -33,7 +34,20 @@ class GaussianMixture(Potential):
         TypeError, ValueError: shapes, dtypes or devices that do not fit; a covariance with a negative eigenvalue (not
             looked for on an accelerator, inside torch.func or torch.compile).
 
+    Not for components without spread: `LogSumExp` has fused operations, and masks.
+
     Gradients: with respect to eta, means, covariances and log_weights, to any order.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import GaussianMixture
+        >>> means, covariance = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 0.5 * torch.eye(2)
+        >>> mixture = GaussianMixture(means, covariance, log_weights=torch.tensor([0.5, 0.5]).log())
+        >>> mixture.responsibilities(torch.tensor([[0.0, 0.0], [2.0, 0.0]]))
+        tensor([[0.5000, 0.5000],
+                [0.8808, 0.1192]])
+        >>> mixture.mean(torch.tensor([[2.0, 0.0]]))
+        tensor([[1.8808, 0.1192]])
     """
 
     convex = True
@@ -52,13 +66,9 @@ class GaussianMixture(Potential):
         _validate.check_float_tensor("log_weights", log_weights, min_ndim=1)
         _validate.check_same_kind([("means", means), ("covariances", covariances), ("log_weights", log_weights)])
         dim = means.shape[-1]
-        _validate.require(
-            covariances.shape[-2:] == (dim, dim),
-            "covariances",
-            f"be matrices of {dim} x {dim}",
-            f"shape {tuple(covariances.shape)}",
-            "use torch.diag_embed for variances",
-        )
+        required, received = f"be matrices of {dim} x {dim}", f"shape {tuple(covariances.shape)}"
+        remedy = "use torch.diag_embed for variances"
+        _validate.require(covariances.shape[-2:] == (dim, dim), "covariances", required, received, remedy)
         _validate.check_broadcast("covariances", covariances.shape, (*means.shape, dim), "(*batch, M, D, D)")
         _validate.check_broadcast("log_weights", log_weights.shape, means.shape[:-1], "(*batch, M)")
         _check_semidefinite(covariances)
@@ -87,9 +97,7 @@ class GaussianMixture(Potential):
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess G(eta) v, per row: within the components and between them."""
-        own, pushed = self._centred(), self._pushed(z)
-        p = own._scores(z, pushed).softmax(-1)
-        return _average(p, self._pushed(v)) + own._mixed(own._changes(p, pushed, v), pushed)
+        return self._covariance(z)[-1](v)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         pushed = self._pushed(z)
@@ -103,11 +111,7 @@ class GaussianMixture(Potential):
     def linearize(self, z: Tensor) -> CovarianceMap | None:
         if not self._has_only("means", "covariances", "log_weights"):
             return None
-        own, pushed = self._centred(), self._pushed(z)
-        p = own._scores(z, pushed).softmax(-1)
-
-        def product(v: Tensor) -> Tensor:
-            return _average(p, self._pushed(v)) + own._mixed(own._changes(p, pushed, v), pushed)
+        own, pushed, p, product = self._covariance(z)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             changes = own._changes(p, pushed, u)
@@ -128,9 +132,15 @@ class GaussianMixture(Potential):
     def select(self, index: Tensor) -> Self | None:
         return self if self._has_only("means", "covariances", "log_weights") else None
 
-    def _centred(self) -> Self:
-        """The same for responsibilities and their changes, which no shift of all means changes, but their rounding."""
-        return self.replace(self.means - common(self.means), *self.tensors()[1:])
+    def _covariance(self, z: Tensor) -> tuple[Self, Tensor, Tensor, LinearMap]:
+        """The same mixture around other means, Sigma_n eta, the responsibilities, and the product with the covariance.
+
+        Responsibilities and their changes do not change with a shift of all means, but their rounding errors do.
+        """
+        own = self.replace(self.means - common(self.means), *self.tensors()[1:])
+        pushed = self._pushed(z)
+        p = own._scores(z, pushed).softmax(-1)
+        return own, pushed, p, lambda v: _average(p, self._pushed(v)) + own._mixed(own._changes(p, pushed, v), pushed)
 
     def _pushed(self, z: Tensor) -> Tensor:
         """Sigma_n eta, (*batch, N, M, D), with an axis of 1 for M where Sigma is shared."""

@@ -11,29 +11,40 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape
-from ._law import Units
 from .base import CovarianceMap, Potential
+from .unit import Units
 
 
 class HiddenUnits(Potential):
-    """Phi(v) = sum_mu K(t_mu), t = W^T v: what is left of independent hidden units h_mu with energy -t_mu h_mu.
+    """Phi(v) = sum_mu K(t_mu), t = W^T v: independent hidden units h_mu with energy -t_mu h_mu, summed over.
 
     E(v) = -a.v - Phi(v) is the effective energy of visible units v in a field a, dE/dv = -a - W <h|v>:
     mean(v) = W K'(t); covariance_product(v, u) = W (K''(t) * W^T u).
 
+    Not for hidden units that exclude each other, of which one is on at a time: that is `LogSumExp`.
+
     Args:
         weights: W, (*batch, D, H); leading axes broadcast to those of the states.
-        units: the law of the hidden units, for example `BernoulliUnits(0.5)`.
+        units: the law of the hidden units, for example `BernoulliUnits(0.5)`; see `implicit_attention.potentials`.
 
     A row v with a t outside the domain of K (`ExponentialUnits`, `LaplaceUnits`) has value and mean NaN; no other row
     is changed.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not fit; units that are no `Units`.
+        TypeError, ValueError: shapes, dtypes or devices that do not fit; units that are no `Units`, or are
+            `SphereUnits()` without a dimension.
 
     Gradients: with respect to v and weights, to any order.
 
     Reference: Smolensky (1986), restricted Boltzmann machines; Barra et al. (2012) for Gaussian hidden units.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.potentials import HiddenUnits, SignUnits
+        >>> potential = HiddenUnits(torch.eye(2), SignUnits())
+        >>> v = torch.tensor([[0.0, 1.0]])
+        >>> potential.value(v), potential.mean(v)
+        (tensor([0.4338]), tensor([[0.0000, 0.7616]]))
     """
 
     convex = True
@@ -45,6 +56,8 @@ class HiddenUnits(Potential):
         _validate.require(0 not in weights.shape[-2:], "weights", required, f"shape {tuple(weights.shape)}")
         if not isinstance(units, Units):
             raise TypeError(_validate.message("units", "be Units", repr(units), "for example BernoulliUnits(0.5)"))
+        required = "have a largest variance >= 0, infinite if there is none"
+        _validate.require(units.largest_variance >= 0, "units", required, units)
         self.weights = weights
         self.units = units
 

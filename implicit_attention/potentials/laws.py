@@ -1,7 +1,7 @@
-"""Laws of one number: K(t) = log of the mean of exp(t h), its derivatives, and what sites of spin systems ask besides.
+"""Laws of a unit that is a number: K(t) = log of the mean of exp(t h) with its derivatives, one class per law.
 
-There is one class per law. Hidden units of a Boltzmann machine take all of them (`Units`), sites of a spin system those
-that answer to a quadratic term as well (`SiteLaw`). Spins of fixed length have a module of their own, `spherical`.
+Hidden units of a Boltzmann machine take all of them (`Units`). Sites of a spin system take those that answer to a
+quadratic term as well (`SiteLaw`). Units of fixed length are in `sphere`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ._law import SiteLaw, TiltMap, Units, require_dimension
+from .unit import SiteLaw, TiltMap, Units, require_dimension
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -219,7 +219,6 @@ class BernoulliUnits(Units):
         return math.log(self.p) - math.log1p(-self.p)
 
 
-@dataclass(frozen=True)
 class _PositiveParameter(Units):
     """A law whose one parameter, a rate or a scale, is > 0."""
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from jaxtyping import Bool, Float
 from torch import Tensor
-from typing_extensions import Self
 
 from .. import _validate
-from ._read import Read
-from .log_sum_exp import LogSumExp, _select_rows
+from .log_sum_exp import LogSumExp
+from .scored_keys import Read, ScoredKeys
 
 
-class SoftcapLogSumExp(LogSumExp):
+class SoftcapLogSumExp(ScoredKeys):
     """Phi(z) = (1/beta) log sum_j exp(c(beta <k_j, z>) + bias_j) with scores capped by c(s) = cap tanh(s / cap).
 
     mean(z) = sum_j p_j c'(s_j) k_j with p = softmax(c(s) + bias), s = beta K z: a key whose score is near the cap pulls
-    less than its weight. The read-out, softmax(c(s) + bias) V, is capped attention as it is; its own iteration with the
-    keys as values would be no gradient of anything.
+    less than its weight. The read-out, softmax(c(s) + bias) V, is capped attention as it is; iterated with the keys as
+    values it would follow the gradient of no potential.
     covariance_product(z, v) = beta [sum_j p_j (c'^2 + c'')(s_j) k_j <k_j, v> - mean <mean, v>].
 
     Not convex: from a plain step the energy may rise, and equilibria may be saddles.
@@ -34,17 +33,20 @@ class SoftcapLogSumExp(LogSumExp):
     Gradients: with respect to z, keys, beta and bias, to any order.
 
     Reference: Gemma Team (2024), Gemma 2, section 2, for the capped scores.
+
+    Not for models whose logits are not capped: use `LogSumExp`, which is convex and has fused kernels.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import SoftcapLogSumExp
+        >>> phi = SoftcapLogSumExp(keys=torch.eye(3), beta=8.0, cap=2.0)
+        >>> phi.probabilities(torch.eye(3))[0].round(decimals=3)
+        tensor([0.7870, 0.1070, 0.1070])
     """
 
-    convex = False
     declares_all = True
-    fused = False
-    # By the capped scores, as there.
-    value = LogSumExp.value
-    probabilities = LogSumExp.probabilities
-    readout = LogSumExp.readout
-    row_block = LogSumExp.row_block
     bounded_below = LogSumExp.bounded_below
+    _held = (*ScoredKeys._held, "cap")
 
     def __init__(
         self,
@@ -56,8 +58,9 @@ class SoftcapLogSumExp(LogSumExp):
         bias: Float[Tensor, "..."] | None = None,
     ) -> None:
         super().__init__(keys, beta, mask=mask, bias=bias)
-        cap = _validate.check_number("cap", cap, low=0.0, open_low=True)
-        self.cap = cap
+        # Torch's kernels do not cap scores.
+        self._dense = True
+        self.cap: float = _validate.check_number("cap", cap, low=0.0, open_low=True)
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Sum_j p_j c'(s_j) k_j, (*batch, N, D) -> (*batch, N, D)."""
@@ -68,8 +71,7 @@ class SoftcapLogSumExp(LogSumExp):
 
     def _evaluated(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read = self._read(z)
-        squashed = self._squashed(z, read)
-        scores = self._paired(self.cap * squashed, read)
+        squashed, scores = self._squashed(z, read)
         pull = scores.softmax(-1) * (1 - squashed.square())
         value = read.finish(scores.logsumexp(-1)) / self._row_scale
         return value, read.finish(read.fold.product(pull, read.keys), rows=True)
@@ -80,28 +82,18 @@ class SoftcapLogSumExp(LogSumExp):
         """Hess Phi(z) v, per row."""
         read = self._read(z)
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
-        squashed = self._squashed(z, read)
-        p = self._paired(self.cap * squashed, read).softmax(-1)
+        squashed, scores = self._squashed(z, read)
+        p = scores.softmax(-1)
         slope = 1 - squashed.square()
         mean = fold.product(p * slope, keys)
         bend = slope * (slope - 2 / self.cap * squashed)
         second = fold.product(p * bend * fold.product(v, keys.mT), keys)
         return self._scale * read.finish(second - mean * (mean * v).sum(-1, keepdim=True), rows=True)
 
-    def lipschitz(self) -> None:  # type: ignore[override]
-        return None
+    def _shaped(self, scores: Tensor) -> Tensor:
+        return self.cap * (scores / self.cap).tanh()
 
-    def select(self, index: Tensor) -> Self | None:
-        if not self._has_only("keys", "beta", "mask", "bias", "cap"):
-            return None
-        clone = self.replace(*self.tensors())
-        clone.mask = None if self.mask is None else _select_rows(self.mask, index)
-        clone.bias = None if self.bias is None else _select_rows(self.bias, index)
-        return clone
-
-    def _squashed(self, z: Tensor, read: Read) -> Tensor:
-        """tanh(s / cap)."""
-        return (self._products(z, read) / self.cap).tanh()
-
-    def _scores(self, z: Tensor, read: Read) -> Tensor:
-        return self._paired(self.cap * self._squashed(z, read), read)
+    def _squashed(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        """tanh(s / cap), and the capped scores with bias and mask."""
+        squashed = (self._products(z, read) / self.cap).tanh()
+        return squashed, read.restricted(self.cap * squashed)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from .. import _validate
 from . import _bessel
-from ._law import Units, require_dimension
-from .spherical import Site, SphericalLaw, widened
+from .spherical import Site, SphericalLaw, covariance_times, widened
+from .unit import SiteLaw, TiltMap, Units, require_dimension
 
 
 @dataclass(frozen=True)
-class SphereUnits(SphericalLaw, Units):
+class SphereUnits(SphericalLaw, SiteLaw, Units):
     """A vector of length R in any direction, the von Mises-Fisher law: A = I_{D/2}/I_{D/2-1}, coth - 1/kappa for D = 3.
 
     As a hidden unit, h is one component of a unit vector in `dim` dimensions: K = log Z_1(t), NaN where t^2 is not
@@ -41,6 +41,7 @@ class SphereUnits(SphericalLaw, Units):
 
     dim: int | None = None
     linear_growth: ClassVar[bool] = True
+    fixed_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.dim is not None:
@@ -80,6 +81,18 @@ class SphereUnits(SphericalLaw, Units):
 
     def variance(self, t: Tensor) -> Tensor:
         return self.radial_gain(widened(t).square(), self._known_dim).to(t.dtype)
+
+    def tilted_log_partition(self, theta: Tensor, v: Tensor, radius: float) -> Tensor:
+        return self.log_partition(theta, 1.0, radius) + v * radius**2 / 2
+
+    def tilted_moments(self, theta: Tensor, v: Tensor, radius: float) -> tuple[Tensor, Tensor]:
+        tau, rho = self.covariance_parts(theta, 1.0, radius)
+        # The mean over directions: no digits are lost where it is small.
+        return self.magnetization(theta, 1.0, radius), tau + (rho - tau) / theta.shape[-1]
+
+    def tilted_covariance(self, theta: Tensor, v: Tensor, radius: float) -> TiltMap:
+        terms = self.covariance_terms(theta, 1.0, radius)
+        return lambda by_theta, by_v: (covariance_times(terms, theta, by_theta), torch.zeros_like(by_v))
 
     @property
     def _known_dim(self) -> int:

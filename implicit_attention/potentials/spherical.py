@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from ._law import SiteLaw, Sites, TiltMap, Vectors
+from .unit import Sites, Vectors
 
 Beta: TypeAlias = float | Float[Tensor, "*#batch"]
 
@@ -42,7 +42,7 @@ class Site(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SphericalLaw(SiteLaw):
+class SphericalLaw:
     """A spin s of length R in D dimensions, whose weight in the field f is exp(beta f.s) against the uniform measure.
 
     With kappa = beta R |f| and u = f/|f|, all in closed form and exact at f = 0:
@@ -56,8 +56,10 @@ class SphericalLaw(SiteLaw):
     log Z_1, with grad Gamma = beta f. In mean field
     beta F = -sum_i S(m_i) - (beta/2) sum_ij J_ij m_i.m_j - beta sum_i h_i.m_i.
 
-    A subclass gives the functions of t = kappa^2 and q = |m|^2/R^2 below. In t and q they are smooth, where functions
+    A subclass gives the functions of t = kappa^2 and q = |m|^2/R^2 below. These are smooth also at 0, where functions
     of the lengths kappa and |m| are not. Half precision is computed in float32.
+
+    A subclass may be an approximation (`AmosResponse`); then it has no moments beyond these, and is no `SiteLaw`.
 
     Not for spins whose length varies: use `GaussianUnits` or `DiscreteUnits` with `AdaTAP`.
 
@@ -76,7 +78,8 @@ class SphericalLaw(SiteLaw):
         True
     """
 
-    fixed_length: ClassVar[bool] = True
+    def check(self, argument: str, dim: int, radius: float) -> None:
+        """Raise, with the name of the argument, if the law does not exist at this dimension and radius."""
 
     def scaled_log_partition(self, t: Tensor, dim: int) -> Tensor:
         """log Z_1 as a function of t = kappa^2."""
@@ -122,9 +125,9 @@ class SphericalLaw(SiteLaw):
         return self._at(site.dim)._mean(site).to(field.dtype)
 
     def covariance_parts(self, field: Vectors, beta: Beta, radius: float) -> tuple[Sites, Sites]:
-        """(tau, rho), the variances across and along the field, each (*batch, N) and exact however small it is.
+        """(tau, rho), the variances across and along the field, each (*batch, N), to rounding however small they are.
 
-        In one dimension nothing is across the field, and tau = rho.
+        One dimension has no direction across the field; there tau = rho.
         """
         site = self._site(field, beta, radius)
         tau, rho = self._at(site.dim)._parts(site)
@@ -142,7 +145,7 @@ class SphericalLaw(SiteLaw):
         _validate.check_float_tensor("v", v, min_ndim=2)
         _validate.check_same_kind([("field", field), ("v", v)])
         _validate.check_together("v", v.shape, field.shape, "the shape of `field`")
-        return _product(self._at(site.dim)._terms(site), site.field, widened(v)).to(field.dtype)
+        return covariance_times(self._at(site.dim)._terms(site), site.field, widened(v)).to(field.dtype)
 
     def inverse(self, magnetization: Vectors, beta: Beta, radius: float) -> Vectors:
         """The field that gives `magnetization`; NaN at sites with |m| >= R, which no finite field gives."""
@@ -156,19 +159,7 @@ class SphericalLaw(SiteLaw):
         m = self._vectors("magnetization", magnetization, radius) / radius
         return self._at(m.shape[-1])._entropy(m).to(magnetization.dtype)
 
-    def tilted_log_partition(self, theta: Tensor, v: Tensor, radius: float) -> Tensor:
-        return self.log_partition(theta, 1.0, radius) + v * radius**2 / 2
-
-    def tilted_moments(self, theta: Tensor, v: Tensor, radius: float) -> tuple[Tensor, Tensor]:
-        tau, rho = self.covariance_parts(theta, 1.0, radius)
-        # The mean over directions: no digits are lost where it is small.
-        return self.magnetization(theta, 1.0, radius), tau + (rho - tau) / theta.shape[-1]
-
-    def tilted_covariance(self, theta: Tensor, v: Tensor, radius: float) -> TiltMap:
-        terms = self.covariance_terms(theta, 1.0, radius)
-        return lambda by_theta, by_v: (_product(terms, theta, by_theta), torch.zeros_like(by_v))
-
-    # The same for one site in the precision of the computation.
+    # The same in the precision of the computation, without checks.
 
     def _at(self, dim: int) -> SphericalLaw:
         """The law that has the formulas for this dimension."""
@@ -209,7 +200,6 @@ class SphericalLaw(SiteLaw):
         return widened(vectors)
 
 
-@dataclass(frozen=True)
 class _AlgebraicResponse(SphericalLaw):
     """Approximations of the form A = kappa/(a + sqrt(b^2 + kappa^2)); a subclass gives a and b."""
 
@@ -244,7 +234,6 @@ class _AlgebraicResponse(SphericalLaw):
         return -q * (b**2 - a**2) / (root + b) - a * torch.log1p(q * (root + a) / ((root + b) * (1 - q)))
 
 
-@dataclass(frozen=True)
 class AmosResponse(_AlgebraicResponse):
     """Amos' bound for `SphereUnits`, a = (D - 1)/2 and b = (D + 1)/2: exact for small and large kappa, and a lower one.
 
@@ -268,7 +257,6 @@ class AmosResponse(_AlgebraicResponse):
         return (dim - 1) / 2, (dim + 1) / 2
 
 
-@dataclass(frozen=True)
 class SaddlePointResponse(_AlgebraicResponse):
     """Steepest descent over the length of the spin, a = b = D/2, for any radius: exact for D to infinity.
 
@@ -287,7 +275,6 @@ class SaddlePointResponse(_AlgebraicResponse):
         return dim / 2, dim / 2
 
 
-@dataclass(frozen=True)
 class LargeDResponse(_AlgebraicResponse):
     """The usual large-D response, only for R^2 = D/2 - 1: m = beta f/(1 + g), g = sqrt(1 + beta^2 |f|^2/R^2).
 
@@ -336,7 +323,7 @@ def _square(m: Tensor) -> Tensor:
     return torch.where(q < 1, q, torch.nan)
 
 
-def _product(terms: tuple[Tensor, Tensor], field: Tensor, v: Tensor) -> Tensor:
+def covariance_times(terms: tuple[Tensor, Tensor], field: Tensor, v: Tensor) -> Tensor:
     """(tau I + slope f f^T) v."""
     tau, slope = terms
     along = slope * (field * v).sum(-1)

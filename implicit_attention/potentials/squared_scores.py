@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from ..ops.fold import SMALL_PRODUCT
-from ._keys import KeyPotential, check_mask
+from ._read import check_masks
+from .scored_keys import SMALL_PRODUCT, KeyPotential
 
 
 class SquaredScores(KeyPotential):
@@ -27,6 +27,15 @@ class SquaredScores(KeyPotential):
     The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; see `bounded_below`.
 
     Gradients: with respect to z, keys and beta, to any order.
+
+    Not for softmax attention, or where weights are to be read out in values: use `LogSumExp`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, SquaredScores, solve
+        >>> energy = AnchoredEnergy(SquaredScores(torch.eye(2), beta=0.5), field=torch.ones(1, 2), anchor=0.5)
+        >>> solve(energy, torch.ones(1, 2)).value.round(decimals=3)  # anchor x/(1 - (1 - anchor) beta)
+        tensor([[0.6670, 0.6670]])
     """
 
     convex = True
@@ -44,8 +53,8 @@ class SquaredScores(KeyPotential):
         _validate.require(
             bias is None, "bias", "be None for SquaredScores", "a tensor", "use LogSumExp for additive biases"
         )
+        check_masks(mask, None, keys)
         if mask is not None:
-            check_mask(mask, keys)
             _validate.require(
                 mask.ndim == 1 or mask.shape[-2] == 1,
                 "mask",

@@ -1,4 +1,4 @@
-"""SolveReport for solvers that are not ours: the best state of each problem among all that were evaluated."""
+"""The record of a foreign solver: the best state of each problem among all that the solver evaluated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Recorder:
-    """Evaluates f for a foreign solver and keeps the same evidence as the library's own loop.
+    """Evaluates f for a foreign solver and records the same as the library's own loop.
 
     All leading axes are one, P problems of n numbers each. The record of a problem is closed at the first state that
     meets the tolerance (or at the first non-finite one), so it does not depend on how long its neighbours take.
@@ -66,7 +66,7 @@ class Recorder:
         self.first_mapped = self.evaluate(self.part(self.rows), self.initial, 0)
         self.unreadable = self.broken.clone()
 
-    # Who is evaluated, and by what.
+    # Parts of the batch, and their evaluation.
 
     def part(self, rows: Tensor) -> Part:
         """`rows` as problems of the whole."""
@@ -92,9 +92,9 @@ class Recorder:
         return rows[~(self.done | self.broken | self.stalled | (self.residual == 0))[rows]]
 
     def evaluate(self, part: Part, z: Tensor, step: int, *, last: bool = False) -> Tensor:
-        """f(z) of the states z (len(rows), n), taken down as evidence. `last`: z is the foreign solver's answer.
+        """f(z) of the states z (len(rows), n), recorded. `last`: z is the foreign solver's answer.
 
-        Inside a torch.func transform f is being linearised, which is no step: nothing is taken down.
+        Inside a torch.func transform f is being linearised, which is no step: nothing is recorded.
         """
         z = z.reshape(len(part.rows), part.base.shape[1])
         state = part.base.index_copy(0, part.position, z)
@@ -138,7 +138,7 @@ class Recorder:
     # What comes of it.
 
     def round_to(self, problem: Problem, dtype: torch.dtype) -> None:
-        """Replace the values by those of another precision, and the evidence by what `problem` says of these."""
+        """Round the values to another precision, and measure the residuals of `problem` at the rounded values."""
         value = self.value.to(dtype)
         mapped, energy = problem.evaluate(value.reshape(self.shape), energy=self.energy is not None)
         mapped = mapped.reshape(value.shape)
@@ -163,7 +163,7 @@ class Recorder:
         return Outcome(self.value.reshape(self.shape), record.map(lambda t: t.reshape(self.lead)), self._trace())
 
     def _trace(self) -> tuple[Tensor, ...]:
-        """One row per evaluation of a problem; those that needed fewer keep their last entry."""
+        """One row per evaluation; a problem with fewer evaluations than others repeats its last entry."""
         if self.events is None:
             return ()
         length = int(self.num_evals.max()) if len(self.num_evals) else 1
@@ -182,7 +182,7 @@ class Recorder:
 
 
 class Options(Mapping[str, Any]):
-    """Options of a foreign solver: a copy that cannot be changed, hashable whatever the values are."""
+    """Options of a foreign solver: a copy that cannot be changed, hashable even where the values are not."""
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         if given is not None and not isinstance(given, Mapping):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .._declared import pick, put
 from ..problem import Problem
 from ..solution import Record
 
@@ -84,21 +85,13 @@ class Rows:
 
     def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
         """Restrict problem, best states and solver memory to the rows `order` of the present working set."""
-        lead_ndim = order.ndim
-
-        def pick(tensor: Any) -> Any:
-            if not isinstance(tensor, Tensor):
-                return tensor
-            tail = tensor.shape[lead_ndim:]
-            index = order.reshape(*order.shape, *(1,) * len(tail)).expand(*order.shape, *tail)
-            return tensor.gather(lead_ndim - 1, index)
-
         self.full = self._merged(best)
         self.rows = order if self.rows is None else self.rows.gather(-1, order)
         selected = self.base.select(self.rows)
         assert selected is not None
         self.problem = selected
-        return [*pytree.tree_map(pick, tree), pytree.tree_map(pick, best)]
+        picked: list[Any] = list(pytree.tree_map_only(Tensor, lambda tensor: pick(tensor, order), (*tree, best)))
+        return picked
 
     def all(self, best: Best) -> tuple[Tensor, Record]:
         """Value and record of all rows, in their order, without padding."""
@@ -106,7 +99,7 @@ class Rows:
         return self.unpadded(best.value, 0), best.record.map(lambda t: self.unpadded(t, 0))
 
     def unpadded(self, tensor: Tensor, before: int) -> Tensor:
-        """`tensor`, whose leading axes follow `before` others, without the rows that were added."""
+        """`tensor` without the rows that were added; its leading axes come after `before` other axes."""
         if self.active.ndim == 0 or self.active.shape[-1] == self.count:
             return tensor
         return tensor.narrow(before + self.active.ndim - 1, 0, self.count)
@@ -114,13 +107,8 @@ class Rows:
     def _merged(self, best: Best) -> Best:
         if self.rows is None:
             return best
-        rows = self.rows
-
-        def put(full: Tensor, part: Tensor) -> Tensor:
-            index = rows[..., None].expand(*rows.shape, part.shape[-1]) if part.ndim > rows.ndim else rows
-            return full.scatter(rows.ndim - 1, index, part)
-
         assert self.full is not None
         # No rows leave a solve that is traced, so that there is no energy.
-        record = Record(*map(put, self.full.record, best.record))
-        return best._replace(value=put(self.full.value, best.value), record=record)
+        value = put(self.full.value, self.rows, best.value)
+        record = Record(*(put(full, self.rows, part) for full, part in zip(self.full.record, best.record, strict=True)))
+        return best._replace(value=value, record=record)

@@ -33,6 +33,8 @@ METHODS = (*_BY_EVALUATIONS, *_BY_STEPS)
 class SciPy(Solver):
     """`scipy.optimize.root` on f(z) - z, each problem alone and in float64: slow, and independent of our solvers.
 
+    Not for batches of any size: use `Anderson()` or `NewtonKrylov()`, to which this is an oracle.
+
     A run ends at the first evaluated state with |f(z) - z| <= atol + rtol |f(z)| (half of that for other precisions
     than float64), else with the best state evaluated. The value is cast back to the initial state's precision and
     judged there, by one more evaluation: tolerances below that precision end as STALLED. SciPy's vectors are on the
@@ -50,6 +52,15 @@ class SciPy(Solver):
     Raises:
         ImportError: SciPy is not installed.
         ValueError: a method that there is none of; in the run, an option that SciPy does not know.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import SciPy
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(cosine, torch.zeros(3, 1, dtype=torch.float64), solver=SciPy("krylov", rtol=1e-10))
+        >>> bool(solution.converged.all()), round(float(solution.value[0]), 6)
+        (True, 0.739085)
     """
 
     method: str = "hybr"

@@ -42,6 +42,8 @@ _ANDERSON_FIRST = 3
 class TorchDEQ(Solver):
     """A solver of torchdeq's registry, one row per problem, ended and judged by this library's rule.
 
+    Not for speed: use `Anderson()`, to which this is a comparison.
+
     The run ends when every problem has met |f(z) - z| <= atol + rtol |f(z)| at some state that was evaluated (torchdeq
     is also given tol = rtol in its mode 'rel', or atol in 'abs' if rtol = 0). Each problem's answer is the first such
     state, else the best one evaluated, torchdeq's own answer included; its residual was measured at that very state.
@@ -65,6 +67,15 @@ class TorchDEQ(Solver):
         ValueError: a name that is not registered, an option that the solver does not have (torchdeq ignores those).
 
     Reference: Geng and Kolter (2023), TorchDEQ 0.1.0.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import TorchDEQ
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(cosine, torch.zeros(3, 1), solver=TorchDEQ("broyden"))
+        >>> bool(solution.converged.all()), round(float(solution.value[0]), 3)
+        (True, 0.739)
     """
 
     name: str
@@ -170,7 +181,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _options_of(function: Callable[..., Any]) -> list[str]:
-    """The options that a torchdeq solver names; what it swallows beside them it ignores."""
+    """The options that a torchdeq solver names; it ignores all others."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     _, *parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind in named and p.name not in _RESERVED]
@@ -188,12 +199,25 @@ _SOLVERS: dict[str, type[Solver]] = {
 def register_with_torchdeq(prefix: str = "implicit_") -> tuple[str, ...]:
     """Make our solvers known to torchdeq, as `torchdeq.get_deq(f_solver="implicit_anderson")`; returns their names.
 
+    Not for problems of this library, which take its solvers as they are: use `solve(problem, start,
+    solver=Anderson())`.
+
     They are implicit_picard, implicit_anderson, implicit_broyden and implicit_newton_krylov. Every sample of the batch
     (the first axis of x0; of a vector each entry) is one problem, and stops on its own. `solver_kwargs` of the model's
     call are their options (history, guard, ...); unknown ones raise. Registering again changes nothing.
 
     newton_krylov differentiates f by torch.func, which torchdeq's backward map does not allow: use it as `f_solver`,
     not as `b_solver`.
+
+    Example:
+        >>> import torch, torchdeq
+        >>> from implicit_attention.solvers import register_with_torchdeq
+        >>> register_with_torchdeq()[:2]
+        ('implicit_picard', 'implicit_anderson')
+        >>> deq = torchdeq.get_deq(f_solver="implicit_anderson")
+        >>> states, info = deq(torch.cos, torch.zeros(3, 1))
+        >>> round(float(states[0][0]), 3)
+        0.739
     """
     _validate.require(isinstance(prefix, str), "prefix", "be a string", repr(prefix))
     registry = needed("torchdeq.solver", REQUIREMENT, "register_with_torchdeq")

@@ -32,6 +32,8 @@ class History(NamedTuple):
 class Anderson(Safeguarded):
     """z <- f(z) - sum_i gamma_i df_i with gamma = argmin |r - sum_i gamma_i dr_i|^2, over the last accepted steps.
 
+    Not for maps that are not smooth, whose past steps say nothing of the next: use `Picard(damping=...)`.
+
     Args:
         history: number of past steps to mix, >= 1. None is 1 where plain steps are certain to descend (energies with a
             convex potential: more was measured to gain nothing) and 5 for other problems.
@@ -40,8 +42,17 @@ class Anderson(Safeguarded):
             descend (many problems are solved by then) and 2 for others.
         guard: see `Safeguarded`; without it the method ends on saddles of attention energies.
 
-
     Reference: Walker and Ni (2011), type II; the safeguards are this library's.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.solvers import Anderson
+        >>> keys, query = torch.eye(4), torch.ones(2, 4)
+        >>> energy = AnchoredEnergy(LogSumExp(keys, beta=0.5), field=query, anchor=0.5)
+        >>> solution = solve(energy, query, solver=Anderson(history=2, rtol=1e-5))
+        >>> bool(solution.converged.all()), solution.value.shape
+        (True, torch.Size([2, 4]))
     """
 
     history: int | None = None

@@ -27,6 +27,8 @@ class History(NamedTuple):
 class Broyden(Safeguarded):
     """z <- z - H r with H the inverse Jacobian of r = f(z) - z, updated by rank one after every accepted step.
 
+    Not for long attention, whose 2 x `history` states per query take memory: use `Anderson()`.
+
     Starts from H = -I, that is from the plain step.
 
     Args:
@@ -34,6 +36,15 @@ class Broyden(Safeguarded):
         guard: see `Safeguarded`; without it the method ends on saddles of attention energies.
 
     Reference: Broyden (1965), the first ("good") method, in the limited-memory form of its inverse.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import Broyden
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(cosine, torch.zeros(3, 1), solver=Broyden(history=5))
+        >>> bool(solution.converged.all()), round(float(solution.value[0]), 3)
+        (True, 0.739)
     """
 
     history: int = 20

@@ -18,11 +18,23 @@ from .iterate import Iteration, Solver, Update
 class GradientDescent(Solver):
     """z <- z - step_size grad E(z), where -grad E(z) = f(z) - z.
 
+    Not for speed: use `Anderson()`, which needs far fewer evaluations.
+
     Args:
         step_size: > 0; 1 is one softmax attention per step, and below 2 over the largest curvature of E it descends.
 
     Raises:
         ValueError: in `solve`, for a map that has no energy.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.solvers import GradientDescent
+        >>> keys, query = torch.eye(4), torch.ones(2, 4)
+        >>> energy = AnchoredEnergy(LogSumExp(keys, beta=0.5), field=query, anchor=0.5)
+        >>> solution = solve(energy, query, solver=GradientDescent(step_size=0.5))
+        >>> bool(solution.converged.all()), int(solution.num_steps[0]) > 5
+        (True, True)
     """
 
     step_size: float = 0.1

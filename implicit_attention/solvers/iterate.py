@@ -23,7 +23,19 @@ from ._rows import Best, Rows, flat, unflat
 
 
 class Iteration(NamedTuple):
-    """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead)."""
+    """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead).
+
+    Not for the course of a solve: ask for `solve(..., trace=True)`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.solvers import Iteration, Picard
+        >>> z = torch.ones(3, 2)
+        >>> r = z / 2 - z
+        >>> point = Iteration(z, z / 2, r, r.norm(dim=-1), energy=None, step=0, event_shape=torch.Size([2]))
+        >>> Picard().step(None, (), point, torch.ones(3, dtype=torch.bool)).candidate[0]
+        tensor([0.5000, 0.5000])
+    """
 
     z: Tensor
     mapped: Tensor
@@ -37,7 +49,17 @@ class Iteration(NamedTuple):
 class Outcome(NamedTuple):
     """What a solver returns: the values, how the solve went, and its course.
 
+    Not for users of `solve`, which returns a `Solution`.
+
     `trace` holds (residual, energy if there is one, num_evals, value), or nothing.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap
+        >>> from implicit_attention.solvers import Picard
+        >>> outcome = Picard().run(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(3, 1))
+        >>> outcome.value.shape, outcome.record.status.tolist()
+        (torch.Size([3, 1]), [0, 0, 0])
     """
 
     value: Tensor
@@ -52,10 +74,23 @@ CONTRACT = "make f contract more (attention: lower beta or raise the anchor)"
 class Update(NamedTuple):
     """What a step returns.
 
+    Not for the results of a solve: those are in `Solution`.
+
     state: the solver's memory, a nested tuple whose tensors have the problems' leading axes.
     candidate: the state to evaluate next, (*lead, n).
     stalled: (*lead), problems that the method gives up; None for none.
     num_evals: (*lead), evaluations beyond the one that led here (inner products); None for none.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import Solver, Update
+        >>> class Halfway(Solver):
+        ...     def step(self, problem, state, point, accepted):
+        ...         return Update(state, point.z + point.r / 2)
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solve(cosine, torch.zeros(3, 1), solver=Halfway(max_steps=1), on_failure="ignore").value[0]
+        tensor([0.5000])
     """
 
     state: Any
@@ -68,6 +103,8 @@ class Update(NamedTuple):
 class Solver:
     """Base of all solvers.
 
+    Not for use as it is: use one of its subclasses, such as `Anderson()`, or write one by defining `step`.
+
     A problem has converged when |f(z) - z|_2 <= atol + rtol |f(z)|_2 at a state that the solver accepts.
 
     Args:
@@ -79,6 +116,18 @@ class Solver:
         max_steps: largest number of updates; 0 returns the initial state, status EXPLICIT.
         check_every: steps between two looks at whether all problems are finished, each of which makes the host wait;
             None is 1 on a CPU and 4 on an accelerator. Results do not depend on it.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import Solver, Update
+        >>> class Halfway(Solver):
+        ...     def step(self, problem, state, point, accepted):
+        ...         return Update(state, point.z + point.r / 2)
+        >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
+        >>> solution = solve(cosine, torch.zeros(3, 1), solver=Halfway(rtol=1e-5))
+        >>> bool(solution.converged.all()), round(float(solution.value[0]), 3)
+        (True, 0.739)
     """
 
     rtol: float = 1e-4
@@ -133,7 +182,7 @@ class Solver:
         return ()
 
     def accept(self, problem: Problem, state: Any, point: Iteration) -> Tensor | None:
-        """(*lead), whether the evaluated candidate is better than what it came from; None accepts all."""
+        """(*lead), whether the evaluated candidate is better than the state before it; None accepts all."""
         return None
 
     def step(self, problem: Problem, state: Any, point: Iteration, accepted: Tensor) -> Update:
@@ -205,8 +254,8 @@ def _loop(
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
-            # What a finished problem goes on doing has no gradient; a zero one would turn into NaN at the first 0/0.
-            state, z = pytree.tree_map(functools.partial(_live, active=active), (state, z))
+            # Further steps of a finished problem are detached: a gradient of zero would turn into NaN at the first 0/0.
+            state, z = pytree.tree_map_only(Tensor, functools.partial(_live, active=active), (state, z))
         if update.num_evals is not None:
             num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
         if update.stalled is not None:
@@ -217,11 +266,11 @@ def _loop(
     return best._replace(record=best.record._replace(num_evals=num_evals)), traced
 
 
-def _live(tensor: Any, *, active: Tensor) -> Any:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
         return tensor
     where = active.reshape((*active.shape, *(1,) * (tensor.ndim - active.ndim)))
-    # 0 * NaN is NaN: what diverged must not reach what the problems share.
+    # 0 * NaN is NaN: a problem that diverged must not reach tensors that all problems share.
     return torch.where(where, tensor, tensor.detach().nan_to_num(0.0, 0.0, 0.0))
 
 

@@ -20,6 +20,8 @@ from .safeguard import STRETCH, Proposal, Safeguarded
 class NewtonKrylov(Safeguarded):
     """z <- z + t s with (I - J) s = r solved to a relative `forcing`, J the Jacobian of f, t halved until accepted.
 
+    Not for loose tolerances, which a few plain steps meet at a lower cost, nor for `Unrolled()`: use `Anderson()`.
+
     For energies I - J is the Hessian: conjugate gradients solve, and leave at the first direction of negative curvature
     with what they have (at once: along -grad E), so that the iteration descends past saddles. Other maps use GMRES.
     Every product with J counts as one evaluation.
@@ -30,6 +32,16 @@ class NewtonKrylov(Safeguarded):
         guard: see `Safeguarded`.
 
     Reference: Dembo, Eisenstat and Steihaug (1982).
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> from implicit_attention.solvers import NewtonKrylov
+        >>> keys, query = torch.eye(4), torch.ones(2, 4)
+        >>> energy = AnchoredEnergy(LogSumExp(keys, beta=0.5), field=query, anchor=0.5)
+        >>> solution = solve(energy, query, solver=NewtonKrylov(rtol=1e-6))
+        >>> bool(solution.converged.all()), int(solution.num_steps.max()) < 10
+        (True, True)
     """
 
     forcing: float = 0.1

@@ -50,6 +50,8 @@ class Memory(NamedTuple):
 class Safeguarded(Solver):
     """Base of solvers that propose a direction from every accepted point and test where it leads.
 
+    Not for use as it is: use `Anderson()`, `Broyden()` or `NewtonKrylov()`, or write one by defining `propose`.
+
     The guard decides what is kept. "energy": E must fall by |r|^2/4 (for a shortened step in proportion); where E
     cannot resolve that in the given precision, by the trapezoid rule on its gradient. "residual": |r| must fall.
     "none": every finite state is kept. "auto" is "energy" for energies and "residual" for other maps. A rejected step
@@ -57,6 +59,18 @@ class Safeguarded(Solver):
     to descend (`problem.plain_steps_descend`) is tested too, and halved until it does. Where E curves downwards along
     the last step, the next one is four plain steps long. Where plain steps are certain to descend, the last of
     a budget is one.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.solvers import Safeguarded
+        >>> from implicit_attention.solvers.safeguard import Proposal
+        >>> class Longer(Safeguarded):
+        ...     def propose(self, problem, history, point, accepted):
+        ...         return Proposal(1.5 * point.r, accepted)
+        >>> half = FixedPointMap(lambda z: z / 2 + 1, event_ndim=1)
+        >>> solve(half, torch.zeros(3, 1), solver=Longer()).value[0].round(decimals=2)
+        tensor([2.])
     """
 
     guard: Guard = dataclasses.field(default="auto", kw_only=True)
@@ -153,7 +167,7 @@ class Safeguarded(Solver):
         return torch.where(resolved, measured >= required - rounding, trapezoid >= required)
 
     def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
-        """The proposal where it passes what can be tested without an evaluation, the plain step elsewhere."""
+        """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
         s, usable, num_evals = proposal
         if self._guard(problem) != "none" and problem.symmetric:
             s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
@@ -171,8 +185,8 @@ class Safeguarded(Solver):
         if point.step < warm_up:
             return Update(state, point.mapped)
         fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
-        # Where r was 0 nothing moved, and nothing is learned. But what is made of r has a derivative: that of plain
-        # steps, were the history 0/0, which need not converge, and of 4 r one that grows without bound.
+        # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a derivative:
+        # with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows without bound.
         moved = (point.z != state.z).any(-1)
         history = self.remember(problem, state.history, point.z - state.z, point.r - state.r, fresh)
         if torch.is_grad_enabled():

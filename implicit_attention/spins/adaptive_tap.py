@@ -102,7 +102,7 @@ class AdaTAP(FixedPointApproximation):
         name = type(self.prior).__name__
         remedy = "use SphereUnits() or SignUnits()"
         _validate.require(self.prior.fixed_length, "prior", "have spins of fixed length", name, remedy)
-        return super().site_response()
+        return self.prior if isinstance(self.prior, SphericalLaw) else super().site_response()
 
     def inverse_variances(self, system: SpinSystem) -> Tensor:
         """Lambda, (*batch, N), with (Lambda - beta J)^{-1} the covariance of all spins; NaN where the solve failed."""

@@ -71,13 +71,9 @@ class SpinSystem(Declared):
         mask: Bool[Tensor, "*#batch N"] | None = None,
     ) -> None:
         _check_field(field)
-        if isinstance(beta, Tensor):
-            _validate.check_float_tensor("beta", beta)
-            _validate.check_same_kind([("field", field), ("beta", beta)])
-            _validate.check_broadcast("beta", beta.shape, field.shape[:-2], "the leading axes of `field`")
-            _validate.check_range("beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example by exp")
-        else:
-            beta = _validate.check_number("beta", beta, low=0.0, open_low=True)
+        remedy = "parametrise it, for example by exp"
+        beta = _validate.check_per_batch("beta", beta, low=0.0, open_low=True, remedy=remedy)
+        _validate.check_fits_batch("beta", beta, "field", field)
         _validate.check_choice("measure", measure, ("uniform", "counting"))
         dim = field.shape[-1]
         remedy = "the count of states is infinite for D > 1; use measure='uniform'"

@@ -167,7 +167,7 @@ class AdjointContract:
         initial = energy.field.detach().clone().requires_grad_()
         value = self.equilibrium(energy, initial)
         (gradient,) = torch.autograd.grad(value.sum(), initial, allow_unused=True, materialize_grads=True)
-        # Unrolled to convergence the start is forgotten up to what the contraction leaves of it.
+        # Unrolled to convergence, the gradient to the start is as small as the contraction over all steps.
         assert gradient.abs().max() < 1e-6
         assert self.through_initial or gradient.eq(0).all()
 

@@ -230,7 +230,7 @@ class LinearSolverContract:
 
     @staticmethod
     def check_scaled(solution: LinearSolution, reference: LinearSolution, scale: float) -> None:
-        """Not one bit of the answer or its evidence differs, but for the power of two."""
+        """Value and record are the same bits, but for the power of two."""
         assert torch.equal(solution.value, reference.value * scale)
         assert torch.equal(solution.residual, reference.residual * scale)
         assert torch.equal(solution.tolerance, reference.tolerance * scale)

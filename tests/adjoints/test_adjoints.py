@@ -7,9 +7,6 @@ import pytest
 import torch
 
 from implicit_attention import (
-    CG,
-    GMRES,
-    MINRES,
     AnchoredEnergy,
     Anderson,
     Broyden,
@@ -19,7 +16,6 @@ from implicit_attention import (
     GradientDescent,
     Implicit,
     LogSumExp,
-    Neumann,
     NewtonKrylov,
     OneStep,
     Phantom,
@@ -28,6 +24,7 @@ from implicit_attention import (
     Unrolled,
     solve,
 )
+from implicit_attention.linear import CG, GMRES, MINRES, Neumann
 from implicit_attention.testing.adjoint import AdjointContract, attention_energy, attention_inputs
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 

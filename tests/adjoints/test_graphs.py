@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from implicit_attention import (
-    CG,
     AnchoredEnergy,
     Anderson,
     EnergyFunction,
@@ -24,6 +23,7 @@ from implicit_attention import (
 )
 from implicit_attention.adjoints import linear_system
 from implicit_attention.diagnostics import diagnose
+from implicit_attention.linear import CG
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 from implicit_attention.testing.problems import hopfield_energy
 

@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-from implicit_attention import (
-    CG,
-    GMRES,
-    AnchoredEnergy,
-    ConvergenceError,
-    FixedPointMap,
-    Implicit,
-    LogSumExp,
-    Status,
-    solve,
-)
+from implicit_attention import AnchoredEnergy, ConvergenceError, FixedPointMap, Implicit, LogSumExp, Status, solve
+from implicit_attention.linear import CG, GMRES
 from implicit_attention.testing.numerics import random, relative_error
 
 

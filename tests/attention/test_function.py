@@ -347,7 +347,7 @@ def test_a_fixed_budget_is_unrolled_unless_it_is_told_otherwise():
 
 def test_reference_implementation_uses_no_fused_kernel(monkeypatch):
     given = inputs(keys=80, dtype=torch.float32)
-    fused = equilibrium_attention(*given, impl="sdpa")
+    fused = equilibrium_attention(*given, impl="tiled")
     assert torch.equal(fused, equilibrium_attention(*given))
 
     def never(*args, **kwargs):
@@ -357,7 +357,7 @@ def test_reference_implementation_uses_no_fused_kernel(monkeypatch):
     written_out = equilibrium_attention(*given, impl="reference")
     torch.testing.assert_close(written_out, fused, rtol=1e-4, atol=1e-5)
     with pytest.raises(AssertionError, match="a fused kernel"):
-        equilibrium_attention(*given, impl="sdpa")
+        equilibrium_attention(*given, impl="tiled")
 
 
 def test_reference_drops_weights_by_itself(monkeypatch):
@@ -374,9 +374,9 @@ def test_reference_drops_weights_by_itself(monkeypatch):
 def test_what_the_kernels_cannot_do_is_refused():
     given, bias = inputs(keys=80), random(N, 80).requires_grad_()
     with pytest.raises(UnsupportedImplementation, match="with an additive mask that requires grad"):
-        equilibrium_attention(*given, bias, impl="sdpa")
+        equilibrium_attention(*given, bias, impl="tiled")
     with pytest.raises(UnsupportedImplementation, match=r"inside torch\.func"):
-        torch.func.grad(lambda q: equilibrium_attention(q, *given[1:], impl="sdpa").sum())(given[0])
+        torch.func.grad(lambda q: equilibrium_attention(q, *given[1:], impl="tiled").sum())(given[0])
 
 
 def test_a_wide_mask_is_not_rounded_by_narrow_queries():
@@ -409,7 +409,7 @@ def bad(match, error=ValueError, *, change=None, **options):
         bad("`attn_mask` must broadcast to", attn_mask=torch.ones(N, M + 1, dtype=torch.bool)),
         bad("`attn_mask` must be boolean .* or additive", TypeError, attn_mask=torch.ones(N, M, dtype=torch.int64)),
         bad("`attn_mask` must be boolean", TypeError, attn_mask=[[True] * M] * N),
-        bad("is_causal=True, which they may contradict.*tril", attn_mask=torch.ones(N, M).bool(), is_causal=True),
+        bad("is_causal=True, which it may contradict.*tril", attn_mask=torch.ones(N, M).bool(), is_causal=True),
         bad("`dropout_p` must be in", dropout_p=1.5),
         bad("`scale` must be > 0", scale=0.0),
         bad("`scale` must be > 0 everywhere", scale=torch.tensor([1.0, -1.0, 1.0, 1.0]).double()),
@@ -419,8 +419,8 @@ def bad(match, error=ValueError, *, change=None, **options):
         bad("`anchor` must broadcast to the leading axes of `query`", anchor=torch.ones(3).double()),
         bad("`solver` must be None or a Solver, got 'anderson'; for example Anderson", TypeError, solver="anderson"),
         bad("`adjoint` must be None or a Adjoint", TypeError, adjoint=Implicit),
-        bad("`impl` must be one of 'auto', 'reference', 'sdpa', 'triton'", impl="flash"),
-        bad("at least 64 keys are needed", UnsupportedImplementation, impl="sdpa"),
+        bad("`impl` must be one of 'auto', 'reference', 'tiled', 'triton'", impl="flash"),
+        bad("at least 64 keys are needed", UnsupportedImplementation, impl="tiled"),
         bad("Triton kernels do not run on the device", UnsupportedImplementation, impl="triton"),
         bad("`max_steps` must be >= 0", max_steps=-1),
         bad("`on_failure` must be one of", on_failure="explode"),

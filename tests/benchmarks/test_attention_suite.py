@@ -180,14 +180,14 @@ def test_a_process_that_breaks_off_says_why():
 def test_there_are_no_kernels_to_time_without_a_gpu(rows):
     assert kernels.settings(quick=False, device="cpu") == ()
     verdicts = {target.id: target.judge(rows)["verdict"] for target in ATTENTION if target.device == "cuda"}
-    assert verdicts == dict.fromkeys(("G1", "G2", "G3", "G5", "G6"), "unmeasured")
+    assert verdicts == dict.fromkeys(("G1", "G2", "G5", "G6"), "unmeasured")
 
 
 def test_a_gpu_gets_the_settings_of_the_targets():
     cases = attention.settings_of(False, device="cuda")
     assert {case.metric for case in cases} == set(attention.METRICS)
     assert {case.problem.device for case in cases} == {"cuda"}
-    timed = [case.problem for case in cases if case.metric in ("G1", "G2", "G3")]
+    timed = [case.problem for case in cases if case.metric in ("G1", "G2")]
     assert {problem.shape for problem in timed} == {Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)}
     assert {problem.dtype for problem in timed} == {"bfloat16"}
     assert {problem.rtol for problem in timed} == {1e-3}
@@ -242,12 +242,12 @@ def test_g2_allows_what_a_tile_must_wait_for(fused):
 
 
 def test_an_operation_that_breaks_off_has_no_ratio(fused, monkeypatch):
-    def broken(data, solved):
+    def broken(data, **options):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(kernels, "fused_product", broken)
-    found = kernels.measured(attention.Case("G3", fused), repeats=1, max_seconds=1.0)
-    assert found["ratios"] == {"G3": None}
+    monkeypatch.setattr(kernels, "fused_solve", broken)
+    found = kernels.measured(attention.Case("G1", fused), repeats=1, max_seconds=1.0)
+    assert found["ratios"] == {"G1": None}
     assert "no such kernel" in found["evidence"]["fused"]["error"]
 
 
@@ -361,7 +361,7 @@ def test_the_full_run_has_the_settings_of_the_targets():
 def test_the_headline_has_every_target_and_says_what_is_missing(run, tmp_path):
     nothing = headline.content(tmp_path)
     lines = [line.split(" | ") for line in nothing.splitlines() if line.startswith(("| C", "| G"))]
-    assert {line[0][2:] for line in lines} == {f"C{i}" for i in range(1, 8)} | {f"G{i}" for i in range(1, 7)}
+    assert {line[0][2:] for line in lines} == {f"C{i}" for i in range(1, 8)} | {"G1", "G2", "G4", "G5", "G6"}
     assert {line[-1][:-2] for line in lines if line[0].startswith("| G")} == {"unmeasured"}
     assert {line[-1][:-2] for line in lines if line[0].startswith("| C")} == {"not measured"}
     assert "attention.png" not in nothing

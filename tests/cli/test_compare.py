@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from implicit_attention.cli import compare as compare_module
 from implicit_attention.cli import main, table
-from implicit_attention.cli.compare import Settings, compare
+from implicit_attention.cli.contenders import Contender
 from implicit_attention.cli.data import draw
-from implicit_attention.cli.methods import Method
+from implicit_attention.cli.progress import Progress
+from implicit_attention.cli.settings import CompareSettings
 
 METHODS = [
     "one-step softmax",
@@ -118,7 +119,7 @@ def test_retrieval_rates_agree_with_the_reference_within_three_deviations(digits
 def test_rates_of_the_first_draw_agree_with_softmax_written_in_numpy(digits, beta):
     content = digits[2]
     data = torch.from_numpy(load_digits().data) / 8 - 1
-    sample = draw(data, patterns=200, queries=200, noise=0.5, draws=8, seed=0).first()
+    sample = draw(data, patterns=200, queries=200, noise=0.5, draws=8, seed=0).first(200)
     keys, queries, targets = (t.numpy() for t in (sample.keys, sample.queries, sample.targets))
     assert (queries[:200, 32:] == 0).all()
     assert (queries[:200, :32] == keys[:, :32]).all()
@@ -174,16 +175,18 @@ def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digit
 
 @pytest.fixture(scope="module")
 def small():
-    return compare(Settings(patterns=5, quick=True), lambda name, row: None)
+    return compare_module.run(
+        CompareSettings(patterns=5, quick=True), Progress(table.compare_line, Console(quiet=True))
+    )
 
 
 @pytest.mark.parametrize("width", [20, 60, 90])
 def test_narrow_terminals_get_several_tables_with_every_column(small, width, capsys):
     comparison = small
     tables = table.comparison_tables(comparison, width)
-    assert [c.header for t in tables for c in t.columns if c.header != "method"] == [c.header for c in table.COLUMNS]
+    assert [c.header for t in tables for c in t.columns if c.header != "method"] == [c.header for c in table.COMPARISON]
     console = Console(width=width)
-    table.show(comparison, console, compare_module.Path("out"))
+    table.show_comparison(comparison, console)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= width
 
 
@@ -239,12 +242,10 @@ def test_a_method_that_raises_stays_in_the_table(tmp_path, patterns, monkeypatch
     def broken():
         raise RuntimeError("it broke\nin two lines")
 
-    real = compare_module.methods
-
-    def with_broken(**options):
-        return [Method("breaks", broken, real(**options)[0].adjoint), *real(**options)[:1]]
-
-    monkeypatch.setattr(compare_module, "methods", with_broken)
+    real = compare_module.contenders
+    monkeypatch.setattr(
+        compare_module, "contenders", lambda descents: [Contender("breaks", broken), *real(descents)[:1]]
+    )
     np.savez(tmp_path / "one.npz", patterns)
     result = invoke("--quick", "--data", tmp_path / "one.npz", "--patterns", 10, "--out", tmp_path)
     assert result.exit_code == 0, result.output

@@ -33,24 +33,21 @@ def bad_files(folder):
         (["--beta", "0"], ["`--beta` must be > 0", "got 0"]),
         (["--beta", "nan"], ["`--beta` must be > 0", "got nan"]),
         (["--anchor", "1.5"], ["`--anchor` must be in [0, 1]", "got 1.5"]),
-        (["--patterns", "0"], ["`--patterns` must be >= 1", "got 0"]),
         (["--patterns", "1798"], ["`--patterns` must be <= 1797", "got 1798"]),
         (["--device", "abacus"], ["`--device` must name a device", "'abacus'"]),
         (["--device", "meta"], ["`--device` must be cpu or cuda", "'meta'"]),
         (["--device", "cuda:99"], ["`--device` must be present", "'cuda:99'"]),
-        (["--dtype", "int8"], ["`--dtype` must be one of float32", "'int8'"]),
-        (["--seed", "-1"], ["`--seed` must be in", "got -1"]),
         (["--out", "short.npy"], ["`--out` must be a writable folder", "short.npy"]),
         (["--data", "nowhere.npy"], ["`--data` nowhere.npy must be an existing file"]),
-        (["--data", "table.csv"], ["must end in .npy, .npz or .pt", "'.csv'"]),
+        (["--data", "table.csv"], ["must end in .npy or .npz or .pt", "'.csv'"]),
         (["--data", "cube.npy"], ["must have shape (count, D)", "(4, 2, 3)"]),
         (["--data", "complex.npy"], ["must hold real numbers", "complex128"]),
-        (["--data", "object.npy"], ["must hold one plain array", "running its code"]),
+        (["--data", "object.npy"], ["must hold plain arrays", "running its code"]),
         (["--data", "two.npz"], ["exactly one array", "first, second"]),
-        (["--data", "code.pt"], ["must hold one plain array", "running its code"]),
+        (["--data", "code.pt"], ["must hold plain arrays", "running its code"]),
         (["--data", "list.pt"], ["must hold a tensor", "list"]),
-        (["--data", "damaged.npz"], ["must hold one plain array", "damaged"]),
-        (["--data", "empty.npy"], ["must hold one plain array", "damaged"]),
+        (["--data", "damaged.npz"], ["must hold plain arrays", "damaged"]),
+        (["--data", "empty.npy"], ["must hold plain arrays", "damaged"]),
         (["--data", "short.npy"], ["`--patterns` must be <= 4, the rows of `--data` short.npy", "got 200"]),
     ],
 )
@@ -65,6 +62,40 @@ def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, argument
     assert "; " in result.stderr
     for part in expected:
         assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["compare", "--patterns", "0"], ["'--patterns'", "greater than or equal to 1"]),
+        (["compare", "--dtype", "int8"], ["'--dtype'", "'int8' is not one of 'float32', 'float64'"]),
+        (["compare", "--seed", "-1"], ["'--seed'", "greater than or equal to 0"]),
+        (["magnetize", "--seed", str(2**63 - 1)], ["'--seed'", "less than or equal to"]),
+        (["magnetize", "--dtype", "float16"], ["'--dtype'", "'float16' is not one of 'float64', 'float32'"]),
+        (["magnetize", "--measure", "both"], ["'--measure'", "'both' is not one of 'uniform', 'counting'"]),
+    ],
+)
+def test_values_outside_of_choices_and_ranges_are_refused_by_the_parser(arguments, expected):
+    result = CliRunner().invoke(main.app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    for part in expected:
+        assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "meaning"),
+    [
+        ("compare", "--anchor", "Weight of the query"),
+        ("compare", "--dtype", "float32|float64|bfloat16|float16"),
+        ("magnetize", "--measure", "uniform|counting"),
+        ("magnetize", "[FILE]", "An .npz file with the arrays J"),
+    ],
+)
+def test_help_names_every_option_with_its_meaning(command, option, meaning):
+    text = CliRunner().invoke(main.app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    (line,) = (line for line in text.splitlines() if option in line and "Usage" not in line)
+    assert meaning in line
 
 
 @pytest.mark.parametrize("absent", ["sklearn", "matplotlib"])
@@ -137,7 +168,7 @@ def hostile(folder):
     ],
 )
 def test_a_hostile_file_is_one_line_and_takes_no_memory(tmp_path, monkeypatch, file, expected):
-    monkeypatch.setattr("implicit_attention.cli.data.LARGEST", 2**25)
+    monkeypatch.setattr("implicit_attention.cli.files.LARGEST", 2**25)
     hostile(tmp_path)
     result = invoke("--data", str(tmp_path / file))
     assert result.exit_code == 2, result.exception
@@ -148,10 +179,10 @@ def test_a_hostile_file_is_one_line_and_takes_no_memory(tmp_path, monkeypatch, f
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("promise", "not"), ("bomb", "at most 32 MiB"), ("names", r"\x1b[31mred")]
+    ("kind", "expected"), [("promise", "damaged"), ("bomb", "at most 32 MiB"), ("names", r"\x1b[31mred")]
 )
 def test_a_hostile_file_of_spins_is_one_line(tmp_path, monkeypatch, kind, expected):
-    monkeypatch.setattr("implicit_attention.cli.data.LARGEST", 2**25)
+    monkeypatch.setattr("implicit_attention.cli.files.LARGEST", 2**25)
     if kind == "promise":
         archive(tmp_path / "spins.npz", {f"{name}.npy": header((10**6, 10**6)) for name in ("J", "h", "beta")})
     elif kind == "bomb":

@@ -150,8 +150,8 @@ def test_operations_refuse_an_anchor_that_their_precision_cannot_hold():
     keys, field = random(2, 70, 5, dtype=torch.float32), random(2, 3, 5, seed=3, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"`anchor` must leave 1 - anchor its digits in torch.float32, got 0.999999"):
         hopfield_solve(field, keys, beta=0.3, anchor=1 - 1e-6)
-    with pytest.raises(UnsupportedImplementation, match=r"`impl='sdpa'`: an anchor of 0.999999 leaves 1 - anchor no"):
-        equilibrium_attention(field, keys, keys, anchor=1 - 1e-6, scale=0.3, impl="sdpa")
+    with pytest.raises(UnsupportedImplementation, match=r"`impl='tiled'`: an anchor of 0.999999 leaves 1 - anchor no"):
+        equilibrium_attention(field, keys, keys, anchor=1 - 1e-6, scale=0.3, impl="tiled")
     assert hopfield_solve(field.double(), keys.double(), beta=0.3, anchor=1 - 1e-6).status.max() == 0
 
 

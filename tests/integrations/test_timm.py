@@ -97,12 +97,12 @@ def test_bad_arguments_are_refused():
         EquilibriumAttention(12, 5)
     with pytest.raises(ValueError, match="`norm_layer` must be given with qk_norm or scale_norm"):
         EquilibriumAttention(DIM, HEADS, qk_norm=True)
-    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'sdpa', 'triton'"):
+    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'tiled', 'triton'"):
         EquilibriumAttention(DIM, HEADS, impl="fast")
     made, x = layer(), random(B, N, DIM)
     with pytest.raises(ValueError, match=r"`x` must be \(B, N, dim\)"):
         made(x[..., 1:])
     with pytest.raises(ValueError, match="`attn_mask` must have two or four axes"):
         made(x, attn_mask=SOME[:, 0])
-    with pytest.raises(ValueError, match="beside causal=True"):
+    with pytest.raises(ValueError, match="beside is_causal=True"):
         made(x, attn_mask=SOME, is_causal=True)

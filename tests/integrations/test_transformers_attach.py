@@ -12,8 +12,10 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers_models import MODELS, attentions, batch, logits, make
 
-from implicit_attention import CG, Anderson, Implicit, ImplicitAttention, Picard, SciPy
+from implicit_attention import Anderson, Implicit, ImplicitAttention, Picard
 from implicit_attention.integrations.transformers import attach, convert, last_solves, load, override, register, report
+from implicit_attention.linear import CG
+from implicit_attention.solvers import SciPy
 
 HEADS = torch.tensor([0.3, 0.5, 0.7, 0.9])
 

@@ -129,7 +129,7 @@ def test_attention_that_took_no_part_is_named(capsys):
     model.model.layers[1].forward = lambda hidden, **given: hidden
     logits(model, given)
     report(model)
-    assert "attention of their own: model.layers.1.self_attn\n" in capsys.readouterr().out
+    assert "attention of their own: MultiheadAttention (model.layers.1.self_attn)\n" in capsys.readouterr().out
 
 
 def test_a_model_is_compared_with_itself_where_it_draws_at_random():

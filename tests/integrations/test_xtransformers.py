@@ -21,7 +21,7 @@ from xtransformers_cases import (
     with_reference,
 )
 
-from implicit_attention.integrations import xtransformers
+from implicit_attention.attention import core
 from implicit_attention.integrations.xtransformers import EquilibriumAttend, replace_attend
 from implicit_attention.testing.numerics import random
 
@@ -193,13 +193,18 @@ def test_what_is_the_same_for_all_keys_does_not_hide_the_added_one(extra):
 
 
 def test_keys_of_groups_are_not_copied(monkeypatch):
-    seen, solve = [], xtransformers.attend
+    seen, make, read = [], core.made_by, core.read_out
 
-    def spy(query, keys, values, **options):
-        seen.extend([keys, values])
-        return solve(query, keys, values, **options)
+    def made_by(potential, keys, *others):
+        seen.append(keys)
+        return make(potential, keys, *others)
 
-    monkeypatch.setattr(xtransformers, "attend", spy)
+    def read_out(potential, z, values, dropout_p):
+        seen.append(values)
+        return read(potential, z, values, dropout_p)
+
+    monkeypatch.setattr(core, "made_by", made_by)
+    monkeypatch.setattr(core, "read_out", read_out)
     q, k, v = random(B, HEADS, N, 8), random(B, 2, N, 8, seed=1), random(B, 2, N, 8, seed=2)
     EquilibriumAttend(HEADS)(q, k, v)
     for given, held in zip((k, v), seen, strict=True):

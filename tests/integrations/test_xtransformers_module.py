@@ -184,7 +184,7 @@ def test_other_refusals_name_their_reason():
     made.attend = Other()
     with pytest.raises(ValueError, match="own Attend, got Other"):
         replace_attend(made)
-    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'sdpa', 'triton'"):
+    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'tiled', 'triton'"):
         replace_attend(Attention(DIM), impl="fast")
     with pytest.raises(ValueError, match="'learned' or a number"):
         replace_attend(Attention(DIM), anchor="free")
@@ -234,7 +234,7 @@ def test_wrong_kinds_are_refused():
     with pytest.raises(ValueError, match="`attn_bias` must be None with softclamp_logits=True"):
         EquilibriumAttend(HEADS, softclamp_logits=True)(q, q, q, attn_bias=torch.zeros(N, N))
     with pytest.raises(UnsupportedImplementation, match="LogSumExp only"):
-        EquilibriumAttend(HEADS, softclamp_logits=True, impl="sdpa")(q, q, q)
+        EquilibriumAttend(HEADS, softclamp_logits=True, impl="tiled")(q, q, q)
     for options in ({"scale": 0.0}, {"dropout": 2.0}, {"anchor": 1.5}, {"logit_softclamp_value": -1.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             EquilibriumAttend(HEADS, **options)

@@ -24,7 +24,8 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
-from implicit_attention import CG, Anderson, Implicit
+from implicit_attention import Anderson, Implicit
+from implicit_attention.linear import CG
 
 TIGHT = {"solver": Anderson(rtol=1e-12, atol=1e-13), "adjoint": Implicit(CG(rtol=1e-12))}
 VOCAB, WINDOW = 50, 4

@@ -2,6 +2,8 @@
 
 import torch
 
+from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Status, solve
+from implicit_attention.ops import Adjoint, Solved
 from implicit_attention.testing.numerics import random
 
 
@@ -135,3 +137,56 @@ def written_out(z, query, keys, *, beta, anchor, mask=None, is_causal=False):
     mean = ((weights / total)[..., None] * keys[..., None, :, :]).sum(-2).masked_fill(empty, 0.0)
     logsumexp = (top + total.log()).masked_fill(empty, 0.0).squeeze(-1)
     return anchor * query + (1 - anchor) * mean, mean, logsumexp
+
+
+# What the operations are compared with.
+
+
+def solved_by_the_loop(
+    query, keys, *, beta, anchor, mask=None, is_causal=False, initial=None, rtol=1e-4, atol=1e-8, max_steps=200
+):
+    """The answer of the solvers' loop with every product written out."""
+    energy = AnchoredEnergy(LogSumExp(keys, beta, bias=pairs(query, keys, mask, is_causal)), query, anchor)
+    solver = Anderson(rtol=rtol, atol=atol, max_steps=max_steps)
+    start = query if initial is None else initial
+    found = solve(energy, start, solver=solver, impl="reference", on_failure="ignore", adjoint=None)
+    z = found.value.detach()
+    wide = [t.to(z.dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (query, keys, mask)]
+    numbers = {"beta": torch.as_tensor(beta, dtype=z.dtype), "anchor": torch.as_tensor(anchor, dtype=z.dtype)}
+    _, mean, logsumexp = written_out(z, *wide[:2], **numbers, mask=wide[2], is_causal=is_causal)
+    return Solved(
+        found.value, mean, logsumexp, found.status, found.residual, found.tolerance, found.num_steps, found.num_evals
+    )
+
+
+def hessians(query, keys, state, options):
+    """I - df/dz of every query, (*batch, N, D, D), one derivative at a time."""
+    z = state.detach().requires_grad_()
+    mapped = written_out(z, query, keys, **options)[0]
+    rows = [torch.autograd.grad(mapped[..., i].sum(), z, retain_graph=True)[0] for i in range(z.shape[-1])]
+    return torch.eye(z.shape[-1], dtype=z.dtype) - torch.stack(rows, -2)
+
+
+def gradients(query, keys, state, u, options):
+    """(df/dK)^T u, and <df/dbeta, u> per query."""
+    keys = keys.detach().requires_grad_()
+    # Scores are products of beta and the state: a factor of the one is a factor of the other.
+    factor = torch.ones_like(state[..., :1]).requires_grad_()
+    mapped = written_out(factor * state, query, keys, **options)[0]
+    by_keys, by_factor = torch.autograd.grad((mapped * u).sum(), (keys, factor))
+    return by_keys, by_factor.squeeze(-1) / torch.as_tensor(options["beta"], dtype=state.dtype)[..., None]
+
+
+def dense_adjoint(query, keys, state, cotangent, *, dtype=torch.float64, **options):
+    """The answer of a dense factorisation of every Hessian."""
+    query, keys, state, cotangent = (t.to(dtype) for t in (query, keys, state, cotangent))
+    options = {
+        k: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for k, t in options.items()
+    }
+    hessian = hessians(query, keys, state, options)
+    negative = torch.linalg.eigvalsh(hessian)[..., 0] <= 0
+    u = torch.linalg.solve(hessian, cotangent)
+    by_keys, by_beta = gradients(query, keys, state, u, options)
+    status = torch.where(negative, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
+    none = torch.zeros_like(by_beta)
+    return Adjoint(u, status, none, none, none, negative, by_beta, by_keys)

@@ -5,7 +5,7 @@ import torch
 
 from implicit_attention import Status
 from implicit_attention.errors import UnsupportedImplementation
-from implicit_attention.ops import hopfield_cg, hopfield_hvp, hopfield_solve
+from implicit_attention.ops import hopfield_adjoint, hopfield_solve
 
 Q, K = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
 
@@ -82,32 +82,31 @@ Q, K = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
         (ValueError, "`mask` must be on cpu, got meta", {"mask": torch.ones(3, 5, device="meta")}),
         (
             ValueError,
-            "`impl` must be one of 'auto', 'reference', 'sdpa', 'triton', got 'cuda'",
+            "`impl` must be one of 'auto', 'tiled', 'triton', got 'cuda'",
             {"impl": "cuda"},
         ),
-        (UnsupportedImplementation, "`impl='sdpa'`: at least 64 keys are needed", {"impl": "sdpa"}),
-        (UnsupportedImplementation, "got 5; use impl='auto' or 'reference'", {"impl": "sdpa"}),
+        (UnsupportedImplementation, "`impl='tiled'`: at least 64 keys are needed", {"impl": "tiled"}),
+        (UnsupportedImplementation, "got 5; use impl='auto'", {"impl": "tiled"}),
         (
             UnsupportedImplementation,
-            "`impl='triton'`: Triton kernels do not run on the device 'cpu'; use a CUDA device or impl='sdpa'",
+            "`impl='triton'`: Triton kernels do not run on the device 'cpu'; use a CUDA device or impl='tiled'",
             {"impl": "triton"},
         ),
         (
             UnsupportedImplementation,
-            "`impl='sdpa'`: torch",
-            {"impl": "sdpa", "query": Q.to("meta"), "keys": K.to("meta")},
+            "`impl='tiled'`: torch",
+            {"impl": "tiled", "query": Q.to("meta"), "keys": K.to("meta")},
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-@pytest.mark.parametrize("operation", [hopfield_solve, hopfield_cg, hopfield_hvp], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("operation", [hopfield_solve, hopfield_adjoint], ids=lambda f: f.__name__)
 def test_what_every_operation_refuses(operation, error, words, arguments, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     pytest.importorskip("triton") if arguments.get("impl") == "triton" else None
     states = {
         hopfield_solve: {},
-        hopfield_cg: {"state": Q, "cotangent": Q},
-        hopfield_hvp: {"state": Q, "vector": Q},
+        hopfield_adjoint: {"state": Q, "cotangent": Q},
     }[operation]
     operation(Q, K, **states, beta=1.0)
     if getattr(arguments.get("query"), "is_meta", False):
@@ -139,29 +138,21 @@ def test_what_every_operation_refuses(operation, error, words, arguments, monkey
         (
             ValueError,
             "`state` must have the query's shape (2, 3, 4), got (2, 3, 5)",
-            hopfield_cg,
+            hopfield_adjoint,
             {"state": torch.zeros(2, 3, 5), "cotangent": Q},
         ),
-        (TypeError, "`cotangent` must have a floating-point dtype", hopfield_cg, {"state": Q, "cotangent": Q.long()}),
-        (ValueError, "`rtol` must be >= 0, got -1.0", hopfield_cg, {"state": Q, "cotangent": Q, "rtol": -1.0}),
-        (ValueError, "`max_steps` must be >= 0, got -1", hopfield_cg, {"state": Q, "cotangent": Q, "max_steps": -1}),
         (
-            ValueError,
-            "`vector` must have the query's shape (2, 3, 4), got (4,)",
-            hopfield_hvp,
-            {"state": Q, "vector": Q[0, 0]},
+            TypeError,
+            "`cotangent` must have a floating-point dtype",
+            hopfield_adjoint,
+            {"state": Q, "cotangent": Q.long()},
         ),
+        (ValueError, "`rtol` must be >= 0, got -1.0", hopfield_adjoint, {"state": Q, "cotangent": Q, "rtol": -1.0}),
         (
             ValueError,
-            "`mean` and `logsumexp` must be given together",
-            hopfield_hvp,
-            {"state": Q, "vector": Q, "mean": Q},
-        ),
-        (
-            ValueError,
-            "`mean` must have the query's shape",
-            hopfield_hvp,
-            {"state": Q, "vector": Q, "mean": Q[0], "logsumexp": Q[..., 0]},
+            "`max_steps` must be >= 0, got -1",
+            hopfield_adjoint,
+            {"state": Q, "cotangent": Q, "max_steps": -1},
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", ""),

@@ -8,8 +8,8 @@ from layouts import MATRICES, Layouts
 
 import implicit_attention
 from implicit_attention.ops import attention
-from implicit_attention.ops._rows import Rows
 from implicit_attention.ops.problem import Hopfield
+from implicit_attention.ops.tiled.rows import Rows
 from implicit_attention.testing.numerics import random
 
 PRIVATE = ("torch.ops", "_scaled_dot_product", "torch._efficient_attention", "torch._flash_attention")

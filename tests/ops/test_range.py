@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, Status, solve
-from implicit_attention.ops._rows import Rows
-from implicit_attention.ops.dispatch import laid_out
+from implicit_attention.ops.api import laid_out
+from implicit_attention.ops.tiled.rows import Rows
 from implicit_attention.testing.numerics import random
 
 

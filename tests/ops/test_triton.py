@@ -15,8 +15,8 @@ import pytest
 import torch
 import triton_cases
 
-from implicit_attention.ops._triton_support import unsupported
 from implicit_attention.ops.problem import Hopfield
+from implicit_attention.ops.triton.support import unsupported
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SCRIPT = Path(triton_cases.__file__)
@@ -70,7 +70,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run([sys.executable, script, tmp_path / "found"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "found").read_text())
-    assert set(found) == {"_solve_kernel", "_product_kernel", "_adjoint_kernel", "_keys_kernel"}
+    assert set(found) == {"_solve_kernel", "_adjoint_kernel", "_keys_kernel"}
     for kernel, (tensor_core_instructions, size) in found.items():
         assert tensor_core_instructions > 0, f"{kernel} does not use the tensor cores"
         assert size > 0
@@ -83,7 +83,7 @@ def problem(dim=16, lead=(2,), dtype=torch.float32, **options):
 
 
 def test_what_is_unsupported_is_said(monkeypatch):
-    assert "device 'cpu'; use a CUDA device or impl='sdpa'" in unsupported(problem())
+    assert "device 'cpu'; use a CUDA device or impl='tiled'" in unsupported(problem())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert unsupported(problem()) is None
     assert "head dimension of 129; use at most 128" in unsupported(problem(dim=129))
@@ -99,5 +99,5 @@ def test_what_is_unsupported_is_said(monkeypatch):
 
 
 def test_asking_does_not_import_triton():
-    code = "import sys; import implicit_attention.ops._triton_support; assert 'triton' not in sys.modules"
+    code = "import sys; import implicit_attention.ops.triton.support; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

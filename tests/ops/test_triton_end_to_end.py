@@ -28,7 +28,7 @@ x = torch.randn(2, 9, 16)
 torch.testing.assert_close(layer(x, impl="triton"), layer(x, impl="reference"), rtol=1e-3, atol=1e-4)
 for words, options in (
     ("no kernel for Broyden", {"solver": Broyden()}),
-    ("no kernel for a trajectory", {"return_trajectory": True}),
+    ("no step is kept, for a trace", {"return_trajectory": True}),
     ("solves nothing", {"max_steps": 0}),
 ):
     try:

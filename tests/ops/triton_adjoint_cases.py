@@ -1,4 +1,4 @@
-"""Cases for the Hessian-vector product and the adjoint solve, against dense matrices and autograd."""
+"""Cases for the adjoint solve, against dense matrices and autograd."""
 
 import torch
 import triton_harness as harness
@@ -12,7 +12,6 @@ from triton_harness import (
     Poison,
     case,
     cases,
-    check_error,
     error,
     large,
     masked_problem,
@@ -21,8 +20,10 @@ from triton_harness import (
 )
 from triton_oracle import Dense, adjoint
 
-from implicit_attention.ops.hopfield_cg.rule import CGStop
+from implicit_attention.ops import dispatch
 from implicit_attention.ops.problem import Hopfield
+from implicit_attention.ops.rule import AdjointRule
+from implicit_attention.ops.tiled.adjoint import solve_adjoint as tiled_adjoint
 from implicit_attention.status import Status
 
 
@@ -48,19 +49,8 @@ def hessian_in(dtype, dense, z, v):
     return v - ((1 - dense.anchor) * dense.beta).float() * covered
 
 
-def check_product(problem):
-    from implicit_attention.ops.hopfield_hvp.triton import hessian_product
-
-    dense, z, mean, logsumexp = at_solution(problem)
-    v = torch.randn(z.shape).to(harness.DEVICE)
-    with Poison():
-        product = hessian_product(problem, z, v, mean, logsumexp)
-    exact = (dense.hessian(z.double()) @ v.double()[..., None])[..., 0]
-    check_error("product", product, hessian_in(problem.keys.dtype, dense, z, v), exact)
-
-
 def solve_adjoint(problem, state, cotangent, mean, logsumexp, stop, **options):
-    from implicit_attention.ops.hopfield_cg.triton import solve_adjoint as kernel
+    from implicit_attention.ops.triton.adjoint import solve_adjoint as kernel
 
     with Poison():
         answer = kernel(problem, state, cotangent, mean, logsumexp, stop, **options)
@@ -77,7 +67,7 @@ def check_adjoint(problem, factor=1.0):
     dtype = problem.keys.dtype
     dense, z, mean, logsumexp = at_solution(problem)
     cotangent = (torch.randn(z.shape) * factor).to(harness.DEVICE)
-    answer = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(rtol_of(dtype), 60))
+    answer = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(rtol_of(dtype), 60))
     assert not bool(answer.negative_curvature.any())
     assert bool((answer.status == Status.CONVERGED).all()), answer.status.unique()
     exact, gradients = adjoint(dense, problem, z.double(), cotangent.double())
@@ -102,37 +92,6 @@ def check_adjoint(problem, factor=1.0):
 
 
 @cases(**SHAPES)
-def hvp_shape(**shape):
-    check_product(problem_of(**shape))
-
-
-@cases(**{name: dict(name=name) for name in MASKS})
-def hvp_mask(name):
-    check_product(masked_problem(name))
-
-
-@case
-def hvp_signs_kept_aside():
-    problem = problem_of(lead=(2,), dim=16)
-    check_product(problem._replace(keys=sign_aside(problem.keys), beta=sign_aside(problem.beta)))
-
-
-@cases(fp16=dict(dtype=FP16, share=5e-3), bf16=dict(dtype=BF16, share=4e-2))
-def hvp_of_rounded_states(dtype, share):
-    # Keys with much in common: probabilities that do not sum to 1, and weights rounded before they are centred, show.
-    from implicit_attention.ops.hopfield_hvp.triton import hessian_product
-
-    problem = problem_of(lead=(1,), n=20, dim=64, dtype=dtype, beta=24.0, anchor=0.0)
-    problem = problem._replace(keys=problem.keys / 4 + 4.0)
-    dense, v = Dense.of(problem), torch.randn(problem.field.shape).to(harness.DEVICE)
-    z = problem.field.float() + 0.1 * torch.rand_like(problem.field.float())
-    mean, logsumexp = (t.float() for t in dense.attend(z.double()))
-    spread = v - hessian_product(problem, z, v, mean, logsumexp)
-    exact = v - (dense.hessian(z.double()) @ v.double()[..., None])[..., 0]
-    assert error(spread, exact) < share * exact.square().mean().sqrt()
-
-
-@cases(**SHAPES)
 def adjoint_shape(**shape):
     check_adjoint(problem_of(**shape))
 
@@ -143,26 +102,21 @@ def adjoint_mask(name):
 
 
 @case
-def adjoint_agrees_with_the_reference():
-    from implicit_attention.ops.hopfield_cg.api import dispatch
-    from implicit_attention.ops.hopfield_hvp.api import dispatch as dispatch_product
-
+def adjoint_agrees_with_the_tiled_one():
     problem = masked_problem("padding", is_causal=True)
-    _, z, mean, logsumexp = at_solution(problem)
+    _, z, _, _ = at_solution(problem)
     cotangent = torch.randn(z.shape).to(harness.DEVICE)
-    stop = CGStop(1e-5, 60)
-    ours, theirs = (dispatch(problem, z, cotangent, *stop, which) for which in ("triton", "reference"))
+    ours = dispatch.solve_adjoint(problem, z, cotangent, 1e-5, 60, "triton")
+    theirs = tiled_adjoint(problem, z, cotangent, AdjointRule(1e-5, 60))
     for name in ("value", "status", "negative_curvature", "by_beta", "by_keys"):
         assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, atol=1e-4), name
-    ours, theirs = (dispatch_product(problem, z, cotangent, mean, logsumexp, w) for w in ("triton", "reference"))
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @case
 def adjoint_signs_kept_aside():
     problem = problem_of(lead=(2,), dim=16)
     _, z, mean, logsumexp = at_solution(problem)
-    cotangent, stop = torch.randn(z.shape).to(harness.DEVICE), CGStop(1e-5, 60)
+    cotangent, stop = torch.randn(z.shape).to(harness.DEVICE), AdjointRule(1e-5, 60)
     plain = solve_adjoint(problem, z, cotangent, mean, logsumexp, stop)
     aside = problem._replace(keys=sign_aside(problem.keys), anchor=sign_aside(problem.anchor))
     found = solve_adjoint(aside, *(sign_aside(t) for t in (z, cotangent, mean, logsumexp)), stop)
@@ -183,15 +137,15 @@ def adjoint_scale(dtype, factor):
 
 @case
 def adjoint_by_hand_of_many_readers():
-    from implicit_attention.ops.hopfield_cg import _triton_keys
+    from implicit_attention.ops.triton import keys as kernel
 
     problem = problem_of(lead=(2, 3), keys_lead=(1, 1), n=20, m=33, dim=16)
     split = check_adjoint(problem)
-    most, _triton_keys.MOST_SPLITS = _triton_keys.MOST_SPLITS, 1
+    most, kernel.MOST_SPLITS = kernel.MOST_SPLITS, 1
     try:
         whole = check_adjoint(problem)
     finally:
-        _triton_keys.MOST_SPLITS = most
+        kernel.MOST_SPLITS = most
     # Sums in another order: had the queries not been split, they would be the same bits.
     assert not torch.equal(split.by_keys, whole.by_keys)
 
@@ -202,12 +156,12 @@ def adjoint_ends():
     dense, z, mean, logsumexp = at_solution(problem)
     cotangent = torch.randn(z.shape).to(harness.DEVICE)
     cotangent[0, 3] = 0.0
-    clean = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    clean = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
     assert clean.num_steps[0, 3] == 0
     assert clean.status[0, 3] == Status.CONVERGED
     assert bool((clean.value[0, 3] == 0).all())
     cotangent[1, 4, 2] = torch.nan
-    broken = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    broken = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
     others = torch.ones_like(clean.status, dtype=torch.bool)
     others[1, 4] = False
     for field, before in zip(broken[:-1], clean[:-1], strict=True):
@@ -220,15 +174,15 @@ def adjoint_ends():
         measured[1, 4] = torch.nan
     # What has no cotangent carries nothing, whatever else it holds.
     cotangent[1, 4] = 0.0
-    unread = solve_adjoint(problem, there[0], cotangent, *there[1:], CGStop(1e-5, 60))
-    without = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    unread = solve_adjoint(problem, there[0], cotangent, *there[1:], AdjointRule(1e-5, 60))
+    without = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
     assert unread.status[1, 4] == Status.CONVERGED
     for field, before in zip(unread, without, strict=True):
         assert torch.equal(field, before)
     cotangent[1, 4] = torch.inf
-    assert solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60)).status[1, 4] == Status.NONFINITE
+    assert solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60)).status[1, 4] == Status.NONFINITE
     cotangent[1, 4] = 0.0
-    short = solve_adjoint(problem, z, cotangent.nan_to_num(), mean, logsumexp, CGStop(1e-5, 2))
+    short = solve_adjoint(problem, z, cotangent.nan_to_num(), mean, logsumexp, AdjointRule(1e-5, 2))
     assert int(short.num_steps.max()) == 2
     assert bool((short.status == Status.MAX_STEPS).any())
     exact = cotangent.nan_to_num().double() - (dense.hessian(z.double()) @ short.value.double()[..., None])[..., 0]
@@ -249,7 +203,7 @@ def adjoint_negative_curvature():
     dense, z = Dense.of(problem), z.to(harness.DEVICE)
     mean, logsumexp = (t.float() for t in dense.attend(z.double()))
     cotangent = torch.randn(z.shape).to(harness.DEVICE)
-    answer = solve_adjoint(problem, z, cotangent, mean, logsumexp, CGStop(1e-5, 60))
+    answer = solve_adjoint(problem, z, cotangent, mean, logsumexp, AdjointRule(1e-5, 60))
     saddle = torch.linalg.eigvalsh(dense.hessian(z.double()))[..., 0] < 0
     assert torch.equal(answer.negative_curvature, saddle)
     assert bool(saddle[:, 1::2].all())
@@ -263,15 +217,13 @@ def adjoint_negative_curvature():
     assert error(answer.value, kept) < 1e-5
     assert error(answer.by_keys, gradients(kept)[0]) < 1e-5
     # The operation has another method answer them, and says what they are.
-    from implicit_attention.ops.hopfield_cg import api
-
-    whole = api.dispatch(problem, z, cotangent, 1e-5, 60, "triton")
+    whole = dispatch.solve_adjoint(problem, z, cotangent, 1e-5, 60, "triton")
     assert bool((whole.status[saddle] == Status.UNSTABLE).all())
     assert bool((whole.status[~saddle] == Status.CONVERGED).all())
     assert error(whole.value, exact) < 1e-4
     assert error(whole.by_keys, gradients(exact)[0]) < 1e-4
     # Where the host cannot look they are NaN, and so is what they are a part of.
-    blind = api._unanswered(answer, saddle)
+    blind = dispatch.unanswered(answer, saddle)
     assert torch.equal(blind.value.isnan().all(-1), saddle)
     assert torch.equal(blind.by_beta.isnan(), saddle)
     assert bool(blind.by_keys.isnan().all())
@@ -282,7 +234,7 @@ def adjoint_of_every_scale_is_the_same():
     problem = problem_of(lead=(2,), n=20, m=33, dim=16)
     _, z, mean, logsumexp = at_solution(problem)
     cotangent = torch.randn(z.shape).to(harness.DEVICE)
-    there = mean, logsumexp, CGStop(1e-5, 60)
+    there = mean, logsumexp, AdjointRule(1e-5, 60)
     whole = solve_adjoint(problem, z, cotangent, *there)
     for exponent in (115, 70, -70, -85):
         scaled = solve_adjoint(problem, z, cotangent * 2.0**exponent, *there)
@@ -300,11 +252,11 @@ def adjoint_of_every_scale_is_the_same():
 def adjoint_nothing():
     problem = problem_of(lead=(2,), n=0, m=5, dim=16)
     z = torch.zeros(2, 0, 16, device=harness.DEVICE)
-    answer = solve_adjoint(problem, z, z, z, z[..., 0], CGStop(1e-5, 9))
+    answer = solve_adjoint(problem, z, z, z, z[..., 0], AdjointRule(1e-5, 9))
     assert bool((answer.by_keys == 0).all())
     assert answer.by_keys.shape == problem.keys.shape
     problem = problem_of(lead=(2,), n=3, m=0, dim=16)
     z = torch.randn(2, problem.field.shape[-2], 16).to(harness.DEVICE)
-    answer = solve_adjoint(problem, z, z, torch.zeros_like(z), torch.zeros_like(z[..., 0]), CGStop(1e-5, 9))
+    answer = solve_adjoint(problem, z, z, torch.zeros_like(z), torch.zeros_like(z[..., 0]), AdjointRule(1e-5, 9))
     assert error(answer.value, z) < 1e-6
     assert answer.by_keys.shape == problem.keys.shape

@@ -20,7 +20,7 @@ import triton_trust_cases  # noqa: F401
 
 CASES = harness.CASES
 # Each takes a process; the name of a case begins with that of its part.
-PARTS = ("solve_shape", "solve", "hvp", "adjoint_shape", "adjoint", "trust")
+PARTS = ("solve_shape", "solve", "adjoint_shape", "adjoint", "trust")
 
 
 def part_of(name):

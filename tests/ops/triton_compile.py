@@ -12,12 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from implicit_attention.ops.hopfield_cg.rule import CGStop
-from implicit_attention.ops.hopfield_cg.triton import solve_adjoint
-from implicit_attention.ops.hopfield_hvp.triton import hessian_product
-from implicit_attention.ops.hopfield_solve.rule import FusedRule
-from implicit_attention.ops.hopfield_solve.triton import solve
+from implicit_attention._fused_rule import FusedRule
 from implicit_attention.ops.problem import Hopfield
+from implicit_attention.ops.rule import AdjointRule
+from implicit_attention.ops.triton.adjoint import solve_adjoint
+from implicit_attention.ops.triton.solve import solve
 
 
 class Hopper:
@@ -47,8 +46,7 @@ def main(path):
     problem = Hopfield(x, x[:, :1], one, one / 2, torch.ones(2, 1, 1, 256, dtype=torch.bool), is_causal=True)
     z, logsumexp = x.float(), x[..., 0].float().contiguous()
     solve(problem, x, FusedRule(1e-3, 0.0, 10, 3))
-    hessian_product(problem, z, z, z, logsumexp)
-    solve_adjoint(problem, z, z, z, logsumexp, CGStop(1e-2, 10))
+    solve_adjoint(problem, z, z, z, logsumexp, AdjointRule(1e-2, 10))
     Path(path).write_text(json.dumps(found))
 
 

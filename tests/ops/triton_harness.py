@@ -159,11 +159,10 @@ SHIPPED = {}
 
 def shrink_tiles():
     """In the interpreter: tiles so small that small problems have several."""
-    from implicit_attention.ops import _triton_layout
+    from implicit_attention.ops.triton import layout
 
-    SHIPPED.update(_triton_layout.TILES if not SHIPPED else {})
+    SHIPPED.update(layout.TILES if not SHIPPED else {})
     if DEVICE == "cpu":
-        small = {kernel: {128: _triton_layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
-        small |= {("keys", bits): {128: _triton_layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
-        small |= {("hvp", bits): {128: _triton_layout.Tiles(32, 16, 4, 1)} for bits in (True, False)}
-        _triton_layout.TILES.update(small)
+        small = {kernel: {128: layout.Tiles(32, 32, 4, 1)} for kernel in SHIPPED}
+        small |= {("keys", bits): {128: layout.Tiles(16, 32, 4, 1)} for bits in (True, False)}
+        layout.TILES.update(small)

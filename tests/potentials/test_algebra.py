@@ -6,19 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from implicit_attention import (
-    AnchoredEnergy,
-    Anderson,
-    GaussianMixture,
-    HiddenUnits,
-    LogSumExp,
-    Picard,
-    Potential,
-    SoftcapLogSumExp,
-    SquaredScores,
-    Status,
-    solve,
-)
+from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Picard, Potential, SquaredScores, Status, solve
+from implicit_attention.potentials import GaussianMixture, HiddenUnits, SoftcapLogSumExp
 from implicit_attention.potentials.hidden_units import PoissonUnits, SignUnits
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract

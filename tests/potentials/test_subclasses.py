@@ -7,19 +7,16 @@ from implicit_attention import (
     AnchoredEnergy,
     Anderson,
     FixedPointMap,
-    GaussianMixture,
-    HiddenUnits,
     ImplicitAttention,
     LogSumExp,
     Picard,
     Potential,
     SelfAttentionEnergy,
-    SoftcapLogSumExp,
     SquaredScores,
     Status,
     solve,
 )
-from implicit_attention.potentials import SignUnits
+from implicit_attention.potentials import GaussianMixture, HiddenUnits, SignUnits, SoftcapLogSumExp
 from implicit_attention.testing.numerics import random, relative_error
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}

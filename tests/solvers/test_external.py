@@ -14,7 +14,6 @@ import torchdeq
 from torch import Tensor, nn
 
 from implicit_attention import (
-    GMRES,
     AnchoredEnergy,
     ConvergenceError,
     FixedPointMap,
@@ -26,6 +25,7 @@ from implicit_attention import (
     Unrolled,
     solve,
 )
+from implicit_attention.linear import GMRES
 from implicit_attention.solvers import SciPy, TorchDEQ, register_with_torchdeq
 
 B, N, M, D = 2, 3, 7, 5

@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from implicit_attention import GMRES, ConvergenceError, ConvergenceWarning, Implicit, Status
+from implicit_attention import ConvergenceError, ConvergenceWarning, Implicit, Status
+from implicit_attention.linear import GMRES
 from implicit_attention.potentials import GaussianUnits
 from implicit_attention.spins import (
     AdaTAP,

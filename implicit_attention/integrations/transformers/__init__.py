@@ -1,4 +1,4 @@
-"""Equilibrium attention for Hugging Face models: `attach(model)`, and `load` for one that was saved."""
+"""Equilibrium attention for Hugging Face models: `attach(model)`, and `load` for a saved one."""
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401
@@ -8,11 +8,10 @@ except ImportError as error:
         'in the checkout: pip install -e ".[transformers]"'
     ) from error
 
-from .attach import attach, load
+from .attach import attach, load, register
 from .convert import Conversion, Stage, convert
-from .override import override
-from .registration import register
 from .report import LayerReport, last_solves, report
+from .settings import override
 
 __all__ = [
     "Conversion",

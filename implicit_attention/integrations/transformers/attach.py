@@ -1,4 +1,4 @@
-"""`attach`: equilibria in one model, with options of its own that are saved with it; `load` brings them back."""
+"""`register`: a name for equilibrium attention; `attach`: equilibria in one model; `load`: a saved one again."""
 
 from __future__ import annotations
 
@@ -10,19 +10,96 @@ from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import Unpack
 
 from ... import _validate
 from ..._types import Impl, OnFailure
 from ...adjoints import Adjoint
+from ...options import SolveKeywords
 from ...solvers import Solver
-from . import saved
-from .reach import Reach, attention_names, listed, reach
-from .registration import is_ours, register, registered, settings_from, takes_masks
-from .settings import ANCHORS, SETTINGS, SOLVERS, Layers, Settings, check_fixed
+from .attention import EquilibriumForward
+from .reach import Reach, attention_names, listed, reach, takes_masks
+from .saved import held, keep, names, of_config, written
+from .settings import ANCHORS, SOLVERS, Layers, Settings, check_fixed
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 Partial: TypeAlias = Literal["refuse", "warn"]
+
+# Transformers read names with these words as attention of their own.
+_MISREAD = ("flash", "sdpa", "flex", "paged", "/", "|", ":")
+
+# The functions that `register` has made.
+_REGISTERED: dict[str, EquilibriumForward] = {}
+
+
+def register(
+    name: str = "equilibrium",
+    *,
+    anchor: float | Tensor = 0.5,
+    layers: Layers | None = None,
+    ignore: Iterable[str] = (),
+    **options: Unpack[SolveKeywords],
+) -> None:
+    """Make equilibrium attention known to transformers under `name`, with the masks that it needs.
+
+    Then `model.set_attn_implementation(name)`, or `from_pretrained(..., attn_implementation=name)`, gives every
+    attention of the model z = anchor q + (1 - anchor) softmax(scaling z K^T + mask) K, read out as
+    softmax(scaling z K^T + mask) V. With `max_steps=0` or anchor 1 the model computes what it did before, with the same
+    parameters. Registering a name again changes the models that use it, except for what `attach`, `convert` or
+    `override` has set in one of them. A call may replace each option but `layers`,
+    `model(**inputs, max_steps=0, anchor=0.8)`, where a model hands its arguments down to attention. Some models do not
+    (StableLM, vision towers, `generate`): `override` reaches these, too.
+
+    A model that multiplies its queries by the scale before attention (OPT, Whisper) anchors the scaled queries.
+
+    Args:
+        name: how models ask for it; not one of transformers' own.
+        anchor: in [0, 1], how much of the query stays: 1 is softmax attention. A tensor has one number for each head
+            and is fixed: it must not require a gradient.
+        layers: other options for some layers, `{3: {"anchor": 0.9}}`, or a function from the index of a layer to its
+            options. Indices are those of the stack: encoder and decoder count from 0 each. Attention that has no index
+            (`layer_idx`) takes the general options.
+        ignore: names of arguments of a model that are known not to change its attention. An argument that is neither
+            known nor named here is refused.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`.
+
+    Raises:
+        TypeError, ValueError: options that do not fit, a name that is taken; unknown options name the valid ones.
+
+    Gradients: with respect to the model's parameters and inputs as `equilibrium_attention` says; with anchor 0 the
+    solve gives query projections none.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import register
+        >>> register(anchor=0.9)
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> model.set_attn_implementation("equilibrium")
+        >>> model(torch.randint(10, (1, 5))).logits.shape
+        torch.Size([1, 5, 10])
+
+    Not for a model at hand: `attach` also checks that all its attention asks for the name, and keeps the options with
+    the model. Transformers accept the name for classes that attend by themselves, which go on with softmax attention.
+    """
+    _validate.require(isinstance(name, str) and bool(name), "name", "be a string", repr(name))
+    settings = Settings.of_model(anchor, layers, ignore, options)
+    taken = name == "eager" or (name in ALL_ATTENTION_FUNCTIONS.valid_keys() and name not in _REGISTERED)
+    _validate.require(not taken, "name", "not be one that transformers know already", repr(name), "say 'equilibrium'")
+    misread = [word for word in _MISREAD if word in name]
+    required = f"hold none of {', '.join(map(repr, _MISREAD))}, which transformers read as attention of their own"
+    _validate.require(not misread, "name", required, repr(name), "say 'equilibrium'")
+    if is_ours(name):
+        # An engine may have put a wrapper around the function of this name: it stays.
+        _REGISTERED[name].settings = settings
+        return
+    _REGISTERED[name] = EquilibriumForward(name, settings)
+    AttentionInterface.register(name, _REGISTERED[name])
+    AttentionMaskInterface.register(name, explicit_mask)
 
 
 def attach(
@@ -31,42 +108,45 @@ def attach(
     partial: Partial = "refuse",
     name: str = "equilibrium",
     anchor: float | Tensor = 0.5,
-    max_steps: int | None = None,
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    impl: Impl = "auto",
-    on_failure: OnFailure = "warn",
     layers: Layers | None = None,
     ignore: Iterable[str] = (),
+    **options: Unpack[SolveKeywords],
 ) -> _Model:
-    """The model itself, its softmax attention replaced by equilibrium attention; an error names what cannot be.
+    """Replace the softmax attention of a model by equilibrium attention, in place; return the model.
 
     The options belong to this model: neither another `attach` nor `register` changes them. Anchors and solver are
     written into its configuration, so that `save_pretrained` keeps them and `load` finds them.
 
     Args:
         model: a model of transformers. Its parameters stay as they are.
-        partial: what to do if some attention does not ask transformers' attention interface, so that it stays what it
-            is: "refuse" or "warn". Both name it. A model of which nothing asks is refused in any case.
-        name: the name of the attention; registered if it is not.
-        anchor: options from here on as in `register`. A tensor is fixed: it must not require a gradient.
-        max_steps: see there.
-        solver: see there; default `Anderson()`. It is part of the model: where attention has several equilibria,
-            another solver may find another.
-        adjoint: see there.
-        impl: see there.
-        on_failure: see there.
-        layers: see there; indices that the model does not have are refused.
-        ignore: see there.
-
-    Returns:
-        `model`.
+        partial: what to do about modules that compute attention by themselves instead of asking transformers' attention
+            interface: "refuse" the model, or "warn" and leave them as they are. Both name the modules. A model without
+            any attention that asks is always refused.
+        name: the name of the attention, which is registered if it is not yet.
+        anchor: as in `register`. A tensor is fixed: it must not require a gradient.
+        layers: as in `register`; indices that the model does not have are refused.
+        ignore: as in `register`.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`. The solver is part of the
+            model: where attention has several equilibria, another solver may find another one.
 
     Raises:
         TypeError, ValueError: options that do not fit; a model that attends by itself, with its modules named.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> attach(model, anchor=0.9, layers={0: {"max_steps": 0}}) is model
+        True
+        >>> model(torch.randint(10, (1, 5))).logits.shape
+        torch.Size([1, 5, 10])
+
+    Not for a trained model that should keep what it knows, which `convert` moves by small steps, and not for models
+    outside transformers: `integrations.multihead.replace_attention` serves those of torch.nn.
     """
-    settings = settings_from(anchor, max_steps, solver, adjoint, impl, on_failure, layers, ignore)
-    _put(model, name, settings, partial)
+    _put(model, name, Settings.of_model(anchor, layers, ignore, options), partial)
     return model
 
 
@@ -86,65 +166,124 @@ def load(
     """`cls.from_pretrained(path, **loading)` with the attention that `attach` or `convert` gave to the saved model.
 
     Name, anchors and solver come from its configuration: on the same machine the logits are the same, bit for bit.
+    The other options belong to a run, are not saved, and are given here.
 
     Args:
-        cls: a class of models, or an auto class: `AutoModelForCausalLM`.
-        path: what `from_pretrained` takes.
+        cls: a class of models, or an auto class such as `AutoModelForCausalLM`.
+        path: of the saved model, as in `from_pretrained`.
         partial: as in `attach`.
         name: which attention, if the configuration holds several.
-        solver: instead of the saved one: for a class of your own, which a configuration can only name.
-        adjoint: options from here on belong to a run, are not saved, and are those of `attach`.
-        impl: see there.
-        on_failure: see there.
-        ignore: see there.
-        **loading: what else `from_pretrained` takes.
+        solver: replaces the saved one, as for a solver class of your own, which a configuration can only name.
+        adjoint: as in `attach`.
+        impl: as in `attach`.
+        on_failure: as in `attach`.
+        ignore: as in `attach`.
+        **loading: other arguments of `from_pretrained`.
 
     Raises:
         ValueError: a configuration without anchors, or without a solver that can be read.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, load
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     attach(model, anchor=0.9).save_pretrained(path)
+        ...     loaded = load(LlamaForCausalLM, path)
+        >>> loaded.config.equilibrium_anchors
+        {'equilibrium': 0.9}
+
+    Not for models that were saved without equilibria: use `from_pretrained` and `attach`.
     """
-    # Without the name, which a class that chooses its attention modules by it would not know.
+    # A class that chooses its attention modules by the name of the attention would not know this one.
     model = cls.from_pretrained(path, **{**loading, "attn_implementation": None})
-    known = saved.names(model.config)
+    known = names(model.config)
+    wanted = [each for each in known if name in (each, None)]
     received = f"anchors for {', '.join(map(repr, known))}" if known else "none"
-    remedy = (
-        "say which by name=" if known else "save a model after attach or convert, or use from_pretrained and attach"
-    )
-    if name is None:
-        _validate.require(len(known) == 1, "path", f"hold one model's anchors (config.{ANCHORS})", received, remedy)
-        (name,) = known
-    _validate.require(name in known, "name", f"be among those of config.{ANCHORS}", repr(name), f"there are {received}")
-    solvers = getattr(model.config, SOLVERS, None) or {}
-    if solver is None and name not in solvers:
+    remedy = "say which by name=" if known else "save a model after attach, or use from_pretrained and attach"
+    _validate.require(len(wanted) == 1, "path", f"hold one model's anchors (config.{ANCHORS})", received, remedy)
+    (name,) = wanted
+    if solver is None and held(model.config, SOLVERS, name) is None:
         required, remedy = f"be given where the configuration has none (config.{SOLVERS})", "pass load(..., solver=...)"
         raise ValueError(_validate.message("solver", required, None, remedy))
-    general = settings_from(0.5, None, None, adjoint, impl, on_failure, None, ignore)
-    settings = saved.of_config(model.config, name, general, solver)
+    options: SolveKeywords = {"adjoint": adjoint, "impl": impl, "on_failure": on_failure}
+    settings = of_config(model.config, name, Settings.of_model(0.5, None, ignore, options), solver)
     _put(model, name, settings, partial)
     return model
+
+
+def is_ours(name: str | None) -> bool:
+    """Whether `register` made this name, also if an engine has wrapped its function since."""
+    return name in _REGISTERED and name in ALL_ATTENTION_FUNCTIONS.valid_keys()
+
+
+def registered(name: str) -> Settings:
+    """The settings that a name was registered with, or the defaults."""
+    return _REGISTERED[name].settings if is_ours(name) else Settings()
+
+
+def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
+    """The mask that transformers make for a registered name, (B, 1, N, M), True = attend.
+
+    Transformers give an attention function None if there is no mask function of its name, so that padding, sliding
+    windows and the unwritten part of a static cache would be forgotten. The mask is written out also where transformers
+    would leave causality to a flag, which does not say where in a cache the queries begin.
+
+    Raises:
+        ValueError: for a model that computes attention by itself and would add the mask to its scores.
+    """
+    if config is not None and not takes_masks(config):
+        raise ValueError(
+            f"models of type {config.model_type!r} compute attention by themselves, not by transformers' attention "
+            "interface, so that it cannot be replaced; choose another architecture"
+        )
+    # Informer halves its sequences between layers, and would give a mask of the first length to all of them.
+    skip = given.get("allow_is_bidirectional_skip", False) and getattr(config, "model_type", None) == "informer"
+    mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": skip})
+    return mask
 
 
 def _put(model: PreTrainedModel, name: str, settings: Settings, partial: Partial) -> None:
     found = checked(model, partial, stacklevel=4)
     settings = resolved(settings, model, found)
-    saved.written(settings)  # what cannot be saved is refused before anything is changed
-    saved.keep(model, seated(model, name, found), name, settings)
+    written(settings)  # Settings that cannot be saved are refused before anything changes.
+    keep(model, seated(model, name, found), name, settings)
 
 
 def checked(model: Any, partial: Partial, stacklevel: int) -> Reach:
-    """What of a model can be reached; it is refused, or warned of, with the names of what cannot."""
+    """The attention of a model that can be reached; the rest is refused, or warned of, by the names of its modules."""
     _validate.check_choice("partial", partial, ("refuse", "warn"))
     _check_model(model)
-    found = reach(model)
-    message, usable = _unreached(model, found, partial)
-    if message and (partial == "refuse" or not usable):
-        raise ValueError(message)
-    if message:
+    found, who = reach(model), type(model).__name__
+    own = listed(found.own)
+    if not found.asks:
+        own = own or listed(attention_names(model))
+        where = f"It attends by itself in {own}" if own else "It has no module that calls itself attention"
+        raise ValueError(
+            f"{who} does not take its attention from transformers' attention interface, so that it cannot be replaced; "
+            f"choose another architecture. {where}"
+        )
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not all(takes_masks(part.config) for part in parts if part._can_set_attn_implementation()):
+        raise ValueError(
+            f"{who} computes some attention by itself, and adds the masks of the rest to its scores, where they are "
+            f"misread; choose another architecture: {own}"
+        )
+    if own:
+        message = f"{who} computes some attention by itself, which stays what it is: {own}"
+        message += '; partial="warn" accepts that' if partial == "refuse" else ""
+        if any(issubclass(kind, nn.MultiheadAttention) for kind in found.own.values()):
+            message += "; integrations.multihead.replace_attention(model) replaces nn.MultiheadAttention"
+        if partial == "refuse":
+            raise ValueError(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel)
     return found
 
 
 def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedConfig]:
-    """Give a model this attention; its configurations, which are its own from here on."""
+    """Give a model this attention; return its configurations, which it shares with no other model from here on."""
     if not is_ours(name):
         register(name)
     configs = own_configs(model)
@@ -161,22 +300,13 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
     return configs
 
 
-def settings_of(model: PreTrainedModel, name: str) -> Settings:
-    """What holds for a model before it is told otherwise: its own, those of its file, those of the name."""
-    held: dict[str, Settings] = getattr(model, SETTINGS, None) or {}
-    if name in held:
-        return held[name]
-    return saved.of_config(model.config, name, registered(name) if is_ours(name) else Settings())
-
-
 def resolved(settings: Settings, model: nn.Module, found: Reach) -> Settings:
-    """Settings whose layers are those of the model, so that they can be saved and copied."""
+    """Settings with the options of each layer written out, so that they can be saved and copied."""
     layers = settings.layers
     if layers is None:
         return settings
-    indices = sorted(
-        {i for key in found.asks if (i := getattr(model.get_submodule(key), "layer_idx", None)) is not None}
-    )
+    numbers = (getattr(model.get_submodule(key), "layer_idx", None) for key in found.asks)
+    indices = sorted({index for index in numbers if index is not None})
     if callable(layers):
         layers = {index: layers(index) for index in indices}
         for given in layers.values():
@@ -188,12 +318,12 @@ def resolved(settings: Settings, model: nn.Module, found: Reach) -> Settings:
 
 
 def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations of a model and its parts, made its own: other models may have been built from the same."""
+    """Copy the configurations of a model and its parts, from which other models may have been built; return these."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):
-                # Parts of one configuration stay parts of its copy.
+                # `copies` keeps the parts of one configuration parts of its copy.
                 setattr(module, attribute, copy.deepcopy(value, copies))
     configs = [value for value in copies.values() if isinstance(value, PreTrainedConfig)]
     return list({id(config): config for config in configs}.values())
@@ -202,34 +332,13 @@ def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def _check_model(model: Any) -> None:
     if isinstance(model, PreTrainedModel):
         return
-    required, remedy = "be a PreTrainedModel of transformers", ""
+    remedy = ""
     if isinstance(model, nn.Module):
         inside = next((key for key, part in model.named_modules() if isinstance(part, PreTrainedModel)), None)
-        remedy = (
-            "for models of torch.nn use integrations.multihead.replace_attention"
-            if inside is None
-            else f"it wraps one (adapters, engines): pass model.{inside}, and go on with the wrapper"
-        )
-    raise TypeError(_validate.message("model", required, type(model).__name__, remedy))
-
-
-def _unreached(model: PreTrainedModel, found: Reach, partial: Partial) -> tuple[str, bool]:
-    """What is to be said of attention that cannot be replaced, and whether the model can be used all the same."""
-    who, own = type(model).__name__, listed(found.own)
-    if not found.asks:
-        own = own or listed(attention_names(model))
-        reason = "does not take its attention from transformers' attention interface, so that it cannot be replaced"
-        where = f"It attends by itself in {own}" if own else "It has no module that calls itself attention"
-        return f"{who} {reason}; choose another architecture. {where}", False
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if not all(takes_masks(part.config) for part in parts if part._can_set_attn_implementation()):
-        reason = "and adds the masks of the rest to its scores, where they are misread; choose another architecture"
-        return f"{who} computes some attention by itself, {reason}: {own}", False
-    remedies = ['partial="warn" accepts that'] if partial == "refuse" else []
-    if any(issubclass(kind, nn.MultiheadAttention) for kind in found.own.values()):
-        remedies.append("integrations.multihead.replace_attention(model) replaces nn.MultiheadAttention")
-    remedy = "".join(f"; {each}" for each in remedies)
-    return (f"{who} computes some attention by itself, which stays what it is: {own}{remedy}" if own else ""), True
+        remedy = f"it wraps one (adapters, engines): pass model.{inside}, and go on with the wrapper"
+        if inside is None:
+            remedy = "for models of torch.nn use integrations.multihead.replace_attention"
+    raise TypeError(_validate.message("model", "be a PreTrainedModel of transformers", type(model).__name__, remedy))
 
 
 def _asked(module: nn.Module) -> str | None:

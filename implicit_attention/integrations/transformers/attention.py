@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -10,42 +10,29 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ... import _validate
-from ...attention.core import Attended, Measured, attend, is_repetition, split_mask
-from ...attention.read_out import PotentialFactory, at_least_single
-from ...potentials import LogSumExp
-from ...potentials.softcap import SoftcapLogSumExp
-from ...solution import SolveReport
-from .._zero_key import with_zero_key
-from .saved import name_again, of_config
-from .settings import OPTIONS, SETTINGS, Given, Settings
+from ...attention.core import Call, attend, is_repetition
+from ...attention.masks import mask_and_bias
+from ...attention.read_out import PotentialFactory
+from ...solution import Record, SolveReport
+from .._base import capped, causal_mask, with_zero_key
+from .saved import settings_of
+from .settings import OPTIONS, Given, Settings
 
 #: Where an attention module keeps its `Last`.
 LAST = "_equilibrium_last"
 
-#: An attention module with this set says how far its answer is from softmax attention with the same inputs.
+#: An attention module with this attribute measures how far its answer is from softmax attention on the same inputs.
 COMPARE = "_equilibrium_compare"
 
-# Queries of the first sample whose states are kept for the report.
+# The number of queries of the first sample whose states are kept for the report.
 SAMPLE = 64
 
-# Arguments of models that say nothing about attention that the mask does not say.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "deterministic",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "sliding_window",
-        "token_type_ids",
-        "use_cache",
-    }
-)
+# Arguments of models that change nothing about attention, or nothing that the mask does not say.
+_HARMLESS = {
+    *("cache_position", "past_key_values", "position_embeddings", "position_ids", "sliding_window", "token_type_ids"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "use_cache", "logits_to_keep"),
+    *("deterministic", "num_items_in_batch"),
+}
 
 _PACKED = (
     "a packed batch would attend across its sequences; pass position_ids that restart, without a mask and with "
@@ -53,13 +40,9 @@ _PACKED = (
 )
 # Arguments that change what is computed, with the reason why they are refused.
 _REFUSED = {
-    "cache": "paged caches (continuous batching) hold keys that this function does not see; use generate()",
-    "block_table": "paged caches hold keys that this function does not see; use a dynamic or a static cache",
-    "cu_seq_lens_q": _PACKED,
-    "cu_seq_lens_k": _PACKED,
-    "max_length_q": _PACKED,
-    "max_length_k": _PACKED,
-    "seq_idx": _PACKED,
+    "cache": "paged caches (continuous batching) hold keys that this function is not given; use generate()",
+    "block_table": "paged caches hold keys that this function is not given; use a dynamic or a static cache",
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
     "head_mask": "heads cannot be masked; prune them",
     "indices": "sparse attention over chosen keys has no equilibrium here; use another attention for this model",
     "sinks": "sinks of every query are not known here, only one for each head (s_aux)",
@@ -68,7 +51,7 @@ _REFUSED = {
 
 
 class Sample(NamedTuple):
-    """Some states of the first sample with what they attend to, for diagnostics."""
+    """Some states of the first sample, and their keys, for diagnostics."""
 
     make: PotentialFactory
     state: Tensor
@@ -78,23 +61,17 @@ class Sample(NamedTuple):
     bias: Tensor | None
 
 
+@dataclasses.dataclass(eq=False)
 class Last:
     """What an attention module remembers of its last call; copies and pickles of it are empty."""
 
-    def __init__(
-        self,
-        evidence: SolveReport | Measured | None = None,
-        sample: Sample | None = None,
-        settings: Settings | None = None,
-        change: Tensor | None = None,
-    ) -> None:
-        self.report, self.sample, self.settings, self.change = evidence, sample, settings, change
+    report: SolveReport | Record | None = None
+    sample: Sample | None = None
+    settings: Settings | None = None
+    change: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Last, ())
-
-
-_NOTHING = Last()
 
 
 class EquilibriumForward:
@@ -125,79 +102,67 @@ class EquilibriumForward:
         Args:
             module: the attention module that asks.
             query: (B, H, N, D), turned by rotary positions if the model has them.
-            key: (B, Hkv, M, D), Hkv dividing H; all that the cache holds.
+            key: (B, Hkv, M, D), Hkv dividing H; with a cache, all of its keys.
             value: (B, Hkv, M, E).
             attention_mask: boolean (True = attend) or additive, (B, 1 or H, N, M).
             scaling: the inverse temperature, default 1/sqrt(D).
-            dropout: part of the weights dropped in the read-out; 0 in evaluation.
+            dropout: share of the weights that are dropped in the read-out; 0 in evaluation.
             is_causal: without a mask: whether the last query attends to all keys, the one before to all but the last,
-                and each only to keys of its own document where `position_ids` restart; default what the module says
-                of itself.
+                and each only to keys of its own document where `position_ids` restart; default `module.is_causal`.
             position_bias: added to the scores, (1 or B, H, N, M).
-            softcap: scores are squashed to (-softcap, softcap).
-            s_aux: logits of a key that nobody sees and that takes part of the weight, (H,).
-            output_attentions: return the weights of the read-out, (B, H, N, M).
-            **others: options for this call, and what models hand on.
+            softcap: scores s become softcap tanh(s / softcap).
+            s_aux: (H,), scores of one more key, an attention sink, whose value is zero.
+            output_attentions: whether to return the weights of the read-out, (B, H, N, M).
+            **others: options for this call, and other arguments that models hand on.
 
         Returns:
             (B, N, H, E) and the weights or None.
         """
-        model = self._of_model(module)
-        settings = model.of(module, self._call_options(module, others, model))
-        positions = others.get("position_ids")
-        mask, bias = self._pairs(module, query, key, attention_mask, is_causal, positions)
+        # Settings of `attach` or `convert`, else those of the model's file, else those registered for the name.
+        general = settings_of(module, self.name, self.settings)
+        settings = general.of(module, self._call_options(module, others, general))
+        mask, bias = self._mask_and_bias(module, query, key, attention_mask, is_causal, others.get("position_ids"))
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
             heads = query.shape[1]
             _validate.require(s_aux.numel() == heads, "s_aux", "have one logit for each head", tuple(s_aux.shape))
-            sink = s_aux.reshape(heads, 1, 1).to(at_least_single(query).dtype)
-            key, value, mask, bias = with_zero_key(key, value, mask, bias, sink)
-        make: PotentialFactory = LogSumExp if softcap is None else partial(SoftcapLogSumExp, cap=softcap)
+            key, value, mask, bias = with_zero_key(key, value, mask, bias, s_aux)
+        make, anchor = capped(softcap), settings.anchor
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
-        ask = partial(
-            attend,
+        call = Call(
             query,
             key,
             value,
-            beta=beta,
-            anchor=_on(settings.anchor, query),
+            beta,
+            anchor.to(query.device) if isinstance(anchor, Tensor) else anchor,
+            settings.options,
             mask=mask,
             bias=bias,
             potential=make,
+            dropout_p=dropout,
             grouped=True,
-            measure=False,
+            return_weights=_weights_wanted(module, output_attentions),
         )
-        found: Attended = ask(
-            options=settings.options, dropout_p=dropout, weigh=_weights_wanted(module, output_attentions)
-        )
+        found = attend(call)
         change = None
         if getattr(module, COMPARE, False):
             with torch.no_grad():
-                explicit = ask(options=settings.options.override(max_steps=0)).output
+                options = settings.options.override(max_steps=0)
+                explicit = attend(call._replace(options=options, dropout_p=0.0, return_weights=False)).output
                 change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
-        sample = _sample(make, found.solution, key, beta, mask, bias)
-        # A graph that looked at what is there would be made anew for each shape of it.
-        if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, _NOTHING).report):
+        sample = _sample(make, found.state, key, beta, mask, bias)
+        # A graph that looked at the tensors of the last call would be compiled again for each of their shapes.
+        if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, Last()).report):
             setattr(module, LAST, Last(found.report, sample, settings, change))
         weights = found.weights
         if weights is not None:
             weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
         return found.output.transpose(1, 2).contiguous(), weights
 
-    def _of_model(self, module: nn.Module) -> Settings:
-        """What `attach` or `convert` gave to the model, or what its file says, or what the name was registered with."""
-        held: dict[str, Settings] = getattr(module, SETTINGS, None) or {}
-        if self.name in held:
-            return held[self.name]
-        config = getattr(module, "config", None)
-        if not torch.compiler.is_compiling():
-            name_again(config, self.name)
-        return of_config(config, self.name, self.settings)
-
     @staticmethod
     def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings) -> Given:
-        """Options for this call among the arguments; whatever else might change attention is refused."""
+        """Options for this call among the arguments; other arguments that might change attention are refused."""
         call = {}
         for name, given in others.items():
             if name in OPTIONS:
@@ -206,9 +171,8 @@ class EquilibriumForward:
                 continue
             else:
                 who = type(module).__name__
-                reason = _REFUSED.get(name)
-                if reason is not None:
-                    raise ValueError(f"`{name}` must be None for equilibrium attention in {who}: {reason}")
+                if name in _REFUSED:
+                    raise ValueError(f"`{name}` must be None for equilibrium attention in {who}: {_REFUSED[name]}")
                 raise ValueError(
                     f"`{name}` is neither an option of equilibrium attention ({', '.join(OPTIONS)}) nor known not to "
                     f"change the attention of {who}; if it does not, register with ignore=({name!r},)"
@@ -216,7 +180,7 @@ class EquilibriumForward:
         return call
 
     @staticmethod
-    def _pairs(
+    def _mask_and_bias(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -227,26 +191,24 @@ class EquilibriumForward:
         """(mask, bias), each None or broadcasting to (B, H, N, M)."""
         rows, count = query.shape[-2], key.shape[-2]
         if attention_mask is not None:
-            mask, bias = split_mask("attention_mask", attention_mask, query)
-            pairs = (*query.shape[:-1], count)
             if attention_mask.ndim != 4:
                 required, received = "have four axes (B, 1 or H, N, M) here", f"shape {tuple(attention_mask.shape)}"
                 raise ValueError(_validate.message("attention_mask", required, received))
-            _validate.check_broadcast("attention_mask", attention_mask.shape, pairs, "(B, H, N, M)")
-            return mask, bias
+            shape = (*query.shape[:-1], count)
+            return mask_and_bias(attention_mask, shape=shape, like=query, names=("attention_mask", "is_causal"))
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if not causal or rows == 1:
             return None, None
-        causal_mask = torch.ones(rows, count, dtype=torch.bool, device=query.device).tril(count - rows)
-        if position_ids is None or position_ids.ndim != 2 or position_ids.shape[-1] != rows:
-            return causal_mask, None
-        return causal_mask & _same_document(position_ids.to(query.device), count), None
+        mask = causal_mask(rows, count, query.device)
+        if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[-1] == rows:
+            mask = mask & _same_document(position_ids.to(query.device), count)
+        return mask, None
 
 
 def _same_document(position_ids: Tensor, count: int) -> Tensor:
-    """(N, M) or (B, 1, N, M), whether query and key are of one document: positions restart where the next one begins.
+    """(N, M) or (B, 1, N, M), True where query and key belong to one document: each document's positions start anew.
 
-    Keys of a cache, which come first, are of the first query's document.
+    Keys of a cache, which come first, belong to the first query's document.
     """
     step = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
     queries = (step != 1).cumsum(-1)
@@ -268,15 +230,10 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     return collected is not None and ("attentions" in collected or "cross_attentions" in collected)
 
 
-def _on(anchor: float | Tensor, like: Tensor) -> float | Tensor:
-    return anchor.to(like.device) if isinstance(anchor, Tensor) else anchor
-
-
 def _sample(
-    make: PotentialFactory, solution: Any, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
+    make: PotentialFactory, state: Tensor, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
 ) -> Sample:
-    """Evenly spaced states of the first sequence and what they attend to, as copies: caches change and go."""
-    state: Tensor = solution if isinstance(solution, Tensor) else solution.value
+    """Evenly spaced states of the first sequence, with keys and masks. All are copies, as caches change and go."""
     count = state.shape[-2]
     step = -(-count // SAMPLE) if count else 1
 

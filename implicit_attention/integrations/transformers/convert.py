@@ -1,43 +1,47 @@
-"""`convert`: a trained model moved from softmax attention to equilibria, by steps of the anchor."""
+"""`convert` moves a trained model from softmax attention to equilibria, by steps of the anchor."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import Unpack
 
 from ... import _validate
-from ..._types import Impl, OnFailure
-from ...adjoints import Adjoint
+from ...options import SolveKeywords, SolveOptions
 from ...solution import SolveReport
-from ...solvers import Solver
-from . import saved
-from .attach import Partial, checked, resolved, seated, settings_of
+from .attach import Partial, checked, registered, resolved, seated
 from .attention import COMPARE, LAST, Last
-from .override import override
-from .report import aligned, last_calls, last_solves
-from .settings import OPTIONS, Settings
+from .report import aligned, last_calls, last_solves, percent
+from .saved import keep, settings_of
+from .settings import OPTIONS, marked, override
 
 SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one anchor of the schedule changes, before anything is trained with it.
+    """What one anchor of the schedule changes, before `fine_tune` trains with it.
 
     Attributes:
         anchor: the anchor.
-        layers: by name of the attention module, how far its answer is from softmax attention on the same queries, keys
-            and values: |difference| / |softmax attention|.
-        output: the same for the model's first output (logits or last hidden state), against itself with softmax
-            attention in all layers and the same parameters.
-        converged: share of the queries that reached their tolerance; NaN with a fixed budget.
+        layers: {name of the attention module: |difference| / |softmax attention|}, where the difference is between its
+            answer and softmax attention on the same queries, keys and values.
+        output: the relative difference of the model's first output (logits or last hidden state) from that of the same
+            model with softmax attention in all layers.
+        converged: share of the queries that reached their tolerance; NaN with a fixed budget of steps.
+
+    Example:
+        >>> from implicit_attention.integrations.transformers import Stage
+        >>> Stage(anchor=0.9, layers={"model.layers.0.self_attn": 0.05}, output=0.02, converged=1.0).output
+        0.02
+
+    Not for making by hand: `convert` measures them, and hands each to `fine_tune`.
     """
 
     anchor: float
@@ -48,7 +52,19 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """The stages of a conversion; printed, it is a table."""
+    """The stages of a conversion; `print` shows them as a table.
+
+    Example:
+        >>> from implicit_attention.integrations.transformers import Conversion, Stage
+        >>> print(Conversion([Stage(0.9, {"layer 0": 0.05}, 0.02, 1.0), Stage(0.7, {"layer 0": 0.125}, 0.0625, 1.0)]))
+        anchor       0.9    0.7
+        -----------------------
+        layer 0    0.050  0.125
+        output     0.020  0.062
+        converged  100 %  100 %
+
+    Not for making by hand: `convert` returns it.
+    """
 
     stages: list[Stage]
 
@@ -57,7 +73,7 @@ class Conversion:
         head = ("anchor", *(f"{stage.anchor:.3g}" for stage in self.stages))
         rows = [(name, *(f"{stage.layers[name]:.3f}" for stage in self.stages)) for name in names]
         outputs = ("output", *(f"{stage.output:.3f}" for stage in self.stages))
-        shares = ("converged", *(_percent(stage.converged) for stage in self.stages))
+        shares = ("converged", *(percent(stage.converged) for stage in self.stages))
         return aligned([head, *rows, outputs, shares])
 
 
@@ -69,72 +85,64 @@ def convert(
     fine_tune: Callable[[PreTrainedModel, Stage], object] | None = None,
     partial: Partial = "refuse",
     name: str = "equilibrium",
-    max_steps: int | None = None,
-    solver: Solver | None = None,
-    adjoint: Adjoint | None = None,
-    impl: Impl | None = None,
-    on_failure: OnFailure | None = None,
+    **options: Unpack[SolveKeywords],
 ) -> Conversion:
     """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
 
-    At every anchor the model is measured on `inputs`, then given to `fine_tune`, so that it can follow. It keeps the
-    last anchor and the solver as `attach` does, in its configuration too, which is saved with it: `load` brings them
-    back. `schedule=[1.0]` takes it back to softmax attention.
-
-    A fixed budget of steps (`Picard(max_steps=2, rtol=0, atol=0)`) is differentiated through its steps, everything else
-    by the implicit function theorem, unless `adjoint` says otherwise.
+    At every anchor the model is measured on `inputs`, then given to `fine_tune`, which may train it. The model keeps
+    the last anchor and the solver as with `attach`, also in its configuration, so that `load` finds them.
+    `schedule=[1.0]` takes it back to softmax attention.
 
     Args:
         model: a model of transformers that takes its attention from their interface.
         schedule: anchors in [0, 1], in order; 1 is softmax attention.
-        inputs: the arguments of the model's forward to measure on; default `model.dummy_inputs`, which tell little.
+        inputs: arguments of the model's forward to measure with; default `model.dummy_inputs`, which are few tokens.
         fine_tune: called with the model and the `Stage` at every anchor.
-        partial: as in `attach`: what to do if some of its attention cannot be replaced.
-        name: of `register`; it is registered if it is not.
-        max_steps: options from here on are those of `attach`; those that are not given stay what they are for this
-            model, or for the name.
-        solver: see there.
-        adjoint: see there.
-        impl: see there.
-        on_failure: see there.
+        partial: as in `attach`: what to do about attention that cannot be replaced.
+        name: the name of the attention, which is registered if it is not yet.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`. An option that is not given
+            stays what it is for this model, or for the name.
 
     Returns:
-        The `Conversion`; `print` it.
+        The `Conversion`; `print` shows it.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; a model whose attention cannot be replaced, by its name.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import convert
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> conversion = convert(model, schedule=(0.9, 0.7))
+        >>> [stage.anchor for stage in conversion.stages], conversion.stages[-1].converged
+        ([0.9, 0.7], 1.0)
+
+    Not for a model that is trained from the start with equilibria, which needs no schedule: use `attach`.
     """
-    given = {
-        "max_steps": max_steps,
-        "solver": solver,
-        "adjoint": adjoint,
-        "impl": impl,
-        "on_failure": on_failure,
-    }
-    given = {option: value for option, value in given.items() if value is not None}
+    SolveOptions().override(**options)  # Options that do not fit are refused before anything changes.
+    given = {option: value for option, value in options.items() if value is not None}
     anchors = _checked(schedule, inputs)
-    for anchor in anchors:
-        Settings().override({**given, "anchor": anchor}, "options")
     found = checked(model, partial, stacklevel=3)
-    before = resolved(settings_of(model, name), model, found)
+    before = resolved(settings_of(model, name, registered(name)), model, found)
     assert not callable(before.layers)
     configs = seated(model, name, found)
-    inputs = _inputs(model) if inputs is None else inputs
+    if inputs is None:
+        inputs = {argument: value.to(model.device) for argument, value in model.dummy_inputs.items()}
     stages: list[Stage] = []
     for anchor in anchors:
-        options = {**given, "anchor": anchor}
-        # What is given here holds in all layers.
-        layers = {i: {k: v for k, v in own.items() if k not in options} for i, own in (before.layers or {}).items()}
-        settings = dataclasses.replace(before.override(options, "options"), layers=layers or None)
-        saved.keep(model, configs, name, settings)
-        # Again at every stage: what softmax attention would make of the parameters is to be compared with.
+        changes = {**given, "anchor": anchor}
+        # Options that are given here hold in all layers.
+        layers = {i: {k: v for k, v in own.items() if k not in changes} for i, own in (before.layers or {}).items()}
+        settings = dataclasses.replace(before.override(changes, "options"), layers=layers or None)
+        keep(model, configs, name, settings)
+        # Softmax attention is measured at every stage, as `fine_tune` has changed the parameters.
         with override(model, max_steps=0):
             softmax, _ = _measured(model, inputs)
-        with _comparing(model):
+        with marked(model, COMPARE, True):
             output, last = _measured(model, inputs)
-        stages.append(
-            Stage(anchor, _changes(last), _distance(output, softmax), _converged(last_solves(model).values()))
-        )
+        moved = {key: math.nan if call.change is None else float(call.change) for key, call in last}
+        stages.append(Stage(anchor, moved, _distance(output, softmax), _converged(last_solves(model).values())))
         if fine_tune is not None:
             fine_tune(model, stages[-1])
     return Conversion(stages)
@@ -154,11 +162,6 @@ def _checked(schedule: Any, inputs: Any) -> list[float]:
     return [float(anchor) for anchor in schedule]
 
 
-def _inputs(model: PreTrainedModel) -> Mapping[str, Any]:
-    given: Mapping[str, Any] = model.dummy_inputs
-    return {argument: value.to(model.device) for argument, value in given.items()}
-
-
 @torch.no_grad()
 def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor, list[tuple[str, Last]]]:
     """The model's first output in evaluation, and what its attention modules remember of it."""
@@ -168,7 +171,7 @@ def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor
     training = {module: module.training for module in model.modules()}
     model.train(False)
     try:
-        # Models that draw at random (masked image models) draw the same.
+        # Models that draw random numbers (masked image models) draw the same ones every time.
         with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else [model.device]):
             torch.manual_seed(0)
             found = model(**inputs)
@@ -179,7 +182,7 @@ def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor
 
 
 def _output(found: Any) -> Tensor:
-    """Logits, or the first output that is no loss."""
+    """The logits, or the first output that is not a loss."""
     if getattr(found, "logits", None) is not None:
         logits: Tensor = found.logits
         return logits
@@ -187,38 +190,14 @@ def _output(found: Any) -> Tensor:
     return next(value for value in values if isinstance(value, Tensor) and value.ndim > 1)
 
 
-@contextmanager
-def _comparing(model: nn.Module) -> Iterator[None]:
-    modules = list(model.modules())
-    for module in modules:
-        setattr(module, COMPARE, True)
-    try:
-        yield
-    finally:
-        for module in modules:
-            delattr(module, COMPARE)
-
-
-def _changes(last: list[tuple[str, Last]]) -> dict[str, float]:
-    return {name: math.nan if call.change is None else float(call.change) for name, call in last}
-
-
 def _converged(found: Iterable[SolveReport]) -> float:
-    """Of the queries that were to converge."""
-    met = wanted = 0
-    for layer in found:
-        asked = ~((layer.tolerance == 0) | layer.tolerance.isnan())
-        met += int(layer.converged[asked].sum())
-        wanted += int(asked.sum())
-    return met / wanted if wanted else math.nan
+    """The share of converged queries among those that had a tolerance to reach."""
+    asked = [solve.converged[solve.tolerance > 0].cpu() for solve in found]
+    return float(torch.cat(asked).double().mean())
 
 
 def _distance(output: Tensor, reference: Tensor) -> float:
-    # Not in half precision; never a copy of all logits in float64.
+    # Half precision would be too coarse; a copy of all logits in float64 would be too large.
     output, reference = output.float(), reference.float()
     norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (output - reference, reference)]
     return float(norms[0] / norms[1])
-
-
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{100 * share:.4g} %"

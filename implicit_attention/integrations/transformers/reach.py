@@ -1,25 +1,29 @@
-"""Which attention of a model its source hands to transformers' attention interface, and which it computes by itself."""
+"""Which attention of a model asks transformers' attention interface, and which computes by itself, by its source."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 #: The interface, by the name under which models of transformers look it up.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# Calls that are attention whatever stands around them.
+# Functions that are attention by themselves.
 _FUSED = frozenset(
     {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention", "_flash_attention_forward"}
 )
 _SOFTMAX = frozenset({"softmax", "Softmax", "XSoftmax"})
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm"})
 _CALLED_ATTENTION = ("Attention", "Attn")
+# Models that ask for some of their attention only, and add the mask themselves to the scores of the rest.
+_PARTLY = frozenset({"git", "bigbird_pegasus"})
 
 
 class Source(NamedTuple):
@@ -37,19 +41,14 @@ class Reach(NamedTuple):
 
 
 def reach(model: nn.Module) -> Reach:
-    """What of a model's attention can be replaced, and what cannot."""
-    asks, own = {}, {}
-    for name, module in model.named_modules():
-        kind = _kind(type(module))  # type: ignore[arg-type]
-        if kind == "asks":
-            asks[name] = type(module)
-        elif kind == "own":
-            own[name] = type(module)
+    """The attention modules of a model, told by the source of their classes."""
+    kinds = [(name, type(module), _kind(type(module))) for name, module in model.named_modules()]  # type: ignore[arg-type]
+    asks, own = ({name: cls for name, cls, kind in kinds if kind == wanted} for wanted in ("asks", "own"))
     return Reach(asks, own)
 
 
 def attention_names(model: nn.Module) -> dict[str, type[nn.Module]]:
-    """Innermost modules that call themselves attention."""
+    """Modules with "Attention" in the name of their class that hold no other such module."""
     named = {name: type(module) for name, module in model.named_modules() if "Attention" in type(module).__name__}
     return {name: kind for name, kind in named.items() if not any(other.startswith(f"{name}.") for other in named)}
 
@@ -65,6 +64,31 @@ def listed(modules: dict[str, type[nn.Module]], shown: int = 3) -> str:
     )
 
 
+def takes_masks(config: Any) -> bool:
+    """Whether the models of a configuration give the masks of a registered name only to attention that asks for it."""
+    if getattr(config, "attention_type", None) == "prob" and config.model_type == "informer":
+        return False
+    return bool(_asks(type(config).__module__, config.model_type))
+
+
+# The compiler calls this function instead of tracing it, so that a compiled model is refused as well.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _asks(configuration: str, model_type: str) -> bool:
+    """Whether the models that belong to a module of configurations ask the interface for all their attention."""
+    modeling = configuration.replace("configuration_", "modeling_")
+    return model_type not in _PARTLY and (modeling not in sys.modules or _source_asks(modeling))
+
+
+@functools.cache
+def _source_asks(modeling: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[modeling])
+    except (OSError, TypeError):
+        return True
+    own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return own is None or _INTERFACE in source
+
+
 @functools.cache
 def _kind(cls: type[nn.Module]) -> str | None:
     """ "asks", "own", or None for a module that does not attend."""
@@ -76,7 +100,7 @@ def _kind(cls: type[nn.Module]) -> str | None:
             break
         source = _source_of(base.__module__)
         if source is None or base.__name__ not in source.classes:
-            # Made where no file can be read: its name is all that there is to go by.
+            # A class without a file that can be read is judged by its name.
             return "own" if any(word in cls.__name__ for word in _CALLED_ATTENTION) else None
         lines.append((source, source.classes[base.__name__]))
     return kind_of(lines)
@@ -132,7 +156,7 @@ class _Steps:
             return
         if isinstance(node, ast.FunctionDef):
             self.seen.add(node)
-        # What a call is made of is computed before it, its arguments before a method of this class.
+        # The arguments of a call are computed before it.
         parts = [*node.args, *node.keywords, node.func] if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
         for child in parts:
             yield from self.of(source, child)
@@ -141,7 +165,7 @@ class _Steps:
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield "p"
         elif isinstance(node, ast.Attribute) and _named(node.value) == "self" and node.attr in self.methods:
-            # Methods are handed on as well, to be called by others.
+            # A method may be handed on instead of being called here.
             yield from self.of(*self.methods[node.attr])
         if isinstance(node, ast.Call):
             yield from self._call(source, node.func)

@@ -1,4 +1,4 @@
-"""What the attention layers of a model did in their last forward, layer by layer."""
+"""`report` and `last_solves`: how the equilibria of a model were found in its last forward, layer by layer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 
 from torch import Tensor, nn
 
-from ...attention.core import Measured
+from ...attention.core import report_from_graph
 from ...attention.read_out import made_by
 from ...diagnostics import distinct_fixed_points, effective_keys
-from ...solution import SolveReport
+from ...solution import Record, SolveReport
 from ...status import Status
-from .attention import LAST, Last, Sample
-from .reach import attention_names
-from .registration import is_ours
+from .attach import is_ours
+from .attention import LAST, Last
+from .reach import attention_names, listed
 from .saved import names
 
 
@@ -23,16 +23,24 @@ class LayerReport:
     """One attention layer's last forward.
 
     Attributes:
-        name: of the module in the model.
+        name: the name of the module in the model.
         anchor: how much of the queries stays (the mean over heads).
-        num_evals: evaluations of the map per query, the mean.
-        max_evals: the most that a query took.
+        num_evals: evaluations of the map per query (the mean).
+        max_evals: the largest number of evaluations that a query took.
         residual: the largest |f(z) - z|; NaN where nothing was solved.
-        converged: share of the queries that reached their tolerance; NaN where nothing was to be reached.
-        gradient: the same for the backward solves; NaN before a backward pass, and where there is none.
+        converged: share of the queries that reached their tolerance; NaN if none had a tolerance to reach.
+        gradient: the same for the backward solves; NaN before a backward pass, and if it solves nothing.
         effective_keys: exp(entropy) of the attention weights, the mean over heads and a sample of queries.
-        distinct: number of different fixed points among the queries of the sample, the mean over heads.
-        queries: how many queries of the first sequence that sample has; those that attend to nothing count.
+        distinct: number of different fixed points among the queries of the sample (the mean over heads).
+        queries: the number of queries in that sample, which is of the first sequence. Masked queries count.
+
+    Example:
+        >>> from implicit_attention.integrations.transformers import LayerReport
+        >>> layer = LayerReport("model.layers.0.self_attn", 0.9, 4.5, 6, 1e-6, 1.0, 1.0, 3.2, 7.5, 8)
+        >>> layer.max_evals
+        6
+
+    Not for making by hand: `report` returns one for each layer.
     """
 
     name: str
@@ -48,56 +56,69 @@ class LayerReport:
 
 
 def last_solves(model: nn.Module) -> dict[str, SolveReport]:
-    """The evidence of every attention layer's last call, by its name in the model: what a training loop watches.
+    """The `SolveReport` of every attention layer's last call, by the layer's name in the model.
 
     Args:
-        model: a model, after a forward. Layers with another attention are not there.
+        model: a model, after a forward. Layers with another attention are left out.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, last_solves
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = attach(LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes)), anchor=0.9)
+        >>> output = model(torch.randint(10, (1, 5)))
+        >>> {name: bool(solve.converged.all()) for name, solve in last_solves(model).items()}
+        {'model.layers.0.self_attn': True, 'model.layers.1.self_attn': True}
+
+    Not for looking at in a terminal: `report` prints a table, with effective keys and distinct fixed points.
     """
-    found = {}
-    for name, last in _calls(model):
-        if isinstance(last.report, Measured):
-            assert last.settings is not None
-            last.report = last.report.report(last.settings.options.on_failure)
-        assert last.report is not None
-        found[name] = last.report
-    return found
+    return {name: _report(last) for name, last in _calls(model)}
 
 
 def report(model: nn.Module) -> list[LayerReport]:
     """Print and return what every attention layer did in the last forward of the model.
 
-    Attention that took no part in it is named below.
+    Attention that took no part in that forward is named below the table.
 
     Args:
-        model: a model with a name of `register` as its attention, after a forward. A module that is called several
-            times reports its last call.
+        model: a model with equilibrium attention, after a forward. A module that is called several times reports its
+            last call.
 
     Raises:
-        ValueError: if no layer of the model has called equilibrium attention; the message names the model.
+        ValueError: if no layer of the model has called equilibrium attention.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, report
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = attach(LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes)), anchor=0.9)
+        >>> output = model(torch.randint(10, (1, 5)))
+        >>> rows = report(model)
+        layer                     anchor  evals  max  residual  converged  gradient  eff. keys  distinct
+        ...
+        >>> [row.queries for row in rows]
+        [5, 5]
+
+    Not for every step of a training loop, as it looks at all numbers on the host: `last_solves` leaves them there.
     """
-    rows = []
-    found = last_solves(model)
-    for name, last in last_calls(model):
-        assert last.sample is not None
-        assert last.settings is not None
-        rows.append(_row(name, found[name], last.sample, _mean(last.settings.anchor)))
+    rows = [_row(name, last) for name, last in last_calls(model)]
     print(_table(rows))
-    if others := [name for name in attention_names(model) if name not in found]:
-        listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        print(f"not in this forward, or with attention of their own: {listed}")
+    told = {row.name for row in rows}
+    if others := {name: kind for name, kind in attention_names(model).items() if name not in told}:
+        print(f"not in this forward, or with attention of their own: {listed(others)}")
     return rows
 
 
 def last_calls(model: nn.Module) -> list[tuple[str, Last]]:
-    """The attention modules that have called equilibrium attention, by name, with what they remember."""
+    """The attention modules that have called equilibrium attention, by name, with their `Last`."""
     found = _calls(model)
     if not found:
         saved = names(getattr(model, "config", None))
-        remedy = (
-            f"its configuration has anchors for {saved[0]!r}: load it with `load`, then call it"
-            if saved
-            else "after `attach(model)`, call the model"
-        )
+        remedy = "after `attach(model)`, call the model"
+        if saved:
+            remedy = f"its configuration has anchors for {saved[0]!r}: load it with `load`, then call it"
         raise ValueError(f"no layer of {type(model).__name__} has called equilibrium attention; {remedy}")
     return found
 
@@ -108,71 +129,62 @@ def _calls(model: nn.Module) -> list[tuple[str, Last]]:
 
 
 def _is_current(module: nn.Module) -> bool:
-    """Whether its model has not been given another attention since."""
+    """Whether the model of this module still has equilibrium attention."""
     config = getattr(module, "config", None)
     return config is None or is_ours(getattr(config, "_attn_implementation", None))
 
 
-def _row(name: str, evidence: SolveReport, sample: Sample, anchor: float) -> LayerReport:
-    evals = evidence.num_evals.flatten()
-    solved = evidence.status != Status.EXPLICIT
-    backward = evidence.adjoint.status
-    states, keys = sample.state, _shared(sample.keys, sample.state)
-    potential = made_by(sample.make, keys, sample.beta, sample.mask, sample.bias)
+def _report(last: Last) -> SolveReport:
+    """The report of a call; if that was compiled, and could not warn of failures, this does."""
+    assert last.settings is not None
+    if isinstance(last.report, Record):
+        last.report = report_from_graph(last.report, last.settings.options.on_failure)
+    assert last.report is not None
+    return last.report
+
+
+def _row(name: str, last: Last) -> LayerReport:
+    solve, sample, settings = _report(last), last.sample, last.settings
+    assert sample is not None
+    assert settings is not None
+    anchor = settings.anchor.detach().mean() if isinstance(settings.anchor, Tensor) else settings.anchor
+    states, evals, backward = sample.state, solve.num_evals, solve.adjoint.status
     if evals.numel() == 0 or states.numel() == 0:
-        return LayerReport(name, anchor, 0.0, 0, math.nan, math.nan, math.nan, math.nan, math.nan, 0)
+        nan = math.nan
+        return LayerReport(name, float(anchor), 0.0, 0, nan, nan, nan, nan, nan, 0)
+    keys = sample.keys.to(states.dtype).repeat_interleave(states.shape[1] // sample.keys.shape[1], dim=1)
+    potential = made_by(sample.make, keys, sample.beta, sample.mask, sample.bias)
+    aims = (solve.status != Status.EXPLICIT) & (solve.status != Status.BUDGET)
     return LayerReport(
         name=name,
-        anchor=anchor,
+        anchor=float(anchor),
         num_evals=float(evals.double().mean()),
         max_evals=int(evals.max()),
-        residual=float(evidence.residual.max()),
-        converged=_share(evidence.converged[solved & (evidence.status != Status.BUDGET)]),
-        gradient=math.nan if backward is None else _share(backward <= Status.UNSTABLE),
+        residual=float(solve.residual.max()),
+        converged=float(solve.converged[aims].double().mean()),
+        gradient=math.nan if backward is None else float((backward <= Status.UNSTABLE).double().mean()),
         effective_keys=float(effective_keys(potential, states).mean()),  # type: ignore[arg-type]
         distinct=float(distinct_fixed_points(states).double().mean()),
         queries=states.shape[-2],
     )
 
 
-def _shared(keys: Tensor, states: Tensor) -> Tensor:
-    """Keys (1, Hkv, M, D) for all heads of the states, in their precision."""
-    heads = states.shape[1]
-    return keys.to(states.dtype).repeat_interleave(heads // keys.shape[1], dim=1)
-
-
-def _share(which: Tensor) -> float:
-    return float(which.double().mean()) if which.numel() else math.nan
-
-
-def _mean(anchor: float | Tensor) -> float:
-    return float(anchor.detach().mean()) if isinstance(anchor, Tensor) else float(anchor)
-
-
 _HEAD = ("layer", "anchor", "evals", "max", "residual", "converged", "gradient", "eff. keys", "distinct")
 
 
 def _table(rows: list[LayerReport]) -> str:
-    cells: list[tuple[str, ...]] = [_HEAD]
-    for row in rows:
-        cells.append(
-            (
-                row.name,
-                f"{row.anchor:.3g}",
-                f"{row.num_evals:.3g}",
-                f"{row.max_evals}",
-                _or_dash(row.residual, ".1e"),
-                _or_dash(row.converged, ".4g", percent=True),
-                _or_dash(row.gradient, ".4g", percent=True),
-                _or_dash(row.effective_keys, ".1f"),
-                f"{_or_dash(row.distinct, '.1f')} of {row.queries}",
-            )
-        )
-    return aligned(cells)
+    return aligned([_HEAD, *map(_cells, rows)])
+
+
+def _cells(row: LayerReport) -> tuple[str, ...]:
+    numbers = (f"{row.anchor:.3g}", f"{row.num_evals:.3g}", f"{row.max_evals}", _or_dash(row.residual, ".1e"))
+    shares = (percent(row.converged), percent(row.gradient))
+    sample = (_or_dash(row.effective_keys, ".1f"), f"{_or_dash(row.distinct, '.1f')} of {row.queries}")
+    return (row.name, *numbers, *shares, *sample)
 
 
 def aligned(cells: list[tuple[str, ...]]) -> str:
-    """Rows under each other, the first column to the left."""
+    """The rows of a table as text, the first column aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -181,7 +193,10 @@ def aligned(cells: list[tuple[str, ...]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _or_dash(value: float, style: str, *, percent: bool = False) -> str:
-    if math.isnan(value):
-        return "-"
-    return f"{100 * value:{style}} %" if percent else f"{value:{style}}"
+def percent(share: float) -> str:
+    """A share in [0, 1] as text; a dash for NaN."""
+    return "-" if math.isnan(share) else f"{100 * share:.4g} %"
+
+
+def _or_dash(value: float, style: str) -> str:
+    return "-" if math.isnan(value) else f"{value:{style}}"

@@ -1,4 +1,4 @@
-"""Options of one model alone: held by its modules, and written into its configuration, which is saved with it."""
+"""The options of one model: held by its modules, and written into its configuration, which is saved with it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ... import _validate, solvers
 from ...solvers import Solver
 from .settings import ANCHORS, LAYERS, SETTINGS, SOLVERS, Settings
 
-#: What transformers read for the name of a model's attention. They do not write it; a file that has it is loaded with
-#: that attention, or not at all.
+#: The attribute from which transformers read the name of a model's attention. They do not write it. A file that has it
+#: is loaded with that attention, or not at all.
 NAME = "attn_implementation"
 
 
 def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, settings: Settings) -> None:
-    """Let the modules of a model have these settings for a name, and its configurations what of them is the model's."""
+    """Give settings for a name to the modules of a model, and the saved part of them to its configurations."""
     saved = written(settings)
     for config in configs:
         for attribute, value in saved.items():
@@ -33,10 +33,16 @@ def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, setti
         setattr(module, SETTINGS, {**(getattr(module, SETTINGS, None) or {}), name: settings})
 
 
-def name_again(config: Any, name: str) -> None:
-    """Let a configuration with anchors name its attention when it is saved again; transformers do not."""
-    if name in names(config) and not hasattr(config, NAME):
+def settings_of(module: nn.Module, name: str, general: Settings) -> Settings:
+    """The settings that a module has for a name: those of `keep`, or of its configuration, or the general ones."""
+    own: dict[str, Settings] = getattr(module, SETTINGS, None) or {}
+    if name in own:
+        return own[name]
+    config = getattr(module, "config", None)
+    if not torch.compiler.is_compiling() and name in names(config) and not hasattr(config, NAME):
+        # Transformers forget the name when they read a file, and it would not be there when the model is saved again.
         setattr(config, NAME, name)
+    return of_config(config, name, general)
 
 
 def names(config: Any) -> list[str]:
@@ -44,14 +50,17 @@ def names(config: Any) -> list[str]:
     return list(getattr(config, ANCHORS, None) or ())
 
 
+def held(config: Any, attribute: str, name: str) -> Any:
+    """The entry of a name in `attribute` (ANCHORS, SOLVERS or LAYERS) of a configuration, or None."""
+    return (getattr(config, attribute, None) or {}).get(name)
+
+
 def of_config(config: Any, name: str, general: Settings, instead: Solver | None = None) -> Settings:
-    """General settings with what a configuration says for a name; with another solver for all layers if it is given."""
-    anchors = getattr(config, ANCHORS, None)
-    if not anchors or name not in anchors:
+    """General settings with what a configuration holds for a name; `instead` replaces the solver of all layers."""
+    anchor, layers = held(config, ANCHORS, name), held(config, LAYERS, name)
+    if anchor is None:
         return general
-    layers = (getattr(config, LAYERS, None) or {}).get(name)
-    solver = (getattr(config, SOLVERS, None) or {}).get(name)
-    found = general.override(_read(anchors[name], solver, instead), ANCHORS)
+    found = general.override(_read(anchor, held(config, SOLVERS, name), instead), ANCHORS)
     if not layers:
         return found
     read = {int(i): _read(given["anchor"], given.get("solver"), instead) for i, given in layers.items()}
@@ -62,20 +71,15 @@ def written(settings: Settings) -> dict[str, Any]:
     """Anchors and solvers as a configuration holds them."""
     layers = settings.layers
     assert not callable(layers)
-    own = {str(i): settings.override(given, "layers") for i, given in (layers or {}).items() if given}
-    return {
-        ANCHORS: _numbers(settings.anchor),
-        SOLVERS: _plain(settings.options.effective_solver),
-        LAYERS: {
-            i: {"anchor": _numbers(layer.anchor), "solver": _plain(layer.options.effective_solver)}
-            for i, layer in own.items()
-        }
-        or None,
-    }
+    own = {str(i): _written(settings.override(given, "layers")) for i, given in (layers or {}).items() if given}
+    general = _written(settings)
+    return {ANCHORS: general["anchor"], SOLVERS: general["solver"], LAYERS: own or None}
 
 
-def _numbers(anchor: float | Tensor) -> Any:
-    return anchor.detach().tolist() if isinstance(anchor, Tensor) else float(anchor)
+def _written(settings: Settings) -> dict[str, Any]:
+    anchor = settings.anchor
+    numbers = anchor.detach().tolist() if isinstance(anchor, Tensor) else float(anchor)
+    return {"anchor": numbers, "solver": _plain(settings.options.effective_solver)}
 
 
 def _plain(solver: Solver) -> dict[str, Any]:
@@ -99,8 +103,7 @@ def _read(anchor: Any, solver: Mapping[str, Any] | None, instead: Solver | None)
 def solver_of(saved: Mapping[str, Any]) -> Solver:
     """The solver that a configuration names."""
     options = dict(saved)
-    name = options.pop("name", None)
-    kind = getattr(solvers, name) if name in solvers.__all__ else None
+    kind = getattr(solvers, options.pop("name", ""), None)
     try:
         if isinstance(kind, type) and issubclass(kind, Solver):
             return kind(**options)

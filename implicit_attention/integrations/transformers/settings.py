@@ -1,23 +1,24 @@
-"""What a registered attention is told: anchor and solve, for all layers, for some of them, for one call."""
+"""The options of a registered attention: for all layers, for some of them, for one model, for one call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from ... import _validate
-from ...options import SolveOptions
+from ...options import SolveKeywords, SolveOptions
 
 #: Options of one layer, by name.
 Given: TypeAlias = Mapping[str, Any]
 #: Options of some layers: by index, or computed from it.
 Layers: TypeAlias = Mapping[int, Given] | Callable[[int], Given]
 
-OPTIONS = ("anchor", "solver", "adjoint", "impl", "max_steps", "on_failure")
+OPTIONS = ("anchor", *SolveKeywords.__annotations__)
 
 #: Where the configuration of a model holds its anchors, its solver, and both for layers that differ, by registered
 #: name; saved with it.
@@ -32,13 +33,13 @@ _COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_lay
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How attention is answered.
+    """The options of a registered attention.
 
     Args:
         anchor: in [0, 1]; 1 is softmax attention. A tensor has one for each head.
         options: how the equilibrium is found and differentiated.
-        layers: what is different in some layers.
-        ignore: names of arguments of the host that are known not to change attention.
+        layers: other options for some layers.
+        ignore: names of arguments of the model that are known not to change attention.
     """
 
     anchor: float | Tensor = 0.5
@@ -46,12 +47,25 @@ class Settings:
     layers: Layers | None = None
     ignore: frozenset[str] = frozenset()
 
+    @classmethod
+    def of_model(
+        cls, anchor: float | Tensor, layers: Layers | None, ignore: Iterable[str], options: SolveKeywords
+    ) -> Self:
+        """The settings that `register` and `attach` are called with; their anchors must be fixed."""
+        if isinstance(ignore, str):
+            raise TypeError(_validate.message("ignore", "be a collection of names", repr(ignore), f"({ignore!r},)"))
+        solve = SolveOptions().override(**options)
+        settings = cls(anchor=anchor, options=solve, layers=layers, ignore=frozenset(ignore))
+        of_layers = layers.values() if isinstance(layers, Mapping) else ()
+        for each in (anchor, *(given.get("anchor") for given in of_layers)):
+            check_fixed(each)
+        return settings
+
     def __post_init__(self) -> None:
         if isinstance(self.anchor, Tensor):
             _validate.check_float_tensor("anchor", self.anchor)
-            _validate.require(
-                self.anchor.ndim <= 1, "anchor", "be a number or one for each head", f"shape {tuple(self.anchor.shape)}"
-            )
+            received = f"shape {tuple(self.anchor.shape)}"
+            _validate.require(self.anchor.ndim <= 1, "anchor", "be a number or one for each head", received)
             _validate.check_range("anchor", self.anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
         else:
             _validate.check_number("anchor", self.anchor, low=0.0, high=1.0)
@@ -108,9 +122,56 @@ class Settings:
         return layers.get(index, {})
 
 
+@contextmanager
+def override(model: nn.Module, **options: Any) -> Iterator[None]:
+    """A context in which all attention of a model has these options, also where it hands no arguments down.
+
+    Args:
+        model: the model, or a part of it.
+        **options: anchor, solver, adjoint, impl, max_steps and on_failure, as in `register`.
+
+    Raises:
+        TypeError, ValueError: options that do not fit; for an unknown one the valid options are named.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from implicit_attention.integrations.transformers import attach, last_solves, override
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> model = attach(LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes)), anchor=0.9)
+        >>> with override(model, max_steps=0):
+        ...     logits = model(torch.randint(10, (1, 5))).logits
+        >>> {int(solve.num_evals.max()) for solve in last_solves(model).values()}
+        {0}
+
+    Not for options that are to stay: give these to `attach`.
+    """
+    Settings().override(options, "options")
+    check_fixed(options.get("anchor"))
+    with marked(model, OVERRIDES, options):
+        yield
+
+
+@contextmanager
+def marked(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    """A context in which all modules of a model have this attribute; at its end they have what they had before."""
+    before = [(module, getattr(module, attribute, None)) for module in model.modules()]
+    for module, _ in before:
+        setattr(module, attribute, value)
+    try:
+        yield
+    finally:
+        for module, held in before:
+            if held is None:
+                delattr(module, attribute)
+            else:
+                setattr(module, attribute, held)
+
+
 def check_fixed(anchor: Any) -> None:
-    """An anchor that is held beside the parameters of a model must not be trained: no optimiser, no file and no engine
-    that keeps ranks alike would know of it.
+    """Refuse an anchor that requires a gradient where it is held beside the parameters of a model.
+
+    No optimiser would train it, no file would hold it, and no engine would keep it alike on all ranks.
     """
     if isinstance(anchor, Tensor) and anchor.requires_grad:
         remedy = (

@@ -78,16 +78,10 @@ def sample_spins(
     _validate.require(field.shape[-1] > 0, "field", "have at least one dimension", f"shape {tuple(field.shape)}")
     _validate.check_number("radius", radius, low=0.0, open_low=True)
     check_generator(generator, field)
-    scale: float | Tensor
-    if isinstance(beta, Tensor):
-        _validate.check_float_tensor("beta", beta)
-        _validate.check_same_kind([("field", field), ("beta", beta)])
-        _validate.check_broadcast("beta", beta.shape, field.shape[:-2], "the leading axes of `field`")
-        _validate.check_range("beta", beta, low=0.0, open_low=True)
-        scale = _validate.inside(beta, low=0.0, open_low=True)[..., None, None]
-    else:
-        _validate.check_number("beta", beta, low=0.0, open_low=True)
-        scale = beta
+    scale = _validate.check_per_batch("beta", beta, low=0.0, open_low=True)
+    _validate.check_fits_batch("beta", beta, "field", field)
+    if isinstance(scale, Tensor):
+        scale = _validate.inside(scale, low=0.0, open_low=True)[..., None, None]
     with exact_precision(field):
         pull = (radius * scale * at_least_single(field))[..., None]
         spins = radius * unit_spins(pull, draw_noise(pull, generator), generator)[..., 0]

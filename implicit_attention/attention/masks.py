@@ -1,0 +1,103 @@
+"""Which query attends to which key: masks, missing tokens and causality as one boolean mask and one additive bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import HALF
+
+
+def mask_and_bias(
+    mask: Tensor | None,
+    *,
+    shape: tuple[int, ...],
+    like: Tensor,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
+    first: int = 0,
+    names: tuple[str, str] = ("mask", "causal"),
+) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias), each None or broadcasting to `shape`.
+
+    Args:
+        mask: boolean (True = attend) or additive, broadcasts to `shape`.
+        shape: of the scores, (*batch, N, M) or (*batch, heads, N, M).
+        like: a tensor of the queries' dtype and device.
+        key_mask: which keys exist, (*batch, M), beside a shape with heads.
+        causal: whether query i, which is token first + i, attends to keys up to its own index only.
+        first: index of the first query.
+        names: what the caller's users call `mask` and `causal`.
+    """
+    pairs, bias = split_mask(names[0], mask, like)
+    if mask is not None:
+        _validate.check_broadcast(names[0], mask.shape, shape, "the shape of the scores (..., N, M)")
+    *lead, rows, count = shape
+    if key_mask is not None:
+        check_key_mask(key_mask, tuple(lead[:-1]), count)
+        pairs = _both(pairs, key_mask[..., None, None, :])
+    if causal:
+        check_causal(names[0], mask, names[1])
+        order = torch.arange(count, device=like.device)
+        pairs = _both(pairs, order <= torch.arange(first, first + rows, device=like.device)[:, None])
+    return pairs, bias
+
+
+def _both(mask: Tensor | None, other: Tensor) -> Tensor:
+    return other if mask is None else mask & other
+
+
+def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias) from a boolean or an additive mask."""
+    if mask is None:
+        return None, None
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        received = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
+        required = "be boolean (True = attend) or additive floating-point"
+        raise TypeError(_validate.message(argument, required, received, f"use {argument}.bool()"))
+    _validate.check_dense(argument, mask)
+    remedy = "move it with .to(device)"
+    _validate.require(mask.device == like.device, argument, f"be on {like.device}", mask.device, remedy)
+    if mask.dtype == torch.bool:
+        return mask, None
+    if like.dtype in HALF:
+        return None, mask if mask.dtype == like.dtype else mask.float()
+    return None, mask.to(like.dtype)
+
+
+def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:
+    """Beside a causal flag a mask may say which keys exist, not which query attends to which key."""
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
+        raise ValueError(
+            _validate.message(
+                argument,
+                f"have one row for all queries, shape (..., 1, M), beside {causal}=True, which it may contradict",
+                f"shape {tuple(mask.shape)}",
+                f"pass {causal}=False with the causal triangle in {argument}, e.g. mask & mask.new_ones(N, M).tril()",
+            )
+        )
+
+
+def check_key_mask(key_mask: Any, batch: tuple[int, ...], count: int) -> None:
+    """A boolean for each of `count` keys; all samples may have the same one."""
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        received = getattr(key_mask, "dtype", type(key_mask).__name__)
+        raise TypeError(_validate.message("key_mask", "be boolean, True = the token exists", received))
+    fits, received = key_mask.shape[-1:] == (count,), f"shape {tuple(key_mask.shape)}"
+    _validate.require(fits, "key_mask", f"have one entry for each of the {count} keys", received)
+    _validate.check_broadcast("key_mask", key_mask.shape, (*batch, count), "(*batch, M)")
+
+
+def check_whole() -> None:
+    """Raise inside `context_parallel`: each process has a part of the tokens there, as only torch's attention knows."""
+    replaced = torch.nn.functional.scaled_dot_product_attention
+    # By identity first, which the compiler can follow.
+    if replaced is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in replaced.__module__:
+        raise ValueError(
+            "equilibrium attention inside `context_parallel` would attend to the tokens of this process only: an "
+            "equilibrium needs all keys at every evaluation; keep sequences whole and shard samples (DDP, FSDP) or "
+            "heads (parallelize_module with ColwiseParallel and RowwiseParallel)"
+        )

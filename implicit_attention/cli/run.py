@@ -1,0 +1,42 @@
+"""What both commands do: check the options, work with progress, write the files, print the tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import report, table
+from .errors import require_modules, writable
+from .progress import Progress, make_console
+from .settings import CompareSettings, MagnetizeSettings
+
+
+def run(settings: CompareSettings | MagnetizeSettings) -> None:
+    """Run the command that has these settings.
+
+    Raises:
+        InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
+    """
+    require_modules("rich", "matplotlib", *(("sklearn",) if settings.needs_digits else ()))
+    command: Any
+    if isinstance(settings, CompareSettings):
+        from . import compare as command
+    else:
+        from . import magnetize as command
+    command.check(settings)
+    out = settings.out
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
+    line, show, files = (
+        (table.compare_line, table.show_comparison, report.comparison_files)
+        if isinstance(settings, CompareSettings)
+        else (table.magnetize_line, table.show_magnetization, report.magnetization_files)
+    )
+    with Progress(line) as progress:
+        result = command.run(settings, progress)
+        progress.begin("figures")
+        with writable(out):
+            written = report.write(out, *files(result))
+    console = make_console()
+    show(result, console)
+    names = f"{', '.join(written[:-1])} and {written[-1]}"
+    console.print(f"{names} written to {out} after {result.seconds:.1f} s", markup=False)

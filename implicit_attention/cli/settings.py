@@ -1,0 +1,125 @@
+"""The options of both commands, with their defaults, ranges and help texts: a command is made from each dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from typer import Argument, Option
+
+#: Names of methods of `magnetize` that are no approximations: Monte Carlo, and the exact law of a small chain.
+SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
+#: Magnetizations are compared with those of the first of these that is there.
+REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
+
+
+def seed_option(of: str) -> Any:
+    return Option(min=0, max=2**63 - 2, help=f"Seed of {of}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareSettings:
+    """Retrieve stored images from half-masked and noisy ones with every solver, and show what each of them costs.
+
+    Compares one step of softmax attention, unrolled gradient descent, Picard, Anderson, Broyden, Newton-Krylov and
+    torchdeq's Anderson and Broyden: evaluations, residual, saddles, retrieval, gradient error, time and memory.
+    """
+
+    command: ClassVar[str] = "compare"
+
+    patterns: Annotated[int, Option(min=1, help="Number of patterns to store.")] = 200
+    beta: Annotated[float, Option(help="Inverse temperature, > 0; it multiplies the scores <pattern, z>.")] = 8.0
+    anchor: Annotated[float, Option(help="Weight of the query in the energy, in [0, 1]; 0 is retrieval.")] = 0.0
+    device: Annotated[str, Option(help="cpu, cuda or cuda:N.")] = "cpu"
+    dtype: Annotated[Literal["float32", "float64", "bfloat16", "float16"], Option(help="Type of all numbers.")] = (
+        "float32"
+    )
+    seed: Annotated[int, seed_option("patterns and noise")] = 0
+    out: Annotated[Path, Option(help="Folder for compare.json, convergence.png and retrieval.png.")] = Path("compare")
+    quick: Annotated[bool, Option("--quick", help="Fewer queries and repeats, in a few seconds.")] = False
+    data: Annotated[
+        Path | None,
+        Option(help="Your patterns, .npy, .npz or .pt of shape (count, D), instead of scikit-learn's digits."),
+    ] = None
+
+    @property
+    def needs_digits(self) -> bool:
+        return self.data is None
+
+    @property
+    def queries(self) -> int:
+        """Queries of each task in the comparison of solvers."""
+        return min(self.patterns, 50 if self.quick else 200)
+
+    @property
+    def descents(self) -> tuple[int, ...]:
+        """Step counts of unrolled gradient descent."""
+        return (5, 20) if self.quick else (5, 20, 50)
+
+    @property
+    def repeats(self) -> int:
+        return 2 if self.quick else 5
+
+    @property
+    def max_seconds(self) -> float:
+        """After this time no further timed run of a method begins."""
+        return 0.3 if self.quick else 1.0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether retrieval rates of these settings were measured independently."""
+        return self.needs_digits and (self.patterns, self.beta, self.anchor) == (200, 8.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MagnetizeSettings:
+    """Ask every method for the free energy and the magnetizations of a spin system, side by side, with evidence.
+
+    Free energy, energy, entropy, heat capacity, magnetizations; for asymmetric couplings magnetizations and entropy
+    production of the synchronous dynamics. Without a file: Ising systems that are fitted to scikit-learn's digits.
+    """
+
+    command: ClassVar[str] = "magnetize"
+
+    file: Annotated[
+        Path | None,
+        Argument(
+            metavar="[FILE]",
+            help="An .npz file with the arrays J, (N, N), (B, N, N) or (N, N, D, D); h, (N,), (N, D) or (B, N, D); "
+            "beta, a number or (B,). E = -1/2 sum_ij s_i J_ij s_j - sum_i h_i s_i.",
+        ),
+    ] = None
+    sweep: Annotated[
+        str | None, Option(help="beta=LOW:HIGH:COUNT, draws the phase diagram; the file's beta is not used there.")
+    ] = None
+    radius: Annotated[str, Option(help="Length of a spin: sqrt_dim, bessel or a number.")] = "sqrt_dim"
+    measure: Annotated[
+        Literal["uniform", "counting"] | None,
+        Option(help="Uniform, or counting of states, which is usual for D = 1.", show_default=False),
+    ] = None
+    methods: Annotated[str | None, Option(help="Comma-separated names, such as bethe,adatap; else all that apply.")] = (
+        None
+    )
+    dtype: Annotated[Literal["float64", "float32"], Option(help="Type of all numbers.")] = "float64"
+    seed: Annotated[int, seed_option("the samples")] = 0
+    out: Annotated[Path, Option(help="Folder for thermodynamics.json and the pictures.")] = Path("magnetize")
+    quick: Annotated[bool, Option("--quick", help="Fewer samples and repeats.")] = False
+
+    @property
+    def needs_digits(self) -> bool:
+        return self.file is None
+
+    @property
+    def source(self) -> str:
+        return "Ising systems fitted to scikit-learn's digits" if self.file is None else self.file.name
+
+    @property
+    def max_seconds(self) -> float:
+        """After this time no further timed run of a method begins."""
+        return 0.1 if self.quick else 1.0
+
+    @property
+    def chosen(self) -> list[str] | None:
+        """The names that `--methods` lists, or None for all."""
+        return None if self.methods is None else [name.strip() for name in self.methods.split(",")]

@@ -1,0 +1,105 @@
+"""What the modules share that stand in for a host's attention: an anchor, options of a solve, masks, an added key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _validate
+from .._autograd import at_least_single
+from ..attention.core import Attended, Call, attend
+from ..attention.masks import split_mask
+from ..attention.read_out import PotentialFactory
+from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta
+from ..layers.remembering import Remembering
+from ..options import SolveKeywords, SolveOptions
+from ..potentials import LogSumExp
+from ..potentials.softcap import SoftcapLogSumExp
+
+
+class HostAttention(Remembering):
+    """Base of a module that stands where a host's attention stood, with the host's parameters and arguments."""
+
+    anchor: nn.Module
+
+    def _set_up(self, heads: int, anchor: Scalar, options: SolveKeywords, **made: Any) -> None:
+        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
+        self.options = SolveOptions().override(**options)
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, *, dropout: float, **given: Any) -> Attended:
+        """`attend` with the anchor and options of this module, which remembers the solve; weights drop in training."""
+        given["dropout_p"] = dropout if self.training else 0.0
+        attended = attend(Call(query, keys, values, anchor=self.anchor(), options=self.options, **given))
+        self._remember(attended.report)
+        return attended
+
+    def _shown(self, **settings: Any) -> str:
+        """Settings that are not None, False or 0, and the options of the solve that are given, for `extra_repr`."""
+        shown = {name: value for name, value in settings.items() if value}
+        options = {name: getattr(self.options, name) for name in ("solver", "adjoint", "max_steps")}
+        shown |= {name: value for name, value in options.items() if value is not None}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def check_shape(fits: bool, argument: str, tensor: Tensor, requirement: str, remedy: str = "") -> None:
+    """Raise ValueError with the shape of the tensor unless it fits."""
+    _validate.require(fits, argument, requirement, f"shape {tuple(tensor.shape)}", remedy)
+
+
+def capped(cap: float | None) -> PotentialFactory:
+    """The potential of softmax attention, with scores s capped to cap tanh(s / cap) if there is a cap."""
+    return LogSumExp if cap is None else partial(SoftcapLogSumExp, cap=cap)
+
+
+def joined_masks(masks: Mapping[str, Tensor | None], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias) of several masks by the names of their arguments: all boolean ones, and the sum of the additive.
+
+    Both are None or broadcast to what the given ones do; True means attend.
+    """
+    pairs = bias = None
+    for name, given in masks.items():
+        mask, added = split_mask(name, given, like)
+        if mask is not None:
+            pairs = mask if pairs is None else pairs & mask
+        if added is not None:
+            bias = added if bias is None else bias + added
+    return pairs, bias
+
+
+def causal_mask(rows: int, count: int, device: torch.device) -> Tensor:
+    """(N, M) for N queries that are the last of M tokens: True where the key is not behind the query."""
+    return torch.ones(rows, count, dtype=torch.bool, device=device).tril(count - rows)
+
+
+def with_zero_key(
+    k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, score: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys and values with zeros in front, to which all queries attend: part of the weight then reads nothing.
+
+    Args:
+        k: (B, H, M, D), or with fewer heads.
+        v: (B, H, M, E), or with fewer heads.
+        mask: True where a query attends to a key, or None; broadcasts to (B, H, N, M).
+        bias: added to the scores, or None; broadcasts to (B, H, N, M).
+        score: of the new key, one for each head, (H,): an attention sink. None is 0, the score of a key of zeros.
+
+    Returns:
+        All four with M + 1 keys; a score makes a bias where there was none.
+    """
+    count = k.shape[-2]
+    k, v = (F.pad(t, (0, 0, 1, 0)) for t in (k, v))
+    if mask is not None:
+        mask = F.pad(mask.expand(*mask.shape[:-1], count), (1, 0), value=True)
+    if score is not None:
+        score = score.reshape(-1, 1, 1).to(at_least_single(k).dtype)
+        others = k.new_zeros(1, count, dtype=score.dtype) if bias is None else bias.to(score.dtype)
+        lead = torch.broadcast_shapes(others.shape[:-1], score.shape[:-1])  # type: ignore[no-untyped-call]
+        bias = torch.cat([score.expand(*lead, 1), others.expand(*lead, count)], dim=-1)
+    elif bias is not None:
+        bias = F.pad(bias.expand(*bias.shape[:-1], count), (1, 0))
+    return k, v, mask, bias

@@ -1,1 +1,0 @@
-"""Linear systems with the Hessian of the anchored log-sum-exp energy."""

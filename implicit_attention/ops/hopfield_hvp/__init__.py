@@ -1,1 +1,0 @@
-"""Products with the Hessian of the anchored log-sum-exp energy."""

@@ -1,1 +1,0 @@
-"""The fixed point of the anchored log-sum-exp energy."""

@@ -1,0 +1,98 @@
+"""What every implementation obeys and answers: when a query is done, what it tries next, and what is told of it.
+
+The rule of a solve is `FusedRule`, the steps are those of `solvers.Anderson(history=1)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..solution import Record
+
+# As in `solvers/safeguard.py`, where each is explained.
+DESCENT = 0.25
+ENERGY_SLACK = 4.0
+STRETCH = 4.0
+SLOPE = 0.5
+LONGEST = 30.0
+#: Relative tolerance of the adjoint solve: tighter than any forward tolerance in use, and within reach of the precision
+#: in which products are formed.
+RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+MAX_STEPS = 500
+
+
+class AdjointRule(NamedTuple):
+    """Tolerance of |g - A u| <= rtol |g| and the largest number of products A p."""
+
+    rtol: float
+    max_steps: int
+
+    @classmethod
+    def of(cls, rtol: float | None, max_steps: int, products: torch.dtype) -> AdjointRule:
+        """By default the tolerance of the precision in which products are formed."""
+        return cls(RTOL[products] if rtol is None else rtol, max_steps)
+
+
+class Solved(NamedTuple):
+    """Where every query ended, with what was measured at that very state.
+
+    state z and mean = softmax(beta K z) K: (*batch, N, D). The others are (*batch, N): logsumexp of the scaled scores,
+    codes of `Status` (int8), residual |f(z) - z|, the tolerance it had to reach, updates and evaluations of f (int32).
+    """
+
+    state: Tensor
+    mean: Tensor
+    logsumexp: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    num_evals: Tensor
+
+    @classmethod
+    def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> Solved:
+        """Tensors made by `empty(size, dtype=)` for states of that shape and dtype."""
+        rows = shape[:-1]
+        status, steps, evals = (empty(rows, dtype=kind) for kind in (torch.int8, torch.int32, torch.int32))
+        state, mean = (empty(shape, dtype=dtype) for _ in range(2))
+        logsumexp, residual, tolerance = (empty(rows, dtype=dtype) for _ in range(3))
+        return cls(state, mean, logsumexp, status, residual, tolerance, steps, evals)
+
+    @property
+    def record(self) -> Record:
+        """How the solve went."""
+        return Record(*self[3:])
+
+
+class Adjoint(NamedTuple):
+    """u with A u = g for A = I - (1 - anchor) beta Cov(z), the Hessian of E at z, and the gradients that u carries.
+
+    value: u, (*batch, N, D). The fields between it and `by_keys` are (*batch, N): codes of `Status` (int8), the
+    residual |g - A u| recomputed at u, its tolerance, products (int32), whether a direction of negative curvature was
+    met (a solution where it was is a saddle, whose status says so), and by_beta, <df/dbeta, u> of the query.
+    by_keys: (df/dK)^T u, of the keys' shape.
+    """
+
+    value: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    negative_curvature: Tensor
+    by_beta: Tensor
+    by_keys: Tensor
+
+    @classmethod
+    def allocated(
+        cls, empty: Callable[..., Tensor], shape: torch.Size, keys: torch.Size, dtype: torch.dtype
+    ) -> Adjoint:
+        """Tensors made by `empty(size, dtype=)` for states and keys of these shapes."""
+        rows = shape[:-1]
+        status, steps, negative = (empty(rows, dtype=kind) for kind in (torch.int8, torch.int32, torch.bool))
+        residual, tolerance, by_beta = (empty(rows, dtype=dtype) for _ in range(3))
+        value, by_keys = empty(shape, dtype=dtype), empty(keys, dtype=dtype)
+        return cls(value, status, residual, tolerance, steps, negative, by_beta, by_keys)

@@ -1,0 +1,230 @@
+"""The iteration in torch: every query stops on its own, and finished ones stop costing anything.
+
+An evaluation of few queries costs as little as a handful of calls of torch, so that these are counted here: states are
+flat, (E * R, D), numbers per query (E * R), and what can be told from other numbers is not computed from vectors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._fused_rule import FusedRule
+from ...status import Status
+from ..problem import Hopfield
+from ..rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved
+from .rows import Rows, dot
+
+# Steps between two looks at whether all are finished, each of which makes the host wait for an accelerator.
+LOOK_EVERY = 4
+# Sets of keys are worked off in groups of about so many pairs of a query and a key: enough work for a call of torch,
+# and no more states than that in memory.
+PAIRS = 2**23
+
+
+class Point(NamedTuple):
+    """What was measured at the last accepted state: r = f(z) - z, |r|^2 and E."""
+
+    r: Tensor
+    square: Tensor
+    energy: Tensor
+
+
+class Step(NamedTuple):
+    """The step s tried from there: |s|^2, <r, s>, and whether it is the plain step s = r."""
+
+    direction: Tensor
+    square: Tensor
+    slope: Tensor
+    plain: Tensor
+
+
+@torch.no_grad()
+def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, *, fused: bool, keep_mean: bool = True) -> Solved:
+    """Solve from `initial`; `fused` evaluates by torch's attention kernels, else every product is written out.
+
+    Without `keep_mean` the mean that is returned has no rows.
+    """
+    rows = Rows(problem, fused=fused)
+    answers = _Answers(rows, stop, keep_mean)
+    start = rows.laid(initial).flatten(0, 1)
+    for part, flat in rows.parts(PAIRS):
+        _iterate(part, start if flat is None else start.index_select(0, flat), answers, stop)
+    return answers.solved()
+
+
+@torch.inference_mode()
+def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
+    """Solve some of the queries from z."""
+    rows, flat = rows.padded(answers.count)
+    z = z if flat is None else z.index_select(0, flat)
+    active = rows.ids < answers.count
+    looks_every = 0 if stop.fixed_budget else 1 if z.device.type == "cpu" else LOOK_EVERY
+    learns = stop.plain_steps < stop.max_steps
+    base: Point | None = None
+    tried: Step | None = None
+    # Memory of a state that is no longer needed: what is made anew costs as much as several passes over it.
+    spare: Tensor | None = None
+    for index in range(stop.max_steps + 1):
+        mean, logsumexp = rows.evaluate(z)
+        f = rows.mapped(mean)
+        r = torch.sub(f, z, out=None if spare is None else spare[: len(z)])
+        residual = torch.linalg.vector_norm(r, dim=-1)
+        tolerance = torch.linalg.vector_norm(f, dim=-1).mul_(stop.rtol).add_(stop.atol)
+        finite = residual + tolerance < torch.inf
+        unsolved = finite if stop.fixed_budget else finite & (residual > tolerance)
+        candidates, accepted, point = active, None, None
+        if learns and index + 1 >= stop.plain_steps:
+            point = Point(r, residual.square(), rows.energy(z, logsumexp))
+            if base is not None and tried is not None:
+                end_slope = dot(r, tried.direction)
+                accepted = (_descends(point, base, tried, end_slope) & finite).logical_or_(tried.plain)
+                candidates = active & accepted
+        if base is not None and tried is not None and (looks_every != 1 or not bool(finite.all())):
+            # What diverged is answered by the point before.
+            z = torch.where(finite[:, None], z, z - tried.direction)
+            residual = torch.where(finite, residual, base.square.sqrt())
+        last = index == stop.max_steps
+        # The last step is plain, and thus accepted.
+        done = active if last else candidates > unsolved
+        active = active ^ answers.keep(done, rows.ids, index, finite, z, mean, logsumexp, residual, tolerance)
+        if last:
+            break
+        counts = rows.counts(active) if looks_every and index % looks_every == 0 else None
+        if counts is not None and not any(counts):
+            break
+        del mean, logsumexp
+        if point is None:
+            z, spare = f, r
+        elif base is None or tried is None or accepted is None:
+            spare = None
+            base, tried, z = point, Step(r, point.square, point.square, torch.ones_like(active)), f
+        else:
+            del f
+            z = _back(z, accepted, point, base, tried)
+            spare = None if tried.direction is base.r else base.r
+            tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps, spare=spare)
+            base, z = point, z.add_(tried.direction)
+        if counts is not None and (smaller := rows.compacted(active, counts)) is not None:
+            rows, flat = smaller
+            spare = None
+            z, active = z.index_select(0, flat), active[flat]
+            if base is not None and tried is not None:
+                base = Point(*(t.index_select(0, flat) for t in base))
+                tried = Step(*(t.index_select(0, flat) for t in tried))
+
+
+def _descends(point: Point, base: Point, tried: Step, end_slope: Tensor) -> Tensor:
+    """Whether E falls by DESCENT |r|^2 along the step; by the trapezoid rule where E cannot resolve that."""
+    required = DESCENT * base.square
+    rounding = torch.finfo(required.dtype).eps * torch.maximum(point.energy.abs(), base.energy.abs())
+    resolved = required > ENERGY_SLACK * rounding
+    fall = torch.where(resolved, (base.energy - point.energy).add_(rounding), (tried.slope + end_slope) / 2)
+    return fall >= required
+
+
+def _back(z: Tensor, accepted: Tensor, point: Point, base: Point, tried: Step) -> Tensor:
+    """The last accepted point again, in place and as the state, where the step from it was not accepted."""
+    if z.device.type != "cpu":
+        for new, old in zip(point, base, strict=True):
+            new.copy_(torch.where(accepted[:, None] if new.ndim > 1 else accepted, new, old))
+        return torch.where(accepted[:, None], z, z - tried.direction)
+    rejected = accepted.logical_not().nonzero().squeeze(-1)
+    if len(rejected) == 0:
+        return z
+    for new, old in zip(point, base, strict=True):
+        new.index_copy_(0, rejected, old.index_select(0, rejected))
+    return z.index_copy_(0, rejected, z.index_select(0, rejected) - tried.direction.index_select(0, rejected))
+
+
+def _proposed(
+    point: Point,
+    base: Point,
+    tried: Step,
+    end_slope: Tensor,
+    accepted: Tensor,
+    *,
+    plain: bool,
+    spare: Tensor | None,
+) -> Step:
+    """r - gamma (dz + dr), gamma = <dr, r>/|dr|^2, where that promises descent, 4 r where E curves down, else r.
+
+    dz is the step tried, whose memory takes the new one, and end_slope = <r, dz>; neither is read where it was not
+    accepted.
+    """
+    r, square = point.r, point.square
+    if plain:
+        return Step(r, square, square, torch.ones_like(accepted))
+    dr = torch.sub(r, base.r, out=spare)
+    dr_dr = torch.linalg.vector_norm(dr, dim=-1).square_()
+    dr_r = (square + dr_dr).sub_(base.square).div_(2)
+    dz_dr = end_slope - tried.slope
+    gamma = dr_r / dr_dr.clamp(min=torch.finfo(r.dtype).tiny)
+    fall = gamma * (end_slope + dr_r)
+    slope = square - fall
+    length = (slope - fall).addcmul_(gamma.square(), tried.square.add(dz_dr, alpha=2).add_(dr_dr))
+    cut = (LONGEST**2 * square).div_(length).clamp_(max=1).sqrt_()
+    slope = cut * slope
+    downward = dz_dr >= 0
+    # Of a step without a finite length, slope is NaN, and compares false.
+    mixed = (slope >= SLOPE * square).logical_and_(accepted) > downward
+    stretched = downward & accepted
+    by_r = torch.where(mixed, cut, stretched * (STRETCH - 1) + 1)
+    by_df = torch.where(mixed, -cut * gamma, 0.0).unsqueeze(-1)
+    direction = tried.direction.mul_(by_df).addcmul_(by_df, dr).addcmul_(by_r.unsqueeze(-1), r)
+    reached = torch.linalg.vector_norm(direction, dim=-1).square_()
+    return Step(direction, reached, torch.where(mixed, slope, by_r * square), ~(mixed | stretched))
+
+
+class _Answers:
+    """The outcome of every query, written when it is done; one place more takes the rows that only fill up."""
+
+    def __init__(self, rows: Rows, stop: FusedRule, keep_mean: bool) -> None:
+        self.keep_mean = keep_mean
+        self.rows, self.stop, self.count = rows, stop, rows.sets * rows.count
+        keys = rows.keys
+        self.state = keys.new_empty((self.count + 1, keys.shape[-1]))
+        self.mean = torch.empty_like(self.state) if keep_mean else self.state[:0]
+        self.measured = keys.new_empty((self.count + 1, 3))
+        self.steps = torch.zeros(self.count + 1, dtype=torch.int32, device=keys.device)
+        self.status = torch.full_like(self.steps, int(stop.exhausted), dtype=torch.int8)
+
+    def keep(
+        self, done: Tensor, ids: Tensor, index: int, finite: Tensor, z: Tensor, mean: Tensor, *measured: Tensor
+    ) -> Tensor:
+        """Write the rows that are `done` after `index` steps with their logsumexp, residual and tolerance."""
+        everything = done
+        numbers = torch.stack(measured, dim=-1)
+        if z.device.type == "cpu":
+            # The host may look: only rows that are done are moved.
+            chosen = done.nonzero().squeeze(-1)
+            if len(chosen) == 0:
+                return everything
+            ids, done, finite, z, numbers = (t.index_select(0, chosen) for t in (ids, done, finite, z, numbers))
+            mean = mean.index_select(0, chosen) if self.keep_mean else mean
+        if index == 0:
+            z = torch.where(finite[:, None], z, torch.nan)
+        status = torch.full_like(done, int(self.stop.exhausted), dtype=torch.int8)
+        if not self.stop.fixed_budget:
+            status.masked_fill_(numbers[:, 1] <= numbers[:, 2], int(Status.CONVERGED))
+        status.masked_fill_(~finite, int(Status.DIVERGED if index else Status.NONFINITE))
+        found = [(self.state, z), (self.measured, numbers), (self.status, status)]
+        found.append((self.steps, torch.full_like(status, index, dtype=torch.int32)))
+        if self.keep_mean:
+            found.append((self.mean, mean))
+        for whole, part in found:
+            if z.device.type != "cpu":
+                part = torch.where(done[:, None] if part.ndim > 1 else done, part, whole[ids])
+            whole.index_copy_(0, ids, part)
+        return everything
+
+    def solved(self) -> Solved:
+        rows, count = self.rows, self.count
+        logsumexp, residual, tolerance = self.measured[:count].unbind(-1)
+        steps = self.steps[:count]
+        state = rows.restored(self.state[:count, : rows.dim])
+        mean = rows.restored(self.mean[:count, : rows.dim]) if self.keep_mean else self.mean
+        numbers = (logsumexp, self.status[:count], residual, tolerance, steps, steps + 1)
+        return Solved(state, mean, *(rows.restored(t) for t in numbers))

@@ -1,0 +1,1 @@
+"""The operations as Triton kernels. Only `solve`, `adjoint`, `keys` and `kernels` import Triton."""

@@ -1,0 +1,273 @@
+"""What the Triton kernels share: a tile of queries, in registers, meets the keys tile by tile.
+
+Scores are in units of log 2, as exp2 is what the hardware has. Operands of products have the dtype of the keys, sums
+are float32. A state z is rounded to that dtype, z ~ half * scale; what that changes in the log-sum-exp is made good to
+first order by beta <mean, z - half * scale>.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .layout import ADDED as _ADDED
+from .layout import BOOLEAN as _BOOLEAN
+from .layout import NO_MASK as _NO_MASK
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NO_MASK = tl.constexpr(_NO_MASK)
+BOOLEAN = tl.constexpr(_BOOLEAN)
+ADDED = tl.constexpr(_ADDED)
+# Biases below this, but for -inf, would become -inf in units of log 2.
+LOWEST_BIAS = tl.constexpr(-2.0e38)
+EXPONENT_BITS = tl.constexpr(0x7F800000)
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+# A float16 product of a vector with entries up to 2 and a key overflows only beyond 65504 times this.
+HEADROOM = tl.constexpr(16.0)
+
+
+# Where things lie.
+
+
+@triton.jit
+def batch_offset(batch, sizes, strides):
+    """Offset of the entry with the flat number `batch` (int64)."""
+    outer = batch // sizes[2]
+    return (outer // sizes[1]) * strides[0] + (outer % sizes[1]) * strides[1] + (batch % sizes[2]) * strides[2]
+
+
+@triton.jit
+def query_tile(N, P: tl.constexpr):
+    """The tile of queries of this program: entry of the batch (int64), first row, indices, which are real."""
+    ROWS: tl.constexpr = P.rows
+    DIMS: tl.constexpr = P.dims
+    per_batch = tl.cdiv(N, ROWS)
+    batch = (tl.program_id(0) // per_batch).to(tl.int64)
+    tile = tl.program_id(0) % per_batch
+    if P.causal:
+        tile = per_batch - 1 - tile  # those with the most keys first
+    first = tile * ROWS
+    local, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    real = first + local < N
+    return batch, first, local, dims, real, real[:, None] & (dims < P.dim)[None, :]
+
+
+@triton.jit
+def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
+    """Rows start, start + 1, ... of the keys (pointer, strides), zeros beyond the ends."""
+    pointer, stride_m, stride_d = keys
+    DIMS: tl.constexpr = P.dims
+    KEYS: tl.constexpr = P.keys
+    local, dims = tl.arange(0, KEYS), tl.arange(0, DIMS)
+    at = pointer + tl.cast(start, tl.int64) * stride_m + local[:, None] * stride_m + dims[None, :] * stride_d
+    if TAIL:
+        return tl.load(at, mask=(start + local < M)[:, None] & (dims < P.dim)[None, :], other=0.0)
+    elif P.dim < DIMS:
+        return tl.load(at, mask=(dims < P.dim)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def key_range(first, N, M, P: tl.constexpr):
+    """(Where keys begin that not every row of the tile from `first` on attends to for sure, where keys end)."""
+    KEYS: tl.constexpr = P.keys
+    ROWS: tl.constexpr = P.rows
+    full = (M // KEYS) * KEYS
+    end = M
+    if P.causal:
+        full = tl.minimum(full, ((first + 1) // KEYS) * KEYS)
+        end = tl.minimum(M, tl.minimum(first + ROWS, N))
+    if P.mask != NO_MASK:
+        full = 0
+    return full, end
+
+
+# Numbers.
+
+
+@triton.jit
+def power_of_two(x):
+    """The largest power of two up to x > 0; 1 where there is none."""
+    below = (x.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    return tl.where(x >= SMALLEST_NORMAL, below, 1.0)
+
+
+@triton.jit
+def narrow(x, P: tl.constexpr):
+    """x in the dtype of products."""
+    if P.precision == "widen":
+        # The interpreter multiplies bfloat16 as if its bits were integers, and cuts instead of rounding.
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)
+    elif P.dtype == "bf16":
+        return x.to(tl.bfloat16)
+    elif P.dtype == "fp16":
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def rounded(x, P: tl.constexpr):
+    """(half, scale) with x ~ half * scale, half in the dtype of products, scale per row."""
+    ROWS: tl.constexpr = P.rows
+    if P.dtype == "fp16":
+        scale = power_of_two(tl.max(tl.abs(x), 1))
+        return narrow(x * (1.0 / scale)[:, None], P), scale
+    else:
+        return narrow(x, P), tl.full([ROWS], 1.0, tl.float32)
+
+
+@triton.jit
+def product(left, right, total, P: tl.constexpr):
+    """The sum total + left @ right, in float32."""
+    if P.precision == "widen":
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(left, right, total, input_precision=P.precision)
+
+
+@triton.jit
+def scores_of(left, right, P: tl.constexpr):
+    """The product left @ right.T."""
+    if P.precision == "widen":
+        return tl.dot(left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
+    else:
+        return tl.dot(left, tl.trans(right), input_precision=P.precision)
+
+
+@triton.jit
+def restricted(scores, rows, cols, pairs, N, M, P: tl.constexpr):
+    """Scores of rows and columns that broadcast to them, -inf where the row does not attend to the key."""
+    mask, stride_n, stride_m = pairs
+    inside = cols < M
+    allowed = inside
+    if P.causal:
+        allowed = allowed & (cols <= rows)
+    if P.mask != NO_MASK:
+        offsets = cols.to(tl.int64) * stride_m
+        if P.mask_rows:
+            offsets = offsets + rows.to(tl.int64) * stride_n
+            inside = inside & (rows < N)
+        if P.mask == BOOLEAN:
+            allowed = allowed & (tl.load(mask + offsets, mask=inside, other=0) != 0)
+        else:
+            bias = tl.load(mask + offsets, mask=inside, other=0.0).to(tl.float32)
+            finite = tl.where(bias < LOWEST_BIAS, LOWEST_BIAS, bias) * LOG2E
+            scores = scores + tl.where(bias == float("-inf"), bias, finite)
+    return tl.where(allowed, scores, float("-inf"))
+
+
+@triton.jit
+def one(M):
+    """1.0, for all that the compiler knows.
+
+    A sum that a loop only adds to stays under way in the tensor cores from one turn to the next, and the assembler then
+    runs all products of the loop one after the other. Scaling the sum makes it arrive before they begin.
+    """
+    return tl.where(M > 0, 1.0, 0.0)
+
+
+# Softmax attention of a tile.
+
+
+@triton.jit
+def attend(z, beta, first, keys, pairs, N, M, P: tl.constexpr):
+    """Mean (ROWS, DIMS) and log-sum-exp (ROWS,) of the keys at z; 0 for rows that attend to no key."""
+    ROWS: tl.constexpr = P.rows
+    DIMS: tl.constexpr = P.dims
+    half, scale = rounded(z, P)
+    by = scale * (beta * LOG2E)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, DIMS], tl.float32)
+    full, end = key_range(first, N, M, P)
+    for start in range(0, full, P.keys):
+        peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, False)
+    for start in range(full, end, P.keys):
+        peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, True)
+    mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
+    logsumexp = tl.where(total == 0.0, 0.0, (peak + tl.log2(total)) * LN2)
+    if P.dtype != "fp32":
+        logsumexp += beta * tl.sum(mean * (z - half.to(tl.float32) * scale[:, None]), 1)
+    return mean, logsumexp
+
+
+@triton.jit
+def _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr):
+    ROWS: tl.constexpr = P.rows
+    KEYS: tl.constexpr = P.keys
+    k = key_tile(keys, start, M, P, TAIL)
+    scores = scores_of(half, k, P)
+    if TAIL:
+        rows, cols = first + tl.arange(0, ROWS), start + tl.arange(0, KEYS)
+        scores = restricted(scores * by[:, None], rows[:, None], cols[None, :], pairs, N, M, P)
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        p = tl.exp2(scores - shift[:, None])
+    else:
+        # beta > 0, so that the largest score is the scaled largest product.
+        highest = tl.maximum(peak, tl.max(scores, 1) * by)
+        shift = highest
+        p = tl.exp2(scores * by[:, None] - shift[:, None])
+    shrink = tl.exp2(peak - shift)
+    mean = product(narrow(p, P), k, mean * shrink[:, None], P)
+    return highest, total * shrink + tl.sum(p, 1), mean
+
+
+# Products with the covariance of the keys.
+
+
+@triton.jit
+def score_shift(z, mean, logsumexp, half, scale, beta):
+    """The log-sum-exp in units of log 2, per row, of the scores of the rounded z: with it probabilities sum to 1."""
+    read = half.to(tl.float32) * scale[:, None]
+    return (logsumexp + beta * tl.sum(mean * (read - z), 1)) * LOG2E
+
+
+@triton.jit
+def covariance_product(half, by, shift, v, mean, first, keys, pairs, N, M, P: tl.constexpr):
+    """sum_j p_j (t_j - <mean, v>) k_j per row, with t = K v and probabilities p_j = exp2(by <half, k_j> - shift)."""
+    ROWS: tl.constexpr = P.rows
+    DIMS: tl.constexpr = P.dims
+    v_half, v_scale = rounded(v, P)
+    centre = tl.sum(mean * v_half.to(tl.float32), 1)
+    total = tl.zeros([ROWS, DIMS], tl.float32)
+    rest = tl.zeros([ROWS], tl.float32)
+    full, end = key_range(first, N, M, P)
+    for start in range(0, full, P.keys):
+        total, rest = _covariance_tile(
+            half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P, False
+        )
+    for start in range(full, end, P.keys):
+        total, rest = _covariance_tile(
+            half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P, True
+        )
+    # The weights sum to 0, but for the rounding of z and v, which what the keys have in common would amplify.
+    total -= rest[:, None] * mean
+    if P.dtype == "fp16":
+        v_scale = v_scale * HEADROOM
+    return total * v_scale[:, None]
+
+
+@triton.jit
+def _covariance_tile(
+    half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P: tl.constexpr, TAIL: tl.constexpr
+):
+    ROWS: tl.constexpr = P.rows
+    KEYS: tl.constexpr = P.keys
+    total = total * one(M)
+    k = key_tile(keys, start, M, P, TAIL)
+    scores = scores_of(half, k, P) * by[:, None]
+    if TAIL:
+        rows, cols = first + tl.arange(0, ROWS), start + tl.arange(0, KEYS)
+        scores = restricted(scores, rows[:, None], cols[None, :], pairs, N, M, P)
+    # Centred before they are rounded.
+    weights = tl.exp2(scores - shift[:, None]) * (scores_of(v_half, k, P) - centre[:, None])
+    if P.dtype == "fp16":
+        weights = weights * (1.0 / HEADROOM)
+    return product(narrow(weights, P), k, total, P), rest + tl.sum(weights, 1)

@@ -1,0 +1,173 @@
+"""(df/dK)^T u as one kernel over tiles of keys, which no two programs share: its sums have a fixed order."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import trust
+from ..problem import Hopfield
+from .kernels import (
+    HEADROOM,
+    LOG2E,
+    NO_MASK,
+    batch_offset,
+    key_tile,
+    narrow,
+    one,
+    product,
+    restricted,
+    scores_of,
+)
+from .layout import Layout, launch, readable_mask, tiles
+
+# Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
+PROGRAMS = 264
+MOST_SPLITS = 16
+
+
+class Operands(NamedTuple):
+    """Per query, as it enters products: z and u' = (1 - anchor) u in the dtype of the keys and their scales, the
+    log-sum-exp in units of log 2, <mean, u'> in units of the scale of u'."""
+
+    state: Tensor
+    state_scale: Tensor
+    shift: Tensor
+    value: Tensor
+    value_scale: Tensor
+    centre: Tensor
+
+    @classmethod
+    def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> Operands:
+        """Tensors made by `empty(size, dtype=)` for states of that shape."""
+        state, value = (empty(shape, dtype=dtype) for _ in range(2))
+        scale, shift, value_scale, centre = (empty(shape[:-1], dtype=torch.float32) for _ in range(4))
+        return cls(state, scale, shift, value, value_scale, centre)
+
+
+def gradient_of_keys(problem: Hopfield, layout: Layout, operands: Operands, out: Tensor) -> None:
+    """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
+    *lead, count, _ = problem.keys.shape
+    rows = problem.field.shape[-2]
+    chosen = tiles("keys", problem)
+    own = tuple(size if step else 1 for size, step in zip(layout.sizes, layout.by_keys, strict=True))
+    readers = tuple(1 if step else size for size, step in zip(layout.sizes, layout.by_keys, strict=True))
+    key_tiles = torch.Size(lead).numel() * triton.cdiv(count, chosen.keys)
+    work = torch.Size(readers).numel() * triton.cdiv(rows, chosen.rows)
+    splits = max(min(PROGRAMS // key_tiles, work // 2, MOST_SPLITS), 1)
+    parts = out if splits == 1 else trust.empty((splits, *out.shape), dtype=out.dtype, device=out.device)
+    launch(
+        _keys_kernel,
+        key_tiles * splits,
+        chosen,
+        problem,
+        *(problem.keys, layout.keys, problem.beta, layout.beta, readable_mask(problem), layout.mask, *operands),
+        *(parts, layout.by_keys, layout.sizes, own, readers, rows, count, out.numel(), splits),
+    )
+    if splits > 1:
+        torch.sum(parts, 0, out=out)
+
+
+@triton.jit
+def _digits(number, sizes):
+    outer = number // sizes[2]
+    return outer // sizes[1], outer % sizes[1], number % sizes[2]
+
+
+@triton.jit(do_not_specialize=["N", "M", "total", "splits"])
+def _keys_kernel(
+    keys,
+    keys_strides,
+    beta,
+    beta_strides,
+    mask,
+    mask_strides,
+    state,
+    state_scale,
+    shift,
+    value,
+    value_scale,
+    centre,
+    out,
+    out_strides,
+    sizes,
+    own,
+    readers,
+    N,
+    M,
+    total,
+    splits,
+    P: tl.constexpr,
+):
+    """`own` are the sizes of the axes of the keys, `readers` those along which several queries read the same keys."""
+    ROWS: tl.constexpr = P.rows
+    KEYS: tl.constexpr = P.keys
+    DIMS: tl.constexpr = P.dims
+    D: tl.constexpr = P.dim
+    split = tl.program_id(0) % splits
+    number = tl.program_id(0) // splits
+    per_batch = tl.cdiv(M, KEYS)
+    batch = (number // per_batch).to(tl.int64)
+    first = (number % per_batch) * KEYS
+    own_1, own_2, own_3 = _digits(batch, own)
+    entry = (own_1 * sizes[1] + own_2) * sizes[2] + own_3
+    key_rows = (keys + batch_offset(entry, sizes, keys_strides), keys_strides[3], keys_strides[4])
+    k = key_tile(key_rows, first, M, P, True)
+
+    row_tiles = tl.cdiv(N, ROWS)
+    skipped = 0
+    if P.causal:
+        skipped = tl.minimum(first // ROWS, row_tiles)  # rows before the first key do not attend to it
+    per_reader = row_tiles - skipped
+    work = readers[0] * readers[1] * readers[2] * per_reader
+    share = tl.cdiv(work, splits)
+    local, dims, cols = tl.arange(0, ROWS), tl.arange(0, DIMS), first + tl.arange(0, KEYS)
+    gradient = tl.zeros([KEYS, DIMS], tl.float32)
+    for item in range(split * share, tl.minimum(split * share + share, work)):
+        gradient = gradient * one(M)
+        reader_1, reader_2, reader_3 = _digits(item // per_reader, readers)
+        entry = ((own_1 + reader_1) * sizes[1] + own_2 + reader_2) * sizes[2] + own_3 + reader_3
+        start = (skipped + item % per_reader) * ROWS
+        real = start + local < N
+        inside = real[:, None] & (dims < D)[None, :]
+        at = entry * N + start + local
+        places = (entry * N + start) * D + local[:, None] * D + dims[None, :]
+        b = tl.load(beta + batch_offset(entry, sizes, beta_strides)).to(tl.float32)
+        z = tl.load(state + places, mask=inside, other=0.0)
+        u = tl.load(value + places, mask=inside, other=0.0)
+        # Rows beyond the last have z = u = 0 and add nothing.
+        level = tl.load(shift + at, mask=real, other=0.0)
+        middle = tl.load(centre + at, mask=real, other=0.0)
+        by = tl.zeros([ROWS], tl.float32) + b * LOG2E
+        if P.dtype == "fp16":
+            z_scale = tl.load(state_scale + at, mask=real, other=0.0)
+            u_scale = tl.load(value_scale + at, mask=real, other=0.0)
+            by = by * z_scale
+        scores = scores_of(k, z, P) * by[None, :]
+        if P.causal or P.mask != NO_MASK:
+            pairs = (mask + batch_offset(entry, sizes, mask_strides), mask_strides[3], mask_strides[4])
+            scores = restricted(scores, (start + local)[None, :], cols[:, None], pairs, N, M, P)
+        p = tl.exp2(scores - level[None, :])
+        weights = p * ((scores_of(k, u, P) - middle[None, :]) * b)
+        if P.dtype == "fp16":
+            # Relative to the largest scales of the tile, so that no operand overflows.
+            both = u_scale * z_scale
+            most_u, most = tl.max(u_scale, 0), tl.max(both, 0)
+            p = p * (u_scale / tl.where(most_u > 0.0, most_u, 1.0))[None, :]
+            weights = weights * (both / (tl.where(most > 0.0, most, 1.0) * HEADROOM))[None, :]
+            empty = tl.zeros([KEYS, DIMS], tl.float32)
+            gradient += most_u * product(narrow(p, P), u, empty, P)
+            gradient += most * HEADROOM * product(narrow(weights, P), z, empty, P)
+        else:
+            gradient = product(narrow(p, P), u, gradient, P)
+            gradient = product(narrow(weights, P), z, gradient, P)
+    out += split.to(tl.int64) * total + own_1 * out_strides[0] + own_2 * out_strides[1] + own_3 * out_strides[2]
+    out += first.to(tl.int64) * D
+    where = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
+    tl.store(out + where, gradient, mask=(cols < M)[:, None] & (dims < D)[None, :])

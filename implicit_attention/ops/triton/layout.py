@@ -1,0 +1,183 @@
+"""How the Triton kernels see a problem: where its tensors lie, and in which tiles it is worked off."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import Hopfield
+
+# Leading axes of different strides that a kernel tells apart.
+AXES = 3
+
+NO_MASK, BOOLEAN, ADDED = 0, 1, 2
+
+
+class Tiles(NamedTuple):
+    """Queries and keys per tile, warps per program, and how many key tiles are under way at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By kernel, and by whether operands have 16 bits: the tiles for head dimensions up to each of the given sizes.
+TILES = {
+    ("solve", True): {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3)},
+    ("solve", False): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2)},
+    ("adjoint", True): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 3)},
+    ("adjoint", False): {64: Tiles(64, 32, 8, 2), 128: Tiles(64, 16, 8, 2)},
+    ("keys", True): {64: Tiles(64, 128, 8, 2), 128: Tiles(64, 64, 8, 2)},
+    ("keys", False): {64: Tiles(32, 64, 8, 1), 128: Tiles(32, 64, 8, 1)},
+}
+SMALLEST_TILE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is fixed when a kernel is compiled."""
+
+    rows: int
+    keys: int
+    dims: int  # the head dimension `dim`, up to a power of two
+    dim: int
+    causal: bool
+    mask: int
+    mask_rows: bool  # whether the mask differs from query to query
+    dtype: str  # of the operands of products, as Triton calls it
+    precision: str  # "widen" stands for bfloat16 products in the interpreter, which has none
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Sizes and strides of the leading axes, merged where all tensors allow it, into exactly `AXES` of them.
+
+    The strides of field, keys and mask end with those of their last two axes. `by_keys` are those of a contiguous
+    gradient of the keys' shape: 0 along axes that the keys do not have.
+    """
+
+    sizes: tuple[int, ...]
+    field: tuple[int, ...]
+    keys: tuple[int, ...]
+    beta: tuple[int, ...]
+    anchor: tuple[int, ...]
+    mask: tuple[int, ...]
+    by_keys: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Hopfield) -> Layout | None:
+        """The layout; None where more axes are left than a kernel tells apart."""
+        *lead, rows, dim = problem.field.shape
+        count = problem.keys.shape[-2]
+        mask = None if problem.mask is None else problem.mask.expand(*lead, rows, count)
+        by_keys = torch.empty(problem.keys.shape, device="meta").expand(*lead, count, dim)
+        beta, anchor = (t.expand(*lead, 1, 1) for t in (problem.beta, problem.anchor))
+        tensors = (problem.field, problem.keys.expand(*lead, count, dim), beta, anchor, mask, by_keys)
+        strides = [(0,) * (len(lead) + 2) if t is None else t.stride() for t in tensors]
+        sizes, merged = _merged(lead, [s[:-2] for s in strides])
+        if len(sizes) > AXES:
+            return None
+        missing = AXES - len(sizes)
+        field, keys, beta_, anchor_, mask_, by = ((*(0,) * missing, *m) for m in merged)
+        return cls(
+            sizes=(*(1,) * missing, *sizes),
+            field=(*field, *strides[0][-2:]),
+            keys=(*keys, *strides[1][-2:]),
+            beta=beta_,
+            anchor=anchor_,
+            mask=(*mask_, *strides[4][-2:]),
+            by_keys=by,
+        )
+
+
+def _merged(sizes: Sequence[int], strides: list[tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Neighbouring axes as one wherever every tensor steps through both evenly; axes of size 1 are dropped."""
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for size, steps in zip(sizes, zip(*strides, strict=True), strict=True):
+        if size == 1:
+            continue
+        if axes and all(outer == inner * size for outer, inner in zip(axes[-1][1], steps, strict=True)):
+            axes[-1] = (axes[-1][0] * size, steps)
+        else:
+            axes.append((size, steps))
+    return [size for size, _ in axes], [tuple(steps[i] for _, steps in axes) for i in range(len(strides))]
+
+
+def tiles(kernel: str, problem: Hopfield) -> Tiles:
+    """The tiles of a kernel, no larger than the problem."""
+    *_, rows, dim = problem.field.shape
+    table = TILES[kernel, problem.keys.dtype.itemsize == 2]
+    chosen = table[min(size for size in table if size >= dim)]
+    fit = chosen._replace(rows=_fitting(rows, chosen.rows), keys=_fitting(problem.keys.shape[-2], chosen.keys))
+    # Small tiles do not keep many warps busy.
+    small = fit.rows < chosen.rows or fit.keys < chosen.keys
+    return fit._replace(warps=min(fit.warps, 4)) if small else fit
+
+
+def _fitting(size: int, most: int) -> int:
+    return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
+
+
+def plan(problem: Hopfield, chosen: Tiles) -> Plan:
+    mask, dim, dtype = problem.mask, problem.field.shape[-1], problem.keys.dtype
+    widen = interpreted() and dtype == torch.bfloat16
+    return Plan(
+        rows=chosen.rows,
+        keys=chosen.keys,
+        dims=max(SMALLEST_TILE, 1 << (dim - 1).bit_length()),
+        dim=dim,
+        causal=problem.is_causal,
+        mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
+        mask_rows=mask is not None and mask.shape[-2] > 1,
+        dtype={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
+        # Three products of 11 bits each have the accuracy of one of float32, on tensor cores.
+        precision="widen" if widen else "tf32x3" if dtype == torch.float32 else "ieee",
+    )
+
+
+def in_memory(problem: Hopfield) -> Hopfield:
+    """The problem with all its signs in memory, where kernels read: torch may keep that of a view aside."""
+    field, keys, beta, anchor = (t.resolve_neg() for t in problem[:4])
+    mask = None if problem.mask is None else problem.mask.resolve_neg()
+    return Hopfield(field, keys, beta, anchor, mask, problem.is_causal)
+
+
+def placed(problem: Hopfield, layout: Layout) -> tuple[object, ...]:
+    """Keys, betas, anchors and mask with their strides, as the kernels of queries take them."""
+    tensors = (problem.keys, problem.beta, problem.anchor, readable_mask(problem))
+    strides = (layout.keys, layout.beta, layout.anchor, layout.mask)
+    return tuple(part for pair in zip(tensors, strides, strict=True) for part in pair)
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """A tensor of the query's shape as a kernel reads it."""
+    return tensor.resolve_neg().contiguous()
+
+
+def readable_mask(problem: Hopfield) -> Tensor:
+    """The mask as a kernel reads it; any tensor where there is none."""
+    if problem.mask is None:
+        return problem.keys
+    return problem.mask.view(torch.uint8) if problem.mask.dtype == torch.bool else problem.mask
+
+
+def launch(kernel: Any, programs: int, chosen: Tiles, problem: Hopfield, *arguments: object) -> None:
+    """Run a kernel with the tiles `chosen` in so many programs."""
+    # Kernels are launched on the current CUDA device, which need not be that of the tensors.
+    device = problem.keys.device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(programs,)](
+            *arguments, plan(problem, chosen), num_warps=chosen.warps, num_stages=chosen.stages, enable_fp_fusion=True
+        )
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU: the variable must be set before Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

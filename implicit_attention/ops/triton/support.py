@@ -1,0 +1,45 @@
+"""Whether the Triton kernels can do a problem; asking this imports no Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ..problem import Hopfield
+from .layout import AXES, Layout, interpreted
+
+LARGEST_DIM = 128
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Tensor cores with bfloat16 and the asynchronous copies that the kernels count on.
+LEAST_CAPABILITY = (8, 0)
+
+
+def unsupported(problem: Hopfield) -> str | None:
+    """Why the Triton kernels cannot do `problem`, as "what is unsupported; what to use"; None if they can."""
+    device, dim = problem.field.device, problem.field.shape[-1]
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install it (`pip install triton`) or use impl='tiled'"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"Triton kernels do not run on the device {str(device)!r}; use a CUDA device or impl='tiled'"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        return f"Triton kernels need compute capability 8.0 or more, this device has {capability}; use impl='tiled'"
+    for name, tensor in (("field", problem.field), ("keys", problem.keys)):
+        if tensor.dtype not in DTYPES:
+            return f"Triton kernels do not compute in {tensor.dtype} ({name}); use float32, or impl='tiled'"
+    if not 1 <= dim <= LARGEST_DIM:
+        return f"Triton kernels do not take a head dimension of {dim}; use at most {LARGEST_DIM}, or impl='tiled'"
+    if _is_double(problem.mask) or _is_double(problem.beta) or _is_double(problem.anchor):
+        return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='tiled'"
+    if Layout.of(problem) is None:
+        return (
+            f"Triton kernels take at most {AXES} leading axes along which the strides are irregular; "
+            "make the tensors contiguous, or use impl='tiled'"
+        )
+    return None
+
+
+def _is_double(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype == torch.float64

@@ -1,0 +1,215 @@
+"""Trust in kernels, earned on the machine where they run.
+
+A kernel (one of ours in Triton, a private operation of torch) answers in a configuration (device, dtype, head
+dimension, kind of mask, ...) once it has answered a small problem there as products written out in float64 do. Of one
+that is wrong, does not compile or cannot be launched a warning tells once, and torch's public operations answer in its
+place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import KernelWarning, UnsupportedImplementation, outside
+
+_R = TypeVar("_R")
+#: What was compared -> (the largest error, the largest that is allowed).
+Errors: TypeAlias = Mapping[str, tuple[float, float]]
+Verdict = Literal["verified", "refused", "open"]
+SHOWN = 400
+
+
+class Use(NamedTuple):
+    """A kernel in one configuration. All of it is known to the host: nothing waits for a device to look it up."""
+
+    kernel: str
+    device: torch.device
+    #: A NamedTuple of what else decides which code runs.
+    variant: Any
+
+    def __str__(self) -> str:
+        of = ", ".join(f"{name} {value}" for name, value in self.variant._asdict().items())
+        return f"{self.kernel} on {self.device} ({of})"
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCheck:
+    """What became of a kernel at its first use in one configuration.
+
+    Attributes:
+        use: the kernel, the device and the configuration.
+        verdict: "verified", "refused" (it is not used), or "open" (it could not be checked yet; its next use tries).
+        errors: what was compared with products written out in float64 -> (largest error, largest allowed one).
+        reason: why the kernel is not used; "" where it is verified.
+        where: device and versions, as a report of the failure should name them.
+        seconds: what the check took, compilation included.
+    """
+
+    use: str
+    verdict: Verdict
+    errors: Errors
+    reason: str
+    where: str
+    seconds: float
+
+    def __str__(self) -> str:
+        largest = ", ".join(f"{name} {error:.1e} of {allowed:.1e}" for name, (error, allowed) in self.errors.items())
+        why = f"; {self.reason}" if self.reason else ""
+        return f"{self.verdict}: {self.use}{why}; errors: {largest or 'none measured'}; {self.where}"
+
+    @property
+    def report(self) -> str:
+        """Why the kernel does not answer, and what to say about it."""
+        if self.verdict == "open":
+            return f"the kernel {self.use} is not verified yet: {self.reason}"
+        return f"the kernel {self.use} is not used: {self.reason}. Please report this, with: {self.where}"
+
+
+_found: dict[Use, KernelCheck] = {}
+#: Kernels and devices that a warning told of; the status has every configuration.
+_told: set[tuple[str, torch.device]] = set()
+_lock = threading.Lock()
+_checking = threading.local()
+
+
+def kernel_checks() -> tuple[KernelCheck, ...]:
+    """Which kernels were verified in which configuration, with which errors, and which are not used, and why.
+
+    A kernel is checked at its first use in a configuration: it and products written out in float64 answer the same
+    small problem, in memory filled with NaN. Print the entries to read them.
+    """
+    return tuple(_found.values())
+
+
+def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insists: str | None = None) -> _R | None:
+    """What `run`, which calls the kernel, returns; None where torch's public operations are to answer.
+
+    At the first use `check` asks the kernel for the answers of a small problem and compares them. `insists` names the
+    implementation that the user asked for, which raises where it cannot be trusted. Needs tensors that hold numbers:
+    the choice is made where an operation runs, not where torch traces it.
+    """
+    found = _found.get(use)
+    if found is None or found.verdict == "open":
+        found = _verified(use, check)
+    if found.verdict == "verified":
+        try:
+            return run()
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            if _captures(use.device):
+                raise
+            found = _found[use] = dataclasses.replace(found, verdict="refused", reason=_failure(error))
+    if insists is not None:
+        raise UnsupportedImplementation(f"`impl={insists!r}`: {found.report}")
+    if found.verdict == "refused" and use[:2] not in _told:
+        _told.add(use[:2])
+        advice = (
+            "Torch's public operations answer in its place, now and wherever else this kernel fails here; "
+            "implicit_attention.ops.kernel_checks() lists every configuration that was tried"
+        )
+        warnings.warn(f"{found.report}. {advice}", KernelWarning, stacklevel=outside())
+    return None
+
+
+def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a kernel to write to: during a check filled so that what is not written is seen."""
+    memory = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return poisoned(memory) if getattr(_checking, "active", False) else memory
+
+
+def poisoned(memory: Tensor) -> Tensor:
+    """NaN, or a number that is no code and no count."""
+    return memory.fill_(torch.nan if memory.is_floating_point() else 77)
+
+
+def _verified(use: Use, check: Callable[[], Errors]) -> KernelCheck:
+    """The outcome of the check, which is made once, whichever thread comes first."""
+    if _captures(use.device):
+        # The check waits for the device, which a capture forbids.
+        reason = "it was first used while a CUDA graph was captured; call it once before the capture"
+        return _found.setdefault(use, KernelCheck(str(use), "open", {}, reason, _where(use.device), 0.0))
+    with _lock:
+        found = _found.get(use)
+        if found is None or found.verdict == "open":
+            found = _found[use] = _checked(use, check)
+    return found
+
+
+def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
+    outcome: list[Errors | BaseException] = []
+
+    def run() -> None:
+        _checking.active = True
+        try:
+            with torch.cuda.device(use.device) if use.device.type == "cuda" else contextlib.nullcontext():
+                outcome.append(check())
+        except BaseException as error:
+            outcome.append(error)
+
+    started = time.perf_counter()
+    # In a thread of its own, where none of the caller's modes holds: autocast, inference, torch.func, fake tensors.
+    thread = threading.Thread(target=run, name=f"check of {use.kernel}")
+    try:
+        thread.start()
+        thread.join()
+        found = outcome[0]
+    except RuntimeError as error:
+        found = MemoryError(str(error))
+    seconds, where = time.perf_counter() - started, _where(use.device)
+    if isinstance(found, (torch.OutOfMemoryError, MemoryError)):
+        reason = f"its check found no room ({_first(str(found))}); its next use tries again"
+        return KernelCheck(str(use), "open", {}, reason, where, seconds)
+    if isinstance(found, BaseException):
+        return KernelCheck(str(use), "refused", {}, _failure(found), where, seconds)
+    # NaN is not below anything.
+    wrong = [_fault(name, error, most) for name, (error, most) in found.items() if not error <= most]
+    reason = f"against products written out in float64, {'; '.join(wrong)}" if wrong else ""
+    return KernelCheck(str(use), "refused" if wrong else "verified", dict(found), reason, where, seconds)
+
+
+def _fault(name: str, error: float, allowed: float) -> str:
+    if math.isnan(error):
+        return f"{name} is NaN"
+    return f"{name} is off by {error:.1e}, {allowed:.1e} is allowed" if allowed else f"{error:.0f} {name}"
+
+
+def _failure(error: BaseException) -> str:
+    return f"it failed with {type(error).__name__}: {_first(str(error))}"
+
+
+def _first(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _where(device: torch.device) -> str:
+    """Device and versions."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")()
+        parts = [f"{name} (capability {capability})", f"CUDA {torch.version.cuda}, driver {driver}"]
+    else:
+        parts = [f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"]
+    parts.append(f"torch {torch.__version__}")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        parts.append(f"triton {importlib.metadata.version('triton')}")
+    return ", ".join(parts)

@@ -1,0 +1,339 @@
+"""Potentials that are sums over keys: arguments, masks, layout, attention weights, read-out and restriction to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+from typing_extensions import Self
+
+from .. import _validate
+from .._autograd import exact_precision, is_differentiated, is_plain, transforms_active
+from .._declared import restricted
+from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
+from ..ops.dispatch import by_attention
+from ..ops.fold import SMALL_PRODUCT as SMALL_PRODUCT
+from ..ops.fold import Fold, row_block
+from ..ops.problem import common as common
+from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan
+from .base import Potential
+
+# Scores below half of this are lost in rounding beside a bias of this / eps.
+LOST = 64.0
+
+
+class KeyPotential(Potential):
+    """Base of potentials that are sums over keys (*batch, M, D) at inverse temperature beta.
+
+    `beta` is a float or a tensor that broadcasts to *batch.
+    """
+
+    keys: Tensor
+    beta: float | Tensor
+
+    def __init__(self, keys: Tensor, beta: float | Tensor) -> None:
+        _validate.check_float_tensor("keys", keys, min_ndim=2)
+        if keys.shape[-2] == 0:
+            received = f"shape {tuple(keys.shape)}"
+            raise ValueError(_validate.message("keys", "hold at least one key", received, "mask keys out instead"))
+        self.keys = keys
+        remedy = "parametrise it, for example as an exponential"
+        self.beta = _validate.check_per_batch("beta", beta, low=0.0, open_low=True, remedy=remedy)
+        if isinstance(beta, Tensor):
+            _validate.check_same_kind([("keys", keys), ("beta", beta)])
+            _validate.check_together("beta", beta.shape, keys.shape[:-2], "the leading axes of `keys`")
+
+    @property
+    def _row_scale(self) -> float | Tensor:
+        """Beta, shaped to multiply one number per row."""
+        if not isinstance(self.beta, Tensor):
+            return self.beta
+        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None]
+
+    @property
+    def _scale(self) -> float | Tensor:
+        """Beta, shaped to multiply scores or states."""
+        scale = self._row_scale
+        return scale[..., None] if isinstance(scale, Tensor) else scale
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        _validate.check_float_tensor(argument, z, min_ndim=2)
+        if z.shape[-1] != self.keys.shape[-1]:
+            required = f"have the keys' dimension {self.keys.shape[-1]} on its last axis"
+            raise ValueError(_validate.message(argument, required, f"shape {tuple(z.shape)}"))
+        _validate.check_same_kind([("keys", self.keys), (argument, z)])
+        _validate.check_broadcast("keys", self.keys.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
+        _validate.check_fits_batch("beta", self.beta, argument, z)
+
+    def diameter(self) -> Tensor:
+        """The largest distance between two keys of a set, (*batch), or slightly more; blocks, no (M, M, D) tensor."""
+        keys = in_double(self.keys)
+        # Matrix products tell no distance that is small beside the keys themselves.
+        keys = keys - common(keys)
+        blocks = [torch.cdist(part, keys).amax(dim=(-1, -2)) for part in torch.split(keys, 512, dim=-2)]
+        largest = torch.stack(blocks).amax(0) * (1 + 8 * keys.shape[-1] * torch.finfo(keys.dtype).eps)
+        return (largest * (1 + 2 * torch.finfo(self.keys.dtype).eps)).to(self.keys)
+
+
+class ScoredKeys(KeyPotential):
+    """Base of Phi(z) = (1/beta) log sum_j exp(c(s_j) + bias_j) with the scores s_j = beta <k_j, z>.
+
+    The softmax p of c(s) + bias are the attention weights. Their function c is `_shaped` (nothing by default). A family
+    defines `mean`, `covariance_product` and what else it has in closed form; everything here holds for it.
+
+    Args:
+        keys: stored patterns, (*batch, M, D).
+        beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
+        mask: boolean, broadcasts to (*batch, N, M); True = the query attends to the key.
+        bias: added to the scores, broadcasts to (*batch, N, M); -inf masks.
+    """
+
+    #: The attributes for which `select` is written out.
+    _held: ClassVar[tuple[str, ...]] = ("keys", "beta", "mask", "bias", "_dense")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if ScoredKeys in cls.__bases__:
+            # These hold for every family, whatever it overrides, but not for subclasses of the family.
+            for name in ("value", "probabilities", "readout", "readout_with_logsumexp", "select", "row_block"):
+                if name not in vars(cls):
+                    setattr(cls, name, vars(ScoredKeys)[name])
+        super().__init_subclass__(**options)
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "*batch M D"],
+        beta: float | Float[Tensor, "*#batch"],
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> None:
+        super().__init__(keys, beta)
+        check_masks(mask, bias, keys)
+        self.mask = mask
+        self.bias = bias
+        # Whether every product is written out, without torch's fused kernels.
+        self._dense = False
+
+    def written_out(self) -> Self:
+        """The same potential with every product written out, to compare with."""
+        clone = self.replace(*self.tensors())
+        clone._dense = True
+        return clone
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        super().check_state(argument, z)
+        check_masks_fit(self.mask, self.bias, argument, z, self.keys.shape[-2], "(*batch, N, M)")
+
+    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+        """Phi(z), (*batch, N, D) -> (*batch, N)."""
+        read = self._read(z)
+        return read.finish(self._scores(z, read).logsumexp(-1)) / self._row_scale
+
+    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+        """The attention weights softmax(c(s) + bias), (*batch, N, M); zeros for a query that attends to no key."""
+        read = self._read(z)
+        return read.finish(self._scores(z, read).softmax(-1), rows=True)
+
+    def readout(
+        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
+    ) -> Float[Tensor, "*batch N E"]:
+        """Attention of z over the keys, read out in other values than the keys themselves: probabilities(z) V.
+
+        Args:
+            z: queries or states, (*batch, N, D).
+            values: one for each key, (*batch, M, E); leading axes broadcast to those of z, as the keys' do.
+            dropout_p: the part of the attention weights that is set to zero at random, in [0, 1]. It is always
+                applied: the caller knows whether the model is training.
+
+        Returns:
+            (*batch, N, E); zeros for a query that attends to no key, NaN for one that attends to a key that is masked
+            for others and is not finite, or whose value is not. A query whose biases are all so low that its scores are
+            lost beside them (finfo.min) reads the mean of the values.
+
+        Raises:
+            TypeError, ValueError: shapes, dtypes or devices that do not fit; dropout_p outside [0, 1].
+
+        Gradients: with respect to z, values, keys, beta and bias, to any order; with dropout_p > 0 to the orders that
+        torch has. With 64 keys or more, neither the result nor its first gradients store the (N, M) weights, unless the
+        bias itself requires grad.
+
+        Reference: Vaswani et al. (2017), eq. 1, with 1/sqrt(D) as beta. Half precision goes as it is to torch's fused
+        kernels, and is multiplied in float32 otherwise; autocast does not change the precision.
+        """
+        self._check_readout(z, values, dropout_p)
+        # The kernels have no derivative with respect to the bias, and none that torch.func could take.
+        tracked = transforms_active() or (self.bias is not None and is_differentiated(self.bias))
+        fused = not self._dense and (dropout_p > 0 or (self._fits_kernels(z) and not tracked))
+        if not fused and torch.finfo(z.dtype).bits < 32:
+            return self._single().readout(z.float(), values.float(), dropout_p=dropout_p).to(z.dtype)
+        with exact_precision(z):
+            read, zeros = self._read(z, values).settled()
+            z = z if zeros is None else z.masked_fill(zeros, 0.0)
+            if not fused:
+                weights = F.dropout(self._scores(z, read).softmax(-1), dropout_p)
+                return read.finish(read.fold.product(weights, read.values), rows=True)
+            kernel = partial(sdpa, dropout_p=dropout_p) if dropout_p > 0 else differentiable
+            return read.finish(self._flash(z, read, kernel)[0], rows=True)
+
+    def readout_with_logsumexp(
+        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"]
+    ) -> tuple[Float[Tensor, "*batch N E"], Float[Tensor, "*batch N"]]:
+        """`readout`, and log sum_j exp(c(s_j) + bias_j), -inf for a query that attends to no key.
+
+        Outputs o_i over different sets of keys with log-sum-exps l_i merge to the output over all of them,
+        sum_i softmax_i(l) o_i, whose log-sum-exp is that of the l_i. Gradients store the (N, M) weights.
+        """
+        self._check_readout(z, values, 0.0)
+        if torch.finfo(z.dtype).bits < 32:
+            out, logsumexp = self._single().readout_with_logsumexp(z.float(), values.float())
+            return out.to(z.dtype), logsumexp.to(z.dtype)
+        with exact_precision(z):
+            read = self._read(z, values)
+            out, logsumexp = self._attended(z, read)
+            return read.finish(out, rows=True), read.finish(logsumexp, empty=-torch.inf)
+
+    @property
+    def row_block(self) -> int:  # type: ignore[override]
+        keys = self.keys
+        return row_block(keys.shape[-1], keys.shape[-2], keys.dtype) if keys.device.type == "cpu" else super().row_block
+
+    def select(self, index: Tensor) -> Self | None:
+        if not self._has_only(*self._held):
+            return None
+        return self if self.mask is None and self.bias is None else restricted(self, index, mask=1, bias=1)
+
+    # Parts.
+
+    def _shaped(self, scores: Tensor) -> Tensor:
+        """c(s), the scores as they enter the exponential."""
+        return scores
+
+    def _single(self) -> Self:
+        """The same in float32."""
+        return self.replace(*(t.float() if t.is_floating_point() else t for t in self.tensors()))
+
+    def _check_readout(self, z: Tensor, values: Tensor, dropout_p: float) -> None:
+        self.check_state("z", z)
+        _validate.check_float_tensor("values", values, min_ndim=2)
+        _validate.check_same_kind([("keys", self.keys), ("values", values)])
+        if values.shape[-2] != self.keys.shape[-2]:
+            required = f"have one row for each of the {self.keys.shape[-2]} keys, shape (*batch, M, E)"
+            raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
+        _validate.check_broadcast("values", values.shape[:-2], z.shape[:-2], "the leading axes of `z`")
+        _validate.check_number("dropout_p", dropout_p, low=0.0, high=1.0, remedy="0 drops nothing")
+
+    def _read(self, z: Tensor, values: Tensor | None = None) -> Read:
+        """What the mask leaves to be read by states of z's shape."""
+        held = [self.keys] if values is None else [self.keys, values]
+        fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in held))
+        held = [fold.moved(t) for t in held]
+        pairs, attended = joined(*(None if t is None else fold.moved(t) for t in (self.mask, self.bias)))
+        empty = poison = None
+        if attended is not None:
+            empty = ~attended.any(-1)
+            if not surely_finite(*held):
+                held, poison = without_nan(held, attended, z.dtype)
+        held = [fold.rows(t) for t in held]
+        return Read(fold, held[0], held[-1], pairs, empty, poison)
+
+    def _products(self, z: Tensor, read: Read) -> Tensor:
+        """The scores s without function, bias and mask."""
+        return read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
+
+    def _scores(self, z: Tensor, read: Read) -> Tensor:
+        return read.restricted(self._shaped(self._products(z, read)))
+
+    def _average(self, z: Tensor, read: Read) -> Tensor:
+        """softmax(scores) V, in the layout of `read`."""
+        if self._may_flash(z, read.values):
+            return self._flash(z, read, sdpa)[0]
+        return read.fold.product(self._scores(z, read).softmax(-1), read.values)
+
+    def _attended(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        """The same, and the log-sum-exp of the scores, in one evaluation."""
+        if z.device.type == "cpu" and has_kernel("cpu") and self._may_flash(z, read.values):
+            run = partial(self._flash, z, read, flash_with_logsumexp)
+            found = by_attention("auto", read.keys, run, mask=read.pairs is not None)
+            if found is not None:
+                return found[0], found[1]
+        scores = self._scores(z, read)
+        return read.fold.product(scores.softmax(-1), read.values), scores.logsumexp(-1)
+
+    def _may_flash(self, z: Tensor, *values: Tensor) -> bool:
+        return self._fits_kernels(z) and is_plain(z, *values, *self.tensors())
+
+    def _fits_kernels(self, z: Tensor) -> bool:
+        return not self._dense and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
+
+    def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
+        query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
+        return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale)
+
+
+class Read(NamedTuple):
+    """What states read of the keys, in the layout of `fold`.
+
+    Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
+    no key, and NaN for the rows that attend to a key that is not finite.
+    """
+
+    fold: Fold
+    keys: Tensor
+    values: Tensor
+    pairs: Tensor | None
+    empty: Tensor | None
+    poison: Tensor | None
+
+    def restricted(self, scores: Tensor) -> Tensor:
+        """Scores with the bias, and -inf where the mask is False."""
+        return restricted_to(scores, self.pairs, self.empty)
+
+    def zero_empty(self, values: Tensor, *, rows: bool = False, empty: float = 0.0) -> Tensor:
+        """`empty` for the queries that attend to no key; `rows` if a query has more than one number."""
+        if self.empty is None:
+            return values
+        return values.masked_fill(self.empty[..., None] if rows else self.empty, empty)
+
+    def finish(self, values: Tensor, *, rows: bool = False, empty: float = 0.0) -> Tensor:
+        """`zero_empty`, and NaN for the queries that attend to a key which is not finite, as (*batch, N, ...)."""
+        values = self.zero_empty(values, rows=rows, empty=empty)
+        if self.poison is not None:
+            values = values + (self.poison[..., None] if rows else self.poison)
+        return self.fold.restored(values)
+
+    def settled(self) -> tuple[Read, Tensor | None]:
+        """The same for kernels, and which queries (*#batch, #N, 1) must be read as zeros for that.
+
+        Where all biases of a row are so low that scores are lost beside them, only the largest biases matter. The
+        kernels find that answer but not its gradient, as they weigh by exp(score - logsumexp), which rounds in the same
+        way; a row of -inf has none at all. Without scores such a row is attention to its largest biases, now zeros.
+        """
+        if self.pairs is None:
+            return self, None
+        if self.pairs.dtype == torch.bool:
+            assert self.empty is not None
+            return self._replace(pairs=self.pairs | self.empty[..., None]), None
+        top = self.pairs.detach().amax(-1, keepdim=True)
+        low = top < -LOST / torch.finfo(torch.promote_types(top.dtype, torch.float32)).eps
+        largest = torch.zeros_like(top).where(self.pairs == top, -torch.inf)
+        return self._replace(pairs=largest.where(low, self.pairs)), self.fold.restored(low)
+
+    def centred(self) -> Read:
+        """The same for weights and covariances, which do not change when all keys are shifted, but their rounding."""
+        attended = None
+        if self.pairs is not None:
+            pairs = self.pairs if self.pairs.dtype == torch.bool else torch.ne(self.pairs, -torch.inf)
+            rows = tuple(range(self.fold.kept, pairs.ndim - 1))
+            attended = (pairs.any(rows) if rows else pairs).expand(*pairs.shape[: self.fold.kept], self.keys.shape[-2])
+        return self._replace(keys=self.keys - common(self.keys, attended))
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """The same numbers in float64, where the device has it."""
+    return tensor.detach().to("cpu" if tensor.device.type == "mps" else tensor.device, torch.float64)

@@ -1,0 +1,180 @@
+"""What all sums over keys share: read-outs that merge, restriction to rows, and what counts as attention."""
+
+import pytest
+import torch
+
+from implicit_attention import LogSumExp, SquaredScores
+from implicit_attention._declared import restricted
+from implicit_attention.potentials import (
+    GaussianMixture,
+    Potential,
+    ReadsOut,
+    SelfAttention,
+    SoftcapLogSumExp,
+    Softmax1,
+)
+from implicit_attention.potentials.scored_keys import ScoredKeys
+from implicit_attention.testing.numerics import random
+from implicit_attention.testing.potential import Allocations
+
+KINDS = pytest.mark.parametrize(
+    "make", [LogSumExp, lambda k, b, **o: SoftcapLogSumExp(k, b, 1.5, **o)], ids=["log-sum-exp", "capped"]
+)
+COUNTS = pytest.mark.parametrize("count", [8, 140], ids=["few", "many"])
+
+
+def merged(parts):
+    """The output over all keys, from outputs and log-sum-exps over some."""
+    outs, logs = (torch.stack(part) for part in zip(*parts, strict=True))
+    # A query that attends to nothing anywhere.
+    weights = logs.softmax(0).nan_to_num(0.0)
+    return (weights[..., None] * outs).sum(0), logs.logsumexp(0)
+
+
+def problem(count, dtype=torch.float64):
+    """Keys, values, beta, mask and bias: one query attends to the first half only, one to nothing."""
+    keys, values = random(2, count, 5, dtype=dtype), random(2, count, 4, seed=1, dtype=dtype)
+    beta, mask = torch.tensor([0.5, 1.3], dtype=dtype), random(2, 3, count, seed=9) > -1
+    mask[0, 1], mask[1, 2, count // 2 :] = False, False
+    return keys, values, beta, mask, random(3, count, seed=4, dtype=dtype)
+
+
+@KINDS
+@COUNTS
+def test_two_halves_of_the_keys_merge_to_the_whole(make, count):
+    keys, values, beta, mask, bias = problem(count)
+    z, half = random(2, 3, 5, seed=2), count // 2
+    whole = make(keys, beta, mask=mask, bias=bias)
+    parts = [
+        make(keys[:, part], beta, mask=mask[..., part], bias=bias[:, part]).readout_with_logsumexp(z, values[:, part])
+        for part in (slice(0, half), slice(half, None))
+    ]
+    out, logsumexp = merged(parts)
+    torch.testing.assert_close(out, whole.readout(z, values), rtol=1e-12, atol=1e-13)
+    for got, expected in zip((out, logsumexp), whole.readout_with_logsumexp(z, values), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    assert logsumexp[0, 1] == -torch.inf
+    kept = logsumexp > -torch.inf
+    torch.testing.assert_close((logsumexp / beta[:, None])[kept], whole.value(z)[kept], rtol=1e-12, atol=1e-13)
+
+
+@KINDS
+def test_both_have_derivatives_of_every_order(make):
+    keys, values, beta, mask, bias = problem(8)
+    mask[0, 1, 0] = True  # finite differences know no -inf
+    tensors = [t.requires_grad_() for t in (random(2, 3, 5, seed=2), keys, values, beta, bias)]
+
+    def read(z, keys, values, beta, bias):
+        return make(keys, beta, mask=mask, bias=bias).readout_with_logsumexp(z, values)
+
+    assert torch.autograd.gradcheck(read, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(read, tensors, fast_mode=True)
+
+
+@KINDS
+@COUNTS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_read_out_in_float32(make, count, dtype):
+    keys, values, beta, mask, bias = problem(count, dtype)
+    z = random(2, 3, 5, seed=2, dtype=dtype)
+    wide = make(keys.float(), beta.float(), mask=mask, bias=bias.float())
+    found = make(keys, beta, mask=mask, bias=bias).readout_with_logsumexp(z, values)
+    for got, expected in zip(found, wide.readout_with_logsumexp(z.float(), values.float()), strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, expected.to(dtype))
+
+
+def test_without_derivatives_the_weights_are_not_stored():
+    keys, z = random(2, 3, 128, 5), random(2, 3, 128, 5, seed=1)
+    with Allocations() as seen:
+        LogSumExp(keys, 0.7).readout_with_logsumexp(z, random(2, 3, 128, 9, seed=2))
+    assert seen.largest < 2 * 3 * 128 * 128
+
+
+def test_a_gradient_through_the_values_alone_is_recorded():
+    values = random(2, 70, 4, seed=1).requires_grad_()
+    out, _ = LogSumExp(random(2, 70, 5), 0.7).readout_with_logsumexp(random(2, 3, 5, seed=2), values)
+    (gradient,) = torch.autograd.grad(out.sum(), values)
+    torch.testing.assert_close(gradient.sum(), torch.tensor(2 * 3 * 4.0).double())
+
+
+def test_arguments_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match=r"`values` must have one row for each of the 7 keys"):
+        LogSumExp(torch.zeros(7, 5), 1.0).readout_with_logsumexp(torch.zeros(3, 5), torch.zeros(6, 5))
+
+
+# Rows.
+
+
+def test_the_same_rows_of_every_batch_entry_leave_a_mask_as_small_as_it_is():
+    mask, bias = random(1, 9, 7) > 0, random(7)
+    potential = LogSumExp(random(6, 7, 5), 0.7, mask=mask, bias=bias)
+    rows = torch.tensor([4, 0, 4])
+    chosen = potential.select(rows.expand(6, 3))
+    assert torch.equal(chosen.mask, mask[:, rows])
+    assert chosen.bias is bias
+    other = torch.stack([rows, rows.flip(0)] * 3)
+    assert torch.equal(potential.select(other).mask, torch.stack([mask[0, r] for r in other]))
+    assert potential.select(rows[:0].expand(6, 0)).mask.shape == (1, 0, 7)
+    plain = LogSumExp(random(6, 7, 5), 0.7)
+    assert plain.select(other) is plain
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_problems_are_picked_with_their_own_axes(same):
+    class Holder(Potential):
+        def __init__(self):
+            self.field, self.couplings = random(2, 5, 3), random(5, 3, 3, seed=1)
+            self.shared, self.number = random(1, 3, seed=2), 2.0
+
+    held, rows = Holder(), torch.tensor([3, 1])
+    index = rows.expand(2, 2) if same else torch.tensor([[3, 1], [0, 0]])
+    found = restricted(held, index, field=1, couplings=2, shared=1, number=0)
+    for i in range(2):
+        assert torch.equal(found.field[i], held.field[i, index[i]])
+        couplings = found.couplings if same else found.couplings[i]
+        assert torch.equal(couplings, held.couplings[index[i]])
+    assert torch.equal(found.shared, held.shared)
+    assert found.number == 2.0
+
+
+# What counts as attention.
+
+
+def test_what_has_weights_and_a_read_out():
+    keys = random(7, 5)
+    for potential in (LogSumExp(keys, 1.0), SoftcapLogSumExp(keys, 1.0, 2.0), Softmax1(keys, 1.0)):
+        assert isinstance(potential, ReadsOut)
+        assert issubclass(type(potential), ReadsOut)
+    mixture = GaussianMixture(keys, torch.eye(5).double(), torch.zeros(7).double())
+    # A sum or a multiple of potentials has no weights of its own.
+    for potential in (SquaredScores(keys, 1.0), mixture, SelfAttention(1.0), 2 * LogSumExp(keys, 1.0)):
+        assert not isinstance(potential, ReadsOut)
+
+    class Changed(LogSumExp):
+        def value(self, z):
+            return 2 * super().value(z)
+
+    assert not issubclass(Changed, ReadsOut)
+    assert not isinstance(Changed(keys, 1.0), ReadsOut)
+
+
+def test_a_family_of_ones_own_is_a_function_of_the_scores():
+    """What a family inherits reads its scores, and a subclass of the family that computes something else loses it."""
+
+    class Shifted(ScoredKeys):
+        def _shaped(self, scores):
+            return 2 * scores
+
+    keys, values, z = random(2, 7, 5), random(2, 7, 4, seed=1), random(2, 3, 5, seed=2)
+    mine, twice = Shifted(keys, 0.5), LogSumExp(keys, 1.0)
+    torch.testing.assert_close(mine.value(z), 2 * twice.value(z))
+    torch.testing.assert_close(mine.mean(z), 2 * twice.mean(z))
+    torch.testing.assert_close(mine.readout(z, values), twice.readout(z, values))
+
+    class Changed(Shifted):
+        def value(self, z):
+            return super().value(z).square()
+
+    with pytest.raises(AttributeError, match=r"readout = Shifted\.readout"):
+        Changed(keys, 0.5).readout(z, values)

@@ -1,0 +1,55 @@
+"""What users find at the top of the package, and in its public parts."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import implicit_attention
+
+PARTS = ("adjoints", "energies", "layers", "linear", "ops", "plotting", "potentials", "solvers", "spins")
+
+
+def test_the_top_is_a_short_list_of_documented_names():
+    names = implicit_attention.__all__
+    assert len(names) == len(set(names)) <= 45
+    for name in names:
+        assert getattr(implicit_attention, name).__doc__, name
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_public_part_lists_what_it_has(part):
+    module = importlib.import_module(f"implicit_attention.{part}")
+    assert getattr(implicit_attention, part) is module
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name
+
+
+def test_what_attention_does_not_need_loads_when_it_is_asked_for():
+    code = """
+import sys
+import implicit_attention as ia
+parts = ("diagnostics", "integrations", "plotting", "spins", "testing")
+assert set(parts) <= set(dir(ia))
+assert not any(f"implicit_attention.{part}" in sys.modules for part in parts)
+print(ia.spins.SpinSystem.__name__, ia.diagnostics.diagnose.__name__)
+try:
+    ia.nothing
+except AttributeError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["SpinSystem diagnose", "module 'implicit_attention' has no attribute 'nothing'"]
+
+
+def test_importing_the_package_leaves_torchdeq_as_it_is():
+    code = """
+import torchdeq.solver as theirs
+before = dict(vars(theirs)), {n: dict(v) for n, v in vars(theirs).items() if isinstance(v, dict) and n[:2] != "__"}
+import implicit_attention, implicit_attention.solvers
+after = dict(vars(theirs)), {n: dict(v) for n, v in vars(theirs).items() if isinstance(v, dict) and n[:2] != "__"}
+print(before == after)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "True"
