@@ -49,7 +49,7 @@ def report_failures(on_failure: OnFailure, what: str, record: Record, remedies: 
 def report_gradients(
     on_failure: OnFailure, what: str, error: Tensor | None, record: Record, remedies: Remedies = NO_REMEDIES
 ) -> None:
-    """`report_failures` of backward solves, and a warning of gradients made inaccurate by the residual of the states."""
+    """`report_failures` of backward solves, and a warning where the residual of the states makes gradients inexact."""
     if on_failure == "ignore" or is_batched(record.status):
         return
     report_failures(on_failure, what, record, remedies)

@@ -36,7 +36,7 @@ class Remembering(nn.Module):
     def last_solve(self) -> SolveReport | None:
         """The evidence of the last call; of a compiled one, which could not tell, failures are warned of here."""
         if isinstance(self._remembered, Record):
-            self._remembered = report_from_graph(self._remembered, self.options.on_failure)
+            self._remembered = report_from_graph(self._remembered, self.options)
         return self._remembered
 
     def __getstate__(self) -> dict[str, Any]:

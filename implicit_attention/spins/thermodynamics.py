@@ -147,7 +147,7 @@ def thermodynamics(
     }
     # Last, so that NaN of one sample enters no gradient of what it shares with others.
     numbers = {name: fill(number, lost) for name, number in numbers.items()}
-    return Thermodynamics(**numbers, report=SolveReport(record, adjoint), _product=product)
+    return Thermodynamics(**numbers, report=SolveReport(record, adjoint, method.remedies), _product=product)
 
 
 def free_energy(

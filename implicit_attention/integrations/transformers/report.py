@@ -103,7 +103,7 @@ def _report(last: Last) -> SolveReport:
     """The report of a call; of a compiled one, which could not tell, failures are warned of here."""
     assert last.settings is not None
     if isinstance(last.report, Record):
-        last.report = report_from_graph(last.report, last.settings.options.on_failure)
+        last.report = report_from_graph(last.report, last.settings.options)
     assert last.report is not None
     return last.report
 
