@@ -48,7 +48,8 @@ class HostAttention(Remembering):
 
 def check_shape(fits: bool, argument: str, tensor: Tensor, requirement: str, remedy: str = "") -> None:
     """Raise ValueError with the shape of the tensor unless it fits."""
-    _validate.require(fits, argument, requirement, f"shape {tuple(tensor.shape)}", remedy)
+    if not fits:  # The shape is written out only here: torch.compile would fix sizes that it keeps open.
+        raise ValueError(_validate.message(argument, requirement, f"shape {tuple(tensor.shape)}", remedy))
 
 
 def capped(cap: float | None) -> PotentialFactory:
