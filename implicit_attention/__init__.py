@@ -12,10 +12,10 @@ from .adjoints import Implicit, OneStep, Phantom, Unrolled
 from .attention import equilibrium_attention
 from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
 from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
+from .fixed_point_map import FixedPointMap
 from .layers import AttentionPooling, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
 from .options import SolveOptions
 from .potentials import LogSumExp, Potential, SquaredScores
-from .problem import FixedPointMap
 from .solution import Solution, SolveReport
 from .solve import solve
 from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard

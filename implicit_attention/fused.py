@@ -7,6 +7,7 @@ the solvers' loop and by linear solvers.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,24 @@ from .ops.problem import Hopfield, carries
 from .ops.rule import Solved
 from .potentials import LogSumExp
 from .potentials._read import surely_finite, without_nan
-from .problem import Adjoined, Problem
+from .problem import Problem
 from .solution import Record
 from .solvers.iterate import Solver
+
+
+class Adjoined(NamedTuple):
+    """u with (I - J^T) u = cotangent, (*lead, *event), how its solve went, (*lead), and what u gives.
+
+    gradients: (df/dt)^T u for each declared tensor, or nothing where only u was asked for.
+    """
+
+    value: Tensor
+    status: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    num_steps: Tensor
+    negative_curvature: Tensor
+    gradients: tuple[Tensor | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a solver solves: z = f(z), one problem per leading index, with evidence-relevant properties."""
+"""What a solver solves: z = f(z), one problem per leading index, and what it may know of f."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
 from . import _validate
 from ._autograd import at_least_single, check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
 from ._declared import Declared, Withdrawn
-from ._declared import restricted as restricted
 from ._types import LinearMap
 
 _P = TypeVar("_P", bound=Declared)
@@ -37,21 +36,6 @@ class Evaluation(NamedTuple):
     energy: Tensor | None
 
 
-class Adjoined(NamedTuple):
-    """u with (I - J^T) u = cotangent, (*lead, *event), how its solve went, (*lead), and what u gives.
-
-    gradients: (df/dt)^T u for each declared tensor, or nothing where only u was asked for.
-    """
-
-    value: Tensor
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    negative_curvature: Tensor
-    gradients: tuple[Tensor | None, ...] = ()
-
-
 _OF_ALL = (
     "hessian_product",
     "evaluate",
@@ -67,8 +51,21 @@ class Problem(Declared, general=True):
     """A fixed-point problem z = f(z).
 
     The last `event_ndim` axes of a state are one problem, all leading axes number independent problems. A subclass
-    defines `fixed_point_map`; everything else has a default built on it with automatic differentiation. That is also
-    what a subclass of a problem in closed form has which overrides the map, the energy or its gradient.
+    defines `fixed_point_map`; everything else has a default built on it with automatic differentiation. A subclass that
+    overrides the map, the energy or its gradient of a problem in closed form has these defaults too.
+
+    Not for a function at hand: use `FixedPointMap`, or `EnergyFunction` for an energy.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import solve
+        >>> from implicit_attention.problem import Problem
+        >>> class Cosine(Problem):
+        ...     event_ndim = 0
+        ...     def fixed_point_map(self, z):
+        ...         return z.cos()
+        >>> [round(z, 3) for z in solve(Cosine(), torch.zeros(2)).value.tolist()]
+        [0.739, 0.739]
     """
 
     _follows: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -95,7 +92,7 @@ class Problem(Declared, general=True):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if isinstance(vars(cls).get("energy"), Withdrawn):
-            # Whatever the map is now, nothing says that it descends from an energy.
+            # The map may be any now: nothing says that it descends from an energy.
             for claim in ("has_energy", "symmetric"):
                 if claim not in vars(cls):
                     setattr(cls, claim, False)
@@ -139,11 +136,11 @@ class Problem(Declared, general=True):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
-    #: Whether `without` leaves nothing that is not finite to those left out.
+    #: Whether all that the problems given to `without` still read is finite.
     knows_own: bool = False
 
     def without(self, left_out: Tensor) -> Self:
-        """The same problems, those `left_out` (*lead) reading nothing of their own that may not be finite."""
+        """The same problems; those that are `left_out` (*lead) read finite numbers in place of their own tensors."""
         return self
 
     def check_state(self, z: Tensor) -> None:
@@ -305,112 +302,3 @@ def pullback(
         for i, gradient in zip(where, by_tensors(cotangent), strict=True):
             result[i] = gradient
     return tuple(result)
-
-
-class UserProblem(Problem):
-    """A problem made of a user's function(z, *inputs), or of a module, whose tensors are the declared ones."""
-
-    def __init__(self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int) -> None:
-        if not callable(function):
-            raise TypeError(
-                _validate.message("function", "be callable", type(function).__name__, "pass f(z, *tensors)")
-            )
-        event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
-        self.function = function
-        self.inputs = inputs
-        self.event_ndim = event_ndim
-
-    def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
-        name = self._map_name()
-        if not isinstance(result, Tensor):
-            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", type(result).__name__))
-        if result.shape != shape:
-            raise ValueError(
-                _validate.message(name, f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}")
-            )
-        for what in ("dtype", "device"):
-            got, expected = getattr(result, what), getattr(z, what)
-            if got != expected:
-                raise ValueError(_validate.message(name, f"return the {what} of z ({expected})", got))
-        return result
-
-    def _map_name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
-
-    def _read_by(self) -> str:
-        return _closed_over(self.function)
-
-    def _how_to_declare(self) -> str:
-        return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
-
-
-def _closed_over(function: Any) -> str:
-    """Names of the tensors that need grad in a function's closure, globals or bound object."""
-    found = []
-    code = getattr(function, "__code__", None)
-    cells = zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False)
-    scope = {name: cell.cell_contents for name, cell in cells}
-    scope |= {n: getattr(function, "__globals__", {}).get(n) for n in getattr(code, "co_names", ())}
-    scope |= {f"self.{n}": v for n, v in getattr(getattr(function, "__self__", None), "__dict__", {}).items()}
-    for name, value in scope.items():
-        if isinstance(value, Tensor) and value.requires_grad:
-            found.append(f"`{name}`")
-        elif isinstance(value, nn.Module) and any(p.requires_grad for p in value.parameters()):
-            found.append(f"the parameters of `{name}`")
-    return " and ".join(found) or "a tensor"
-
-
-class FixedPointMap(UserProblem):
-    """The problem z = f(z, *tensors) for any map, gradient of an energy or not.
-
-    Args:
-        function: f(z, *tensors) -> tensor of z's shape, acting on each problem (the last `event_ndim` axes)
-            separately; or an nn.Module, whose parameters are then declared. It leaves z as it is and returns new memory
-            at every call: a map that works in place or reuses a buffer raises ValueError.
-        *inputs: every tensor that f reads and whose gradient may be wanted.
-        event_ndim: number of trailing axes of z that form one problem.
-        symmetric: promise that df/dz is symmetric, so that the adjoint may use conjugate gradients.
-
-    Gradients: with respect to every declared tensor, first and second order. A tensor that requires grad and is read
-    without being declared raises ValueError in `solve`.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Tensor] | nn.Module,
-        *inputs: Any,
-        event_ndim: int,
-        symmetric: bool = False,
-    ) -> None:
-        super().__init__(function, *inputs, event_ndim=event_ndim)
-        self.symmetric = symmetric
-
-    def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self._check_output(self.function(z, *self.inputs), z, z.shape, "of z")
-
-
-class VmappedProblem(Problem):
-    """A problem whose tensors carry one more leading axis, mapped over with torch.vmap."""
-
-    def __init__(self, inner: Problem, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]) -> None:
-        # Held in a closure: the tensors of `inner` are stale and must not be declared.
-        self._rebuild: Callable[..., Problem] = lambda *ts: inner.replace(*ts)
-        self.mapped_tensors = tensors
-        self.in_dims = in_dims
-        self.event_ndim = inner.event_ndim
-        self.symmetric = inner.symmetric
-        self.plain_steps_descend = inner.plain_steps_descend
-        self.has_energy = inner.has_energy
-
-    def _vmap(self, method: str, z: Tensor) -> Tensor:
-        def call(z: Tensor, *tensors: Tensor) -> Tensor:
-            result: Tensor = getattr(self._rebuild(*tensors), method)(z)
-            return result
-
-        return torch.vmap(call, in_dims=(0, *self.in_dims))(z, *self.mapped_tensors)
-
-    def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self._vmap("fixed_point_map", z)
-
-    def energy(self, z: Tensor) -> Tensor:
-        return self._vmap("energy", z)

@@ -50,6 +50,19 @@ def solve(
             declared.
         UnsupportedImplementation: an `impl` that cannot do it, or is wrong on this machine, and why.
 
+    Not for attention with heads, values and masks: use `equilibrium_attention` or a layer, which call this.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> keys, query = torch.randn(16, 4), torch.randn(3, 4, requires_grad=True)
+        >>> solution = solve(AnchoredEnergy(LogSumExp(keys, beta=0.5), query, anchor=0.5), query)
+        >>> solution.value.shape, solution.converged.all().item()
+        (torch.Size([3, 4]), True)
+        >>> solution.value.sum().backward()
+        >>> query.grad.shape
+        torch.Size([3, 4])
+
     Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()`.
     """
     solver = Anderson() if solver is None else solver

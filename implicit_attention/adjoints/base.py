@@ -16,7 +16,15 @@ from ..solvers import Outcome, Solver
 
 @dataclasses.dataclass
 class Request:
-    """One call of `solve`, as the adjoints see it."""
+    """One call of `solve`, as the adjoints see it.
+
+    Not for users of `solve`: it is what `Adjoint.run` of an own adjoint is given.
+
+    Example:
+        >>> from implicit_attention.adjoints import Request
+        >>> [field for field in Request.__dataclass_fields__]
+        ['problem', 'initial', 'solver', 'impl', 'trace', 'report']
+    """
 
     problem: Problem
     initial: Tensor
@@ -35,7 +43,23 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Adjoint:
-    """Base of adjoints. A subclass defines `run`, which returns an `Outcome` whose value carries the gradient."""
+    """Base of adjoints. A subclass defines `run`, which returns an `Outcome` whose value carries the gradient.
+
+    Not for choosing among those that exist: pass `Implicit()`, `Unrolled()`, `OneStep()` or `Phantom()` to `solve`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, solve
+        >>> from implicit_attention.adjoints import Adjoint
+        >>> class Detached(Adjoint):
+        ...     def run(self, request):
+        ...         outcome = request.solved(request.problem, request.initial)
+        ...         return outcome._replace(value=outcome.value.detach())
+        >>> shift = torch.tensor(0.5, requires_grad=True)
+        >>> problem = FixedPointMap(lambda z, shift: z / 2 + shift, shift, event_ndim=1)
+        >>> solve(problem, torch.zeros(1, 1), adjoint=Detached()).value.requires_grad
+        False
+    """
 
     def check(self, request: Request) -> None:
         """Raise if the gradient that is asked for would be wrong."""

@@ -17,11 +17,12 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
-from ..problem import Problem, VmappedProblem, isolated, pullback
+from ..problem import Problem, isolated, pullback
 from ..solution import Record
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request
 from .linear_system import adjoint_gradients, solve_system
+from .vmapped import VmappedProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Implicit(Adjoint):
 
     A problem that has not converged has no such gradient; `solve` reports it by `on_failure`, and so does a backward
     solve that does not converge (also in `Solution.adjoint`).
+
+    Not for a fixed budget of steps, which ends at no solution: use `Unrolled()` or `Phantom()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, Implicit, solve
+        >>> shift = torch.tensor(0.5, requires_grad=True)
+        >>> problem = FixedPointMap(lambda z, shift: z / 2 + shift, shift, event_ndim=1)
+        >>> solve(problem, torch.zeros(1, 1), adjoint=Implicit()).value.sum().backward()
+        >>> round(shift.grad.item(), 4)
+        2.0
     """
 
     linear_solver: LinearSolver[Any] | None = None

@@ -13,11 +13,11 @@ from .._autograd import transforms_active
 from .._declared import pick, put
 from .._reporting import UNSURE, report_gradients
 from .._types import LinearMap
-from ..fused import lower
+from ..fused import Adjoined, lower
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
 from ..linear._vectors import norm
-from ..problem import Adjoined, Linearization, Problem
+from ..problem import Linearization, Problem
 from ..solution import Record
 from ..status import Status
 from .base import Request

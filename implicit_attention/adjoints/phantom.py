@@ -8,7 +8,7 @@ from .. import _validate
 from ..problem import isolated, lost_rows
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request, attach
-from .one_step import detached_outcome
+from .implicit import fixed_point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,17 @@ class Phantom(Adjoint):
     Args:
         steps: >= 1; 1 without damping is `OneStep()`.
         damping: in [0, 1), 0 is none.
+
+    Not for gradients that are to be exact: use `Implicit()`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, Phantom, solve
+        >>> shift = torch.tensor(0.5, requires_grad=True)
+        >>> problem = FixedPointMap(lambda z, shift: z / 2 + shift, shift, event_ndim=1)
+        >>> solve(problem, torch.zeros(1, 1), adjoint=Phantom(steps=3)).value.sum().backward()
+        >>> shift.grad  # 2 is exact
+        tensor(1.7500)
 
     Reference: Geng et al. (2021), with tau = 1 - damping.
     """
@@ -34,7 +45,9 @@ class Phantom(Adjoint):
         _validate.require(self.damping < 1, "damping", "be < 1", self.damping, "at 1 no gradient would flow")
 
     def run(self, request: Request) -> Outcome:
-        outcome = detached_outcome(request)
+        tensors = tuple(t.detach() for t in request.problem.tensors())
+        outcome = fixed_point(request, None, request.initial.detach(), tensors)
+        outcome = outcome._replace(value=outcome.value.detach())
         problem, z = isolated(request.problem, outcome.value, lost_rows(outcome.value, request.problem.event_ndim))
         for _ in range(self.steps):
             mapped = problem.fixed_point_map(z)

@@ -47,8 +47,8 @@ def write(out: Path, name: str, content: dict[str, Any], figures: dict[str, Figu
     """Write everything into the folder `out`; the names of the files."""
     versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
     text = json.dumps(_plain(content | {"versions": versions}), indent=1, allow_nan=False)
-    # A list of numbers in one line: there can be one for every spin.
-    text = re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text)
+    # A list of numbers, or of vectors, in one line: there can be one for every spin.
+    text = re.sub(r"\[(?:[^][{}\"]|\[[^][{}\"]*\])*\]", lambda match: " ".join(match[0].split()), text)
     (out / name).write_text(text + "\n", encoding="utf-8")
     for file, figure in figures.items():
         figure.savefig(out / file)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .._autograd import check_graph, vjp
-from ..problem import Problem, UserProblem
+from ..fixed_point_map import UserProblem
+from ..problem import Problem
 
 
 class Energy(Problem, general=True):

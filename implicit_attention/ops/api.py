@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import state_dtype
 from .._types import Impl
 from . import registration
 from .dispatch import checked
@@ -70,8 +71,6 @@ def hopfield_solve(
     Example:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_solve
-        >>> torch.manual_seed(0)
-        <torch._C.Generator object at ...>
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
         >>> found = hopfield_solve(query, keys, beta=0.3, anchor=0.5)
         >>> found.state.shape, bool((found.residual <= found.tolerance).all())
@@ -141,8 +140,6 @@ def hopfield_adjoint(
     Example:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_adjoint, hopfield_solve
-        >>> torch.manual_seed(0)
-        <torch._C.Generator object at ...>
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
         >>> state = hopfield_solve(query, keys, beta=0.3, anchor=0.5).state
         >>> found = hopfield_adjoint(query, keys, state, torch.ones(2, 4), beta=0.3, anchor=0.5)
@@ -221,8 +218,3 @@ def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
         state.device == problem.field.device, argument, f"be on the query's device {problem.field.device}", state.device
     )
     return state.to(state_dtype(problem.field.dtype))
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of states: float32 for half-precision inputs."""
-    return torch.float32 if torch.finfo(dtype).bits < 32 else dtype

@@ -21,7 +21,7 @@ from . import checks, trust
 from .attention import FLASH_KEYS, has_kernel
 from .fold import widened
 from .problem import Hopfield
-from .rule import Adjoint, AdjointRule, Solved
+from .rule import THERE, Adjoint, AdjointRule, Solved
 from .tiled.adjoint import solve_adjoint as tiled_adjoint
 from .tiled.solve import solve as tiled_solve
 from .triton import checks as triton_checks
@@ -32,8 +32,6 @@ _R = TypeVar("_R")
 IMPLEMENTATIONS = ("auto", "tiled", "triton")
 # Where "auto" tries the Triton kernels.
 TRITON_DEVICES = ("cuda",)
-#: One evaluation, where the state is.
-THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
 
 
 def checked(impl: Impl, problem: Hopfield) -> Impl:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._fused_rule import FusedRule
 from ..solution import Record
 
 # As in `solvers/safeguard.py`, where each is explained.
@@ -23,6 +24,8 @@ LONGEST = 30.0
 #: in which products are formed.
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 MAX_STEPS = 500
+#: One evaluation, where the state is.
+THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
 
 
 class AdjointRule(NamedTuple):
@@ -42,6 +45,15 @@ class Solved(NamedTuple):
 
     state z and mean = softmax(beta K z) K: (*batch, N, D). The others are (*batch, N): logsumexp of the scaled scores,
     codes of `Status` (int8), residual |f(z) - z|, the tolerance it had to reach, updates and evaluations of f (int32).
+
+    Not for `solve`, which answers with a `Solution`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.ops import hopfield_solve
+        >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)
+        >>> found.mean.shape, found.record.status.tolist()
+        (torch.Size([2, 4]), [0, 0])
     """
 
     state: Tensor
@@ -75,6 +87,16 @@ class Adjoint(NamedTuple):
     residual |g - A u| recomputed at u, its tolerance, products (int32), whether a direction of negative curvature was
     met (a solution where it was is a saddle, whose status says so), and by_beta, <df/dbeta, u> of the query.
     by_keys: (df/dK)^T u, of the keys' shape.
+
+    Not for choosing how `solve` differentiates: that is `adjoints.Adjoint`.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.ops import hopfield_adjoint
+        >>> state, keys = torch.zeros(2, 4), torch.randn(70, 4)
+        >>> found = hopfield_adjoint(state, keys, state, torch.ones(2, 4), beta=0.3)
+        >>> found.negative_curvature.tolist(), found.by_beta.shape
+        ([False, False], torch.Size([2]))
     """
 
     value: Tensor

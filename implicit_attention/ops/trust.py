@@ -46,7 +46,7 @@ class Use(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelCheck:
-    """What became of a kernel at its first use in one configuration.
+    """What was found of a kernel at its first use in one configuration.
 
     Attributes:
         use: the kernel, the device and the configuration.
@@ -55,6 +55,13 @@ class KernelCheck:
         reason: why the kernel is not used; "" where it is verified.
         where: device and versions, as a report of the failure should name them.
         seconds: what the check took, compilation included.
+
+    Not for making: `kernel_checks()` lists them.
+
+    Example:
+        >>> from implicit_attention.ops import KernelCheck
+        >>> print(KernelCheck("a kernel on cpu", "verified", {"mean": (1e-8, 1e-7)}, "", "cpu", 0.1))
+        verified: a kernel on cpu; errors: mean 1.0e-08 of 1.0e-07; cpu
     """
 
     use: str
@@ -89,6 +96,15 @@ def kernel_checks() -> tuple[KernelCheck, ...]:
 
     A kernel is checked at its first use in a configuration: it and products written out in float64 answer the same
     small problem, in memory filled with NaN. Print the entries to read them.
+
+    Not for checking a kernel before its first use: call the operation once.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attention.ops import hopfield_solve, kernel_checks
+        >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)
+        >>> [check.use for check in kernel_checks() if check.verdict == "refused"]
+        []
     """
     return tuple(_found.values())
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import transforms_active
-from ..problem import FixedPointMap, Problem
+from ..fixed_point_map import FixedPointMap
+from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
 from ._recorder import Finished, Options, Recorder, check_plain, needed

@@ -16,8 +16,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import readable
-from .._declared import Declared
-from ..problem import restricted
+from .._declared import Declared, restricted
 
 #: Couplings that depend on the field: (*batch, N, D) -> (*batch, N, N) or (N, N, D, D), with `mask=` if it has that.
 CouplingFunction: TypeAlias = Callable[..., Tensor]
@@ -148,7 +147,7 @@ class SpinSystem(Declared):
     @property
     def live_couplings(self) -> Tensor:
         """J, zero where there is no site; numbers, (*#batch, N, N), where D = 1."""
-        couplings = self.couplings if self.block or self.pair_axes == 2 else self.couplings[..., 0, 0]
+        couplings = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes == 4 else self.couplings
         if self.mask is None:
             return couplings
         pairs = self.mask[..., :, None] & self.mask[..., None, :]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..energies import AnchoredEnergy
+from ..fixed_point_map import FixedPointMap
 from ..potentials import LogSumExp
-from ..problem import FixedPointMap, Problem
+from ..problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

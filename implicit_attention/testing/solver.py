@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..energies import AnchoredEnergy
 from ..errors import ConvergenceError
+from ..fixed_point_map import FixedPointMap
 from ..potentials import LogSumExp, SquaredScores
-from ..problem import FixedPointMap, Problem
+from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver

@@ -94,13 +94,13 @@ def solve_mask(name):
 
 @case
 def solve_default_tiles():
-    from implicit_attention.ops import _triton_layout
+    from implicit_attention.ops.triton import layout
 
     problem = problem_of(lead=(1,), n=150, m=140, dim=16)
-    assert _triton_layout.tiles("solve", problem).rows == 32 or harness.DEVICE == "cuda"
-    _triton_layout.TILES.update(harness.SHIPPED)
+    assert layout.tiles("solve", problem).rows == 32 or harness.DEVICE == "cuda"
+    layout.TILES.update(harness.SHIPPED)
     try:
-        assert _triton_layout.tiles("solve", problem).rows > 32
+        assert layout.tiles("solve", problem).rows > 32
         check_solved(problem, solve(problem, problem.field))
     finally:
         shrink_tiles()

@@ -11,14 +11,12 @@ from ..._fused_rule import FusedRule
 from ...status import Status
 from ..checks import Comparison, Written, normal, third_masked
 from ..problem import Hopfield
-from ..rule import RTOL, AdjointRule, Solved
+from ..rule import RTOL, THERE, AdjointRule, Solved
 from ..trust import Errors
 from .layout import TILES, tiles
 
 EPS = torch.finfo(torch.float32).eps
 MAX_STEPS = 100
-#: One evaluation, where the state is.
-THERE = FusedRule(0.0, 0.0, max_steps=0, plain_steps=2)
 
 
 class Variant(NamedTuple):
