@@ -19,7 +19,7 @@ from .._autograd import (
     uncompiled,
 )
 from .._reporting import report_failures
-from .._types import Impl, OnFailure
+from .._types import Impl
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
@@ -35,10 +35,11 @@ from .masks import check_whole
 from .read_out import PotentialFactory, made_by, read_out, reads_out
 
 
-def report_from_graph(record: Record, on_failure: OnFailure) -> SolveReport:
+def report_from_graph(record: Record, options: SolveOptions) -> SolveReport:
     """The report of a solve in a compiled graph, at which the host has not looked; warns if a problem failed."""
-    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", record)
-    return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure))
+    on_failure, remedies = options.on_failure, options.effective_solver.remedies
+    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", record, remedies)
+    return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure), remedies)
 
 
 def is_repetition(remembered: SolveReport | Record | None) -> bool:

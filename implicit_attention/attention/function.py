@@ -13,6 +13,8 @@ from ..solution import Solution
 from .core import Call, attend
 from .masks import mask_and_bias
 
+_DEFAULTS = SolveOptions()
+
 
 def equilibrium_attention(
     query: Float[Tensor, "*q N D"],
@@ -77,7 +79,7 @@ def equilibrium_attention(
     Not for queries, keys and values that have yet to be projected: use `ImplicitAttention`. Where keys and values are
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
-    solve_options = SolveOptions().override(**options)
+    solve_options = _DEFAULTS.override(**options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)

@@ -48,7 +48,8 @@ class HostAttention(Remembering):
 
 def check_shape(fits: bool, argument: str, tensor: Tensor, requirement: str, remedy: str = "") -> None:
     """Raise ValueError with the shape of the tensor unless it fits."""
-    _validate.require(fits, argument, requirement, f"shape {tuple(tensor.shape)}", remedy)
+    if not fits:  # The shape is written out only here: torch.compile would fix sizes that it keeps open.
+        raise ValueError(_validate.message(argument, requirement, f"shape {tuple(tensor.shape)}", remedy))
 
 
 def capped(cap: float | None) -> PotentialFactory:
@@ -69,11 +70,6 @@ def joined_masks(masks: Mapping[str, Tensor | None], like: Tensor) -> tuple[Tens
         if added is not None:
             bias = added if bias is None else bias + added
     return pairs, bias
-
-
-def causal_mask(rows: int, count: int, device: torch.device) -> Tensor:
-    """(N, M) for N queries that are the last of M tokens: True where the key is not behind the query."""
-    return torch.ones(rows, count, dtype=torch.bool, device=device).tril(count - rows)
 
 
 def with_zero_key(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -157,14 +157,10 @@ class ImplicitMultiheadAttention(HostAttention):
         the equilibrium, as torch's module has neither.
         """
         like, head_dim = self.out_proj.weight, self.embed_dim // self.num_heads
-        made: nn.MultiheadAttention = nn.utils.skip_init(  # type: ignore[no-untyped-call]
-            nn.MultiheadAttention,
-            **{name: getattr(self, name) for name in _SIZES},
-            bias=self.in_proj_bias is not None,
-            add_bias_kv=self.bias_k is not None,
-            device=like.device,
-            dtype=like.dtype,
-        )
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in _SIZES}
+        sizes |= {"bias": self.in_proj_bias is not None, "add_bias_kv": self.bias_k is not None, "dtype": like.dtype}
+        # Without memory first, as its parameters need no random numbers.
+        made = nn.MultiheadAttention(**sizes, device="meta").to_empty(device=like.device)
         with torch.no_grad():
             for name, parameter in made.named_parameters():
                 own = self.get_parameter(name)
@@ -173,10 +169,9 @@ class ImplicitMultiheadAttention(HostAttention):
             factor = torch.as_tensor(self.beta() / head_dim**-0.5, dtype=single, device=like.device)
             factor = factor.expand(self.num_heads).repeat_interleave(head_dim)
             weight = made.q_proj_weight if made.in_proj_weight is None else made.in_proj_weight[: self.embed_dim]
-            weight.copy_(factor[:, None] * weight)
+            weight.mul_(factor[:, None])
             if made.in_proj_bias is not None:
-                bias = made.in_proj_bias[: self.embed_dim]
-                bias.copy_(factor * bias)
+                made.in_proj_bias[: self.embed_dim].mul_(factor)
         return made.train(self.training)
 
     def forward(
@@ -256,18 +251,14 @@ class ImplicitMultiheadAttention(HostAttention):
     # Parts.
 
     def _take(
-        self,
-        theirs: nn.MultiheadAttention,
-        anchor: Scalar = "learned",
-        beta: Scalar | None = "learned",
-        **options: Unpack[SolveKeywords],
+        self, theirs: nn.MultiheadAttention, anchor: Scalar = "learned", beta: Scalar | None = "learned", **options: Any
     ) -> None:
         """Hold the parameters of `theirs` and, on their device and in their precision, an anchor and a beta."""
         for name in (*_SIZES, *_PARAMETERS, "out_proj"):
             setattr(self, name, getattr(theirs, name))
         like, usual = self.out_proj.weight, (self.embed_dim // self.num_heads) ** -0.5
         made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self._set_up(self.num_heads, anchor, options, **made)
+        self._set_up(self.num_heads, anchor, cast(SolveKeywords, options), **made)
         beta = usual if beta is None else beta
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((self.num_heads,), usual, **made))
 

@@ -13,9 +13,10 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single
+from ..attention.masks import mask_and_bias
 from ..layers.projections import Scalar
 from ..options import SolveKeywords
-from ._base import HostAttention, capped, causal_mask, check_shape, joined_masks, with_zero_key
+from ._base import HostAttention, capped, check_shape, joined_masks, with_zero_key
 
 try:
     from x_transformers.attend import Attend, Intermediates
@@ -167,7 +168,7 @@ class EquilibriumAttend(HostAttention):
             rows, count = shape[2:]
             received, remedy = f"{count} keys", "pass causal=False to attend to a context"
             _validate.require(count >= rows, "k", f"hold the {rows} queries' own keys if causal", received, remedy)
-            masks["causal"] = causal_mask(rows, count, q.device)
+            masks["causal"], _ = mask_and_bias(None, shape=shape, like=q, causal=True, first=count - rows)
         mask, bias = joined_masks(masks, q)
         beta = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self.l2_distance:

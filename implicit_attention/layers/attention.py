@@ -191,7 +191,10 @@ class ImplicitAttention(Remembering):
         positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
         query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)
         query = query if self.rotary is None else self.rotary(query, positions)
-        held = self._held(x, context, values, key_mask, positions, cache)
+        source, places = x, positions
+        if context is not None:
+            source, places = context, torch.arange(context.shape[-2], device=context.device)
+        held = self._held(source, values, key_mask, places, cache)
         keys, read = held.keys, held.values
         projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
@@ -254,13 +257,12 @@ class ImplicitAttention(Remembering):
         no_field = isinstance(self.anchor, Fixed) and self.anchor.value == 0
         required = "be False with anchor=0, where the query is only where a solve starts"
         _validate.require(not (warm_start and no_field), "warm_start", required, True)
-        cache = KeyValueCache(self._identity, fixed=context is not None, warm_start=warm_start)
+        cache = KeyValueCache(self._identity, warm_start=warm_start)
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
         else:
-            _check_tokens("context", context, self.context_dim)
             positions = torch.arange(context.shape[-2], device=context.device)
-            cache.held = cache.with_new(*self._project_context(context, context, positions), key_mask)
+            cache.held, cache.fixed = self._held(context, None, key_mask, positions, cache), True
         return cache
 
     # Parts of the forward.
@@ -289,34 +291,27 @@ class ImplicitAttention(Remembering):
 
     def _held(
         self,
-        x: Tensor,
-        context: Tensor | None,
+        source: Tensor,
         values: Tensor | None,
         key_mask: Tensor | None,
         positions: Tensor,
         cache: KeyValueCache | None,
     ) -> Held:
-        """Keys, values (None if the state is read out) and which of them exist: of the context, the cache, or x."""
+        """Keys and values (None if the state is read out) of `source` and of a cache, and which of them exist."""
         if cache is not None and cache.fixed:
             assert cache.held is not None
             return cache.held if key_mask is None else cache.held._replace(key_mask=key_mask)
-        source = x if context is None else context
-        if context is not None:
-            positions = torch.arange(source.shape[-2], device=source.device)
-        keys, read = self._project_context(source, source if values is None else values, positions)
-        return Held(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
-
-    def _project_context(self, context: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        required = f"have one row for each of the {context.shape[-2]} tokens attended to"
-        _validate.require(values.shape[-2] == context.shape[-2], "values", required, f"shape {tuple(values.shape)}")
-        keys = projected(self.k_proj, self.k_norm, context, self.head_dim, self.kv_heads)
-        if self.rotary is not None:
-            keys = self.rotary(keys, positions)
+        _check_tokens("context", source, self.context_dim)
+        values = source if values is None else values
+        required = f"have one row for each of the {source.shape[-2]} tokens attended to"
+        _validate.require(values.shape[-2] == source.shape[-2], "values", required, f"shape {tuple(values.shape)}")
+        keys = projected(self.k_proj, self.k_norm, source, self.head_dim, self.kv_heads)
+        keys = keys if self.rotary is None else self.rotary(keys, positions)
         # Read at every evaluation: laid out once.
-        keys = keys.contiguous()
-        if self.readout == "state":
-            return keys, None
-        return keys, projected(self.v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
+        keys, read = keys.contiguous(), None
+        if self.readout == "values":
+            read = projected(self.v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
+        return Held(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     # Housekeeping.
 

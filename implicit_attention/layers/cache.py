@@ -28,11 +28,11 @@ class KeyValueCache:
 
     Args:
         owner: the object that identifies its layer.
-        fixed: whether it holds a context, and does not grow.
         warm_start: start every token's solve at the equilibrium of the token before instead of at its query.
 
     Attributes:
         held: keys, values and which of them exist, or None while empty.
+        fixed: whether it holds a context, and does not grow.
         num_queries: how many tokens have attended so far.
         state: equilibrium of the last token, (*batch, H, 1, D), or None.
         num_evals: evaluations of the map spent so far, (*batch, H), or None before the first solve.
@@ -51,8 +51,8 @@ class KeyValueCache:
     Not for training, where all tokens are known: one call with causal=True does the same at once.
     """
 
-    def __init__(self, owner: object, *, fixed: bool = False, warm_start: bool = False) -> None:
-        self.owner, self.fixed, self.warm_start = owner, fixed, warm_start
+    def __init__(self, owner: object, *, warm_start: bool = False) -> None:
+        self.owner, self.fixed, self.warm_start = owner, False, warm_start
         self.held: Held | None = None
         self.num_queries = 0
         self.state: Tensor | None = None

@@ -36,14 +36,13 @@ class LearnedAnchor(nn.Module):
 
     Args:
         shape: of the anchors, (heads,) for one per head.
-        initial: where to start.
         **made: device and dtype.
     """
 
-    def __init__(self, shape: tuple[int, ...], initial: float = 0.5, **made: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], **made: Any) -> None:
         super().__init__()
-        self.logit = nn.Parameter(torch.empty(shape, **made))
-        self.set(initial)
+        # A sigmoid of 0 is the anchor 1/2.
+        self.logit = nn.Parameter(torch.zeros(shape, **made))
 
     def forward(self) -> Tensor:
         # Also in a half-precision model: a whole solve depends on this one number per head.
@@ -53,13 +52,9 @@ class LearnedAnchor(nn.Module):
     def set(self, value: float) -> None:
         """Move all of them to `value`."""
         value = _validate.check_number("anchor", value, low=0.0, high=1.0)
-        _validate.require(
-            MARGIN < value < 1 - MARGIN,
-            "anchor",
-            f"lie in ({MARGIN:g}, {1 - MARGIN:g}) to be learned",
-            value,
-            f"pass anchor={value:g} when the layer is made to fix it there",
-        )
+        required = f"lie in ({MARGIN:g}, {1 - MARGIN:g}) to be learned"
+        remedy = f"pass anchor={value:g} when the layer is made to fix it there"
+        _validate.require(MARGIN < value < 1 - MARGIN, "anchor", required, value, remedy)
         inner = (value - MARGIN) / (1 - 2 * MARGIN)
         self.logit.fill_(math.log(inner / (1 - inner)))
 

@@ -31,7 +31,7 @@ class Remembering(nn.Module):
     def last_solve(self) -> SolveReport | None:
         """The `SolveReport` of the last call. Failures in a compiled graph are warned of here, when it is asked for."""
         if isinstance(self._remembered, Record):
-            self._remembered = report_from_graph(self._remembered, self.options.on_failure)
+            self._remembered = report_from_graph(self._remembered, self.options)
         return self._remembered
 
     def __getstate__(self) -> dict[str, Any]:

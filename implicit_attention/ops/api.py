@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import state_dtype
 from .._types import Impl
 from . import registration
 from .dispatch import checked
@@ -217,8 +218,3 @@ def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
         state.device == problem.field.device, argument, f"be on the query's device {problem.field.device}", state.device
     )
     return state.to(state_dtype(problem.field.dtype))
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of states: float32 for half-precision inputs."""
-    return torch.float32 if torch.finfo(dtype).bits < 32 else dtype

@@ -12,6 +12,7 @@ from .._autograd import may_have_tangent
 from .._fused_rule import FusedRule
 from .._reporting import report_failures
 from ..errors import UnsupportedImplementation
+from ..linear import CG
 from ..solution import Record
 from . import dispatch
 from .problem import Hopfield
@@ -41,7 +42,7 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     if dispatch.may_look(found.status):
         # Here, because this runs where a compiled graph does: nobody else sees what a backward pass did in there.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
-        report_failures(on_failure, what, Record(*found[1:5], num_evals=found.num_steps))
+        report_failures(on_failure, what, Record(*found[1:5], num_evals=found.num_steps), CG.remedies)
     return _unshared(found)
 
 

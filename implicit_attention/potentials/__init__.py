@@ -3,8 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import CovarianceMap, Potential, ReadsOut
+from .base import CovarianceMap, Potential
 from .log_sum_exp import LogSumExp
+from .scored_keys import ReadsOut
 from .self_attention import SelfAttention
 from .softmax1 import Softmax1
 from .squared_scores import SquaredScores

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,35 +48,8 @@ _OF_BOTH = (
     "convex",
     "probabilities",
     "readout",
+    "readout_with_logsumexp",
 )
-
-
-class ReadsOut(ABC):
-    """A potential whose mean is attention: with weights, and a read-out of other values than the keys.
-
-    `isinstance` and `issubclass` look for the two methods; nothing needs to inherit from this.
-
-    Not for a base class: subclass `Potential`.
-
-    Example:
-        >>> from implicit_attention import LogSumExp, SquaredScores
-        >>> from implicit_attention.potentials import ReadsOut
-        >>> issubclass(LogSumExp, ReadsOut), issubclass(SquaredScores, ReadsOut)
-        (True, False)
-    """
-
-    @abstractmethod
-    def probabilities(self, z: Tensor) -> Tensor:
-        """The attention weights of z over the keys, (*batch, N, D) -> (*batch, N, M)."""
-
-    @abstractmethod
-    def readout(self, z: Tensor, values: Tensor, *, dropout_p: float = 0.0) -> Tensor:
-        """probabilities(z) V for one value (*batch, M, E) per key, a part of the weights dropped."""
-
-    @classmethod
-    def __subclasshook__(cls, other: type) -> bool:
-        # Not a Protocol: that would find the methods which a subclass has, but which raise as they are withdrawn.
-        return all(hasattr(other, name) for name in ("probabilities", "readout"))
 
 
 class Potential(Declared, general=True):
@@ -114,7 +86,7 @@ class Potential(Declared, general=True):
         "mean": ("value", *_OF_BOTH),
         "covariance_product": ("linearize", "lipschitz"),
         "evaluate": ("linearize",),
-        "probabilities": ("readout",),
+        "probabilities": ("readout", "readout_with_logsumexp"),
     }
     _underived: ClassVar[tuple[str, ...]] = ("value",)
     # numpy leaves products with its numbers to `__rmul__`.

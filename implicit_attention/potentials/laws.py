@@ -118,15 +118,19 @@ class DiscreteUnits(Units, SiteLaw):
         return (max(self.values) - min(self.values)) ** 2 / 4
 
     def cumulant(self, t: Tensor, v: Tensor | float = 0.0) -> Tensor:
-        return self._exponents(t, v)[1].logsumexp(-1)
+        _, logs, tilt = self._tilted(t, v)
+        # A sum of exponentials would be rounded at 1 where K is near 0; the sum of differences overflows far away.
+        near = tilt.abs().amax(-1) < 1
+        small = torch.where(near[..., None], tilt, 0.0)
+        return torch.where(near, (logs.exp() * torch.expm1(small)).sum(-1).log1p(), (logs + tilt).logsumexp(-1))
 
     def mean(self, t: Tensor, v: Tensor | float = 0.0) -> Tensor:
-        x, exponents = self._exponents(t, v)
-        return (exponents.softmax(-1) * x).sum(-1)
+        x, weights = self._weights(t, v)
+        return (weights * x).sum(-1)
 
     def variance(self, t: Tensor, v: Tensor | float = 0.0) -> Tensor:
-        x, exponents = self._exponents(t, v)
-        return _covariance(exponents.softmax(-1), x, x)
+        x, weights = self._weights(t, v)
+        return _covariance(weights, x, x)
 
     def check(self, argument: str, dim: int, radius: float) -> None:
         require_dimension(self, argument, dim, 1, "use SphereUnits() or GaussianUnits() for vectors")
@@ -135,14 +139,12 @@ class DiscreteUnits(Units, SiteLaw):
         return self.cumulant(radius * theta[..., 0], radius**2 * v)
 
     def tilted_moments(self, theta: Tensor, v: Tensor, radius: float) -> tuple[Tensor, Tensor]:
-        x, exponents = self._exponents(radius * theta[..., 0], radius**2 * v)
-        weights = exponents.softmax(-1)
+        x, weights = self._weights(radius * theta[..., 0], radius**2 * v)
         return radius * (weights * x).sum(-1, keepdim=True), radius**2 * _covariance(weights, x, x)
 
     def tilted_covariance(self, theta: Tensor, v: Tensor, radius: float) -> TiltMap:
-        x, exponents = self._exponents(radius * theta[..., 0], radius**2 * v)
-        weights, x = exponents.softmax(-1), radius * x
-        half_square = x.square() / 2
+        x, weights = self._weights(radius * theta[..., 0], radius**2 * v)
+        x, half_square = radius * x, (radius * x).square() / 2
 
         def product(by_theta: Tensor, by_v: Tensor) -> tuple[Tensor, Tensor]:
             change = by_theta * x + by_v[..., None] * half_square
@@ -150,15 +152,19 @@ class DiscreteUnits(Units, SiteLaw):
 
         return product
 
-    def _exponents(self, t: Tensor, v: Tensor | float) -> tuple[Tensor, Tensor]:
-        """The states, (K,), and the logarithms of their tilted weights, (..., K)."""
+    def _weights(self, t: Tensor, v: Tensor | float) -> tuple[Tensor, Tensor]:
+        """The states, (K,), and their probabilities, (..., K)."""
+        x, logs, tilt = self._tilted(t, v)
+        return x, (logs + tilt).softmax(-1)
+
+    def _tilted(self, t: Tensor, v: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+        """The states and the logarithms of their weights, (K,), and the exponents of their tilts, (..., K)."""
         weights = self.weights or (1.0,) * len(self.values)
-        logs, x = (
+        x, logs = (
             torch.tensor(numbers, dtype=t.dtype, device=t.device)
-            for numbers in ([math.log(w / sum(weights)) for w in weights], self.values)
+            for numbers in (self.values, [math.log(w / sum(weights)) for w in weights])
         )
-        quadratic = x.square() * (v[..., None] if isinstance(v, Tensor) else v) / 2
-        return x, logs + t[..., None] * x + quadratic
+        return x, logs, t[..., None] * x + x.square() * (v[..., None] if isinstance(v, Tensor) else v) / 2
 
 
 def _numbers(name: str, given: Any, low: float = -math.inf) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -274,6 +275,34 @@ class ScoredKeys(KeyPotential):
         """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
         return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale)
+
+
+class ReadsOut(ABC):
+    """A potential whose mean is attention: with weights, and a read-out of other values than the keys.
+
+    `isinstance` and `issubclass` look for the two methods; nothing needs to inherit from this.
+
+    Not for a base class: subclass `Potential`.
+
+    Example:
+        >>> from implicit_attention import LogSumExp, SquaredScores
+        >>> from implicit_attention.potentials import ReadsOut
+        >>> issubclass(LogSumExp, ReadsOut), issubclass(SquaredScores, ReadsOut)
+        (True, False)
+    """
+
+    @abstractmethod
+    def probabilities(self, z: Tensor) -> Tensor:
+        """The attention weights of z over the keys, (*batch, N, D) -> (*batch, N, M)."""
+
+    @abstractmethod
+    def readout(self, z: Tensor, values: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+        """probabilities(z) V for one value (*batch, M, E) per key, a part of the weights dropped."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        # Not a Protocol: that would find the methods which a subclass has, but which raise as they are withdrawn.
+        return all(hasattr(other, name) for name in ("probabilities", "readout"))
 
 
 class Read(NamedTuple):

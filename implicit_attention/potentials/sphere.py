@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import at_least_single
 from . import _bessel
-from .spherical import Site, SphericalLaw, covariance_times, widened
+from .spherical import Site, SphericalLaw, covariance_times
 from .unit import SiteLaw, TiltMap, Units, require_dimension
 
 
@@ -74,13 +75,13 @@ class SphereUnits(SphericalLaw, SiteLaw, Units):
         return 1 / self._known_dim
 
     def cumulant(self, t: Tensor) -> Tensor:
-        return self.scaled_log_partition(widened(t).square(), self._known_dim).to(t.dtype)
+        return self.scaled_log_partition(at_least_single(t).square(), self._known_dim).to(t.dtype)
 
     def mean(self, t: Tensor) -> Tensor:
-        return t * self.gain(widened(t).square(), self._known_dim).to(t.dtype)
+        return t * self.gain(at_least_single(t).square(), self._known_dim).to(t.dtype)
 
     def variance(self, t: Tensor) -> Tensor:
-        return self.radial_gain(widened(t).square(), self._known_dim).to(t.dtype)
+        return self.radial_gain(at_least_single(t).square(), self._known_dim).to(t.dtype)
 
     def tilted_log_partition(self, theta: Tensor, v: Tensor, radius: float) -> Tensor:
         return self.log_partition(theta, 1.0, radius) + v * radius**2 / 2
@@ -129,7 +130,7 @@ class SignUnits(SphereUnits):
         """Without the check of a dimension that was given."""
 
     def cumulant(self, t: Tensor) -> Tensor:
-        return _log_cosh(widened(t)).to(t.dtype)
+        return _log_cosh(at_least_single(t)).to(t.dtype)
 
     def mean(self, t: Tensor) -> Tensor:
         return torch.tanh(t)

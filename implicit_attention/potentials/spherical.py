@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import at_least_single
 from .unit import Sites, Vectors
 
 Beta: TypeAlias = float | Float[Tensor, "*#batch"]
@@ -145,7 +146,7 @@ class SphericalLaw:
         _validate.check_float_tensor("v", v, min_ndim=2)
         _validate.check_same_kind([("field", field), ("v", v)])
         _validate.check_together("v", v.shape, field.shape, "the shape of `field`")
-        return covariance_times(self._at(site.dim)._terms(site), site.field, widened(v)).to(field.dtype)
+        return covariance_times(self._at(site.dim)._terms(site), site.field, at_least_single(v)).to(field.dtype)
 
     def inverse(self, magnetization: Vectors, beta: Beta, radius: float) -> Vectors:
         """The field that gives `magnetization`; NaN at sites with |m| >= R, which no finite field gives."""
@@ -197,7 +198,8 @@ class SphericalLaw:
         _validate.require(dim > 0, argument, "have at least one dimension", f"shape {tuple(vectors.shape)}")
         radius = _validate.check_number("radius", radius, low=0.0, open_low=True)
         self.check(argument, dim, radius)
-        return widened(vectors)
+        wide: Tensor = at_least_single(vectors)
+        return wide
 
 
 class _AlgebraicResponse(SphericalLaw):
@@ -301,20 +303,12 @@ class LargeDResponse(_AlgebraicResponse):
         _validate.require(math.isclose(radius**2, dim / 2 - 1, rel_tol=1e-6), "radius", required, radius, other)
 
 
-def widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 def _rows(beta: float | Tensor, vectors: Tensor, name: str) -> float | Tensor:
     """Beta with one entry per row of `vectors`, in the precision of the computation."""
-    if not isinstance(beta, Tensor):
-        beta = _validate.check_number("beta", beta, low=0.0, open_low=True)
-        return beta
-    _validate.check_float_tensor("beta", beta)
-    _validate.check_same_kind([(name, vectors), ("beta", beta)])
-    _validate.check_broadcast("beta", beta.shape, vectors.shape[:-2], f"the leading axes of `{name}`")
-    _validate.check_range("beta", beta, low=0.0, open_low=True, remedy="parametrise it, for example as an exponential")
-    return widened(beta)[..., None]
+    remedy = "parametrise it, for example as an exponential"
+    beta = _validate.check_per_batch("beta", beta, low=0.0, open_low=True, remedy=remedy)
+    _validate.check_fits_batch("beta", beta, name, vectors)
+    return at_least_single(beta)[..., None] if isinstance(beta, Tensor) else beta
 
 
 def _square(m: Tensor) -> Tensor:

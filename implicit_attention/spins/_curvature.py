@@ -47,7 +47,7 @@ def covariance_roots(
 
 def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:
     """An estimate of the smallest eigenvalue of a symmetric map of states, (*batch), from inside the spectrum."""
-    return extreme_eigenvalues(_rows(product, like), torch.zeros_like(like.flatten(-2)), STEPS[0])[0].value
+    return extreme_eigenvalues(flattened(product, like), torch.zeros_like(like.flatten(-2)), STEPS[0])[0].value
 
 
 def exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
@@ -56,13 +56,13 @@ def exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
     An estimate above 1 is certain, being from inside the spectrum; one below is taken where its error does not reach 1.
     Else there are more vectors. With N D > 384 an eigenvalue very near to 1 may be missed.
     """
-    rows, start = _rows(product, like), torch.zeros_like(like.flatten(-2))
+    rows, start = flattened(product, like), torch.zeros_like(like.flatten(-2))
     return _above_one(lambda steps: extreme_eigenvalues(rows, start, steps)[1], like)
 
 
 def radius_exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
     """`exceeds_one` for the spectral radius of a map that need not be symmetric."""
-    rows, start = _rows(product, like), torch.zeros_like(like.flatten(-2))
+    rows, start = flattened(product, like), torch.zeros_like(like.flatten(-2))
     return _above_one(lambda steps: ritz_radius(rows, start, steps), like)
 
 
@@ -78,5 +78,6 @@ def _above_one(estimate: Callable[[int], Eigenvalue], like: Tensor) -> Tensor:
     return above
 
 
-def _rows(product: LinearMap, like: Tensor) -> LinearMap:
+def flattened(product: LinearMap, like: Tensor) -> LinearMap:
+    """A map of states (*batch, N, D) as one of vectors (*batch, N D)."""
     return lambda v: product(v.reshape(like.shape)).flatten(-2)

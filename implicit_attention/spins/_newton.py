@@ -287,9 +287,8 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
         record = _restored(record, _judged(state, rtol), places)
     residual, tolerance = record.here.accuracy(rtol)
     status = torch.where(record.status == _RUNNING, int(Status.MAX_STEPS), record.status).to(torch.int8)
-    report = SolveReport(
-        Record(status, residual, tolerance, record.num_steps, record.num_evals).map(lambda x: x.reshape(batch))
-    )
+    told = Record(status, residual, tolerance, record.num_steps, record.num_evals)
+    report = SolveReport(told.map(lambda x: x.reshape(batch)))
     t = record.t
     if polish:
         t = torch.where(((status == Status.CONVERGED) & (record.coldness == 1))[..., None], t + record.step, t)
@@ -373,8 +372,8 @@ def _direction(problem: Multipliers, moments: Moments, level: Level, coldness: T
     hessian = problem.hessian(moments.covariance, moments.mean, coldness)
     factor, info = torch.linalg.cholesky_ex(hessian)
     newton = torch.cholesky_solve(force[..., None], factor).squeeze(-1)
-    # The squared length c of a short spin is the inverse of a linear function of its multiplier. Newton's step is made
-    # for 1/c = 1: it is c times the step for c = 1, which would have to be halved about 1/c times.
+    # The inverse of the squared length c of a short spin is linear in its multiplier. So Newton's step is made for
+    # 1/c = 1: it is c times the step for c = 1, which would have to be halved until it is as short.
     short = level.squares(coldness).amin(-1, keepdim=True).clamp(max=1.0)
     return torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
 

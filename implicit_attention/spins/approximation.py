@@ -308,9 +308,9 @@ def require_ising(method: Approximation, system: SpinSystem) -> None:
     )
 
 
-def require_numbers(method: Approximation, system: SpinSystem, remedy: str) -> None:
+def require_numbers(method: str, system: SpinSystem, remedy: str) -> None:
     """Raise unless the coupling of every pair is a number."""
-    required = f"have a number for each pair, (N, N) or (*batch, N, N), for {method!r}"
+    required = f"have a number for each pair, (N, N) or (*batch, N, N), for {method}"
     received = f"shape {tuple(system.couplings.shape)}"
     _validate.require(not system.block, "couplings", required, received, remedy)
 

@@ -58,7 +58,7 @@ class GaussianClosure(DynamicalMethod):
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
-        require_numbers(self, system, "use KineticPlefka(order=1)")
+        require_numbers("GaussianClosure", system, "use KineticPlefka(order=1)")
         exact = system.dim > 1 or isinstance(self.response, SphereUnits)
         required = "be SphereUnits() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")

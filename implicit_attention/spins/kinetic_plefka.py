@@ -71,7 +71,7 @@ class KineticPlefka(DynamicalMethod):
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         if self.order > 1:
-            require_numbers(self, system, "use order=1")
+            require_numbers("KineticPlefka(order=2)", system, "use order=1")
 
     def problem(self, system: SpinSystem) -> Problem:
         return MeanFieldProblem(system, self.response) if self.order == 1 else PlefkaProblem(system, self.response)

@@ -16,7 +16,7 @@ from ..linear import extreme_eigenvalues, lanczos, spectral_radius
 from ..problem import widened
 from ..solution import SolveReport
 from ..status import Status
-from ._curvature import local_field
+from ._curvature import flattened, local_field
 from ._nonfinite import fill
 from ._site import Site
 from .adaptive_tap import AdaTAP
@@ -164,7 +164,7 @@ def stability(
         return alone - beta * system.coupled(v)
 
     start = torch.zeros_like(m.flatten(-2))
-    radius = spectral_radius(_flat(jacobian, m.shape), start, min(steps, start.shape[-1]))
+    radius = spectral_radius(flattened(jacobian, m), start, min(steps, start.shape[-1]))
     energies, states, first = _branches(system, method, found, starts, generator)
     return Stability(
         spectral_radius=radius,
@@ -206,22 +206,18 @@ def _is_forest(system: SpinSystem) -> bool:
         bonds = fewer
 
 
-def _flat(product: LinearMap, shape: torch.Size) -> LinearMap:
-    return lambda v: product(v.reshape(shape)).flatten(-2)
-
-
 def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> tuple[Tensor, Tensor]:
     """The smallest and the largest eigenvalue of a map (*batch, N, D) -> (*batch, N, D), of sites that exist."""
     # Lanczos replaces a start of zeros by a vector that is as good as random.
     start, mask = torch.zeros_like(m.flatten(-2)), system.mask
     if mask is None:
-        matvec = _flat(product, m.shape)
+        matvec = flattened(product, m)
     else:
         live = mask[..., None].expand(m.shape)
         x = live.to(m.dtype) * torch.cos(torch.arange(m.shape[-1], dtype=m.dtype, device=m.device))
         # Sites that do not exist get an eigenvalue from inside the spectrum of the others.
         inside = (x * product(x)).sum((-1, -2), keepdim=True) / x.square().sum((-1, -2), keepdim=True)
-        matvec = _flat(lambda v: torch.where(live, product(v * live), inside * v), m.shape)
+        matvec = flattened(lambda v: torch.where(live, product(v * live), inside * v), m)
     low, high = extreme_eigenvalues(matvec, start, min(steps, start.shape[-1]))
     return low.value, high.value
 
@@ -259,15 +255,12 @@ def _branches(
     strength = field.abs() + size
     drawn = torch.cat((field[None], noise * strength.nan_to_num()))
 
-    def spread(field: Tensor) -> SpinSystem:
-        beta = system.beta_over(0)
-        return system.at(field, system.couplings, beta.expand(field.shape[:-2]) if isinstance(beta, Tensor) else beta)
-
     field = field.expand(drawn.shape)
-    solution = method.solution(spread(field), method.start(spread(drawn)), check="stability")
+    start = method.start(system.at(drawn, system.couplings, system.beta))
+    solution = method.solution(system.at(field, system.couplings, system.beta), start, check="stability")
 
     def log_z(field: Tensor) -> tuple[Tensor, Tensor]:
-        value = method.value(spread(field), solution.value)
+        value = method.value(system.at(field, system.couplings, system.beta), solution.value)
         return value.sum(), value
 
     # log Z is stationary in the state, so that m is its derivative by the field at a fixed state.
@@ -281,12 +274,11 @@ def _branches(
 
 def _strongest_mode(system: SpinSystem, start: Tensor) -> Tensor:
     """The eigenvector of the largest eigenvalue of J, (*batch, N, D), from a start; the longest of its vectors is 1."""
-    shape = start.shape
     vector = start.flatten(-2)
-    found = lanczos(_flat(system.coupled, shape), vector, min(64, vector.shape[-1]))
+    found = lanczos(flattened(system.coupled, start), vector, min(64, vector.shape[-1]))
     tridiagonal = found.alphas.diag_embed() + found.betas.diag_embed(-1) + found.betas.diag_embed(1)
     weights = torch.linalg.eigh(tridiagonal.nan_to_num()).eigenvectors[..., -1]
-    mode = (weights[..., None, :] @ found.basis)[..., 0, :].reshape(shape).nan_to_num()
+    mode = (weights[..., None, :] @ found.basis)[..., 0, :].reshape(start.shape).nan_to_num()
     longest = torch.linalg.vector_norm(mode, dim=-1, keepdim=True).amax(-2, keepdim=True)
     scaled: Tensor = mode / torch.where(longest > 0, longest, 1.0)
     return scaled

@@ -147,7 +147,7 @@ class SpinSystem(Declared):
     @property
     def live_couplings(self) -> Tensor:
         """J, zero where there is no site; numbers, (*#batch, N, N), where D = 1."""
-        couplings = self.couplings if self.block or self.pair_axes == 2 else self.couplings[..., 0, 0]
+        couplings = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes == 4 else self.couplings
         if self.mask is None:
             return couplings
         pairs = self.mask[..., :, None] & self.mask[..., None, :]

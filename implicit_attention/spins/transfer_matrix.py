@@ -67,7 +67,7 @@ class TransferMatrix(Approximation):
         _validate.check_integer("nodes", self.nodes, low=8)
 
     def check(self, system: SpinSystem) -> None:
-        require_numbers(self, system, "use MeanField or SaddlePoint")
+        require_numbers("TransferMatrix", system, "use MeanField or SaddlePoint")
         super().check(system)
         if not host_may_look(system.field, system.couplings):
             return

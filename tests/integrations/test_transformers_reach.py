@@ -162,8 +162,8 @@ def eager(module, q, k, v):
     return torch.matmul(nn.Softmax(dim=-1)(torch.matmul(q, k.mT)), v)
 """
     source = reading.parsed(text)
-    assert reading.kind_of([(source, source.classes[name]) for name in ("Mixer", "Base")]) == kind
-    assert reading.kind_of([(source, source.classes["Base"])]) is None
+    assert reading.kind_of([(source, source[name]) for name in ("Mixer", "Base")]) == kind
+    assert reading.kind_of([(source, source["Base"])]) is None
 
 
 # A sweep by other means: regular expressions over the text of every class.

@@ -425,10 +425,3 @@ def test_pooling_has_the_evidence_of_its_attention():
 def test_wrong_arguments_are_named(make, match):
     with pytest.raises(ValueError, match=match):
         make()
-
-
-def test_typos_are_not_swallowed():
-    with pytest.raises(TypeError, match="ancor"):
-        pooling(ancor=0.5)
-    with pytest.raises(TypeError, match="maxsteps"):
-        filled().retrieve(random(3, D), maxsteps=3)

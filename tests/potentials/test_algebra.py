@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Picard, Potential, SquaredScores, Status, solve
-from implicit_attention.potentials import GaussianMixture, HiddenUnits, SoftcapLogSumExp
-from implicit_attention.potentials.hidden_units import PoissonUnits, SignUnits
+from implicit_attention.potentials import GaussianMixture, HiddenUnits, PoissonUnits, SignUnits, SoftcapLogSumExp
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import PotentialContract
 
@@ -166,6 +165,14 @@ def test_a_nan_of_one_sample_reaches_no_other():
         torch.testing.assert_close(other, gradient)
 
 
+def test_a_weight_that_left_its_range_after_the_check_gives_nan():
+    weight = per_sample(1.0, 1.0)
+    made, z = weight * LogSumExp(random(7, 5), 0.7), random(2, 3, 5)
+    weight[0] = -1.0
+    assert made.mean(z)[0].isnan().all()
+    assert made.mean(z)[1].isfinite().all()
+
+
 def test_what_a_part_hides_is_found_and_what_this_library_makes_is_not_looked_for():
     hidden = random(5).requires_grad_()
 
@@ -187,7 +194,7 @@ def test_arguments_that_do_not_fit_are_named():
     for weight in (0, -1.0, torch.tensor([1.0, 0.0])):
         with pytest.raises(ValueError, match="`weight` must be > 0"):
             weight * phi
-    for wrong in (None, "2", True, phi):
+    for wrong in (None, "2", True, phi, np.ones(2)):
         with pytest.raises(TypeError, match="`weight` must be a number"):
             wrong * phi
     with pytest.raises(TypeError, match="unsupported operand"):

@@ -50,7 +50,8 @@ def test_it_is_log_sum_exp_with_a_null_key(count):
     torch.testing.assert_close(phi.probabilities(z), null.probabilities(z)[..., :-1], **close)
     torch.testing.assert_close(phi.readout(z, values), null.readout(z, F.pad(values, (0, 0, 0, 1))), **close)
     torch.testing.assert_close(phi.readout(z, keys), phi.mean(z), **close)
-    torch.testing.assert_close(phi.lipschitz(), null.lipschitz(), **close)
+    far = Softmax1(keys + 10, 0.5)
+    torch.testing.assert_close(far.lipschitz(), 0.5 * (keys + 10).norm(dim=-1).amax(-1).square() / 4)
 
 
 def test_a_query_whose_keys_are_all_masked_is_zero_with_zero_gradients():

@@ -286,7 +286,7 @@ def test_derivatives_with_matrices_as_couplings(check):
         (
             lambda: stationary_state(SpinSystem(torch.zeros(2, 2, 3, 3), torch.zeros(2, 3)), SECOND),
             ValueError,
-            "`couplings` must have a number for each pair, (N, N) or (*batch, N, N), for order=2, "
+            "`couplings` must have a number for each pair, (N, N) or (*batch, N, N), for KineticPlefka(order=2), "
             "got shape (2, 2, 3, 3); use order=1",
         ),
         (

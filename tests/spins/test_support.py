@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from implicit_attention import spins
-from implicit_attention.potentials import GaussianUnits
-from implicit_attention.spins import SpinSystem, free_energy, magnetization
-from implicit_attention.spins.dynamics import DynamicalMethod, stationary_state
+from implicit_attention import ConvergenceError, spins
+from implicit_attention.spins import (
+    DynamicalMethod,
+    GaussianUnits,
+    SpinSystem,
+    Status,
+    free_energy,
+    magnetization,
+    stationary_state,
+)
 from implicit_attention.testing.numerics import random
 
 PAGE = (Path(__file__).parents[2] / "docs" / "spin_systems.md").read_text()
@@ -52,7 +58,7 @@ def test_every_method_is_in_the_table():
     known = {
         value for value in vars(spins).values() if isinstance(value, type) and issubclass(value, spins.Approximation)
     }
-    assert known - {spins.Approximation, DynamicalMethod} == named
+    assert known - {spins.Approximation, spins.FixedPointApproximation, DynamicalMethod} == named
 
 
 @pytest.mark.parametrize("text", TABLE)
@@ -86,3 +92,16 @@ def test_dynamics_have_no_free_energy(text):
     for function in (free_energy, spins.thermodynamics):
         with pytest.raises((TypeError, ValueError), match="free energy"):
             function(system("D = 1", chain=False), make(text))
+
+
+@pytest.mark.parametrize("text", [*TABLE, "DynamicalMethod()"])
+def test_every_method_says_a_remedy_of_its_own_for_every_failure(text):
+    method = make(text) if text in TABLE else DynamicalMethod()
+    assert set(method.remedies) >= {status for status in Status if status.failed}
+    assert all("anchor" not in remedy for remedy in method.remedies.values())
+
+
+def test_out_of_nodes_a_transfer_matrix_asks_for_more():
+    chain = SpinSystem(50 * torch.ones(3, 3).tril(1).triu(-1).fill_diagonal_(0).double(), torch.zeros(3, 3).double())
+    with pytest.raises(ConvergenceError, match="raise `nodes`"):
+        free_energy(chain, spins.TransferMatrix(nodes=8))

@@ -280,7 +280,7 @@ def test_what_it_cannot_do_is_refused():
     text = "`field` must lie along one direction in every sample for TransferMatrix, got a part of 0.5 of the largest"
     refused(text, chain(BONDS), crossed)
     blocks = chain(BONDS)[..., None, None] * torch.eye(3).double()
-    refused("`couplings` must be numbers for TransferMatrix, got matrices; use numbers", blocks, field)
+    refused("`couplings` must have a number for each pair, (N, N) or (*batch, N, N), for TransferMatrix", blocks, field)
     refused("`couplings` must be symmetric", chain(BONDS).triu(), field)
     with pytest.raises(ValueError, match="`nodes` must be >= 8, got 4"):
         TransferMatrix(nodes=4)

@@ -14,7 +14,7 @@ from ...attention.core import Call, attend, is_repetition
 from ...attention.masks import mask_and_bias
 from ...attention.read_out import PotentialFactory
 from ...solution import Record, SolveReport
-from .._base import capped, causal_mask, with_zero_key
+from .._base import capped, with_zero_key
 from .saved import settings_of
 from .settings import OPTIONS, Given, Settings
 
@@ -190,19 +190,17 @@ class EquilibriumForward:
     ) -> tuple[Tensor | None, Tensor | None]:
         """(mask, bias), each None or broadcasting to (B, H, N, M)."""
         rows, count = query.shape[-2], key.shape[-2]
-        if attention_mask is not None:
-            if attention_mask.ndim != 4:
-                required, received = "have four axes (B, 1 or H, N, M) here", f"shape {tuple(attention_mask.shape)}"
-                raise ValueError(_validate.message("attention_mask", required, received))
-            shape = (*query.shape[:-1], count)
-            return mask_and_bias(attention_mask, shape=shape, like=query, names=("attention_mask", "is_causal"))
+        if attention_mask is not None and attention_mask.ndim != 4:
+            required, received = "have four axes (B, 1 or H, N, M) here", f"shape {tuple(attention_mask.shape)}"
+            raise ValueError(_validate.message("attention_mask", required, received))
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        if not causal or rows == 1:
-            return None, None
-        mask = causal_mask(rows, count, query.device)
-        if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[-1] == rows:
+        causal = bool(causal) and attention_mask is None and rows != 1
+        shape, names, first = (*query.shape[:-1], count), ("attention_mask", "is_causal"), count - rows
+        mask, bias = mask_and_bias(attention_mask, shape=shape, like=query, causal=causal, first=first, names=names)
+        if causal and position_ids is not None and position_ids.ndim == 2 and position_ids.shape[-1] == rows:
+            assert mask is not None
             mask = mask & _same_document(position_ids.to(query.device), count)
-        return mask, None
+        return mask, bias
 
 
 def _same_document(position_ids: Tensor, count: int) -> Tensor:

@@ -168,26 +168,18 @@ def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor
     for module in model.modules():
         if hasattr(module, LAST):
             delattr(module, LAST)
-    training = {module: module.training for module in model.modules()}
-    model.train(False)
-    try:
-        # Models that draw random numbers (masked image models) draw the same ones every time.
-        with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else [model.device]):
-            torch.manual_seed(0)
-            found = model(**inputs)
-    finally:
-        for module, was in training.items():
-            module.training = was
+    # Models that draw random numbers (masked image models) draw the same ones every time.
+    devices = [] if model.device.type == "cpu" else [model.device]
+    with marked(model, "training", False), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        found = model(**inputs)
     return _output(found), last_calls(model)
 
 
 def _output(found: Any) -> Tensor:
     """The logits, or the first output that is not a loss."""
-    if getattr(found, "logits", None) is not None:
-        logits: Tensor = found.logits
-        return logits
-    values = found.values() if isinstance(found, Mapping) else found
-    return next(value for value in values if isinstance(value, Tensor) and value.ndim > 1)
+    outputs = (getattr(found, "logits", None), *(found.values() if isinstance(found, Mapping) else found))
+    return next(output for output in outputs if isinstance(output, Tensor) and output.ndim > 1)
 
 
 def _converged(found: Iterable[SolveReport]) -> float:

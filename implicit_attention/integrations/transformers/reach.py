@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -26,11 +26,8 @@ _CALLED_ATTENTION = ("Attention", "Attn")
 _PARTLY = frozenset({"git", "bigbird_pegasus"})
 
 
-class Source(NamedTuple):
-    """The functions and classes of a file."""
-
-    functions: dict[str, ast.FunctionDef]
-    classes: dict[str, ast.ClassDef]
+#: The functions and classes of a file by name.
+Source: TypeAlias = dict[str, ast.FunctionDef | ast.ClassDef]
 
 
 class Reach(NamedTuple):
@@ -94,15 +91,15 @@ def _kind(cls: type[nn.Module]) -> str | None:
     """ "asks", "own", or None for a module that does not attend."""
     if cls.__module__.partition(".")[0] == "torch":
         return "own" if issubclass(cls, nn.MultiheadAttention) else None
-    lines: list[tuple[Source, ast.ClassDef]] = []
+    lines: list[tuple[Source, ast.FunctionDef | ast.ClassDef]] = []
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins"):
             break
         source = _source_of(base.__module__)
-        if source is None or base.__name__ not in source.classes:
+        if source is None or base.__name__ not in source:
             # A class without a file that can be read is judged by its name.
             return "own" if any(word in cls.__name__ for word in _CALLED_ATTENTION) else None
-        lines.append((source, source.classes[base.__name__]))
+        lines.append((source, source[base.__name__]))
     return kind_of(lines)
 
 
@@ -116,14 +113,10 @@ def _source_of(module: str) -> Source | None:
 
 def parsed(text: str) -> Source:
     """The functions and classes of a file's text."""
-    body = ast.parse(text).body
-    return Source(
-        {node.name: node for node in body if isinstance(node, ast.FunctionDef)},
-        {node.name: node for node in body if isinstance(node, ast.ClassDef)},
-    )
+    return {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def kind_of(lines: Sequence[tuple[Source, ast.ClassDef]]) -> str | None:
+def kind_of(lines: Sequence[tuple[Source, ast.FunctionDef | ast.ClassDef]]) -> str | None:
     """How a class attends, from its source and that of its bases, in the order in which methods are looked up.
 
     It attends by itself if its forward, with the methods and functions of the file that it calls, takes a softmax
@@ -180,8 +173,8 @@ class _Steps:
             yield "s"
         elif name in _PRODUCTS:
             yield "p"
-        elif isinstance(called, ast.Name) and name in source.functions:
-            yield from self.of(source, source.functions[name])
+        elif isinstance(called, ast.Name) and isinstance(function := source.get(name), ast.FunctionDef):
+            yield from self.of(source, function)
 
 
 def _named(node: ast.AST) -> str:

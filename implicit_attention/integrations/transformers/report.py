@@ -138,7 +138,7 @@ def _report(last: Last) -> SolveReport:
     """The report of a call; if that was compiled, and could not warn of failures, this does."""
     assert last.settings is not None
     if isinstance(last.report, Record):
-        last.report = report_from_graph(last.report, last.settings.options.on_failure)
+        last.report = report_from_graph(last.report, last.settings.options)
     assert last.report is not None
     return last.report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -104,11 +105,9 @@ def solver_of(saved: Mapping[str, Any]) -> Solver:
     """The solver that a configuration names."""
     options = dict(saved)
     kind = getattr(solvers, options.pop("name", ""), None)
-    try:
+    with suppress(TypeError):
         if isinstance(kind, type) and issubclass(kind, Solver):
             return kind(**options)
-    except TypeError:
-        pass
     required = "be one of implicit_attention.solvers with its options"
     remedy = "load the model with load(..., solver=...)"
     raise ValueError(_validate.message(f"config.{SOLVERS}", required, dict(saved), remedy))
