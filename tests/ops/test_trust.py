@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from implicit_attention import AnchoredEnergy, LogSumExp, Status, solve
 from implicit_attention.errors import KernelWarning, UnsupportedImplementation
 from implicit_attention.ops import attention, checks, dispatch, hopfield_solve, kernel_checks, trust
-from implicit_attention.potentials import log_sum_exp
+from implicit_attention.potentials import scored_keys
 
 CPU = torch.device("cpu")
 
@@ -245,7 +245,7 @@ def test_a_broken_attention_kernel_evaluates_no_potential(monkeypatch):
     potential = LogSumExp(keys, 0.4)
     value, mean = potential.value(query), potential.mean(query)
     kernel = broken("wrong")
-    for module in (attention, log_sum_exp):
+    for module in (attention, scored_keys):
         monkeypatch.setattr(module, "flash_with_logsumexp", kernel)
     with pytest.warns(KernelWarning):
         found = potential.evaluate(query)
