@@ -180,7 +180,7 @@ class Constant(Potential):
 def test_a_value_that_detaches_the_state_is_refused():
     weights, field = random(5, 4), random(2, 3, 5, seed=1)
     for tensors in (weights, weights.clone().requires_grad_()):
-        with pytest.raises(ValueError, match=r"`Detached\.value` must record the derivatives of what it reads.*detach"):
+        with pytest.raises(ValueError, match=r"`Detached\.value` must record the derivatives of the tensors that it reads.*detach"):
             solve(AnchoredEnergy(Detached(tensors), field, 0.5), field)
     energy = EnergyFunction(lambda z, w: (z.detach() @ w).square().sum(-1), weights, event_ndim=1)
     with pytest.raises(ValueError, match="must record the derivatives"):
@@ -236,7 +236,7 @@ def test_a_mean_without_graph_is_refused_where_its_derivative_is_asked_for():
     tight = Anderson(rtol=1e-12)
     gradients = [torch.autograd.grad(solve(e, field, solver=tight).value.sum(), keys)[0] for e in (closed, exact)]
     torch.testing.assert_close(*gradients)
-    refused = "`WithoutGraph.mean` must record the derivatives of what it reads"
+    refused = "`WithoutGraph.mean` must record the derivatives of the tensors that it reads"
     with pytest.raises(ValueError, match=refused):
         torch.autograd.grad(solve(closed, field).value.sum(), keys, create_graph=True)
     for adjoint in (OneStep(), Unrolled()):
