@@ -180,7 +180,7 @@ class Constant(Potential):
 def test_a_value_that_detaches_the_state_is_refused():
     weights, field = random(5, 4), random(2, 3, 5, seed=1)
     for tensors in (weights, weights.clone().requires_grad_()):
-        with pytest.raises(ValueError, match=r"`Detached\.value` must record the derivatives of the tensors that it reads.*detach"):
+        with pytest.raises(ValueError, match=r"`Detached\.value` must record the derivatives of the tensors.*detach"):
             solve(AnchoredEnergy(Detached(tensors), field, 0.5), field)
     energy = EnergyFunction(lambda z, w: (z.detach() @ w).square().sum(-1), weights, event_ndim=1)
     with pytest.raises(ValueError, match="must record the derivatives"):
