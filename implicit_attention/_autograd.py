@@ -91,7 +91,8 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():
+        # Of a frame that it gave up the compiler still traces what is called there, each function by itself.
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             outside: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
             return outside(*args, **kwargs)
         return function(*args, **kwargs)

@@ -40,7 +40,7 @@ class Diagnosis:
         certified_error: bound on the distance to the solution, rounding included; inf where no Lipschitz bound below 1
             is known.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.diagnostics import diagnose
@@ -64,7 +64,7 @@ def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagno
 
     Not for training loops, as it costs more than most solves: use `Solution.report`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.diagnostics import diagnose
@@ -101,7 +101,7 @@ def spectral_radius(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Te
         z: states, (*lead, *event).
         steps: number of Krylov vectors; exact from the number of entries of one problem on.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.diagnostics import spectral_radius
@@ -133,7 +133,7 @@ def smallest_curvature(problem: Problem, z: Tensor, *, steps: int = 30) -> Float
     Raises:
         ValueError: for a map whose Jacobian is not symmetric.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.diagnostics import smallest_curvature
@@ -158,7 +158,7 @@ def is_saddle(problem: Problem, z: Tensor, *, steps: int = 30) -> Bool[Tensor, "
 
     Not for states that are no solution: there the sign of the curvature says nothing of stability.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.diagnostics import is_saddle
@@ -186,7 +186,7 @@ def distinct_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1
     Returns:
         (*batch) integers.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.diagnostics import distinct_fixed_points
         >>> distinct_fixed_points(torch.tensor([[1.0, 0.0], [1.0, 0.001], [0.0, 1.0]]))
@@ -201,7 +201,7 @@ def first_fixed_points(value: Tensor, *, event_ndim: int = 1, rtol: float = 1e-2
 
     Not for the number alone: use `distinct_fixed_points`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.diagnostics import first_fixed_points
         >>> first_fixed_points(torch.tensor([[1.0, 0.0], [1.0, 0.001], [0.0, 1.0]]))
@@ -233,7 +233,7 @@ def effective_keys(potential: ScoredKeys, z: Float[Tensor, "*batch N D"]) -> Flo
 
     Queries that attend to no key have 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import LogSumExp
         >>> from implicit_attention.diagnostics import effective_keys
@@ -266,7 +266,7 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
     inf: the spectral radius at one point would certify nothing. The residual r is evaluated anew in float64, as the one
     that the solver saw has the rounding of its precision, and e bounds what rounding is left.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.diagnostics import certified_error

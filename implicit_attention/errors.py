@@ -8,7 +8,7 @@ import sys
 class ConvergenceError(RuntimeError):
     """At least one problem of a solve, or of its adjoint, has no answer; the message counts and locates them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import ConvergenceError, equilibrium_attention
         >>> x = 3 * torch.eye(4)
@@ -25,7 +25,7 @@ class ConvergenceError(RuntimeError):
 class ConvergenceWarning(UserWarning):
     """At least one problem has no answer, or an uncertain gradient, with `on_failure="warn"`.
 
-    Example:
+    Examples:
         >>> import warnings, torch
         >>> from implicit_attention import ConvergenceWarning, equilibrium_attention
         >>> x = 3 * torch.eye(4)
@@ -41,7 +41,7 @@ class ConvergenceWarning(UserWarning):
 class UnsupportedImplementation(ValueError):
     """The implementation that `impl` names cannot do what is asked; the message says what can.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import UnsupportedImplementation, equilibrium_attention
         >>> x = torch.eye(4)

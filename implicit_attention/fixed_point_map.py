@@ -82,7 +82,7 @@ class FixedPointMap(UserProblem):
     Not for attention over keys, which has a closed form and fused operations: use `AnchoredEnergy`. Not for an energy
     whose gradient autograd takes: use `EnergyFunction`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> shift = torch.tensor([0.1, 0.2], requires_grad=True)

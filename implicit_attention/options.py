@@ -50,7 +50,7 @@ class SolveOptions:
     Raises:
         TypeError: an option that does not exist, or of another type. ValueError: a value out of range.
 
-    Example:
+    Examples:
         >>> from implicit_attention import ImplicitAttention, Picard
         >>> layer = ImplicitAttention(8, heads=2, solver=Picard(max_steps=100))
         >>> layer.options.effective_solver.max_steps

@@ -56,7 +56,7 @@ class Problem(Declared, general=True):
 
     Not for a function at hand: use `FixedPointMap`, or `EnergyFunction` for an energy.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import solve
         >>> from implicit_attention.problem import Problem

@@ -108,7 +108,7 @@ class AdjointReport:
         in_graph: whether the solve was a part of a compiled graph. Its backward pass leaves this report empty, and
             warns of failures itself, unless `on_failure` is "ignore".
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> shift = torch.ones(3, 1, requires_grad=True)
@@ -203,7 +203,7 @@ class SolveReport(Recorded):
         adjoint: how the backward solve went, filled when a gradient was computed with `Implicit()`.
         remedies: what the method advises, by status.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> cosine = FixedPointMap(torch.cos, event_ndim=1)
@@ -242,7 +242,7 @@ class Solution(SolveReport):
         value: z, of the initial state's shape; float32 where the inputs are half precision.
         trace: the course of the iteration, if it was asked for.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> cosine = FixedPointMap(torch.cos, event_ndim=1)

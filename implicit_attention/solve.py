@@ -52,7 +52,7 @@ def solve(
 
     Not for attention with heads, values and masks: use `equilibrium_attention` or a layer, which call this.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> keys, query = torch.randn(16, 4), torch.randn(3, 4, requires_grad=True)

@@ -12,7 +12,7 @@ class Status(enum.IntEnum):
     states the fact; what to do about it is known to the method that failed, whose `remedies` say it by status. Not for
     a whole batch: print the `Solution` or the `SolveReport`, which count the codes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, Picard, Status, solve
         >>> problem = FixedPointMap(torch.cos, event_ndim=1)

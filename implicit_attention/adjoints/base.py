@@ -20,7 +20,7 @@ class Request:
 
     Not for users of `solve`: it is what `Adjoint.run` of an own adjoint is given.
 
-    Example:
+    Examples:
         >>> from implicit_attention.adjoints import Request
         >>> [field for field in Request.__dataclass_fields__]
         ['problem', 'initial', 'solver', 'impl', 'trace', 'report']
@@ -47,7 +47,7 @@ class Adjoint:
 
     Not for choosing among those that exist: pass `Implicit()`, `Unrolled()`, `OneStep()` or `Phantom()` to `solve`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.adjoints import Adjoint

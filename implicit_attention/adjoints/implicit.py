@@ -43,7 +43,7 @@ class Implicit(Adjoint):
 
     Not for a fixed budget of steps, which ends at no solution: use `Unrolled()` or `Phantom()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, Implicit, solve
         >>> shift = torch.tensor(0.5, requires_grad=True)

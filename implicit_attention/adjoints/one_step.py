@@ -17,7 +17,7 @@ class OneStep(Adjoint):
 
     Not for gradients that are to be exact: use `Implicit()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, OneStep, solve
         >>> shift = torch.tensor(0.5, requires_grad=True)

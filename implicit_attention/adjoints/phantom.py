@@ -23,7 +23,7 @@ class Phantom(Adjoint):
 
     Not for gradients that are to be exact: use `Implicit()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, Phantom, solve
         >>> shift = torch.tensor(0.5, requires_grad=True)

@@ -28,7 +28,7 @@ class Unrolled(Adjoint):
 
     Not for solves of many steps to a tolerance: use `Implicit()`, whose memory does not grow with them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, Picard, Unrolled, solve
         >>> shift = torch.tensor(0.5, requires_grad=True)

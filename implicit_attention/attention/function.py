@@ -66,7 +66,7 @@ def equilibrium_attention(
 
     Reference: Ramsauer et al. (2020) for the iteration without anchor; the read-out follows their layer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import equilibrium_attention
         >>> query, key, value = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 6)

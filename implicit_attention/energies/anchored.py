@@ -106,7 +106,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     Not for a map that is no gradient: use `FixedPointMap`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> keys, query = torch.eye(3), torch.tensor([[1.0, 0.2, 0.0]])

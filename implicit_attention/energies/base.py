@@ -15,7 +15,7 @@ class Energy(Problem, general=True):
 
     Not for |z|^2/2 minus a potential: use `AnchoredEnergy`, whose steps and bounds follow from the potential's.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import solve
         >>> from implicit_attention.energies import Energy
@@ -67,7 +67,7 @@ class EnergyFunction(UserProblem, Energy):
 
     Not for a map that is no gradient: use `FixedPointMap`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import EnergyFunction, solve
         >>> target = torch.tensor([2.0, -1.0], requires_grad=True)

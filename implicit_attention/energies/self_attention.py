@@ -44,7 +44,7 @@ class SelfAttentionEnergy(AnchoredEnergy):
     Not for causal attention: P^T X moves a token by those after it. Keep the keys fixed (`AnchoredEnergy` over
     `LogSumExp`), or use `RepeatedSelfAttention`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import SelfAttentionEnergy, solve
         >>> tokens = torch.linspace(-1, 1, 24).view(2, 4, 3)
@@ -107,7 +107,7 @@ class RepeatedSelfAttention(Anchored):
 
     Not for solvers or adjoints that need an energy (`GradientDescent`, conjugate gradients): use `SelfAttentionEnergy`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import RepeatedSelfAttention, solve
         >>> tokens, causal = torch.linspace(-1, 1, 24).view(2, 4, 3), torch.ones(4, 4, dtype=torch.bool).tril()

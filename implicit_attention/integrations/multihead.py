@@ -63,7 +63,7 @@ class ImplicitMultiheadAttention(HostAttention):
 
     Gradients: with respect to inputs, additive masks and parameters, in training and in evaluation, to any order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
         >>> attention = ImplicitMultiheadAttention(8, 2, batch_first=True, anchor=0.5)
@@ -314,7 +314,7 @@ def replace_attention(
         ValueError: a model without `nn.MultiheadAttention`, one that is itself an `nn.MultiheadAttention`, and one
             that holds some with a forward, hooks or parameters of their own, which are named.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> from implicit_attention.integrations.multihead import replace_attention

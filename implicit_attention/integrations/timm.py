@@ -52,7 +52,7 @@ class EquilibriumAttention(HostAttention):
 
     Reference: timm's `layers.attention.Attention` (Wightman, 2019) for names and order of operations.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.integrations.timm import EquilibriumAttention
         >>> class MyAttention(EquilibriumAttention):

@@ -83,7 +83,7 @@ class EquilibriumAttend(HostAttention):
 
     Reference: `Attend` of x-transformers (Wang, 2020) for arguments and the order of operations.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.integrations.xtransformers import EquilibriumAttend
         >>> attend = EquilibriumAttend(heads=4, causal=True, anchor=0.5)
@@ -231,7 +231,7 @@ def replace_attend(
     Raises:
         ValueError: a model without `Attention`, or with one whose settings have no equilibrium; nothing is replaced.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from x_transformers import Decoder, TransformerWrapper
         >>> from implicit_attention.integrations.xtransformers import replace_attend

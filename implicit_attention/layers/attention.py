@@ -54,7 +54,8 @@ class ImplicitAttention(Remembering):
             back).
         projection_bias: whether the projections have biases.
         bare: no projections and one head: the energy itself, over raw inputs; values are the context.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
         **options: how equilibria are found and differentiated, see `SolveOptions`.
 
     Attributes:
@@ -67,7 +68,7 @@ class ImplicitAttention(Remembering):
 
     Gradients: with respect to inputs and parameters, in training and in evaluation mode, to any order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import ImplicitAttention
         >>> layer, x = ImplicitAttention(16, heads=4), torch.randn(2, 5, 16)

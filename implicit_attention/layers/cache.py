@@ -37,7 +37,7 @@ class KeyValueCache:
         state: equilibrium of the last token, (*batch, H, 1, D), or None.
         num_evals: evaluations of the map spent so far, (*batch, H), or None before the first solve.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import ImplicitAttention
         >>> layer, x = ImplicitAttention(8, heads=2, causal=True), torch.randn(3, 4, 8)

@@ -51,7 +51,8 @@ class MemoryLookup(Remembering):
             1/sqrt(dim)), or a number > 0. Default "auto", with learned patterns "learned".
         anchor: in [0, 1] or "learned" (from .5, inside (0, 1)). Default 0, pure recall: the query is only where a solve
             starts, and gets no gradient from it; with learned patterns "learned".
-        device, dtype: of patterns and targets.
+        device: of patterns and targets.
+        dtype: of patterns and targets.
         **options: how equilibria are found and differentiated, see `SolveOptions`.
 
     Attributes:
@@ -66,7 +67,7 @@ class MemoryLookup(Remembering):
 
     Reference: Ramsauer et al. (2020), their layer with stored patterns; the distance is in Saha et al. (2023).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import MemoryLookup
         >>> patterns, memory = torch.eye(4), MemoryLookup(4)
@@ -299,7 +300,7 @@ class AttentionPooling(nn.Module):
         ValueError: anchor=0 with a solve, where the learned queries would never get a gradient; causal or rotary, as a
             set has no order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AttentionPooling
         >>> pool, bags = AttentionPooling(16, heads=2, queries=3), torch.randn(4, 7, 16)

@@ -108,7 +108,7 @@ class Rotary(nn.Module):
 
     Reference: Su et al. (2021), eq. 34, in the half-split order that Llama-type models use.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import ImplicitAttention, Rotary
         >>> layer, x = ImplicitAttention(16, heads=2, rotary=Rotary()), torch.randn(1, 4, 16)

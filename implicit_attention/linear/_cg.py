@@ -37,7 +37,7 @@ class CG(LinearSolver[CGState]):
 
     Reference: Hestenes, Stiefel (1952); the exit is that of Steihaug (1983).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import CG
         >>> matrix, b = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.ones(4, 2)

@@ -44,7 +44,7 @@ class GMRES(LinearSolver[GMRESState]):
 
     Reference: Saad, Schultz (1986).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import GMRES
         >>> matrix, b = torch.tensor([[2.0, 1.0], [-1.0, 3.0]]), torch.ones(4, 2)

@@ -44,7 +44,7 @@ class MINRES(LinearSolver[MINRESState]):
     Reference: Paige, Saunders (1975), in the notation of Choi, Paige, Saunders (2011); the curvature test is that of
     Liu, Roosta (2022), "MINRES: from negative curvature detection to monotonicity properties".
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import MINRES
         >>> matrix, b = torch.tensor([[-2.0, 1.0], [1.0, 3.0]]), torch.ones(4, 2)

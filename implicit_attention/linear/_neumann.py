@@ -38,7 +38,7 @@ class Neumann(LinearSolver[NeumannState]):
 
     Reference: Neumann (1877), Untersuchungen ueber das logarithmische und Newton'sche Potential.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import Neumann
         >>> matrix, b = torch.tensor([[1.0, 0.5], [0.0, 0.8]]), torch.ones(4, 2)

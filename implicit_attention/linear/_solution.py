@@ -36,7 +36,7 @@ class LinearSolution(Recorded):
             residual; False for GMRES and Neumann, which do not look.
         direction: CG only, else None: the unit vector v of that curvature, (*batch, n), zero where none was met.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import CG
         >>> solution = CG().solve(lambda v: -v, torch.ones(2, 3))

@@ -38,7 +38,7 @@ class SweepState:
         verdict: RUNNING, or the `Status` code with which the method gives a problem up, (*batch) int8.
         negative_curvature: whether v . A v <= 0 was met, (*batch) bool.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import CG
         >>> state = CG().begin(torch.ones(2, 3))
@@ -73,7 +73,7 @@ class LinearSolver(abc.ABC, Generic[S]):
         check_every: the host looks after so many steps whether any problem is still active (a synchronisation);
             None: every step on the CPU, every 4 elsewhere. Changes the waiting, never the values.
 
-    Example:
+    Examples:
         >>> import dataclasses, torch
         >>> from implicit_attention.linear import LinearSolver, SweepState
         >>> from implicit_attention.linear.base import fresh

@@ -29,7 +29,7 @@ class LanczosResult:
         error_bounds: |A y - theta y| of the unit Ritz vectors y, (*batch, k): an eigenvalue of A lies that near.
         basis: the rows of Q, orthonormal, (*batch, k, n).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import lanczos
         >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
@@ -50,7 +50,7 @@ class Eigenvalue(NamedTuple):
 
     Not for a proof that no eigenvalue lies further out: Krylov spaces may miss one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import extreme_eigenvalues
         >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
@@ -85,7 +85,7 @@ def lanczos(matvec: LinearMap, start: Tensor, steps: int) -> LanczosResult:
 
     Reference: Lanczos (1950); error bound: Parlett (1980), section 13.2.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import lanczos
         >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
@@ -126,7 +126,7 @@ def extreme_eigenvalues(matvec: LinearMap, start: Tensor, steps: int = 30) -> tu
 
     Reference: Parlett (1980), chapter 13.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import extreme_eigenvalues
         >>> eigenvalues, start = torch.tensor([1.0, 2.0, 5.0]), torch.ones(2, 3)
@@ -159,7 +159,7 @@ def spectral_radius(matvec: LinearMap, start: Tensor, steps: int = 30) -> Tensor
 
     Reference: Arnoldi (1951).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.linear import spectral_radius
         >>> rotation = torch.tensor([[0.0, -2.0], [2.0, 0.0]])

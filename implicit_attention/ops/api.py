@@ -68,7 +68,7 @@ def hopfield_solve(
     Not for derivatives of second order, forward mode, a bias with a gradient or another potential: use `solve` with
     `AnchoredEnergy`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_solve
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)
@@ -137,7 +137,7 @@ def hopfield_adjoint(
 
     Not for the gradient of a solve, which autograd takes: use `solve` or `hopfield_solve` and `backward()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_adjoint, hopfield_solve
         >>> query, keys = torch.randn(2, 4), torch.randn(70, 4)

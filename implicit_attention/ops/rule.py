@@ -48,7 +48,7 @@ class Solved(NamedTuple):
 
     Not for `solve`, which answers with a `Solution`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_solve
         >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)
@@ -90,7 +90,7 @@ class Adjoint(NamedTuple):
 
     Not for choosing how `solve` differentiates: that is `adjoints.Adjoint`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_adjoint
         >>> state, keys = torch.zeros(2, 4), torch.randn(70, 4)

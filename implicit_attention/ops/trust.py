@@ -58,7 +58,7 @@ class KernelCheck:
 
     Not for making: `kernel_checks()` lists them.
 
-    Example:
+    Examples:
         >>> from implicit_attention.ops import KernelCheck
         >>> print(KernelCheck("a kernel on cpu", "verified", {"mean": (1e-8, 1e-7)}, "", "cpu", 0.1))
         verified: a kernel on cpu; errors: mean 1.0e-08 of 1.0e-07; cpu
@@ -99,7 +99,7 @@ def kernel_checks() -> tuple[KernelCheck, ...]:
 
     Not for checking a kernel before its first use: call the operation once.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.ops import hopfield_solve, kernel_checks
         >>> found = hopfield_solve(torch.randn(2, 4), torch.randn(70, 4), beta=0.3)

@@ -39,7 +39,7 @@ def convergence_figure(
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
         >>> from implicit_attention.plotting import convergence_figure

@@ -32,7 +32,7 @@ def retrieval_figure(
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.plotting import retrieval_figure
         >>> queries, answers = torch.zeros(2, 9), torch.ones(2, 9)

@@ -57,7 +57,7 @@ def configuration_figure(
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.plotting import configuration_figure
         >>> states = torch.tensor([1.0, -1.0, 0.5, 0.0])[None, :, None]
@@ -190,7 +190,7 @@ def phase_figure(
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.plotting import phase_figure
         >>> betas = torch.linspace(0.1, 1.0, 5)

@@ -25,7 +25,7 @@ class CovarianceMap(NamedTuple):
 
     Not for products that are to be differentiated: use `Potential.covariance_product`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import SquaredScores
         >>> cov = SquaredScores(torch.eye(2), beta=0.5).linearize(torch.ones(1, 2))
@@ -66,7 +66,7 @@ class Potential(Declared, general=True):
 
     Not for a map that is no gradient: use `FixedPointMap`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, Potential, solve
         >>> class Ridge(Potential):

@@ -38,7 +38,7 @@ class GaussianMixture(Potential):
 
     Gradients: with respect to eta, means, covariances and log_weights, to any order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import GaussianMixture
         >>> means, covariance = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 0.5 * torch.eye(2)

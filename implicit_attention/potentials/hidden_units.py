@@ -38,7 +38,7 @@ class HiddenUnits(Potential):
 
     Reference: Smolensky (1986), restricted Boltzmann machines; Barra et al. (2012) for Gaussian hidden units.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import HiddenUnits, SignUnits
         >>> potential = HiddenUnits(torch.eye(2), SignUnits())

@@ -34,7 +34,7 @@ class GaussianUnits(Units, SiteLaw):
         mean: <h> at t = 0; the attribute is `center`, as `mean` is K'.
         variance: >= 0; the attribute is `spread`, as `variance` is K''.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import GaussianUnits
         >>> GaussianUnits(mean=1.0, variance=2.0).cumulant(torch.tensor([0.0, 1.0]))
@@ -95,7 +95,7 @@ class DiscreteUnits(Units, SiteLaw):
         values: x, at least one number.
         weights: w > 0, one for each; divided by their sum. None makes them equal.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import DiscreteUnits
         >>> DiscreteUnits((0, 1, 2), weights=(1, 2, 1)).mean(torch.tensor([0.0, 9.0]))
@@ -191,7 +191,7 @@ class BernoulliUnits(Units):
     Args:
         p: between 0 and 1, both excluded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import BernoulliUnits
         >>> BernoulliUnits(0.5).mean(torch.tensor([0.0, 2.0]))
@@ -243,7 +243,7 @@ class PoissonUnits(_PositiveParameter):
     Args:
         rate: > 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import PoissonUnits
         >>> PoissonUnits(2.0).variance(torch.tensor([0.0, 1.0]))
@@ -271,7 +271,7 @@ class ExponentialUnits(_PositiveParameter):
     Args:
         rate: > 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import ExponentialUnits
         >>> ExponentialUnits(2.0).mean(torch.tensor([0.0, 1.0, 2.0]))
@@ -302,7 +302,7 @@ class LaplaceUnits(_PositiveParameter):
     Args:
         scale: > 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import LaplaceUnits
         >>> LaplaceUnits(0.5).mean(torch.tensor([0.0, 1.0, -2.0]))
@@ -336,7 +336,7 @@ class ConstantUnits(Units):
     Args:
         value: any number.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import ConstantUnits
         >>> ConstantUnits(3.0).cumulant(torch.tensor([0.0, 2.0]))

@@ -41,7 +41,7 @@ class LogSumExp(ScoredKeys):
     Not for queries that are to attend to nothing where no key fits: use `Softmax1`. Not for tokens that move together:
     use `SelfAttention`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import LogSumExp
         >>> phi = LogSumExp(keys=torch.eye(3), beta=8.0)

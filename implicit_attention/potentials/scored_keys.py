@@ -284,7 +284,7 @@ class ReadsOut(ABC):
 
     Not for a base class: subclass `Potential`.
 
-    Example:
+    Examples:
         >>> from implicit_attention import LogSumExp, SquaredScores
         >>> from implicit_attention.potentials import ReadsOut
         >>> issubclass(LogSumExp, ReadsOut), issubclass(SquaredScores, ReadsOut)

@@ -33,7 +33,7 @@ class SelfAttention(Potential):
     Not for causal attention: P^T X moves a token by those after it; keep the keys fixed (`LogSumExp`), or use
     `RepeatedSelfAttention`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, solve
         >>> from implicit_attention.potentials import SelfAttention

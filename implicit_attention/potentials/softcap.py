@@ -36,9 +36,9 @@ class SoftcapLogSumExp(ScoredKeys):
 
     Not for models whose logits are not capped: use `LogSumExp`, which is convex and has fused kernels.
 
-    Example:
+    Examples:
         >>> import torch
-        >>> from implicit_attention import SoftcapLogSumExp
+        >>> from implicit_attention.potentials import SoftcapLogSumExp
         >>> phi = SoftcapLogSumExp(keys=torch.eye(3), beta=8.0, cap=2.0)
         >>> phi.probabilities(torch.eye(3))[0].round(decimals=3)
         tensor([0.7870, 0.1070, 0.1070])

@@ -17,7 +17,10 @@ class Softmax1(Composite):
     With l the log-sum-exp of the scores it is sigmoid(l) times the softmax mean.
 
     Args:
-        keys, beta, mask, bias: as `LogSumExp`. A query whose keys are all masked has value 0 and mean 0.
+        keys: (*batch, M, D), as in `LogSumExp`.
+        beta: inverse temperature, as in `LogSumExp`.
+        mask: as in `LogSumExp`; a query whose keys are all masked has value 0 and mean 0.
+        bias: as in `LogSumExp`.
 
     Raises:
         TypeError, ValueError: as `LogSumExp`.
@@ -28,7 +31,7 @@ class Softmax1(Composite):
 
     Not for pretrained softmax attention, whose outputs it makes smaller: use `LogSumExp`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import ImplicitAttention
         >>> from implicit_attention.potentials import Softmax1

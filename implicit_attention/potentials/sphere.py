@@ -26,12 +26,12 @@ class SphereUnits(SphericalLaw, SiteLaw, Units):
     Value and derivatives are right to rounding for every kappa that has a square, and for D from 1 to 4096 and beyond.
     A call costs a fixed number of operations per site (not per component), about 250 for small D, fewer for D > 60.
 
-    Not where an error of a percent is allowed and speed counts: `AmosResponse` costs one square root.
+    Not for many spins where an error of a percent is allowed: use `AmosResponse`, which costs one square root.
 
     Args:
         dim: D >= 2. None takes the dimension of the spins; hidden units need a number.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import SphereUnits
         >>> SphereUnits(8).variance(torch.tensor([0.0, 100.0]))
@@ -115,7 +115,7 @@ class SignUnits(SphereUnits):
 
     Not for spins of more than one dimension: use `SphereUnits()`, which for one dimension is the same law.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import SignUnits
         >>> SignUnits().mean(torch.tensor([0.0, 1.0]))

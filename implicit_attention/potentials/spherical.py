@@ -66,7 +66,7 @@ class SphericalLaw:
 
     Gradients: with respect to field, magnetization and beta, to any order, also at 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import SphereUnits, SphericalLaw
         >>> law, field = SphereUnits(), torch.tensor([[0.0, 0.0, 2.0]])
@@ -245,7 +245,7 @@ class AmosResponse(_AlgebraicResponse):
 
     Reference: Amos (1974), Computation of modified Bessel functions and their ratios, eq. 16.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import AmosResponse, SphereUnits
         >>> field = torch.ones(1, 2)
@@ -266,7 +266,7 @@ class SaddlePointResponse(_AlgebraicResponse):
 
     Not for accuracy: its error is about 2.7 times that of `AmosResponse`, at the same cost.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import SaddlePointResponse
         >>> SaddlePointResponse().magnetization(torch.tensor([[3.0, 4.0]]), beta=1.0, radius=1.0)
@@ -284,7 +284,7 @@ class LargeDResponse(_AlgebraicResponse):
 
     Not for few dimensions: its gain at zero field is off by the factor D/(D - 2); use `AmosResponse`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import LargeDResponse
         >>> LargeDResponse().magnetization(torch.ones(1, 4), beta=1.0, radius=1.0)

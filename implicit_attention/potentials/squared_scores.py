@@ -30,7 +30,7 @@ class SquaredScores(KeyPotential):
 
     Not for softmax attention, or where weights are to be read out in values: use `LogSumExp`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, SquaredScores, solve
         >>> energy = AnchoredEnergy(SquaredScores(torch.eye(2), beta=0.5), field=torch.ones(1, 2), anchor=0.5)

@@ -37,7 +37,7 @@ class Units:
 
     Gradients: of all with respect to t, to any order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import Units
         >>> class UniformUnits(Units):  # h uniform in [-1, 1], for t that are not 0
@@ -87,7 +87,7 @@ class SiteLaw:
 
     Gradients: of all with respect to theta and V, to any order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.potentials import DiscreteUnits, SiteLaw
         >>> spin_one = DiscreteUnits((-1, 0, 1))

@@ -53,7 +53,7 @@ class SciPy(Solver):
         ImportError: SciPy is not installed.
         ValueError: a method that there is none of; in the run, an option that SciPy does not know.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.solvers import SciPy

@@ -69,7 +69,7 @@ class TorchDEQ(Solver):
 
     Reference: Geng and Kolter (2023), TorchDEQ 0.1.0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.solvers import TorchDEQ
@@ -210,7 +210,7 @@ def register_with_torchdeq(prefix: str = "implicit_") -> tuple[str, ...]:
     newton_krylov differentiates f by torch.func, which torchdeq's backward map does not allow: use it as `f_solver`,
     not as `b_solver`.
 
-    Example:
+    Examples:
         >>> import torch, torchdeq
         >>> from implicit_attention.solvers import register_with_torchdeq
         >>> register_with_torchdeq()[:2]

@@ -44,7 +44,7 @@ class Anderson(Safeguarded):
 
     Reference: Walker and Ni (2011), type II; the safeguards are this library's.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.solvers import Anderson

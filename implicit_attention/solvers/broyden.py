@@ -37,7 +37,7 @@ class Broyden(Safeguarded):
 
     Reference: Broyden (1965), the first ("good") method, in the limited-memory form of its inverse.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.solvers import Broyden

@@ -26,7 +26,7 @@ class GradientDescent(Solver):
     Raises:
         ValueError: in `solve`, for a map that has no energy.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.solvers import GradientDescent

@@ -27,7 +27,7 @@ class Iteration(NamedTuple):
 
     Not for the course of a solve: ask for `solve(..., trace=True)`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.solvers import Iteration, Picard
         >>> z = torch.ones(3, 2)
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
     `trace` holds (residual, energy if there is one, num_evals, value), or nothing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap
         >>> from implicit_attention.solvers import Picard
@@ -81,7 +81,7 @@ class Update(NamedTuple):
     stalled: (*lead), problems that the method gives up; None for none.
     num_evals: (*lead), evaluations beyond the one that led here (inner products); None for none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.solvers import Solver, Update
@@ -117,7 +117,7 @@ class Solver:
         check_every: steps between two looks at whether all problems are finished, each of which makes the host wait;
             None is 1 on a CPU and 4 on an accelerator. Results do not depend on it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.solvers import Solver, Update

@@ -33,7 +33,7 @@ class NewtonKrylov(Safeguarded):
 
     Reference: Dembo, Eisenstat and Steihaug (1982).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
         >>> from implicit_attention.solvers import NewtonKrylov

@@ -25,7 +25,7 @@ class Picard(Solver):
         damping: in [0, 1); 0 is the plain iteration. What is measured against the tolerance is f(z) - z, never the
             damped step.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.solvers import Picard

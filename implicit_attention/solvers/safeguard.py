@@ -60,7 +60,7 @@ class Safeguarded(Solver):
     the last step, the next one is four plain steps long. Where plain steps are certain to descend, the last of
     a budget is one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention import FixedPointMap, solve
         >>> from implicit_attention.solvers import Safeguarded

@@ -65,7 +65,7 @@ class AdaTAP(FixedPointApproximation):
 
     Not for thousands of sites, at O(N^3) a step: use `TAP()` or `MeanField()`; not for trees: `Bethe()` is exact there.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import AdaTAP, SpinSystem, magnetization
         >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))

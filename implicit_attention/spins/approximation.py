@@ -31,7 +31,7 @@ class LogPartition(NamedTuple):
 
     Not for free energies, from which samples that cannot be solved are kept away: use `free_energy`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import Enumeration, SpinSystem
         >>> value, report = Enumeration().log_partition(SpinSystem(torch.zeros(2, 2), torch.zeros(2, 1)))
@@ -54,7 +54,7 @@ class Approximation:
 
     Not for use by itself: use one of its subclasses, such as `AdaTAP()`, or derive your own method.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import Approximation, Enumeration, MeanField, SpinSystem, free_energy
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
@@ -110,7 +110,7 @@ class FixedPointApproximation(Approximation):
 
     Not for methods that need no iteration: derive these from `Approximation`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import TAP, FixedPointApproximation, SpinSystem
         >>> method, system = TAP(), SpinSystem(torch.zeros(2, 2), torch.ones(2, 1))

@@ -47,7 +47,7 @@ class Bethe(FixedPointApproximation):
 
     Not for dense couplings, whose loops are short: use `AdaTAP()` or `TAP()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import Bethe, Enumeration, SpinSystem, magnetization
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])

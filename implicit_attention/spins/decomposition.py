@@ -32,7 +32,7 @@ class Decomposition:
 
     Not for the magnetization alone: use `magnetization`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import MeanField, SpinSystem, decompose
         >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
@@ -77,7 +77,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
 
     Not for the magnetization alone, which it solves for in the same way: use `magnetization`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import TAP, SpinSystem, decompose, magnetization
         >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
@@ -125,7 +125,7 @@ def extensivity(
 
     Not for systems of one size: use `free_energy`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import MeanField, SpinSystem, extensivity
         >>> def uniform(n):

@@ -35,7 +35,7 @@ class StationaryState:
 
     Not for equilibrium: `thermodynamics` gives a `Thermodynamics`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import GaussianClosure, SpinSystem, stationary_state
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
@@ -79,7 +79,7 @@ class DynamicalMethod(ResponseApproximation):
 
     Not for use by itself: use `GaussianClosure()` or `KineticPlefka()`, or derive your own closure.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import DynamicalMethod, GaussianClosure, KineticPlefka, SpinSystem
         >>> system = SpinSystem(torch.tensor([[0.0, 0.5], [0.2, 0.0]]), field=torch.tensor([[0.3], [0.0]]))
@@ -166,7 +166,7 @@ def stationary_state(
 
     Not for equilibrium: use `thermodynamics`; not for a small Ising system: `stationary_law` is exact.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import KineticPlefka, SpinSystem, stationary_state
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])

@@ -23,7 +23,7 @@ class Enumeration(Approximation):
 
     Not for more than 20 sites or for vectors: use `AdaTAP()`, `TransferMatrix()` for chains, or samples.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import Enumeration, SpinSystem, magnetization
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])

@@ -27,7 +27,7 @@ class StationaryLaw(NamedTuple):
 
     Not for equilibrium, whose law is Boltzmann's: use `Enumeration()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import stationary_law
         >>> law = stationary_law(torch.zeros(2, 2), torch.ones(2))
@@ -53,7 +53,7 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
 
     Not for more than 12 sites: use `synchronous`; not for equilibrium: use `Enumeration()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import stationary_law
         >>> law = stationary_law(torch.tensor([[0.0, 0.8], [-0.4, 0.0]]), torch.zeros(2))

@@ -47,7 +47,7 @@ class GaussianClosure(DynamicalMethod):
 
     Not for equilibrium, whose law is Boltzmann's: use `AdaTAP()`; not for few strong neighbours: use `synchronous`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import GaussianClosure, SpinSystem, stationary_state
         >>> asymmetric = torch.tensor([[0.0, 0.8], [-0.4, 0.0]])

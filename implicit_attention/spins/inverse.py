@@ -47,7 +47,7 @@ def fit_ising(
 
     Not for vectors or for values other than -1 and 1: binarise them first.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import fit_ising
         >>> generator = torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ def fit_ising_moments(
 
     Not for samples: `fit_ising` estimates their moments with a pseudocount.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import fit_ising_moments
         >>> system = fit_ising_moments(torch.zeros(2), torch.tensor([[1.0, 0.3], [0.3, 1.0]]))

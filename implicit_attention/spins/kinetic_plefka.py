@@ -48,7 +48,7 @@ class KineticPlefka(DynamicalMethod):
 
     Not for equilibrium, whose law is Boltzmann's: use `TAP()`; not for strong couplings: use `GaussianClosure()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import KineticPlefka, SpinSystem, magnetization
         >>> asymmetric = torch.tensor([[0.0, 0.4], [-0.2, 0.0]])

@@ -72,7 +72,7 @@ class MeanField(ResponseApproximation):
 
     Not for strong couplings or few neighbours, where it is the least accurate method: use `AdaTAP()` or `TAP()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import MeanField, SpinSystem, magnetization
         >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))

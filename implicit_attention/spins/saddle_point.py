@@ -52,7 +52,7 @@ class SaddlePoint(Approximation):
 
     Not for spins of few dimensions, D = 1 above all: use `AdaTAP()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy
         >>> couplings = 0.2 * (torch.ones(3, 3) - torch.eye(3))

@@ -58,7 +58,7 @@ class Stability:
 
     Not for how well the equations were solved: `report` tells that.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import TAP, SpinSystem, stability
         >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))
@@ -129,7 +129,7 @@ def stability(
 
     Not for every step of a training run, as it costs many solves: use `check="stability"` of `thermodynamics`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import MeanField, SpinSystem, stability
         >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))

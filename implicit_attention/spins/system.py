@@ -51,7 +51,7 @@ class SpinSystem(Declared):
     Not for dynamics of one trajectory or for clocks and Potts states: use a sampler, or `AdaTAP(prior=...)` for other
     laws.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SpinSystem
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])

@@ -54,7 +54,7 @@ class TAP(ResponseApproximation):
 
     Not for strong couplings, where the expansion does not converge (OUT_OF_RANGE): use `AdaTAP()`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import TAP, SpinSystem, magnetization
         >>> couplings = 0.5 * (torch.ones(3, 3) - torch.eye(3))

@@ -42,7 +42,7 @@ class Thermodynamics:
 
     Not for synchronous dynamics, which has no free energy: `stationary_state` gives a `StationaryState`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import Enumeration, SpinSystem, thermodynamics
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
@@ -116,7 +116,7 @@ def thermodynamics(
 
     Not for one number alone, as it finds second derivatives, too: use `free_energy` or `magnetization`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import AdaTAP, SpinSystem, thermodynamics
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
@@ -186,7 +186,7 @@ def free_energy(
 
     Not for entropy or energy as well: `thermodynamics` finds all of them by one solve.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import Enumeration, SpinSystem, free_energy
         >>> couplings = torch.tensor([[0.0, 0.5], [0.5, 0.0]])
@@ -229,7 +229,7 @@ def magnetization(
 
     Not for entropy or susceptibility as well: `thermodynamics` finds all of them by one solve.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SaddlePoint, SpinSystem, magnetization
         >>> tokens = torch.randn(2, 5, 16)

@@ -47,7 +47,7 @@ class TransferMatrix(Approximation):
 
     Not for rings or for couplings between others than neighbours: use `AdaTAP()`, `Enumeration()` or samples.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SpinSystem, TransferMatrix, thermodynamics
         >>> chain = SpinSystem(torch.ones(5, 5).tril(1).triu(-1) - torch.eye(5), torch.zeros(5, 3))

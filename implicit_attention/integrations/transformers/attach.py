@@ -72,7 +72,7 @@ def register(
     Gradients: with respect to the model's parameters and inputs as `equilibrium_attention` says; with anchor 0 the
     solve gives query projections none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from implicit_attention.integrations.transformers import register
@@ -132,7 +132,7 @@ def attach(
     Raises:
         TypeError, ValueError: options that do not fit; a model that attends by itself, with its modules named.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from implicit_attention.integrations.transformers import attach
@@ -183,7 +183,7 @@ def load(
     Raises:
         ValueError: a configuration without anchors, or without a solver that can be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from implicit_attention.integrations.transformers import attach, load

@@ -36,7 +36,7 @@ class Stage:
             model with softmax attention in all layers.
         converged: share of the queries that reached their tolerance; NaN with a fixed budget of steps.
 
-    Example:
+    Examples:
         >>> from implicit_attention.integrations.transformers import Stage
         >>> Stage(anchor=0.9, layers={"model.layers.0.self_attn": 0.05}, output=0.02, converged=1.0).output
         0.02
@@ -54,7 +54,7 @@ class Stage:
 class Conversion:
     """The stages of a conversion; `print` shows them as a table.
 
-    Example:
+    Examples:
         >>> from implicit_attention.integrations.transformers import Conversion, Stage
         >>> print(Conversion([Stage(0.9, {"layer 0": 0.05}, 0.02, 1.0), Stage(0.7, {"layer 0": 0.125}, 0.0625, 1.0)]))
         anchor       0.9    0.7
@@ -109,7 +109,7 @@ def convert(
     Raises:
         TypeError, ValueError: arguments that do not fit; a model whose attention cannot be replaced, by its name.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from implicit_attention.integrations.transformers import convert
         >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -34,7 +34,7 @@ class LayerReport:
         distinct: number of different fixed points among the queries of the sample (the mean over heads).
         queries: the number of queries in that sample, which is of the first sequence. Masked queries count.
 
-    Example:
+    Examples:
         >>> from implicit_attention.integrations.transformers import LayerReport
         >>> layer = LayerReport("model.layers.0.self_attn", 0.9, 4.5, 6, 1e-6, 1.0, 1.0, 3.2, 7.5, 8)
         >>> layer.max_evals
@@ -61,7 +61,7 @@ def last_solves(model: nn.Module) -> dict[str, SolveReport]:
     Args:
         model: a model, after a forward. Layers with another attention are left out.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from implicit_attention.integrations.transformers import attach, last_solves
@@ -88,7 +88,7 @@ def report(model: nn.Module) -> list[LayerReport]:
     Raises:
         ValueError: if no layer of the model has called equilibrium attention.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from implicit_attention.integrations.transformers import attach, report

@@ -133,7 +133,7 @@ def override(model: nn.Module, **options: Any) -> Iterator[None]:
     Raises:
         TypeError, ValueError: options that do not fit; for an unknown one the valid options are named.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from implicit_attention.integrations.transformers import attach, last_solves, override

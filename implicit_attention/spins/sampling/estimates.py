@@ -52,7 +52,7 @@ class Samples:
 
     Not for derivatives, as nothing here has a graph: use `thermodynamics`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SpinSystem, heat_bath
         >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))

@@ -58,7 +58,7 @@ def heat_bath(
     Not for synchronous dynamics: use `synchronous`; not at low temperatures, where chains stay caught: use
     `replica_exchange`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SpinSystem, heat_bath
         >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))

@@ -50,7 +50,7 @@ def replica_exchange(
 
     Not for one temperature at which chains move freely: `heat_bath` is cheaper.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SpinSystem, replica_exchange
         >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))

@@ -47,7 +47,7 @@ def synchronous(
 
     Not for Boltzmann's law, which synchronous steps do not sample: use `heat_bath`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import SpinSystem, synchronous
         >>> system = SpinSystem(0.3 * torch.ones(4, 4), torch.zeros(4, 3))

@@ -66,7 +66,7 @@ def sample_spins(
 
     Not for spins that are coupled: use `heat_bath`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from implicit_attention.spins import sample_spins
         >>> field, generator = torch.ones(5, 4, 3), torch.Generator().manual_seed(0)
