@@ -16,7 +16,7 @@ from .numerics import random
 
 SCALARS = ("free_energy", "log_partition", "internal_energy", "entropy", "heat_capacity")
 OUTPUTS = (*SCALARS, "magnetization", "correlations", "susceptibility")
-#: Units in the last place by which a sample may differ in other company.
+#: Units in the last place by which a sample may differ beside other samples.
 ULPS = 4
 
 
