@@ -205,6 +205,15 @@ def _softcap_mean(z, keys, beta, pairs):
     return (p * (1 - squashed.square())) @ keys
 
 
+def _softmax1_mean(z, keys, beta, pairs):
+    scores = column(beta) * z @ keys.mT
+    scores = torch.nn.functional.pad(scores if pairs is None else scores + pairs, (0, 1))
+    return scores.softmax(-1)[..., :-1] @ keys
+
+
+#: Potentials with a temperature and a mask.
+MASKED = ("log-sum-exp", "softcap", "softmax1", "sum")
+
 #: name -> potential of (keys, beta, pairs), and its mean at z.
 POTENTIALS = {
     "log-sum-exp": (
@@ -214,6 +223,16 @@ POTENTIALS = {
     "softcap": (
         lambda keys, beta, pairs: ia.potentials.SoftcapLogSumExp(keys, beta, 3.0, **split(pairs)),
         _softcap_mean,
+    ),
+    "softmax1": (lambda keys, beta, pairs: ia.potentials.Softmax1(keys, beta, **split(pairs)), _softmax1_mean),
+    "sum": (
+        lambda keys, beta, pairs: (
+            0.5 * ia.LogSumExp(keys, beta, **split(pairs))
+            + ia.potentials.Softmax1(keys, beta, **split(pairs)).of(0.5 * torch.eye(keys.shape[-1], dtype=keys.dtype))
+        ),
+        lambda z, keys, beta, pairs: (
+            0.5 * weights(z, keys, beta, pairs) @ keys + 0.5 * _softmax1_mean(0.5 * z, keys, beta, pairs)
+        ),
     ),
     "quadratic": (
         lambda keys, beta, pairs: ia.SquaredScores(keys, beta),
@@ -253,10 +272,10 @@ def _solve(draw, name):
         beta = 1.0
     if isinstance(beta, torch.Tensor):
         beta = draw.uniform(*keys.shape[:-2], low=float(beta.min()) / 2, high=float(beta.min()))
-    pairs = pairs_of(draw, lead, n, m) if name in ("log-sum-exp", "softcap") else None
+    pairs = pairs_of(draw, lead, n, m) if name in MASKED else None
     learned = pairs is not None and pairs.is_floating_point() and bool(torch.isfinite(pairs).all())
     leaves = tensors(field=draw.tensor(*lead, n, d), keys=keys, anchor=anchor)
-    leaves |= tensors(beta=beta) if name in ("log-sum-exp", "softcap") else {}
+    leaves |= tensors(beta=beta) if name in MASKED else {}
     leaves |= tensors(pairs=pairs) if learned and draw.rng.random() < 0.5 else {}
     given = {"beta": beta, "anchor": anchor, "pairs": pairs, **leaves}
     make, mean = POTENTIALS[name]

@@ -162,9 +162,7 @@ class Solver:
     @property
     def exhausted(self) -> Status:
         """The status of a problem on which all steps were spent."""
-        if self.max_steps == 0:
-            return Status.EXPLICIT
-        return Status.BUDGET if self.fixed_budget else Status.MAX_STEPS
+        return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0).exhausted
 
     def fused_rule(self, problem: Problem) -> FusedRule | None:
         """What a fused operation would have to do to be this solver on such a problem, or None if none can be."""
