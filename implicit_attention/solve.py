@@ -110,6 +110,7 @@ def solve(
 def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
     problem.check_state(initial)
+    problem = problem.settled()
     named = list(problem.named_tensors())
     for name, tensor in (*named, ("initial", initial)):
         if tensor.is_complex():
