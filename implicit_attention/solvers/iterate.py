@@ -51,7 +51,8 @@ class Outcome(NamedTuple):
 
     Not for users of `solve`, which returns a `Solution`.
 
-    `trace` holds (residual, energy if there is one, num_evals, value), or nothing.
+    `trace` holds (residual, energy if there is one, num_evals, value), or nothing; `states` the values after every step
+    with their graph, where both were asked for.
 
     Examples:
         >>> import torch
@@ -65,6 +66,7 @@ class Outcome(NamedTuple):
     value: Tensor
     record: Record
     trace: tuple[Tensor, ...] = ()
+    states: tuple[Tensor, ...] = ()
 
 
 #: The remedy that all methods share: what helps plain steps helps each of them.
@@ -199,6 +201,7 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
     with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
     Finished problems leave the working set where the problem can be restricted to some of its rows.
     """
+    keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
         rows = Rows(problem, initial, pad=not graph, compact=not trace)
@@ -207,7 +210,8 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
         best, traced = _loop(solver, rows, every, trace, graph, event)
         value, record = rows.all(best)
         kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
-        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept)
+        states = tuple(rows.unpadded(course[-1], 0) for course in traced) if keep else ()
+        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept, states)
 
 
 def _loop(
