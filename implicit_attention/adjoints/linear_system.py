@@ -21,6 +21,7 @@ from ..problem import Linearization, Problem
 from ..solution import Record
 from ..status import Status
 from .base import Request
+from .tape import recorded
 
 # Problems solved together: the attention weights of a tile stay in the processor's cache. At least so many rows of each
 # batch entry, so that the matrix products are worth their call.
@@ -77,7 +78,7 @@ def _by_rows(
             part = live if index is None else live.select(index)
         assert part is not None
         with torch.no_grad():
-            linear = part.linearize(_rows(z, index))
+            linear = recorded(part, _rows(z, index))
             answer = _solve(method, part, linear, _rows(z, index), _rows(cotangent, index), transpose=True)
             gradients = linear.vjp_tensors(answer.value)
         answers.append(answer)

@@ -19,7 +19,7 @@ from .._fused_rule import FusedRule
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
 from ..status import Status
-from ._rows import Best, Rows, flat, unflat
+from ._rows import Best, Rows, flat, rows_where, unflat
 
 
 class Iteration(NamedTuple):
@@ -206,6 +206,8 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
         event = initial.shape[initial.ndim - problem.event_ndim :]
         best, traced = _loop(solver, rows, every, trace, graph, event)
         value, record = rows.all(best)
+        if share_memory(value, initial):
+            value = value.clone()
         kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
         return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept)
 
@@ -319,9 +321,9 @@ def _improve(
     else:
         better = candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
-    new = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
+    new = rows_where(torch.isfinite(point.residual), point.z, torch.nan) if point.step == 0 else point.z
     return Best(
-        torch.where(better[..., None], new, value),
+        rows_where(better, new, value),
         Record(
             record.status,
             residual=torch.where(better, point.residual, record.residual),

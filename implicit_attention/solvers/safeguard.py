@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import host_may_look
 from ..problem import Problem
 from ._rows import rows_where
 from .iterate import Iteration, Solver, Update
@@ -100,6 +101,10 @@ class Safeguarded(Solver):
             return self.guard
         return "energy" if problem.has_energy else "residual"
 
+    def _stretches(self, problem: Problem) -> bool:
+        """Whether steps are stretched where E curves downwards."""
+        return self._guard(problem) == "energy" and problem.symmetric and not self.backtracks
+
     def plain_start(self, problem: Problem) -> int:
         """Number of first steps that are plain and that the method does not learn from."""
         return 0
@@ -175,7 +180,7 @@ class Safeguarded(Solver):
         if problem.plain_steps_descend and not self.backtracks and point.step + 1 == self.max_steps:
             # The last evaluation is not staked on a step that may be rejected.
             usable = torch.zeros_like(usable)
-        elif self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
+        elif self._stretches(problem):
             s = rows_where(downward, STRETCH * point.r, s)
             usable = (usable | downward) if point.step > 1 else usable
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
@@ -185,12 +190,18 @@ class Safeguarded(Solver):
         if point.step < warm_up:
             return Update(state, point.mapped)
         fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
-        # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a derivative:
-        # with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows without bound.
-        moved = (point.z != state.z).any(-1)
-        history = self.remember(problem, state.history, point.z - state.z, point.r - state.r, fresh)
-        if torch.is_grad_enabled():
-            history = _held(moved, history, state.history)
+        dz, dr = point.z - state.z, point.r - state.r
+        history = self.remember(problem, state.history, dz, dr, fresh)
+        downward = fresh
+        if torch.is_grad_enabled() or self._stretches(problem):
+            # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a
+            # derivative: with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows
+            # without bound.
+            moved = (point.z != state.z).any(-1)
+            if torch.is_grad_enabled():
+                history = _held(moved, history, state.history)
+            if self._stretches(problem):
+                downward = fresh & moved & ((dz * dr).sum(-1) >= 0)
         base = state._replace(
             z=rows_where(accepted, point.z, state.z),
             r=rows_where(accepted, point.r, state.r),
@@ -199,11 +210,10 @@ class Safeguarded(Solver):
         )
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        downward = fresh & moved & (((point.z - state.z) * (point.r - state.r)).sum(-1) >= 0)
         point = point._replace(z=base.z, r=base.r, residual=base.residual)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         memory, stalled = self._after(problem, state, base, proposal, accepted)
-        return Update(memory, memory.z + memory.length[..., None] * memory.direction, stalled, proposal.num_evals)
+        return Update(memory, _ahead(memory), stalled, proposal.num_evals)
 
     def _after(
         self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
@@ -220,6 +230,14 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
+
+
+def _ahead(memory: Memory) -> Tensor:
+    """z + length direction."""
+    whole = memory.length == 1
+    if host_may_look(whole) and bool(whole.all()):
+        return memory.z + memory.direction
+    return memory.z + memory.length[..., None] * memory.direction
 
 
 def _cut(norm: Tensor, longest: Tensor) -> Tensor:
