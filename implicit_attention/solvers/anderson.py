@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import transforms_active
 from .._fused_rule import FusedRule
 from ..problem import Problem
 from ._rows import finite_rows, rows_where
@@ -101,16 +102,23 @@ class Anderson(Safeguarded):
     def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
         if point.step < self._plain_steps(problem):
             return Proposal(point.r, torch.zeros_like(accepted))
-        weights, s = self._weights(history, point.r), point.r
-        for index, df in enumerate(history.df):
-            s = s.addcmul(weights[..., index : index + 1], df, value=-1.0)
+        weights = self._weights(history, point.r)
+        s = point.r.addcmul(weights[..., :1], history.df[0], value=-1.0)
+        plain = not torch.is_grad_enabled() and not transforms_active()
+        for index, df in enumerate(history.df[1:], 1):
+            # Nobody else holds s.
+            s = (s.addcmul_ if plain else s.addcmul)(weights[..., index : index + 1], df, value=-1.0)
         usable = history.valid[0] & finite_rows(s)
         return Proposal(s, usable)
 
     def _weights(self, history: History, r: Tensor) -> Tensor:
         """The least-squares weights (*lead, m) by an LDL^T factorisation of the (small) Gram matrix, row by row."""
-        m, valid = len(history.dr), torch.stack(history.valid, -1)
-        tiny, eps = torch.finfo(r.dtype).tiny, torch.finfo(r.dtype).eps
+        m, tiny, eps = len(history.dr), torch.finfo(r.dtype).tiny, torch.finfo(r.dtype).eps
+        if m == 1:
+            square = history.gram[0][0]
+            weight = _dot(history.dr[0], r) / (square + (self.ridge * square + tiny))
+            return torch.where(history.valid[0], weight, 0.0)[..., None]
+        valid = torch.stack(history.valid, -1)
         rhs = torch.where(valid, torch.stack([_dot(dr, r) for dr in history.dr], -1), 0.0)
         rows = [torch.stack(row, -1) for row in history.gram]
         diagonal = torch.where(valid, torch.stack([row[..., 0] for row in rows], -1), 0.0)

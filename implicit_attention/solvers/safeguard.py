@@ -35,13 +35,13 @@ class Proposal(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The last accepted point, the step tried from it, and what the method remembers."""
+    """The last accepted point, the step tried from it (if it may be tried again), and what the method remembers."""
 
     z: Tensor
     r: Tensor
     residual: Tensor
     energy: Tensor | None
-    direction: Tensor
+    direction: Tensor | None
     length: Tensor
     accelerated: Tensor
     history: Any
@@ -101,6 +101,10 @@ class Safeguarded(Solver):
             return self.guard
         return "energy" if problem.has_energy else "residual"
 
+    def _keeps_step(self, problem: Problem) -> bool:
+        """Whether a step is looked at again: its energy is compared with what it promised, or it may be shortened."""
+        return self.backtracks or self._guard(problem) == "energy"
+
     def _stretches(self, problem: Problem) -> bool:
         """Whether steps are stretched where E curves downwards."""
         return self._guard(problem) == "energy" and problem.symmetric and not self.backtracks
@@ -138,12 +142,13 @@ class Safeguarded(Solver):
         unknown = torch.zeros_like(z[..., 0] if z.shape[-1] else z.sum(-1))
         energy = unknown if self._guard(problem) == "energy" else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
-        return Memory(z, z, unknown, energy, z, unknown, plain, self.init_history(z))
+        direction = z if self._keeps_step(problem) else None
+        return Memory(z, z, unknown, energy, direction, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
         if point.step <= self._warm_up(problem):
             return None
-        finite = torch.isfinite(point.residual)
+        finite = point.residual < torch.inf
         guard = self._guard(problem)
         if guard == "none":
             return finite | ~state.accelerated
@@ -161,6 +166,7 @@ class Safeguarded(Solver):
     def _descends(self, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
+        assert state.direction is not None
         square = state.residual.square()
         slope = (state.r * state.direction).sum(-1)
         required = DESCENT * state.length * torch.where(state.accelerated & (not self.backtracks), square, slope)
@@ -213,12 +219,16 @@ class Safeguarded(Solver):
         point = point._replace(z=base.z, r=base.r, residual=base.residual)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         memory, stalled = self._after(problem, state, base, proposal, accepted)
-        return Update(memory, _ahead(memory), stalled, proposal.num_evals)
+        if memory.direction is None:
+            return Update(memory, memory.z + rows_where(accepted, proposal.direction, base.r), None, proposal.num_evals)
+        return Update(memory, _ahead(memory.z, memory.length, memory.direction), stalled, proposal.num_evals)
 
     def _after(
         self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
     ) -> tuple[Memory, Tensor | None]:
         """The step to try next: the proposal where the last one was accepted, else the plain or a shorter one."""
+        if state.direction is None:
+            return base._replace(accelerated=accepted & proposal.accelerated), None
         if problem.plain_steps_descend and not self.backtracks:
             # Only accelerated steps are ever rejected, and plain ones need no test.
             direction = rows_where(accepted, proposal.direction, base.r)
@@ -232,12 +242,12 @@ class Safeguarded(Solver):
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
 
 
-def _ahead(memory: Memory) -> Tensor:
+def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
     """z + length direction."""
-    whole = memory.length == 1
+    whole = length == 1
     if host_may_look(whole) and bool(whole.all()):
-        return memory.z + memory.direction
-    return memory.z + memory.length[..., None] * memory.direction
+        return z + direction
+    return z + length[..., None] * direction
 
 
 def _cut(norm: Tensor, longest: Tensor) -> Tensor:
