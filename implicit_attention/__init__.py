@@ -12,7 +12,7 @@ from .adjoints import Implicit, OneStep, Phantom, Unrolled
 from .attention import equilibrium_attention
 from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
 from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
-from .fixed_point_map import FixedPointMap
+from .fixed_point_map import FixedPointMap, PerSample, Shared
 from .layers import AttentionPooling, Equilibrium, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
 from .options import SolveOptions
 from .potentials import LogSumExp, Potential, SquaredScores
@@ -42,6 +42,8 @@ __all__ = [
     "RepeatedSelfAttention",
     "EnergyFunction",
     "FixedPointMap",
+    "PerSample",
+    "Shared",
     # A solve, and how it went
     "solve",
     "SolveOptions",
