@@ -55,6 +55,8 @@ class Implicit(Adjoint):
 
     linear_solver: LinearSolver[Any] | None = None
 
+    needs_solution = True
+
     def __post_init__(self) -> None:
         if self.linear_solver is not None and not isinstance(self.linear_solver, LinearSolver):
             raise TypeError(
