@@ -1,4 +1,4 @@
-"""A whole transformer block as a fixed point: its training step against torchdeq's, a stack's, and its bare products."""
+"""A whole transformer block as a fixed point: its training step against torchdeq's, a stack's, and bare products."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ TESTS = ("tests/adjoints/test_blocks.py",)
 #: torchdeq's tolerances are the loosest of these, in units of ours, at which its measured residuals are no larger.
 LOOSEST, TIGHTEST = 2.0**4, 2.0**-8
 TORCHDEQ_CAP = 100
-#: What torchdeq offers, and the solvers of its that are held against ours: it has one for the forward solve and the same
-#: one backward.
+#: torchdeq's solvers that ours is held against, the same one forward and backward.
 RIVALS = ("anderson", "fixed_point_iter")
 RATIOS = {
     "ours / bare": ("ours", "bare"),
