@@ -91,14 +91,14 @@ def solve(
     solution = Solution(
         outcome.record,
         request.report,
-        solver.remedies,
+        adjoint.advice(solver.remedies),
         value=outcome.value,
         trace=_trace(outcome.trace),
         energy_function=problem.energy if problem.has_energy else None,
     )
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
-    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies)
+    report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies)
     return solution
 
 
