@@ -94,7 +94,7 @@ def solve(
     solution = Solution(
         outcome.record,
         request.report,
-        solver.remedies,
+        adjoint.advice(solver.remedies),
         value=outcome.value,
         trace=_trace(outcome.trace),
         course=outcome.states,
@@ -103,7 +103,7 @@ def solve(
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
     cause = functools.partial(randomness, problem, outcome.value)
-    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies, cause)
+    report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, cause)
     return solution
 
 
