@@ -92,7 +92,7 @@ def solve(
     solution = Solution(
         outcome.record,
         request.report,
-        solver.remedies,
+        adjoint.advice(solver.remedies),
         value=outcome.value,
         trace=_trace(outcome.trace),
         course=outcome.states,
@@ -107,7 +107,7 @@ def solve(
         wrong = request.report.awaited and adjoint.needs_solution and on_failure == "warn"
         return randomness(problem, outcome.value) or (NO_GRADIENT if wrong else "")
 
-    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies, cause)
+    report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, cause)
     return solution
 
 

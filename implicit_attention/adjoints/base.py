@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from .._types import Impl
 from ..fused import lower
 from ..problem import Problem
-from ..solution import AdjointReport
+from ..solution import AdjointReport, Remedies
 from ..solvers import Outcome, Solver
 
 
@@ -62,11 +61,21 @@ class Adjoint:
         False
     """
 
-    #: Whether the gradient is wrong at a state that is no solution.
-    needs_solution: ClassVar[bool] = False
+    @property
+    def needs_solution(self) -> bool:
+        """Whether the gradient is wrong at a state that is no solution."""
+        return False
 
     def check(self, request: Request) -> None:
         """Raise if the gradient that is asked for would be wrong."""
+
+    def advice(self, remedies: Remedies) -> Remedies:
+        """What is said of problems that failed, given what their solver advises."""
+        return remedies
+
+    def through(self, problem: Problem, value: Tensor) -> Tensor | None:
+        """`value`, which need be no solution, with a gradient made of steps from there; None if there is no such."""
+        return None
 
     def run(self, request: Request) -> Outcome:
         raise NotImplementedError(f"{type(self).__name__} must define run(request)")
