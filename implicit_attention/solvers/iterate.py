@@ -51,7 +51,8 @@ class Outcome(NamedTuple):
 
     Not for users of `solve`, which returns a `Solution`.
 
-    `trace` holds (residual, energy if there is one, num_evals, value), or nothing.
+    `trace` holds (residual, energy if there is one, num_evals, value), or nothing; `states` the values after every step
+    with their graph, where both were asked for.
 
     Examples:
         >>> import torch
@@ -65,6 +66,7 @@ class Outcome(NamedTuple):
     value: Tensor
     record: Record
     trace: tuple[Tensor, ...] = ()
+    states: tuple[Tensor, ...] = ()
 
 
 #: The remedy that all methods share: what helps plain steps helps each of them.
@@ -199,6 +201,7 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
     with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
     Finished problems leave the working set where the problem can be restricted to some of its rows.
     """
+    keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
         rows = Rows(problem, initial, pad=not graph, compact=not trace)
@@ -209,7 +212,8 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
         if share_memory(value, initial):
             value = value.clone()
         kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
-        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept)
+        states = tuple(rows.unpadded(course[-1], 0) for course in traced) if keep else ()
+        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept, states)
 
 
 def _loop(
@@ -252,7 +256,7 @@ def _loop(
         if every and index % every == 0:
             if not bool(active.any()):
                 break
-            if (order := rows.compaction(active)) is not None:
+            if (order := rows.compaction(active, point.z, point.mapped)) is not None:
                 state, point, active, accepted, num_evals, best = rows.take(
                     order, best, (state, point, active, accepted, num_evals)
                 )
