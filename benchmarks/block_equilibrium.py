@@ -185,6 +185,9 @@ def bare(data: Data, evaluations: int, products: int) -> Callable[[], None]:
 def measured(data: Data, training: Training) -> dict[str, Any]:
     """What a step needs, and the largest relative residuals of its state and of its adjoint over the samples."""
     counted = Counted(data)
+    # Once before: `solve` looks at what a new block reads.
+    training(counted)
+    counted.counts.update(evaluations=0, products=0)
     state = training(counted).requires_grad_()
     counts, u = dict(counted.counts), counted.shift.grad
     assert u is not None
