@@ -238,6 +238,8 @@ class EquilibriumTransformer(Equilibrium):
         merged = pairs if bias is None else bias
         if merged is None:
             return None
+        # Torch's kernels take no mask of keys alone.
+        merged = merged if merged.ndim > 1 else merged[None]
         own = merged.ndim == x.ndim + 1 and merged.shape[: len(lead)] == lead
         return PerSample(merged) if own else Shared(merged)
 
