@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -60,6 +61,9 @@ class Adjoint:
         >>> solve(problem, torch.zeros(1, 1), adjoint=Detached()).value.requires_grad
         False
     """
+
+    #: Whether the gradient is wrong at a state that is no solution.
+    needs_solution: ClassVar[bool] = False
 
     def check(self, request: Request) -> None:
         """Raise if the gradient that is asked for would be wrong."""

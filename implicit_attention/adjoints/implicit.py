@@ -71,6 +71,8 @@ class Implicit(Adjoint):
     linear_solver: LinearSolver[Any] | None = None
     fallback: Adjoint | None = None
 
+    needs_solution = True
+
     def __post_init__(self) -> None:
         makes_steps = (
             type(self.fallback).through is not Adjoint.through if isinstance(self.fallback, Adjoint) else False
