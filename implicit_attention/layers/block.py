@@ -359,8 +359,9 @@ class _Call:
         state, layout = self.initial, self.map.layout
         solver = self.options.effective_solver
         damping = solver.damping if isinstance(solver, Picard) else 0.0
+        arguments = self.map.frame.filled(self.tensors)
         for _ in range(steps):
-            mapped = self.map.step(state, self.tensors)
+            mapped = self.map.step(state, arguments)
             state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
         detached = pytree.tree_map(lambda z: z.detach(), state)
         finite = layout.per_sample(torch.isfinite, detached)
@@ -391,7 +392,7 @@ class _Call:
             # What is cast here has no graph, and must not be kept for evaluations that need one.
             precision = torch.autocast(layout.device.type, autocast, cache_enabled=False)
         with precision:
-            mapped = self.map.step(state, tuple(t.detach() for t in self.tensors))
+            mapped = self.map.step(state, self.map.frame.filled(self.tensors))
         change = at_least_single(layout.pack(mapped)) - at_least_single(layout.pack(state))
         flat = change.reshape(*layout.lead, math.prod(change.shape[len(layout.lead) :]))
         norm: Tensor = torch.linalg.vector_norm(flat, dim=-1)
