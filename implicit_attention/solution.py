@@ -26,7 +26,7 @@ NO_REMEDIES: Remedies = {}
 #: A converged solution is reported as loose where its residual is more than this part of its value.
 LOOSE = 0.01
 _REMEDY = "lower atol for data of this scale, or rtol"
-NO_GRADIENT = "the implicit gradient there is that of no solution: solve to a tolerance, or use Unrolled() or Phantom()"
+NO_GRADIENT = "the implicit gradient there is that of no solution: use Implicit(fallback=Phantom(5)) or Unrolled()"
 
 
 class Record(NamedTuple):

@@ -158,7 +158,7 @@ def test_a_map_that_is_not_finite_for_one_problem_leaves_the_others(wrap, bad):
 def test_an_implicit_gradient_at_no_solution_is_told_per_problem(on_failure):
     slope = torch.tensor([[0.3], [-4.0], [0.2]], dtype=torch.float64)
     x = torch.full((3, 1), 0.5, dtype=torch.float64, requires_grad=True)
-    words = "the implicit gradient there is that of no solution: solve to a tolerance, or use Unrolled"
+    words = "the implicit gradient there is that of no solution: use Implicit"
 
     def solved(adjoint):
         problem = FixedPointMap(lambda z, x, slope: torch.tanh(slope * z) + x, x, slope, event_ndim=1)
@@ -178,7 +178,7 @@ def test_an_implicit_gradient_at_no_solution_is_told_per_problem(on_failure):
     assert words not in solution.message(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for adjoint in (Unrolled(), Phantom(3)):
+        for adjoint in (Unrolled(), Phantom(3), Implicit(fallback=Phantom(3))):
             solution = solved(adjoint)
             assert words not in solution.message(1)
             assert solution.adjoint.unsolved is None

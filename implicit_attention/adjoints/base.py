@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,8 +61,10 @@ class Adjoint:
         False
     """
 
-    #: Whether the gradient is wrong at a state that is no solution.
-    needs_solution: ClassVar[bool] = False
+    @property
+    def needs_solution(self) -> bool:
+        """Whether the gradient is wrong at a state that is no solution."""
+        return False
 
     def check(self, request: Request) -> None:
         """Raise if the gradient that is asked for would be wrong."""

@@ -71,8 +71,6 @@ class Implicit(Adjoint):
     linear_solver: LinearSolver[Any] | None = None
     fallback: Adjoint | None = None
 
-    needs_solution = True
-
     def __post_init__(self) -> None:
         makes_steps = (
             type(self.fallback).through is not Adjoint.through if isinstance(self.fallback, Adjoint) else False
@@ -95,6 +93,10 @@ class Implicit(Adjoint):
                     "for example CG() or GMRES()",
                 )
             )
+
+    @property
+    def needs_solution(self) -> bool:
+        return self.fallback is None
 
     def check(self, request: Request) -> None:
         solver, problem = request.solver, request.problem
