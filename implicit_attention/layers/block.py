@@ -53,7 +53,8 @@ class Equilibrium(Remembering):
     of another shape or structure is given as `start`.
 
     Default solver: `Picard(rtol=1e-3, max_steps=200)`, the loop that a block is trained as, to its end. An accelerated
-    one, `Anderson()`, needs fewer evaluations, and may end at another fixed point where there are several.
+    one, `Anderson(history=1)`, converges on more samples, and may end at another fixed point than the one that was
+    trained: measured on mazes, the longer its history, the fewer answers are right.
 
     Training: `steps=k` makes k plain steps, differentiated as a loop is; the same weights are solved without it.
     `steps=range(a, b)` makes a number of steps that is drawn at each call in training mode, and solves in evaluation
