@@ -116,12 +116,12 @@ class TransformerBlock(nn.Module):
 class EquilibriumTransformer(Equilibrium):
     """A transformer block with weights of its own for one step, run until the tokens settle.
 
-    A step is z <- norm(h + mlp(h)) with h = norm(i + attention(i)) and i = z + x: the input is read at every step, and
-    a norm at the end keeps the state bounded. With `depth` that many layers make a step.
+    A step is z <- norm(h + mlp(h)) with h = norm(i + attention(i)) and i = z (1 + W x) + W' x: the input is read at
+    every step, and a norm at the end keeps the state bounded. With `depth` that many layers make a step.
 
     Trained by `steps=range(...)` on small problems it may be solved on larger ones: see the guide on equilibrium
-    blocks. The defaults are those of its measurements: on mazes, one seed each, a post-norm step that attends to z + x
-    was exact more often than one with "concat".
+    blocks. The default injection was chosen on mazes: with "film" states settled, and answers were right, more often
+    than with "add" and "concat".
 
     Args:
         dim: width of tokens, and of the state.
@@ -131,7 +131,7 @@ class EquilibriumTransformer(Equilibrium):
             equilibrium of its own inside of every step), or a module with forward(h, mask=) -> (*batch, N, dim), whose
             mask is None or broadcasts to (*batch, heads, N, N); a copy of it serves in every layer.
         norm: "post", behind every part, or "pre", before every part and once at the end of a step.
-        injection: how a step joins z and x: "add" z + x, "concat" W [z; x], "film" z (1 + W x) + W' x.
+        injection: how a step joins z and x: "film" z (1 + W x) + W' x, "add" z + x, "concat" W [z; x].
         causal: a token attends to itself and the tokens before it.
         rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
         mlp_ratio: width of the feed-forward part in units of `dim`.
@@ -170,7 +170,7 @@ class EquilibriumTransformer(Equilibrium):
         *,
         attention: Literal["softmax", "equilibrium"] | nn.Module = "softmax",
         norm: Norm = "post",
-        injection: Injection = "add",
+        injection: Injection = "film",
         causal: bool = False,
         rotary: Rotary | None = None,
         mlp_ratio: float = 2.0,
