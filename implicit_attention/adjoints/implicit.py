@@ -27,6 +27,7 @@ from .._autograd import (
 from ..linear import LinearSolver
 from ..problem import Problem, isolated, pullback
 from ..solution import Record, Remedies
+from ..solvers._rows import maps_alone
 from ..solvers.iterate import Outcome
 from ..status import Status
 from .base import Adjoint, Request
@@ -146,10 +147,18 @@ def _fallen_back(fallback: Adjoint, problem: Problem, outcome: Outcome) -> Tenso
         # Those that have converged make no steps, where the problem can be restricted.
         index = first_of(failed)
         part = None if index is None else problem.select(index)
-        index, problem = (None, problem) if part is None else (index, part)
+        if part is None or index is None or not (problem.separates or _separates(problem, index, failed, value)):
+            index, part = None, problem
+        problem = part
     steps = fallback.through(problem, rows_of(value.detach(), index))
     assert steps is not None
     return merged(index, failed if index is None else failed.gather(-1, index), value, steps)
+
+
+@torch.no_grad()
+def _separates(problem: Problem, index: Tensor, failed: Tensor, value: Tensor) -> bool:
+    """Whether the problems that `failed` make the same steps by themselves as among all."""
+    return maps_alone(problem, index, failed, value, problem.apart().fixed_point_map(value))
 
 
 def fixed_point(

@@ -44,6 +44,25 @@ def finite_rows(z: Tensor) -> Tensor:
     return z.detach().sum(-1).abs() < torch.inf
 
 
+def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
+    """Whether the problems `wanted` (*lead) among those of `index` are mapped by themselves as they were among all.
+
+    z, mapped: (*lead, *event), a state of all problems and f of it.
+    """
+    part = problem.apart().select(index)
+    assert part is not None
+    wanted, z, mapped = (pick(t, index) for t in (wanted, z, mapped))
+    try:
+        alone = part.fixed_point_map(z)
+    except (RuntimeError, ValueError, IndexError):
+        # It took all of them, and takes no other number.
+        return False
+    event = z.shape[wanted.ndim :]
+    # Kernels may round otherwise for another number of rows.
+    off, size = (torch.linalg.vector_norm(flat(t, event), dim=-1) for t in (alone - mapped, mapped))
+    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~wanted).all())
+
+
 class Best(NamedTuple):
     """The best state of every problem so far, with what was measured at that very state."""
 
@@ -100,21 +119,8 @@ class Rows:
         # All distinct: finished rows fill up the block and are carried along unchanged.
         order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
         if self.rows is None and not self.base.separates:
-            self.compact = self._separate(order, pick(active, order), pick(z, order), pick(mapped, order))
+            self.compact = maps_alone(self.base, order, active, *(unflat(t, self.event) for t in (z, mapped)))
         return order if self.compact else None
-
-    def _separate(self, order: Tensor, active: Tensor, z: Tensor, mapped: Tensor) -> bool:
-        """Whether the problems `order` alone are mapped as they were among all; asked once, before any leaves."""
-        part = self.base.apart().select(order)
-        assert part is not None
-        try:
-            alone = flat(part.fixed_point_map(unflat(z, self.event)), self.event)
-        except (RuntimeError, ValueError, IndexError):
-            # It took all of them, and takes no other number.
-            return False
-        # Kernels may round otherwise for another number of rows.
-        off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (alone - mapped, mapped))
-        return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~active).all())
 
     def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
         """Restrict problem, best states and solver memory to the rows `order` of the present working set."""
