@@ -172,7 +172,35 @@ ATTENTION = (
     Target("G6", "host synchronisations in a fused forward", "G6", "worst", "<=", 0.0, device="cuda"),
 )
 
+
+def _metric(name: str) -> Callable[[Row], bool]:
+    return lambda row: row.get("metric") == name
+
+
+_BLOCK = "training step of a block as a fixed point"
+_FASTER = f"{_BLOCK} / torchdeq's faster solver at equal measured residuals"
+
 TRAIN = (
+    Target("EQUILIBRIUM", _FASTER, "ours / torchdeq", "worst", "<=", 1.0, _metric("EQUILIBRIUM"), 0.8),
+    Target(
+        "EQUILIBRIUM",
+        f"{_BLOCK} / its evaluations and products with the Jacobian, made in a row",
+        "ours / bare",
+        "worst",
+        "<=",
+        1.25,
+        _metric("EQUILIBRIUM"),
+    ),
+    Target(
+        "MEMORY",
+        f"peak memory of the {_BLOCK}, 80 evaluations / 5",
+        "memory growth",
+        "worst",
+        "<=",
+        1.2,
+        _metric("MEMORY"),
+    ),
+    Target("EQUILIBRIUM", _FASTER, "ours / torchdeq", "worst", "<=", 1.0, _metric("EQUILIBRIUM"), device="cuda"),
     Target(
         "G4",
         "training step, exact implicit gradient / explicit SDPA training step",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from .baselines import picard_counts
 from .block import BlockSetting, block_row
+from .block_equilibrium import EquilibriumSetting, equilibrium_row
+from .block_memory import MemorySetting, memory_row
 from .compare import compared, ratios
 from .environment import default_device
 from .figures import train_figures as figures
@@ -18,7 +21,7 @@ from .train_tables import tables
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("STEP", "LENGTH", "BLOCK", "G4")
+METRICS = ("STEP", "LENGTH", "BLOCK", "EQUILIBRIUM", "MEMORY", "G4")
 
 RATIOS = {
     "ours / SDPA": ("ours_training", "sdpa_training"),
@@ -35,6 +38,12 @@ NOTES = (
     "Gradient errors are those of one head against dense float64 solves. Rivals are timed whatever theirs is.",
     "BLOCK: training step of a pre-norm transformer block, width 256, 4 heads, causal, by ImplicitAttention with its "
     "defaults / with max_steps=0.",
+    "EQUILIBRIUM: training step of a whole post-norm block (attention, MLP, the input added at every step) as a fixed "
+    "point per sample, by Anderson(history=2) and Implicit(GMRES()) to the same relative tolerance; torchdeq with the "
+    "loosest tolerances at which the largest residuals of its states and adjoints, measured anew, are within it; a "
+    "stack of as many untied blocks as ours makes evaluations; `bare`: as many calls without a graph and products with "
+    "the Jacobian as ours makes, in a row. On a GPU products are in bfloat16 and peak memory is measured.",
+    "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )
 
@@ -44,7 +53,7 @@ class Case:
     """What one row measures: a metric, and the problem it is measured on."""
 
     metric: str
-    problem: Setting | BlockSetting
+    problem: Setting | BlockSetting | EquilibriumSetting
 
     @property
     def name(self) -> str:
@@ -58,13 +67,22 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     chosen = (("gaussian", 2.0, 0.5), ("gaussian", 4.0, 0.0), ("clustered", 2.0, 0.5), ("clustered", 8.0, 0.0))
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     shape, block = Shape(), BlockSetting(device=device)
+    equilibrium, memory = EquilibriumSetting(device=device), MemorySetting(device=device)
+    if device != "cpu":
+        # What bfloat16 resolves, on a block that fills a card.
+        card: dict[str, Any] = {"length": 512, "dim": 512, "heads": 8, "rtol": 1e-2, "dtype": "bfloat16"}
+        equilibrium, memory = (dataclasses.replace(s, **card) for s in (equilibrium, memory))
+        equilibrium = dataclasses.replace(equilibrium, batch=32)
     if quick:
+        equilibrium, memory = (dataclasses.replace(s, batch=1, length=64) for s in (equilibrium, memory))
         chosen, lengths = chosen[:1], (64, 128)
         shape, block = Shape(length=64), BlockSetting(length=64, batch=1, device=device)
     cases = [
         *(Case("STEP", Setting(*problem, shape, **where)) for problem in chosen),  # type: ignore[arg-type]
         *(Case("LENGTH", Setting("gaussian", 2.0, 0.5, Shape(1, 4, length), **where)) for length in lengths),  # type: ignore[arg-type]
         Case("BLOCK", block),
+        Case("EQUILIBRIUM", equilibrium),
+        Case("MEMORY", memory),
     ]
     if device != "cpu":
         half = {"dtype": "bfloat16", "rtol": 1e-3, **where}
@@ -89,6 +107,10 @@ def run(
             row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
             if isinstance(case.problem, BlockSetting):
                 row |= block_row(case.problem, repeats=repeats, max_seconds=max_seconds)
+            elif isinstance(case.problem, MemorySetting):
+                row |= memory_row(case.problem, repeats=repeats, max_seconds=max_seconds)
+            elif isinstance(case.problem, EquilibriumSetting):
+                row |= equilibrium_row(case.problem, repeats=repeats, max_seconds=max_seconds)
             else:
                 row |= step_row(case.metric, case.problem, repeats=repeats, max_seconds=max_seconds)
             rows.append({**row, "wall_seconds": time.perf_counter() - begin})

@@ -18,8 +18,11 @@ def tables(run: dict[str, Any]) -> list[Table]:
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(_steps(metric, title, rows))
-    blocks = [row for row in run["rows"] if row["metric"] == "BLOCK"]
-    return [*made, _blocks(blocks)] if blocks else made
+    for metric, table in (("BLOCK", _blocks), ("EQUILIBRIUM", _equilibria), ("MEMORY", _memory)):
+        rows = [row for row in run["rows"] if row["metric"] == metric]
+        if rows:
+            made.append(table(rows))
+    return made
 
 
 def _steps(metric: str, title: str, rows: list[Row]) -> Table:
@@ -59,6 +62,36 @@ def _blocks(rows: list[Row]) -> Table:
         sizes = f"B {row['batch']}, N {row['length']}, width {row['dim']}, {row['heads']} heads"
         lines.append([sizes, evaluations(found)[0], number(row["ratios"]["block"]), spread(row["seconds"])])
     return Table("transformer block", "BLOCK: training step of a transformer block:", header, lines)
+
+
+def _equilibria(rows: list[Row]) -> Table:
+    header = ["block", "", "evaluations", "products", "residual, state", "adjoint", "ms", "peak MiB", "ours / it"]
+    lines = []
+    for row in rows:
+        for name in dict.fromkeys((*row["evidence"], *row["seconds"])):
+            found, timing = row["evidence"].get(name, {}), row["seconds"].get(name)
+            lines.append(
+                [
+                    row["name"],
+                    name,
+                    *(str(found.get(what, "-")) for what in ("evaluations", "products")),
+                    *(f"{found[r]:.1e}" if r in found else "-" for r in ("state_residual", "adjoint_residual")),
+                    f"{1e3 * timing['median']:.1f}" if timing else "-",
+                    _mebibytes(found),
+                    number(row["ratios"].get(f"ours / {name}")),
+                ]
+            )
+    return Table("blocks as fixed points", "EQUILIBRIUM: training steps of a block as a fixed point:", header, lines)
+
+
+def _memory(rows: list[Row]) -> Table:
+    names = list(dict.fromkeys(name for row in rows for name in row["evidence"]))
+    lines = [[row["name"], *(_mebibytes(row["evidence"].get(name, {})) for name in names)] for row in rows]
+    return Table("memory", "MEMORY: peak of a training step in MiB, by evaluations:", ["block", *names], lines)
+
+
+def _mebibytes(found: dict[str, Any]) -> str:
+    return f"{found['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in found else "-"
 
 
 def _short(name: str) -> str:

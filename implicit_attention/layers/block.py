@@ -53,7 +53,8 @@ class Equilibrium(Remembering):
     of another shape or structure is given as `start`.
 
     Default solver: `Picard(rtol=1e-3, max_steps=200)`, the loop that a block is trained as, to its end. An accelerated
-    one, `Anderson()`, needs fewer evaluations, and may end at another fixed point where there are several.
+    one, `Anderson(history=1)`, converges on more samples, and may end at another fixed point than the one that was
+    trained: measured on mazes, the longer its history, the fewer answers are right.
 
     Training: `steps=k` makes k plain steps, differentiated as a loop is; the same weights are solved without it.
     `steps=range(a, b)` makes a number of steps that is drawn at each call in training mode, and solves in evaluation
@@ -168,20 +169,26 @@ class Equilibrium(Remembering):
             steps = None
         if isinstance(steps, int) and not self.training and not return_solution:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
-            found = self._found(x, args, start, steps, options, return_solution)
-        else:
-            found = self._on_host(x, args, start, steps, options, return_solution)
-        state, solution = found
-        return (state, solution) if return_solution else state
+            return self._found(x, args, start, steps, options)[0]
+        return self._on_host(x, args, start, steps, options, return_solution)
 
     @uncompiled
     def _on_host(
         self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, asked: bool
-    ) -> tuple[Any, Solution | Record]:
-        return self._found(x, args, start, _drawn(steps) if isinstance(steps, range) else steps, options, asked)
+    ) -> Any:
+        steps = _drawn(steps) if isinstance(steps, range) else steps
+        state, solution = self._found(x, args, start, steps, options, measured=asked)
+        return (state, solution) if asked else state
 
     def _found(
-        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: int | None, options: SolveOptions, asked: bool
+        self,
+        x: Any,
+        args: tuple[Any, ...],
+        start: Start | None,
+        steps: int | None,
+        options: SolveOptions,
+        *,
+        measured: bool = False,
     ) -> tuple[Any, Solution | Record]:
         initial = self._initial(x, start)
         layout = Layout.of(initial, self.event_ndim)
@@ -197,7 +204,7 @@ class Equilibrium(Remembering):
             draws = Draws(layout.device, held=mode in self._draws, told=steps is None)
             call = _Call(BlockMap(self.block, layout, frame, autocast, draws), initial, inputs, options, self._asked)
             try:
-                state, solution = call.solved() if steps is None else call.looped(steps, asked)
+                state, solution = call.solved() if steps is None else call.looped(steps, measured)
                 break
             except DrawsNumbers:
                 self._draws.add(mode)
@@ -353,8 +360,9 @@ class _Call:
         state, layout = self.initial, self.map.layout
         solver = self.options.effective_solver
         damping = solver.damping if isinstance(solver, Picard) else 0.0
+        arguments = self.map.frame.filled(self.tensors)
         for _ in range(steps):
-            mapped = self.map.step(state, self.tensors)
+            mapped = self.map.step(state, arguments)
             state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
         detached = pytree.tree_map(lambda z: z.detach(), state)
         finite = layout.per_sample(torch.isfinite, detached)
@@ -385,7 +393,7 @@ class _Call:
             # What is cast here has no graph, and must not be kept for evaluations that need one.
             precision = torch.autocast(layout.device.type, autocast, cache_enabled=False)
         with precision:
-            mapped = self.map.step(state, tuple(t.detach() for t in self.tensors))
+            mapped = self.map.step(state, self.map.frame.filled(self.tensors))
         change = at_least_single(layout.pack(mapped)) - at_least_single(layout.pack(state))
         flat = change.reshape(*layout.lead, math.prod(change.shape[len(layout.lead) :]))
         norm: Tensor = torch.linalg.vector_norm(flat, dim=-1)

@@ -85,6 +85,8 @@ class Layout(NamedTuple):
 
     def check_output(self, name: str, result: Any, before: Any, *, cast: bool) -> Any:
         """What the block made of `before`, in its dtype where autocast chose another (`cast`), or an error."""
+        if self.single and isinstance(result, Tensor) and _same_kind(result, before):
+            return result
         name = f"block {name}"
         try:
             leaves = self.spec.flatten_up_to(result)
@@ -115,6 +117,10 @@ class Layout(NamedTuple):
         leaves = zip(pytree.tree_leaves(state), self.events, strict=True)
         parts = [function(_flat(tensor, event)).all(-1) for tensor, event in leaves]
         return parts[0] if len(parts) == 1 else torch.stack(parts).all(0)
+
+
+def _same_kind(new: Tensor, old: Tensor) -> bool:
+    return new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
 
 
 def check_leaf(argument: str, leaf: Any) -> None:
@@ -296,16 +302,18 @@ class BlockMap(nn.Module):
             # A weight that is cast without a graph, and kept, would have none where one is asked for.
             precision = torch.autocast(z.device.type, self.autocast, cache_enabled=False)
         with precision:
-            return self.layout.pack(self.step(self.layout.unpack(z), tensors))
+            return self.layout.pack(self.step(self.layout.unpack(z), self.frame.filled(tensors)))
 
-    def step(self, state: Any, tensors: tuple[Tensor, ...]) -> Any:
-        """The next state, in the precision of the surroundings."""
-        result = self.draws.evaluate(self.block, state, *self.frame.filled(tensors))
+    def step(self, state: Any, arguments: tuple[Any, ...]) -> Any:
+        """The next state for (x, *args), in the precision of the surroundings."""
+        result = self.draws.evaluate(self.block, state, *arguments)
         return self.layout.check_output(self.__name__, result, state, cast=self.autocast is not None)
 
 
 class BlockProblem(FixedPointMap):
     """The fixed points of a `BlockMap`. That it reads nothing undeclared is asked once per layer and mode."""
+
+    if_random = "draw its numbers from torch's default generators, which are held for a call, or call eval()"
 
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, asked: set[bool]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)

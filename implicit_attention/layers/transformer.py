@@ -71,7 +71,8 @@ class Inject(nn.Module):
             joined: Tensor = self.map(torch.cat([z, x], -1))
             return joined
         scale, shift = self.map(x).chunk(2, -1)
-        return z + z * scale + shift
+        moved: Tensor = z + z * scale + shift
+        return moved
 
 
 class TransformerLayer(nn.Module):
@@ -90,7 +91,8 @@ class TransformerLayer(nn.Module):
             after: Tensor = self.mlp_norm(h + self.dropout(self.mlp(h)))
             return after
         h = h + self.dropout(self.attention(self.attention_norm(h), mask=mask))
-        return h + self.dropout(self.mlp(self.mlp_norm(h)))
+        h = h + self.dropout(self.mlp(self.mlp_norm(h)))
+        return h
 
 
 class TransformerBlock(nn.Module):
@@ -114,11 +116,12 @@ class TransformerBlock(nn.Module):
 class EquilibriumTransformer(Equilibrium):
     """A transformer block with weights of its own for one step, run until the tokens settle.
 
-    A step is z <- norm(h + mlp(h)) with h = norm(i + attention(i)) and i = z + x: the input is read at every step, and
-    a norm at the end keeps the state bounded. With `depth` that many layers make a step.
+    A step is z <- norm(h + mlp(h)) with h = norm(i + attention(i)) and i = z (1 + W x) + W' x: the input is read at
+    every step, and a norm at the end keeps the state bounded. With `depth` that many layers make a step.
 
     Trained by `steps=range(...)` on small problems it may be solved on larger ones: see the guide on equilibrium
-    blocks.
+    blocks. The default injection was chosen on mazes: with "film" states settled, and answers were right, more often
+    than with "add" and "concat".
 
     Args:
         dim: width of tokens, and of the state.
@@ -128,7 +131,7 @@ class EquilibriumTransformer(Equilibrium):
             equilibrium of its own inside of every step), or a module with forward(h, mask=) -> (*batch, N, dim), whose
             mask is None or broadcasts to (*batch, heads, N, N); a copy of it serves in every layer.
         norm: "post", behind every part, or "pre", before every part and once at the end of a step.
-        injection: how a step joins z and x: "add" z + x, "concat" W [z; x], "film" z (1 + W x) + W' x.
+        injection: how a step joins z and x: "film" z (1 + W x) + W' x, "add" z + x, "concat" W [z; x].
         causal: a token attends to itself and the tokens before it.
         rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
         mlp_ratio: width of the feed-forward part in units of `dim`.
@@ -167,7 +170,7 @@ class EquilibriumTransformer(Equilibrium):
         *,
         attention: Literal["softmax", "equilibrium"] | nn.Module = "softmax",
         norm: Norm = "post",
-        injection: Injection = "add",
+        injection: Injection = "film",
         causal: bool = False,
         rotary: Rotary | None = None,
         mlp_ratio: float = 2.0,
@@ -230,11 +233,13 @@ class EquilibriumTransformer(Equilibrium):
         causal = self._draws_triangle or (self.causal and (mask is not None or key_mask is not None))
         shape = (*lead, self.heads, count, count)
         pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask, causal=causal)
-        if bias is not None and pairs is not None:
-            bias = bias.masked_fill(~pairs, -torch.inf)
+        if bias is not None:
+            bias = bias.to(x.dtype) if pairs is None else bias.to(x.dtype).masked_fill(~pairs, -torch.inf)
         merged = pairs if bias is None else bias
         if merged is None:
             return None
+        # Torch's kernels take no mask of keys alone.
+        merged = merged if merged.ndim > 1 else merged[None]
         own = merged.ndim == x.ndim + 1 and merged.shape[: len(lead)] == lead
         return PerSample(merged) if own else Shared(merged)
 

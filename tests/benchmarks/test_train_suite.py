@@ -1,5 +1,6 @@
 """The suite `train` runs, with gradients that are checked, and a block that learns by both."""
 
+import dataclasses
 import io
 import json
 
@@ -9,19 +10,24 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import baselines, block, figures, guard, problems, report, train
+from benchmarks import baselines, block, block_equilibrium, figures, guard, problems, report, train
 from benchmarks.block import BlockSetting
+from benchmarks.block_equilibrium import EquilibriumSetting
+from benchmarks.block_memory import MemorySetting
 from benchmarks.environment import environment
 from benchmarks.problems import Setting, Shape
 from benchmarks.targets import TRAIN
 
 TINY = Shape(batch=1, heads=2, length=40, dim=9)
 BLOCK = BlockSetting(batch=1, length=12, dim=16, heads=2)
+EQUILIBRIUM = EquilibriumSetting(batch=3, length=12, dim=16, heads=2)
 CASES = [
     train.Case("STEP", Setting("clustered", 2.0, 0.0, TINY)),
     train.Case("LENGTH", Setting("gaussian", 2.0, 0.5, TINY)),
     train.Case("LENGTH", Setting("gaussian", 2.0, 0.5, Shape(1, 2, 80, 9))),
     train.Case("BLOCK", BLOCK),
+    train.Case("EQUILIBRIUM", EQUILIBRIUM),
+    train.Case("MEMORY", MemorySetting(batch=2, length=128, dim=32)),
 ]
 
 
@@ -112,15 +118,68 @@ def test_what_is_red_is_not_timed(monkeypatch):
     assert sum("its tests are red" in reason for reason in report.refusals(made)) == 2
 
 
+def test_a_block_as_a_fixed_point_is_held_against_torchdeq_at_equal_residuals(rows):
+    (row,) = [row for row in rows if row["metric"] == "EQUILIBRIUM"]
+    for name in ("ours", "torchdeq anderson", "torchdeq fixed_point_iter"):
+        found = row["evidence"][name]
+        assert max(found["state_residual"], found["adjoint_residual"]) <= block_equilibrium.SLACK * EQUILIBRIUM.rtol
+        assert min(found["evaluations"], found["products"]) >= 3
+    assert set(row["ratios"]) == {*block_equilibrium.RATIOS, block_equilibrium.FASTEST}
+    seconds = {name: timing["median"] for name, timing in row["seconds"].items()}
+    rivals = [value for name, value in seconds.items() if name.startswith("torchdeq")]
+    assert row["ratios"]["ours / torchdeq"] == pytest.approx(seconds["ours"] / min(rivals))
+    assert row["ratios"]["ours / bare"] == pytest.approx(seconds["ours"] / seconds["bare"])
+
+
+def test_the_residuals_of_a_block_are_measured(rows):
+    data = block_equilibrium.draw(EQUILIBRIUM)
+    tight = block_equilibrium.measured(data, block_equilibrium.ours(data, rtol=1e-5))
+    loose = block_equilibrium.measured(data, block_equilibrium.ours(data, rtol=1e-2))
+    assert max(tight["state_residual"], tight["adjoint_residual"]) < 2e-5
+    assert min(loose["state_residual"], loose["adjoint_residual"]) > 1e-4
+    assert loose["evaluations"] < tight["evaluations"]
+
+    def wrong(block):
+        state = block_equilibrium.ours(data, rtol=1e-5)(block)
+        block.shift.grad *= 1.1
+        return state
+
+    assert block_equilibrium.measured(data, wrong)["adjoint_residual"] > 0.01
+
+
+def test_a_block_whose_residuals_are_too_large_is_not_timed(monkeypatch):
+    monkeypatch.setattr(block_equilibrium, "SLACK", 0.0)
+    row = block_equilibrium.equilibrium_row(EQUILIBRIUM, repeats=1, max_seconds=0.1)
+    assert row["seconds"] == {}
+    assert row["ratios"] == {"ours / torchdeq": None, "ours / bare": None}
+    assert report.refusals({"rows": [{"name": "block", **row}]})
+
+
+def test_memory_of_a_block_is_that_of_one_evaluation(rows):
+    (row,) = [row for row in rows if row["metric"] == "MEMORY"]
+    assert set(row["ratios"]) == {"memory growth", "unrolled / ours"}
+    assert all(found["peak_bytes"] > 0 for found in row["evidence"].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_block_as_a_fixed_point_on_a_gpu():
+    setting = dataclasses.replace(EQUILIBRIUM, length=64, dim=64, rtol=1e-2, dtype="bfloat16", device="cuda")
+    row = block_equilibrium.equilibrium_row(setting, repeats=1, max_seconds=1.0)
+    assert all(row["evidence"][name]["peak_bytes"] > 0 for name in ("ours", "stack", "bare"))
+    assert row["ratios"]["ours / torchdeq"] > 0
+
+
 def test_g4_takes_a_gpu(rows):
-    assert [target.judge(rows)["verdict"] for target in TRAIN] == ["unmeasured"]
+    assert {target.judge(rows)["verdict"] for target in TRAIN if target.device == "cuda"} == {"unmeasured"}
+    assert {target.judge(rows)["verdict"] for target in TRAIN if target.device == "cpu"} <= {"met", "missed"}
     cases = train.settings_of(False, device="cuda")
     g4 = [case.problem for case in cases if case.metric == "G4"]
     assert {problem.shape for problem in g4} == {Shape(4, 16, 4096, 64), Shape(4, 16, 4096, 128)}
     assert {(problem.dtype, problem.device) for problem in g4} == {("bfloat16", "cuda")}
     row = train.step_row("G4", CASES[1].problem, repeats=1, max_seconds=0.1)
     assert set(row["seconds"]) == {"sdpa_training", "ours_training"}
-    judged = TRAIN[0].judge([{**row, "device": "cuda", "ratios": {"G4": 3.9}}])
+    judged = TRAIN[-1].judge([{**row, "device": "cuda", "ratios": {"G4": 3.9}}])
     assert judged["verdict"] == "met"
 
 

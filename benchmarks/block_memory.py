@@ -1,0 +1,93 @@
+"""The peak memory of a block's training step by evaluations: `python -m benchmarks.block_memory SETTING STEP`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import guard
+from .block_equilibrium import TESTS, Data, EquilibriumSetting, draw, ours
+from .measure import ROOT
+from .memory import begin, peak
+from .targets import Row
+
+#: Evaluations of the block; the growth is from the first to the last.
+COUNTS = (5, 20, 80)
+#: Of the unrolled step, which keeps them all.
+UNROLLED = (5, 20)
+#: A step of the same kind on so little loads what is loaded once: threads, kernels, autograd.
+WARM_UP = {"batch": 1, "length": 16}
+GROWTH = "memory growth"
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorySetting(EquilibriumSetting):
+    """Sizes of the block whose memory is measured."""
+
+    batch: int = 4
+    length: int = 512
+
+    @property
+    def name(self) -> str:
+        return f"memory of a {super().name}"
+
+
+def step_of(name: str, data: Data) -> Callable[[], Any]:
+    """The training step `implicit K` or `unrolled K`, with K evaluations of the block for every sample."""
+    kind, _, number = name.partition(" ")
+    if kind == "implicit":
+        return ours(data, rtol=data.block.setting.rtol, evaluations=int(number))
+
+    def unrolled() -> None:
+        data.block.zero_grad(set_to_none=True)
+        z = torch.zeros_like(data.x)
+        for _ in range(int(number)):
+            z = data.block(z, data.x)
+        z.backward(data.cotangent)
+
+    return unrolled
+
+
+def peak_of(setting: MemorySetting, name: str) -> dict[str, Any]:
+    """Peak bytes of the step above the inputs, measured in a process of its own; or the error that it ended with."""
+    command = [sys.executable, "-m", "benchmarks.block_memory", json.dumps(dataclasses.asdict(setting)), name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        return {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'killed'}"[:300]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def memory_row(setting: MemorySetting, *, repeats: int, max_seconds: float) -> Row:
+    """Peak memory of implicit and unrolled training steps."""
+    if (reason := guard.red(TESTS)) is not None:
+        return {"evidence": {"ours": {"error": reason}}, "seconds": {}, "ratios": {GROWTH: None}}
+    names = [*(f"implicit {count}" for count in COUNTS), *(f"unrolled {count}" for count in UNROLLED)]
+    found = {name: peak_of(setting, name) for name in names}
+    peaks = {name: part.get("peak_bytes") for name, part in found.items()}
+    first, last, same = (f"implicit {COUNTS[0]}", f"implicit {COUNTS[-1]}", UNROLLED[-1])
+    wanted = {GROWTH: (last, first), "unrolled / ours": (f"unrolled {same}", f"implicit {same}")}
+    made = {label: peaks[a] / peaks[b] if peaks[a] and peaks[b] else None for label, (a, b) in wanted.items()}
+    return {"evidence": found, "seconds": {}, "ratios": made}
+
+
+def main(argument: str, name: str) -> None:
+    """Warm up, take the step once, and print what it needed."""
+    setting = MemorySetting(**json.loads(argument))
+    step_of(name, draw(dataclasses.replace(setting, **WARM_UP)))()
+    data = draw(setting)
+    run = step_of(name, data)
+    before = begin(setting.device)
+    run()
+    print(json.dumps({"peak_bytes": peak(setting.device) - before, "baseline_bytes": before}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
