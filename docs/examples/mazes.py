@@ -14,7 +14,7 @@ import torch
 from _puzzles import arguments, compare, train
 from torch import Tensor, nn
 
-from implicit_attention import Equilibrium, Picard
+from implicit_attention import EquilibriumTransformer, Picard
 
 DIM, HEADS = 32, 4
 TRAINED, SIZES = 5, (5, 9, 13, 17)
@@ -68,30 +68,15 @@ def mazes(size: int, count: int, seed: str) -> Mazes:
     )
 
 
-class Block(nn.Module):
-    """One step z -> block(z, x, open): attention to the cells beside, then a small network, a norm behind each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-        self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.LayerNorm(DIM)])
-
-    def forward(self, z: Tensor, x: Tensor, open_: Tensor) -> Tensor:
-        walls = ~open_.repeat_interleave(HEADS, 0)
-        read, _ = self.attention(z, z, z, attn_mask=walls, need_weights=False)
-        z = self.norms[0](z + x + read)
-        return self.norms[1](z + self.mlp(z))
-
-
 class Solver(nn.Module):
-    """What is known of the cells goes in at every step; what the state has settled in is read at the end."""
+    """One transformer block, repeated: each cell attends to the cells beside it that are open."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(2 + len(WAYS), DIM), nn.Linear(DIM, 2)
         # While training a loop of as many steps as are drawn; then Picard's iteration, to its end.
-        self.layer = Equilibrium(Block(), steps=range(12, 25), solver=Picard(rtol=1e-3, max_steps=500))
+        solver = Picard(rtol=1e-3, max_steps=500)
+        self.layer = EquilibriumTransformer(DIM, HEADS, steps=range(12, 25), solver=solver, on_failure="ignore")
 
     def forward(self, cells: Tensor, open_: Tensor, steps: int | None = None) -> Tensor:
         return self.head(self.layer(self.embed(cells), open_, steps=steps))

@@ -1,6 +1,7 @@
 """Run every example in full with three seeds and write `docs/examples.md`: `python docs/examples/run_all.py`.
 
-The numbers go to `results.json` beside this file; `--check` only compares the tables of the page with them.
+The numbers go to `results.json` beside this file; `--check` only compares the tables of the page with them. The puzzles
+have one seed and a table of their own, from `puzzles.json`, which `--puzzles` writes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 import bit_pattern
 import digits
 import latch
+import mazes
 import mil_digits
 import sklearn
+import sudoku
 import torch
 from _common import EXTRAS, MODELS, mean_and_std, numbers, verdict
 
@@ -24,20 +27,30 @@ import implicit_attention
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results.json", HERE.parent / "examples.md"
+PUZZLES = HERE / "puzzles.json"
 START, END = "<!-- tables: python docs/examples/run_all.py -->\n", "<!-- end of tables -->"
+PUZZLES_START = "<!-- puzzles: python docs/examples/run_all.py --puzzles -->\n"
+PUZZLES_END = "<!-- end of puzzles -->"
 EXAMPLES = (digits, mil_digits, bit_pattern, latch)
 SEEDS = (0, 1, 2)
 
 
-def run_all() -> dict[str, Any]:
-    versions = {
+def versions() -> dict[str, str]:
+    return {
         "implicit_attention": implicit_attention.__version__,
         "torch": torch.__version__,
         "scikit-learn": sklearn.__version__,
         "python": platform.python_version(),
     }
+
+
+def run_puzzles() -> dict[str, Any]:
+    return {"versions": versions(), "examples": {module.__name__: module.main([]) for module in (mazes, sudoku)}}
+
+
+def run_all() -> dict[str, Any]:
     argv = ["--seeds", *map(str, SEEDS)]
-    return {"versions": versions, "examples": {module.__name__: module.main(argv) for module in EXAMPLES}}
+    return {"versions": versions(), "examples": {module.__name__: module.main(argv) for module in EXAMPLES}}
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -63,22 +76,37 @@ def tables(results: dict[str, Any]) -> str:
     return f"{_markdown(shares)}\n\n{_markdown(costs)}\n"
 
 
+def puzzle_table(results: dict[str, Any]) -> str:
+    """Loop against fixed point, in Markdown."""
+    table = [("example", "puzzles", "loop, %", "solved, %", "converged, %", "right if so, %", "evaluations", "at most")]
+    for example, result in results["examples"].items():
+        for row in result["rows"]:
+            names = ("loop", "solved", "converged", "right if converged")
+            shares = ("-" if row[name] is None else f"{100 * row[name]:.1f}" for name in names)
+            evals = f"{row['evaluations']:.0f}"
+            table.append((f"`{example}.py`", row["set"], *shares, evals, str(row["most evaluations"])))
+    return f"{_markdown(table)}\n"
+
+
 def _markdown(rows: list[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def updated(page: str, content: str) -> str:
-    before, rest = page.split(START)
-    return f"{before}{START}\n{content}\n{END}{rest.split(END)[1]}"
+def updated(page: str, content: str, start: str = START, end: str = END) -> str:
+    before, rest = page.split(start)
+    return f"{before}{start}\n{content}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> int:
     check = "--check" in sys.argv
-    if not check:
+    if "--puzzles" in sys.argv:
+        PUZZLES.write_text(json.dumps(run_puzzles(), indent=1) + "\n")
+    elif not check:
         RESULTS.write_text(json.dumps(run_all(), indent=1) + "\n")
     page = PAGE.read_text()
     new = updated(page, tables(json.loads(RESULTS.read_text())))
+    new = updated(new, puzzle_table(json.loads(PUZZLES.read_text())), PUZZLES_START, PUZZLES_END)
     if check:
         return int(new != page)
     PAGE.write_text(new)

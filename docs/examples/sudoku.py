@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from _puzzles import Examples, arguments, compare, train
 from torch import Tensor, nn
 
-from implicit_attention import Equilibrium, Picard
+from implicit_attention import EquilibriumTransformer, Picard
 
 DIM, HEADS, SIDE, CELLS = 32, 4, 4, 16
 LEARNT, ASKED = (6, 7, 8), (4, 5)
@@ -44,24 +44,15 @@ def puzzles(grids: Tensor, givens: int, count: int, generator: torch.Generator) 
     return (cells,), asked % (SIDE + 1)
 
 
-class Block(nn.TransformerEncoderLayer):
-    """One step z -> block(z, x): torch's own layer, with the puzzle added to its state."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, HEADS, 2 * DIM, dropout=0.0, activation="gelu", batch_first=True)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return super().forward(z + x)
-
-
 class Solver(nn.Module):
-    """What is known goes in at every step; the digits are read from the state that has settled."""
+    """One transformer block, repeated: each cell attends to all cells."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(CELLS + SIDE + 1, DIM), nn.Linear(DIM, SIDE)
         # While training a loop of as many steps as are drawn; then Picard's iteration, to its end.
-        self.layer = Equilibrium(Block(), steps=range(4, 17), solver=Picard(rtol=1e-3, max_steps=300))
+        solver = Picard(rtol=1e-3, max_steps=300)
+        self.layer = EquilibriumTransformer(DIM, HEADS, steps=range(4, 17), solver=solver, on_failure="ignore")
 
     def forward(self, cells: Tensor, steps: int | None = None) -> Tensor:
         return self.head(self.layer(self.embed(cells), steps=steps))

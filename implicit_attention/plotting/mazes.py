@@ -93,12 +93,14 @@ def save_maze_gif(
 
     Examples:
         >>> import tempfile, torch
+        >>> from pathlib import Path
         >>> from implicit_attention.plotting import save_maze_gif
         >>> ways = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).bool()
         >>> frames = [torch.tensor([1.0, 0.5, 0.0, 1.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])]
-        >>> with tempfile.NamedTemporaryFile(suffix=".gif") as file:
-        ...     save_maze_gif(file.name, frames, ways, start=0, goal=3, residuals=[0.5, 1e-4], tolerance=1e-3)
-        ...     open(file.name, "rb").read(3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "maze.gif"
+        ...     save_maze_gif(file, frames, ways, start=0, goal=3, residuals=[0.5, 1e-4], tolerance=1e-3)
+        ...     file.read_bytes()[:3]
         b'GIF'
     """
     from matplotlib.animation import PillowWriter
