@@ -1,0 +1,145 @@
+"""Perfect mazes as graphs: cells are tokens, passages are edges, the one path from start to goal is the answer."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+
+import torch
+
+from .models import NONE, Examples, Shape
+
+#: The four ways out of a cell, as (rows, columns): up, down, left, right.
+WAYS = ((-1, 0), (1, 0), (0, -1), (0, 1))
+
+Parents = list[int]
+
+
+def around(cell: int, size: int) -> list[int]:
+    """The cells beside one in the grid, walls or not."""
+    row, column = divmod(cell, size)
+    return [
+        (row + down) * size + column + right
+        for down, right in WAYS
+        if 0 <= row + down < size and 0 <= column + right < size
+    ]
+
+
+def depth_first(size: int, draw: random.Random) -> Parents:
+    """Walk to a cell not seen before until there is none, then back: long winding ways with few branches."""
+    first = draw.randrange(size * size)
+    parent, way = [-1] * size**2, [first]
+    parent[first] = first
+    while way:
+        free = [cell for cell in around(way[-1], size) if parent[cell] < 0]
+        if not free:
+            way.pop()
+            continue
+        cell = draw.choice(free)
+        parent[cell] = way[-1]
+        way.append(cell)
+    return parent
+
+
+def prim(size: int, draw: random.Random) -> Parents:
+    """Open a wall drawn from all that border what is reached, again and again: short ways with many branches."""
+    first = draw.randrange(size * size)
+    parent = [-1] * size**2
+    parent[first] = first
+    walls = [(first, cell) for cell in around(first, size)]
+    while walls:
+        index = draw.randrange(len(walls))
+        walls[index], walls[-1] = walls[-1], walls[index]
+        known, cell = walls.pop()
+        if parent[cell] < 0:
+            parent[cell] = known
+            walls += [(cell, other) for other in around(cell, size) if parent[other] < 0]
+    return parent
+
+
+def wilson(size: int, draw: random.Random) -> Parents:
+    """Random walks without their loops, from every cell to what is reached: every spanning tree is as likely."""
+    parent = [-1] * size**2
+    first = draw.randrange(size * size)
+    parent[first] = first
+    for begin in range(size * size):
+        cell, last = begin, {}
+        while parent[cell] < 0:
+            last[cell] = draw.choice(around(cell, size))
+            cell = last[cell]
+        cell = begin
+        while parent[cell] < 0:
+            parent[cell] = last[cell]
+            cell = last[cell]
+    return parent
+
+
+#: Each draws a spanning tree of the grid, as the parent of every cell (the root is its own).
+GENERATORS: dict[str, Callable[[int, random.Random], Parents]] = {
+    "depth-first": depth_first,
+    "Prim": prim,
+    "Wilson": wilson,
+}
+
+
+def path(parent: Parents, start: int, goal: int) -> list[int]:
+    """The cells from start to goal: up from both to where their ways meet."""
+    up = [start]
+    while parent[up[-1]] != up[-1]:
+        up.append(parent[up[-1]])
+    places, down = {cell: index for index, cell in enumerate(up)}, [goal]
+    while down[-1] not in places:
+        down.append(parent[down[-1]])
+    return up[: places[down[-1]]] + down[::-1]
+
+
+#: What is known of a cell: whether it is the start, the goal, and which of the four ways out of it are open.
+FEATURES = 2 + len(WAYS)
+#: Mazes to learn from: of one size, of one generator. Batches are drawn from them.
+TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES = 5, "depth-first", 10_000
+SIZES = (5, 7, 9, 13, 17)
+
+
+def mazes(generator: str, size: int, count: int, seed: str) -> Examples:
+    """`count` mazes of size x size cells with start and goal drawn from them; class 1 is the path.
+
+    The first mazes of a larger count are those of a smaller one.
+    """
+    draw, cells = random.Random(f"{generator}, {size} x {size}, {seed}"), size * size
+    inputs, edges = torch.zeros(count, cells, FEATURES), torch.full((count, cells, 1 + len(WAYS)), NONE)
+    targets = torch.zeros(count, cells, dtype=torch.long)
+    edges[..., -1] = torch.arange(cells)
+    ways = {down * size + right: index for index, (down, right) in enumerate(WAYS)}
+    for index in range(count):
+        parent = GENERATORS[generator](size, draw)
+        start, goal = draw.sample(range(cells), 2)
+        passages = [(cell, other) for cell, other in enumerate(parent) if cell != other]
+        both = passages + [(other, cell) for cell, other in passages]
+        here, there = (list(ends) for ends in zip(*both, strict=True))
+        way = [ways[other - cell] for cell, other in both]
+        edges[index, here, way] = torch.tensor(there)
+        inputs[index, here, [2 + number for number in way]] = 1
+        inputs[index, start, 0] = inputs[index, goal, 1] = 1
+        targets[index, path(parent, start, goal)] = 1
+    return Examples(inputs, edges, targets)
+
+
+class Mazes:
+    """Trained on 5 x 5 mazes of one generator, tested on larger ones and on those of other generators."""
+
+    name = "mazes"
+    shape = Shape(features=FEATURES, classes=2)
+
+    @functools.cached_property
+    def learnt(self) -> Examples:
+        return mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train").dense()
+
+    def draw(self, count: int, generator: torch.Generator) -> Examples:
+        return self.learnt.at(torch.randint(TRAIN_MAZES, (count,), generator=generator))
+
+    @functools.cache  # noqa: B019 (there is one task, for as long as its process)
+    def test(self, name: str, count: int) -> Examples:
+        """Of the set `generator size`."""
+        generator, size = name.rsplit(" ", 1)
+        return mazes(generator, int(size), count, "to test")
