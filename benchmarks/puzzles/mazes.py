@@ -125,21 +125,61 @@ def mazes(generator: str, size: int, count: int, seed: str) -> Examples:
     return Examples(inputs, edges, targets)
 
 
+@functools.cache
+def learnt() -> Examples:
+    return mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train").dense()
+
+
+@functools.cache
+def held_out(generator: str, size: int, count: int) -> Examples:
+    return mazes(generator, size, count, "to test")
+
+
 class Mazes:
     """Trained on 5 x 5 mazes of one generator, tested on larger ones and on those of other generators."""
 
-    name = "mazes"
     shape = Shape(features=FEATURES, classes=2)
 
-    @functools.cached_property
-    def learnt(self) -> Examples:
-        return mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train").dense()
-
     def draw(self, count: int, generator: torch.Generator) -> Examples:
-        return self.learnt.at(torch.randint(TRAIN_MAZES, (count,), generator=generator))
+        return learnt().at(torch.randint(TRAIN_MAZES, (count,), generator=generator))
 
-    @functools.cache  # noqa: B019 (there is one task, for as long as its process)
     def test(self, name: str, count: int) -> Examples:
         """Of the set `generator size`."""
         generator, size = name.rsplit(" ", 1)
-        return mazes(generator, int(size), count, "to test")
+        return held_out(generator, int(size), count)
+
+
+def no_cell(examples: Examples) -> Tensor:
+    """The majority's class: nothing is on the path."""
+    return torch.zeros_like(examples.targets)
+
+
+def no_dead_ends(examples: Examples) -> Tensor:
+    """All cells but those with one way out that are neither start nor goal."""
+    ends, ways = examples.inputs[..., :2].sum(-1), examples.inputs[..., 2:].sum(-1)
+    return ((ends > 0) | (ways > 1)).long()
+
+
+class Convex(Block):
+    """The map of `RepeatedSelfAttention`: anchor x + (1 - anchor) attention of z to itself, learned temperature."""
+
+    def __init__(self, shape: Shape) -> None:
+        nn.Module.__init__(self)
+        self.log_beta, self.anchor_logit = nn.Parameter(torch.zeros(())), nn.Parameter(torch.tensor(-2.0))
+
+    def forward(self, z: Tensor, x: Tensor, edges: Tensor) -> Tensor:
+        mask = edges if edges.dtype == torch.bool else mask_of(edges)
+        anchor = self.anchor_logit.sigmoid()
+        problem = RepeatedSelfAttention(x, self.log_beta.exp(), anchor, mask=mask)
+        return problem.fixed_point_map(z)
+
+
+class Repeated(Model):
+    """Its own best: what it is not given inside the loop it has before and behind it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape, blocks=0)
+        dim = shape.dim
+        self.embed = nn.Sequential(nn.Linear(shape.features, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.head = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, shape.classes))
+        self.blocks.append(Convex(shape))
