@@ -48,9 +48,7 @@ def settings_of(quick: bool) -> tuple[Setting, ...]:
     return tuple(s for p in plans for s in (*(Entry(p, contender) for contender in p.contenders), Costs(p)))
 
 
-def run(
-    settings: Iterable[Setting], *, repeats: int, max_seconds: float, progress: Callable[[Row], None]
-) -> list[Row]:
+def run(settings: Iterable[Setting], *, repeats: int, max_seconds: float, progress: Callable[[Row], None]) -> list[Row]:
     """Train and ask every contender with every seed; then time those of a plan in turns."""
     settings = list(settings)
     entries = [setting for setting in settings if isinstance(setting, Entry)]

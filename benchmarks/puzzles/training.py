@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from implicit_attention import FixedPointMap, Picard, solve
+from implicit_attention import Equilibrium, Picard
 from implicit_attention.adjoints import Adjoint
 from implicit_attention.solvers import Solver
 
@@ -74,8 +74,7 @@ class Settled:
     solver: Solver = dataclasses.field(default_factory=lambda: Picard(rtol=RTOL, max_steps=40))
 
     def states(self, model: Model, x: Tensor, edges: Tensor, draw: random.Random) -> Iterator[Tensor]:
-        problem = FixedPointMap(model.block, x, edges, event_ndim=2)
-        yield solve(problem, torch.zeros_like(x), solver=self.solver, adjoint=self.adjoint, on_failure="ignore").value
+        yield Equilibrium(model.block, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")(x, edges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +199,9 @@ class Solved:
         return self.label
 
     def answer(self, model: Model, x: Tensor, edges: Tensor, start: Tensor) -> Answer:
-        problem = FixedPointMap(model.block, x, edges, event_ndim=2)
-        found = solve(problem, start, solver=self.solver, on_failure="ignore")
-        return Answer(found.value, found.num_evals, found.converged)
+        settle = Equilibrium(model.block, solver=self.solver, on_failure="ignore")
+        state, found = settle(x, edges, start=start, return_solution=True)
+        return Answer(state, found.num_evals, found.converged)
 
 
 @torch.no_grad()
