@@ -12,8 +12,8 @@ from .adjoints import Implicit, OneStep, Phantom, Unrolled
 from .attention import equilibrium_attention
 from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
 from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
-from .fixed_point_map import FixedPointMap
-from .layers import AttentionPooling, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
+from .fixed_point_map import FixedPointMap, PerSample, Shared
+from .layers import AttentionPooling, Equilibrium, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
 from .options import SolveOptions
 from .potentials import LogSumExp, Potential, SquaredScores
 from .solution import Solution, SolveReport
@@ -31,6 +31,8 @@ __all__ = [
     "MemoryLookup",
     "KeyValueCache",
     "Rotary",
+    # Any block, iterated until its answer settles
+    "Equilibrium",
     # Problems: an energy of a potential, or any map
     "LogSumExp",
     "SquaredScores",
@@ -40,6 +42,8 @@ __all__ = [
     "RepeatedSelfAttention",
     "EnergyFunction",
     "FixedPointMap",
+    "PerSample",
+    "Shared",
     # A solve, and how it went
     "solve",
     "SolveOptions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ def _copied(module: nn.Module, new: dict[int, Tensor], copies: dict[int, nn.Modu
     return copies[id(module)]
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in `value`, which is called `name`."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Declared):
@@ -44,14 +45,14 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.{inner}", tensor
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from _named(item, f"{name}[{i}]")
+            yield from named(item, f"{name}[{i}]")
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _named(item, f"{name}[{key!r}]")
+            yield from named(item, f"{name}[{key!r}]")
 
 
 def _rebuilt(value: Any, new: Iterator[Tensor]) -> Any:
-    """`value` with its tensors taken from `new`, in the order of `_named`."""
+    """`value` with its tensors taken from `new`, in the order of `named`."""
     if isinstance(value, Tensor):
         return next(new)
     if isinstance(value, Declared):
@@ -64,6 +65,21 @@ def _rebuilt(value: Any, new: Iterator[Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _rebuilt(item, new) for key, item in value.items()}
     return value
+
+
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor t in it replaced by change(t)."""
+    return _rebuilt(value, (change(tensor) for _, tensor in named(value, "")))
+
+
+def _modules(value: Any) -> Iterator[nn.Module]:
+    """The modules in `value`, in all places where `named` looks for tensors."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, Declared | tuple | list | dict):
+        parts = vars(value) if isinstance(value, Declared) else value
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            yield from _modules(part)
 
 
 class Withdrawn:
@@ -120,7 +136,7 @@ class Declared:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():
-            yield from _named(value, name)
+            yield from named(value, name)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the object reads, in a fixed order."""
@@ -133,6 +149,11 @@ class Declared:
         if next(new, None) is not None:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
+
+    def apart(self) -> Self:
+        """The same object, of whose training modules no buffer is written to: each is a copy."""
+        kept = {id(b) for module in _modules(self) if module.training for b in module.buffers()}
+        return self.replace(*(t.clone() if id(t) in kept else t for t in self.tensors())) if kept else self
 
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
@@ -161,11 +182,11 @@ def restricted(held: _D, index: Tensor, **own: int) -> _D:
     for name, count in own.items():
         tensor = getattr(clone, name)
         if isinstance(tensor, Tensor):
-            setattr(clone, name, _picked(tensor, index, tensor.ndim - count - 1))
+            setattr(clone, name, picked(tensor, index, tensor.ndim - count - 1))
     return clone
 
 
-def _picked(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
+def picked(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
     if axis < 0 or tensor.shape[axis] == 1:
         return tensor
     if all(stride == 0 or size == 1 for stride, size in zip(index.stride()[:-1], index.shape[:-1], strict=True)):

@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from . import _validate
+from ._autograd import transforms_active
+from ._declared import changed, named, picked
 from .problem import Problem
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerSample:
+    """An input of a map of which every problem has its own part: its leading axes are those of the state.
+
+    With such an input the problem can be restricted: finished problems leave the work, and a NaN in the part of one
+    reaches no other.
+
+    Args:
+        value: a tensor (*lead, ...) for states (*lead, *event), or a tuple, list or dict of such tensors.
+
+    Not for weights and other tensors that all problems read: wrap those in `Shared`, or pass them as they are.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, PerSample, solve
+        >>> x, weight = torch.tensor([[0.1], [0.2], [0.3]]), torch.tensor([[0.5]], requires_grad=True)
+        >>> f = lambda z, x, weight: torch.tanh(z @ weight + x)
+        >>> solution = solve(FixedPointMap(f, PerSample(x), weight, event_ndim=1), torch.zeros(3, 1))
+        >>> solution.converged.tolist()
+        [True, True, True]
+    """
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """An input of a map that all problems read, whatever its shape.
+
+    A map of which every tensor is wrapped can be restricted to some of its problems; see `PerSample`.
+
+    Args:
+        value: a tensor, or a tuple, list or dict of tensors.
+
+    Not for tensors of which every problem has its own part: those are `PerSample`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FixedPointMap, Shared, solve
+        >>> problem = FixedPointMap(lambda z, b: z.cos() / 2 + b, Shared(torch.tensor([0.5])), event_ndim=1)
+        >>> solve(problem, torch.zeros(3, 1)).converged.tolist()
+        [True, True, True]
+    """
+
+    value: Any
 
 
 class UserProblem(Problem):
     """A problem made of a user's function(z, *inputs) or of a module; `inputs` and the module hold its tensors."""
+
+    separates = False
 
     def __init__(self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int) -> None:
         if not callable(function):
@@ -21,9 +75,53 @@ class UserProblem(Problem):
                 _validate.message("function", "be callable", type(function).__name__, "pass f(z, *tensors)")
             )
         event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
+        for i, given in enumerate(inputs):
+            if isinstance(given, PerSample | Shared) and not isinstance(given.value, Tensor | tuple | list | dict):
+                kind, received = type(given).__name__, type(given.value).__name__
+                required = f"be a tensor, or a tuple, list or dict of tensors, inside {kind}"
+                raise TypeError(_validate.message(f"inputs[{i}]", required, received, "pass other objects as they are"))
         self.function = function
-        self.inputs = inputs
+        self.inputs = tuple(given.value if isinstance(given, PerSample | Shared) else given for given in inputs)
         self.event_ndim = event_ndim
+        self._own = tuple(isinstance(given, PerSample) for given in inputs)
+        wrapped = [isinstance(given, PerSample | Shared) for given in inputs]
+        # Modules hold nothing of a problem's own.
+        known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
+        self._restrictable = any(self._own) or (any(wrapped) and all(known))
+
+    def check_state(self, z: Tensor) -> None:
+        super().check_state(z)
+        lead = z.shape[: z.ndim - self.event_ndim]
+        for i, (value, own) in enumerate(zip(self.inputs, self._own, strict=True)):
+            for name, tensor in named(value, f"inputs[{i}]") if own else ():
+                _validate.require(
+                    tensor.shape[: len(lead)] == lead,
+                    name,
+                    f"have the leading axes {tuple(lead)} of the states, as it is PerSample",
+                    f"shape {tuple(tensor.shape)}",
+                    "expand it, or wrap what all problems read in Shared",
+                )
+
+    def _restricted(self, index: Tensor) -> Self | None:
+        return self._with_own(lambda tensor: picked(tensor, index, index.ndim - 1)) if self._restrictable else None
+
+    def without(self, left_out: Tensor) -> Self:
+        def filled(tensor: Tensor) -> Tensor:
+            rows = left_out.reshape((*left_out.shape, *(1,) * (tensor.ndim - left_out.ndim)))
+            return tensor.masked_fill(rows, 1.0) if tensor.is_floating_point() else tensor
+
+        return self._with_own(filled)
+
+    def _with_own(self, change: Callable[[Tensor], Tensor]) -> Self:
+        clone = copy.copy(self)
+        pairs = zip(self.inputs, self._own, strict=True)
+        clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
+        return clone
+
+    def _called(self, z: Tensor) -> Any:
+        # Transforms refuse modules that write to what they keep, such as a running mean.
+        held = self.apart() if transforms_active() else self
+        return held.function(z, *held.inputs)
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
         name = self._map_name()
@@ -72,9 +170,17 @@ class FixedPointMap(UserProblem):
         function: f(z, *tensors) -> tensor of z's shape, acting on each problem (the last `event_ndim` axes)
             separately; or an nn.Module, whose parameters are then declared. It leaves z as it is and returns new memory
             at every call: a map that works in place or reuses a buffer raises ValueError.
-        *inputs: every tensor that f reads and whose gradient may be wanted.
+        *inputs: every tensor that f reads and whose gradient may be wanted; f receives `PerSample(t)` and `Shared(t)`
+            as the plain tensor t.
         event_ndim: number of trailing axes of z that form one problem.
         symmetric: promise that df/dz is symmetric, so that the adjoint may use conjugate gradients.
+
+    With an input that is `PerSample`, or with all inputs wrapped, problems leave the work as they finish: f is then
+    called with fewer problems than the initial state has, and inputs that are not wrapped are shared. The last bits of
+    a value may depend on how many others are left, as those of torch's kernels do; nothing else does. A map that mixes
+    problems (batch normalisation in training), that draws random numbers, or that takes one number of problems only is
+    found by one call on those that would stay, before any leaves, and keeps all to the end. Where it mixes them they
+    are one problem: make the axis that numbers them a part of the event.
 
     Gradients: with respect to every declared tensor, first and second order. A tensor that requires grad and is read
     without being declared raises ValueError in `solve`.
@@ -102,5 +208,11 @@ class FixedPointMap(UserProblem):
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.symmetric = symmetric
 
+    # Whole samples: to add some would be as much work again.
+    row_block = 1
+
+    def select(self, index: Tensor) -> Self | None:
+        return self._restricted(index)
+
     def fixed_point_map(self, z: Tensor) -> Tensor:
-        return self._check_output(self.function(z, *self.inputs), z, z.shape, "of z")
+        return self._check_output(self._called(z), z, z.shape, "of z")

@@ -88,6 +88,9 @@ class Problem(Declared, general=True):
     row_block: int = 32
     #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed, so that plain steps need no test.
     plain_steps_descend: bool = False
+    #: Whether f is known to compute each problem by itself. What others do with a part of the problems is compared with
+    #: what they do with all before any is left out, and their adjoints keep all together.
+    separates: bool = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -150,7 +153,8 @@ class Problem(Declared, general=True):
     def check_undeclared(self, z: Tensor) -> None:
         """Raise if f reads a tensor whose gradient would silently be zero: one not declared, or kept from before."""
         tensors = self.tensors()
-        detached = self.replace(*(t.detach() for t in tensors))
+        apart = self.apart()
+        detached = apart.replace(*(t.detach() for t in apart.tensors()))
         declared = {name for name, _ in self.named_tensors()}
         with torch.enable_grad():
             # A copy, as maps that work in place are found out later.

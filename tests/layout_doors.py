@@ -298,6 +298,35 @@ def _solve(draw, name):
 
 
 @door
+def solve_a_map_per_sample(draw):
+    """A map of one's own, of which finished problems leave the work."""
+    event_ndim, lead = draw.rng.choice((1, 2)), draw.rng.choice(((6,), (40,), (2, 9)))
+    n, d = draw.rng.choice((1, 3, 8)), draw.rng.choice((1, 4, 5))
+    lead = lead if event_ndim == 2 else (*lead, n)
+    own = (n, d) if event_ndim == 2 else (d,)
+    weight = draw.tensor(d, d, scale=0.5 / d)
+    # As hard as each other they would leave at once.
+    high = 0.9 / max(1.0, float(torch.linalg.matrix_norm(copied(weight), 2)))
+    slope = draw.uniform(*lead, *(1,) * event_ndim, low=high / 9, high=high).to(draw.dtype)
+    leaves = tensors(x=draw.tensor(*lead, *own), slope=slope, weight=weight)
+
+    def step(z, x, slope, weight):
+        return torch.tanh(slope * (z @ weight) + x)
+
+    x, slope, weight = leaves.values()
+    inputs = (ia.PerSample(x), ia.PerSample(slope), draw.rng.choice((ia.Shared(weight), weight)))
+    initial = draw.tensor(*lead, *own)
+    solution = ia.solve(ia.FixedPointMap(step, *inputs, event_ndim=event_ndim), initial, solver=solver(draw))
+    held = [copied(t) for t in leaves.values()]
+    z = fixed_point(lambda z: step(z, *held), copied(initial))
+    same("state", solution.value, z, solution.value.dtype)
+    converged(solution, solution.value, lambda z: step(z, *held))
+    cotangent, got = gradients(draw, solution.value, list(leaves.values()))
+    want = implicit_gradients(step, z, held, cotangent, event_ndim)[1]
+    all_same(leaves, got, want, draw.dtype)
+
+
+@door
 def read_outs(draw):
     """What a potential over keys says at a state."""
     if draw.dtype in HALF:

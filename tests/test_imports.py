@@ -46,6 +46,9 @@ ALLOWED = {
         "problem",
         "solvers",
         "adjoints",
+        "linear",
+        "fixed_point_map",
+        "solve",
         "solution",
     },
     "spins": {

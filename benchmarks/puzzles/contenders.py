@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import io
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -77,35 +78,35 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that is measured of a task.
+    """All that is measured of a task: a metric of the suite.
 
-    sets: held-out sets by name. costs: the set of which a batch is answered for times. solver_set: the one that
-    solvers are compared on.
+    told: the task in a sentence. sets: held-out sets by name. costs: the set that is told in detail, and of which a
+    batch is timed. solver_set: the one that solvers are compared on. leader: contender and way that the others are held
+    against. drawn: contenders and ways in the figure.
     """
 
+    metric: str
     task: Task
+    told: str
     contenders: tuple[Contender, ...]
     sets: tuple[str, ...]
     costs: str
     solver_set: str
+    leader: tuple[str, str]
+    drawn: tuple[tuple[str, str], ...] = ()
     claims: tuple[Claim, ...] = ()
+    notes: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
     puzzles: int = 500
     solver_puzzles: int = 200
     cost_puzzles: int = 32
 
-    @property
-    def metric(self) -> str:
-        return self.task.name.upper()
-
     def quick(self) -> Plan:
         """A look: one seed, few updates, few puzzles of the smallest sets."""
-        few = tuple(
-            dataclasses.replace(c, recipe=c.recipe and c.recipe.quick(), sets=c.sets[:1]) for c in self.contenders
-        )
-        return dataclasses.replace(
-            self, contenders=few, sets=self.sets[:1], seeds=self.seeds[:1], puzzles=8, solver_puzzles=4, cost_puzzles=4
-        )
+        first = self.sets[:1]
+        few = tuple(dataclasses.replace(c, recipe=c.recipe and c.recipe.quick(), sets=first) for c in self.contenders)
+        small = {"costs": first[0], "solver_set": first[0], "puzzles": 8, "solver_puzzles": 4, "cost_puzzles": 4}
+        return dataclasses.replace(self, contenders=few, sets=first, seeds=self.seeds[:1], **small)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return f"{self.plan.task.name}: {self.contender.name}"
+        return f"{self.plan.metric.lower()}: {self.contender.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Costs:
 
     @property
     def name(self) -> str:
-        return f"{self.plan.task.name}: costs"
+        return f"{self.plan.metric.lower()}: costs"
 
 
 def model_of(task: Task, contender: Contender, seed: int) -> Model:
@@ -184,6 +185,7 @@ def entry_row(entry: Entry, runs: list[dict[str, Any]]) -> Row:
         "name": entry.name,
         "metric": entry.metric,
         "contender": contender.name,
+        "tied": contender.recipe is not None and len(model.blocks) == 1,
         "parameters": 0 if contender.recipe is None else sum(p.numel() for p in model.parameters()),
         "recipe": None if contender.recipe is None else repr(contender.recipe),
         "puzzles": plan.puzzles,
@@ -279,14 +281,7 @@ def costs_row(setting: Costs, weights: dict[str, bytes], repeats: int, max_secon
 
 def one_step(task: Task, model: Model, recipe: Recipe) -> None:
     """Forward and backward of the first batch."""
-    import random
-
     batch = task.draw(recipe.batch, torch.Generator().manual_seed(0)).dense()
     model.zero_grad()
     states = iter(recipe.training.states(model, model.embed(batch.inputs), batch.edges, random.Random(0)))
     loss(model, next(states), batch.targets).backward()
-
-
-def settings_of(plans: Iterable[Plan], quick: bool) -> tuple[Entry | Costs, ...]:
-    chosen = [plan.quick() if quick else plan for plan in plans]
-    return tuple(s for p in chosen for s in (*(Entry(p, contender) for contender in p.contenders), Costs(p)))

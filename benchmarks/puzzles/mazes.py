@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from .models import NONE, Examples, Shape
+from implicit_attention import Implicit, OneStep, Phantom, RepeatedSelfAttention
+from implicit_attention.solvers import TorchDEQ
+
+from .contenders import Claim, Contender, Plan
+from .models import NONE, Block, Examples, Model, Shape, mask_of
+from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, TorchDEQLayer, Training
 
 #: The four ways out of a cell, as (rows, columns): up, down, left, right.
 WAYS = ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -125,21 +134,117 @@ def mazes(generator: str, size: int, count: int, seed: str) -> Examples:
     return Examples(inputs, edges, targets)
 
 
+@functools.cache
+def learnt() -> Examples:
+    return mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train").dense()
+
+
+@functools.cache
+def held_out(generator: str, size: int, count: int) -> Examples:
+    return mazes(generator, size, count, "to test")
+
+
 class Mazes:
     """Trained on 5 x 5 mazes of one generator, tested on larger ones and on those of other generators."""
 
-    name = "mazes"
     shape = Shape(features=FEATURES, classes=2)
 
-    @functools.cached_property
-    def learnt(self) -> Examples:
-        return mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train").dense()
-
     def draw(self, count: int, generator: torch.Generator) -> Examples:
-        return self.learnt.at(torch.randint(TRAIN_MAZES, (count,), generator=generator))
+        return learnt().at(torch.randint(TRAIN_MAZES, (count,), generator=generator))
 
-    @functools.cache  # noqa: B019 (there is one task, for as long as its process)
     def test(self, name: str, count: int) -> Examples:
         """Of the set `generator size`."""
         generator, size = name.rsplit(" ", 1)
-        return mazes(generator, int(size), count, "to test")
+        return held_out(generator, int(size), count)
+
+
+def no_cell(examples: Examples) -> Tensor:
+    """The majority's class: nothing is on the path."""
+    return torch.zeros_like(examples.targets)
+
+
+def no_dead_ends(examples: Examples) -> Tensor:
+    """All cells but those with one way out that are neither start nor goal."""
+    ends, ways = examples.inputs[..., :2].sum(-1), examples.inputs[..., 2:].sum(-1)
+    return ((ends > 0) | (ways > 1)).long()
+
+
+class Convex(Block):
+    """The map of `RepeatedSelfAttention`: anchor x + (1 - anchor) attention of z to itself, learned temperature."""
+
+    def __init__(self, shape: Shape) -> None:
+        nn.Module.__init__(self)
+        self.log_beta, self.anchor_logit = nn.Parameter(torch.zeros(())), nn.Parameter(torch.tensor(-2.0))
+
+    def forward(self, z: Tensor, x: Tensor, edges: Tensor) -> Tensor:
+        mask = edges if edges.dtype == torch.bool else mask_of(edges)
+        anchor = self.anchor_logit.sigmoid()
+        problem = RepeatedSelfAttention(x, self.log_beta.exp(), anchor, mask=mask)
+        return problem.fixed_point_map(z)
+
+
+class Repeated(Model):
+    """Its own best: what it is not given inside the loop it has before and behind it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape, blocks=0)
+        dim = shape.dim
+        self.embed = nn.Sequential(nn.Linear(shape.features, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.head = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, shape.classes))
+        self.blocks.append(Convex(shape))
+
+
+# ------------------------------------------------------------------ who competes
+
+#: Steps of the loop in training. Numbers that are drawn are what makes states settle.
+STEPS, MEAN_STEPS = range(12, 25), 18
+#: Blocks of the stack that costs what solving 9 x 9 mazes costs.
+DEEP = 42
+SHOWN = tuple(f"{TRAIN_GENERATOR} {size}" for size in SIZES)
+OTHERS = tuple(f"{name} {size}" for name in ("Prim", "Wilson") for size in SIZES)
+FEW = (*SHOWN, "Prim 13", "Wilson 13")
+
+RECIPE = Recipe(Loop(STEPS), updates=500)
+
+
+def _with(training: Training, **changes: Any) -> Recipe:
+    return dataclasses.replace(RECIPE, training=training, **changes)
+
+
+TIED = "tied, 12 to 24 steps drawn"
+FIXED_WAYS = (Fixed(MEAN_STEPS), Fixed(8 * MEAN_STEPS))
+TORCHDEQ = Solved(TorchDEQ("anderson", rtol=RTOL, max_steps=CAP), "solved by torchdeq's anderson")
+
+CONTENDERS = (
+    Contender(TIED, RECIPE, (Solved(), *FIXED_WAYS), solvers=True),
+    Contender("tied, 18 steps", _with(Loop(MEAN_STEPS)), (Solved(), *FIXED_WAYS), FEW, solvers=True),
+    Contender("stack of 18", _with(Loop(MEAN_STEPS)), (Fixed(MEAN_STEPS),), make=partial(Model, blocks=MEAN_STEPS)),
+    Contender(f"stack of {DEEP}", _with(Loop(DEEP)), (Fixed(DEEP),), make=partial(Model, blocks=DEEP)),
+    Contender("tied, one-step gradient", _with(Settled(OneStep())), (Solved(),), FEW),
+    Contender("tied, phantom gradient (5)", _with(Settled(Phantom(5))), (Solved(),), FEW),
+    Contender("tied, implicit gradient", _with(Settled(Implicit())), (Solved(),), FEW),
+    Contender("torchdeq's layer, implicit", _with(TorchDEQLayer()), (TORCHDEQ, Solved()), FEW),
+    Contender("RepeatedSelfAttention", _with(Loop(MEAN_STEPS)), (Solved(),), FEW, make=Repeated),
+    Contender("no cell", None, guess=no_cell),
+    Contender("all but dead ends", None, guess=no_dead_ends),
+)
+
+PLAN = Plan(
+    "MAZES",
+    Mazes(),
+    "perfect mazes as graphs of cells; trained on 5 x 5 by depth-first search; which cells are on the path?",
+    CONTENDERS,
+    (*SHOWN, *OTHERS),
+    costs=f"{TRAIN_GENERATOR} 9",
+    solver_set=f"{TRAIN_GENERATOR} 9",
+    leader=(TIED, "solved"),
+    drawn=((TIED, "solved"), (TIED, FIXED_WAYS[0].name), (TIED, FIXED_WAYS[1].name))
+    + (("stack of 18", "18 steps"), (f"stack of {DEEP}", f"{DEEP} steps"), ("all but dead ends", "guess")),
+    claims=(
+        Claim(TIED, "solved", f"{TRAIN_GENERATOR} 9", ">=", 0.95),
+        Claim(TIED, "solved", f"{TRAIN_GENERATOR} 17", ">=", 0.85),
+        Claim(TIED, "solved", "Prim 13", ">=", 0.65),
+        Claim("stack of 18", "18 steps", f"{TRAIN_GENERATOR} 9", "<=", 0.1),
+        Claim(f"stack of {DEEP}", f"{DEEP} steps", f"{TRAIN_GENERATOR} 9", "<=", 0.1),
+    ),
+)

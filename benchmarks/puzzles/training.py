@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from implicit_attention import FixedPointMap, Picard, solve
+from implicit_attention import Equilibrium, Picard
 from implicit_attention.adjoints import Adjoint
 from implicit_attention.solvers import Solver
 
@@ -27,8 +27,6 @@ AT_ONCE = 32_768
 class Task(Protocol):
     """A puzzle with its data."""
 
-    #: In lower case, that of its metric.
-    name: str
     shape: Shape
 
     def draw(self, count: int, generator: torch.Generator) -> Examples:
@@ -50,17 +48,22 @@ class Loop:
     """`steps` blocks in turn; drawn for every batch where it is a range (which makes states settle beyond them).
 
     before: blocks in turn without a graph before these, drawn as well.
+    noise: normal noise of this size that every step adds to the state: what is to last must be held with a margin.
     """
 
     steps: int | range
     before: int | range = 0
+    noise: float = 0.0
 
     def states(self, model: Model, x: Tensor, edges: Tensor, draw: random.Random) -> Iterator[Tensor]:
         steps, before = (draw.choice(c) if isinstance(c, range) else c for c in (self.steps, self.before))
         z = torch.zeros_like(x)
         with torch.no_grad():
             z = model.steps(z, x, edges, before)
-        yield model.steps(z, x, edges, steps)
+        for index in range(steps):
+            z = model.blocks[index % len(model.blocks)](z, x, edges)
+            z = z + self.noise * torch.randn_like(z) if self.noise else z
+        yield z
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +74,7 @@ class Settled:
     solver: Solver = dataclasses.field(default_factory=lambda: Picard(rtol=RTOL, max_steps=40))
 
     def states(self, model: Model, x: Tensor, edges: Tensor, draw: random.Random) -> Iterator[Tensor]:
-        problem = FixedPointMap(model.block, x, edges, event_ndim=2)
-        yield solve(problem, torch.zeros_like(x), solver=self.solver, adjoint=self.adjoint, on_failure="ignore").value
+        yield Equilibrium(model.block, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")(x, edges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +199,9 @@ class Solved:
         return self.label
 
     def answer(self, model: Model, x: Tensor, edges: Tensor, start: Tensor) -> Answer:
-        problem = FixedPointMap(model.block, x, edges, event_ndim=2)
-        found = solve(problem, start, solver=self.solver, on_failure="ignore")
-        return Answer(found.value, found.num_evals, found.converged)
+        settle = Equilibrium(model.block, solver=self.solver, on_failure="ignore")
+        state, found = settle(x, edges, start=start, return_solution=True)
+        return Answer(state, found.num_evals, found.converged)
 
 
 @torch.no_grad()

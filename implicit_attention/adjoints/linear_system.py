@@ -97,7 +97,7 @@ def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
     size = max(TILE // max(math.prod(lead[:-1]), 1), TILE_ROWS)
     starts = range(0, count, size)
     indices = [torch.arange(s, min(s + size, count), device=z.device).expand(*lead[:-1], -1) for s in starts]
-    if len(indices) < 2 or problem.select(indices[0]) is None:
+    if len(indices) < 2 or not problem.separates or problem.select(indices[0]) is None:
         yield None
     else:
         yield from indices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .._autograd import check_graph, vjp
 from ..fixed_point_map import UserProblem
@@ -60,7 +61,7 @@ class EnergyFunction(UserProblem, Energy):
     Args:
         function: E(z, *tensors) -> one number per problem, i.e. of z's shape without its last `event_ndim` axes; or an
             nn.Module, whose parameters are then declared.
-        *inputs: every tensor that E reads and whose gradient may be wanted.
+        *inputs: every tensor that E reads and whose gradient may be wanted, maybe as `PerSample(t)` or `Shared(t)`.
         event_ndim: number of trailing axes of z that form one problem.
 
     Gradients: with respect to every declared tensor, first and second order.
@@ -77,6 +78,11 @@ class EnergyFunction(UserProblem, Energy):
         tensor([3., 3.])
     """
 
+    row_block = 1
+
+    def select(self, index: Tensor) -> Self | None:
+        return self._restricted(index)
+
     def energy(self, z: Tensor) -> Tensor:
         lead = z.shape[: z.ndim - self.event_ndim]
-        return self._check_output(self.function(z, *self.inputs), z, lead, "of z without its event axes")
+        return self._check_output(self._called(z), z, lead, "of z without its event axes")

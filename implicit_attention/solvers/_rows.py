@@ -44,12 +44,14 @@ class Rows:
     """The working set: which rows of the last leading axis are still being iterated.
 
     Rows are padded to multiples of `problem.row_block` from the first evaluation on, so that a row's bits do not depend
-    on how many others are left. A problem that cannot be restricted keeps all its rows to the end.
+    on how many others are left. A problem that cannot be restricted keeps all its rows to the end, and so does one that
+    is found to mix them (`Problem.separates`).
     """
 
     def __init__(self, problem: Problem, initial: Tensor, *, pad: bool, compact: bool) -> None:
         lead = initial.shape[: initial.ndim - problem.event_ndim]
-        self.initial = flat(initial, initial.shape[len(lead) :])
+        self.event = initial.shape[len(lead) :]
+        self.initial = flat(initial, self.event)
         self.active = torch.ones(lead, dtype=torch.bool, device=initial.device)
         self.count = lead[-1] if lead else 0
         self.base = self.problem = problem
@@ -73,15 +75,34 @@ class Rows:
     def _rounded_up(self, count: int) -> int:
         return -(-count // self.base.row_block) * self.base.row_block
 
-    def compaction(self, active: Tensor) -> Tensor | None:
-        """The working rows to keep, unfinished ones first, or None if too few have finished."""
+    def compaction(self, active: Tensor, z: Tensor, mapped: Tensor) -> Tensor | None:
+        """The working rows to keep, unfinished ones first, or None if too few have finished.
+
+        z, mapped: the last evaluation, (*lead, n), of all working rows.
+        """
         if not self.compact or active.shape[-1] <= self.base.row_block:
             return None
         needed = self._rounded_up(int(active.sum(-1).max()))
         if needed > COMPACT_BELOW * active.shape[-1]:
             return None
         # All distinct: finished rows fill up the block and are carried along unchanged.
-        return torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
+        order = torch.argsort(active.logical_not().to(torch.int8), dim=-1, stable=True)[..., :needed]
+        if self.rows is None and not self.base.separates:
+            self.compact = self._separate(order, pick(active, order), pick(z, order), pick(mapped, order))
+        return order if self.compact else None
+
+    def _separate(self, order: Tensor, active: Tensor, z: Tensor, mapped: Tensor) -> bool:
+        """Whether the problems `order` alone are mapped as they were among all; asked once, before any leaves."""
+        part = self.base.apart().select(order)
+        assert part is not None
+        try:
+            alone = flat(part.fixed_point_map(unflat(z, self.event)), self.event)
+        except (RuntimeError, ValueError, IndexError):
+            # It took all of them, and takes no other number.
+            return False
+        # Kernels may round otherwise for another number of rows.
+        off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (alone - mapped, mapped))
+        return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~active).all())
 
     def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
         """Restrict problem, best states and solver memory to the rows `order` of the present working set."""

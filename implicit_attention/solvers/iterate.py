@@ -245,7 +245,7 @@ def _loop(
         if every and index % every == 0:
             if not bool(active.any()):
                 break
-            if (order := rows.compaction(active)) is not None:
+            if (order := rows.compaction(active, point.z, point.mapped)) is not None:
                 state, point, active, accepted, num_evals, best = rows.take(
                     order, best, (state, point, active, accepted, num_evals)
                 )

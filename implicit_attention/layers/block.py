@@ -1,0 +1,448 @@
+"""`Equilibrium`: any module z = block(z, x, *args), iterated until its answer settles."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import _validate
+from .._autograd import HALF, at_least_single, is_batched, uncompiled
+from .._types import OnFailure
+from ..adjoints import Adjoint, Implicit, Unrolled
+from ..linear import GMRES
+from ..options import SolveOptions
+from ..solution import AdjointReport, Record, Solution
+from ..solve import solve
+from ..solvers import Picard, Solver
+from ..status import Status
+from .block_map import BlockMap, BlockProblem, Draws, DrawsNumbers, Frame, Layout, check_leaf
+from .remembering import Remembering
+
+Start: TypeAlias = Literal["zeros", "input", "random"] | Any
+Steps: TypeAlias = int | range | None
+
+#: What a block is solved by where no solver is named.
+DEFAULT_SOLVER = Picard(rtol=1e-3, max_steps=200)
+#: What the adjoint is solved to where autocast makes its products in half precision.
+HALF_RTOL = 1e-2
+
+
+class Equilibrium(Remembering):
+    """A layer around any module: the state z = block(z, x, *args), found by iterating from a start, per sample.
+
+    One weight-tied block does the work of a stack whose depth is chosen per sample, by a solver that says whether the
+    answer has settled. What the block returns is the next state: of the shape, dtype and device of the state before.
+
+    Samples: the state of one sample has `event_ndim` axes, (*event); further axes before them number samples, (B,
+    *event). Each sample is solved on its own. An argument whose first axes are those that number samples is taken for
+    one that has an entry for each of them.
+
+    Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). A state
+    of another shape or structure is given as `start`.
+
+    Default solver: `Picard(rtol=1e-3, max_steps=200)`, the loop that a block is trained as, to its end. An accelerated
+    one, `Anderson()`, needs fewer evaluations, and may end at another fixed point where there are several.
+
+    Training: `steps=k` makes k plain steps, differentiated as a loop is; the same weights are solved without it.
+    `steps=range(a, b)` makes a number of steps that is drawn at each call in training mode, and solves in evaluation
+    mode. A gradient through a solve is the adjoint's, exact where the solve has converged.
+
+    Random numbers: a block that draws some (dropout) is one function within a call: all its evaluations, in the
+    backward pass too, draw the same ones, and the next call draws others. Numbers that do not come from torch's default
+    generators cannot be held.
+
+    Args:
+        block: module with forward(z, x, *args) -> z. It is kept as `.block`.
+        event_ndim: number of trailing axes of the state (of its first tensor) that form one sample.
+        start: "zeros", "input" (x itself), "random" (normal numbers, drawn at each call), or the state to start from:
+            a tensor, or a tuple, list or dict of them, which becomes a buffer (a parameter where it is one). If the
+            first tensor has exactly `event_ndim` axes it is the state of one sample, the same for all, and axes of size
+            1 grow to those of x.
+        solver: the method that finds the fixed point.
+        adjoint: how it is differentiated; default `Implicit()`, the exact gradient.
+        steps: None to solve; k >= 0 or a range of such numbers for plain steps (damped as `solver` says, if that is a
+            `Picard`).
+        on_failure: what to do about samples without an answer, and gradients that did not converge: "raise", "warn" or
+            "ignore".
+
+    Attributes:
+        last_solve: the `SolveReport` of the last call, detached, one entry a sample. Not part of the state dict, of
+            copies and of pickles.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit; a block that changes structure, shape, dtype or device.
+
+    Gradients: to x, to each tensor among `args`, and to the parameters of the block; to `start` with `steps` or
+    `adjoint=Unrolled()`.
+
+    Under autocast the block runs in autocast's precision and the state stays in float32. A model in half precision is
+    solved in float32, and its states are returned in half precision.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from implicit_attention import Equilibrium
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.mix, self.read = nn.Linear(8, 8), nn.Linear(8, 8)
+        ...     def forward(self, z, x):
+        ...         return torch.tanh(0.3 * self.mix(z) + self.read(x))
+        >>> layer, x = Equilibrium(Block(), event_ndim=1), torch.randn(4, 8)
+        >>> layer(x).shape, bool(layer.last_solve.converged.all())
+        (torch.Size([4, 8]), True)
+        >>> z, solution = layer(x, steps=3, return_solution=True)
+        >>> solution.status.unique().tolist(), bool((solution.residual > 0).all())
+        ([2], True)
+
+    Not for a function without parameters, or an energy: use `solve` with a `FixedPointMap`. Not for attention over
+    fixed keys: use `ImplicitAttention`.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        *,
+        event_ndim: int = 2,
+        start: Start = "zeros",
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        steps: Steps = None,
+        on_failure: OnFailure = "warn",
+    ) -> None:
+        super().__init__()
+        _check_block(block)
+        self.block = block
+        self.event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
+        if isinstance(start, str):
+            _check_word(start)
+        self.start = start if isinstance(start, str) else _Held(start)
+        self.steps = _checked_steps(steps)
+        self.options = SolveOptions(
+            solver=DEFAULT_SOLVER if solver is None else solver, adjoint=adjoint, on_failure=on_failure
+        )
+        self._forget()
+
+    def forward(
+        self,
+        x: Any,
+        *args: Any,
+        steps: Steps = None,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        start: Start | None = None,
+        on_failure: OnFailure | None = None,
+        return_solution: bool = False,
+    ) -> Any:
+        """The state that the block settles in, or the one after some steps.
+
+        Args:
+            x: what the block is given at every evaluation: a tensor, or a tuple or dict of tensors.
+            *args: further arguments of the block: tensors such as masks, numbers, None.
+            steps: as for the layer, for this call. A call that names a `solver` and no steps solves.
+            solver, adjoint, on_failure: replace the layer's for this call.
+            start: replaces the layer's: a word, or a state, as the one that was returned before (a warm start).
+            return_solution: return (state, `Solution`). With `steps` that costs one evaluation more, at which the
+                residual of the returned state is measured; without it the residual of `last_solve` is NaN.
+
+        Returns:
+            The state, of the structure and shapes of the start.
+        """
+        options = self.options.override(solver=solver, adjoint=adjoint, on_failure=on_failure)
+        steps = _checked_steps(steps)
+        if steps is None and solver is None:
+            steps = self.steps
+        if isinstance(steps, range):
+            steps = _drawn(steps) if self.training else None
+        if steps is None or self.training or return_solution:
+            found = self._on_host(x, args, start, steps, options, return_solution)
+        else:
+            found = self._found(x, args, start, steps, options, return_solution)
+        state, solution = found
+        return (state, solution) if return_solution else state
+
+    @uncompiled
+    def _on_host(self, *given: Any) -> tuple[Any, Solution | Record]:
+        return self._found(*given)
+
+    def _found(
+        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: int | None, options: SolveOptions, asked: bool
+    ) -> tuple[Any, Solution | Record]:
+        initial, arguments = self._initial(x, start), (x, *args)
+        layout = Layout.of(initial, self.event_ndim)
+        kind, autocast = layout.device.type, None
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            # As the state is wide, so is what enters the map: autocast chooses the precision inside of it.
+            autocast = torch.get_autocast_dtype(kind)
+            initial, arguments = (pytree.tree_map(at_least_single, t) for t in (initial, arguments))
+            layout = Layout.of(initial, self.event_ndim)
+        frame, tensors = Frame.of(arguments)
+        mode = self.training
+        while True:
+            draws = Draws(layout.device, held=mode in self._draws, told=steps is None)
+            call = _Call(BlockMap(self.block, layout, frame, autocast, draws), initial, tensors, options, self._asked)
+            try:
+                state, solution = call.solved() if steps is None else call.looped(steps, asked)
+                break
+            except DrawsNumbers:
+                self._draws.add(mode)
+                draws.restart()
+        draws.finish()
+        if isinstance(solution, Record):
+            self._remember(solution)
+        else:
+            self._remember(None if is_batched(solution.status) else solution.report)
+        return state, solution
+
+    def segments(
+        self,
+        x: Any,
+        *args: Any,
+        count: int,
+        steps: Steps = None,
+        noise: float = 0.0,
+        start: Start | None = None,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """States after one segment of steps after the other, each with the graph of its own segment only.
+
+        A segment starts at the detached state before it, to which normal numbers times `noise` are added. A loss at
+        each state trains a long course at the memory of one segment, as public recursive reasoners are trained.
+
+        Args:
+            x, *args: as for a call.
+            count: how many segments, >= 1.
+            steps: of each, as for a call: a number, or a range to draw from; None is the layer's.
+            noise: >= 0.
+            start: of the first segment.
+            **options: of each call: `solver=Picard(damping=...)` damps the steps.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from implicit_attention import Equilibrium
+            >>> class Block(nn.Linear):
+            ...     def forward(self, z, x):
+            ...         return torch.tanh(super().forward(z) + x)
+            >>> layer, x = Equilibrium(Block(8, 8)), torch.randn(3, 5, 8)
+            >>> for z in layer.segments(x, count=2, steps=4, noise=0.1):
+            ...     (z - 1).square().mean().backward()
+
+        An x with a graph of its own is read by every segment: add the losses up for one backward pass, or compute it
+        anew for each.
+        """
+        _validate.check_integer("count", count, low=1)
+        noise = _validate.check_number("noise", noise, low=0.0)
+        state = start
+        for _ in range(count):
+            state = self(x, *args, steps=steps, start=state, **options)
+            yield state
+            carry: Any = functools.partial(_carried, noise=noise)
+            state = pytree.tree_map(carry, state)
+
+    # Parts of the forward.
+
+    def _initial(self, x: Any, given: Start | None) -> Any:
+        """The state to start from."""
+        start = self.start if given is None else given
+        if not isinstance(start, str):
+            return _for_samples(start() if isinstance(start, _Held) else start, x, self.event_ndim)
+        _check_word(start)
+        for leaf in pytree.tree_leaves(x):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                received = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+                required = f"be a tensor, or a tuple or dict of tensors, with start={start!r}"
+                remedy = "pass the state to start from as `start`"
+                raise TypeError(_validate.message("x", f"{required}, of a floating-point dtype", received, remedy))
+        made: Any = {"zeros": torch.zeros_like, "input": torch.clone, "random": torch.randn_like}[start]
+        return pytree.tree_map(made, x)
+
+    # Housekeeping.
+
+    def _forget(self) -> None:
+        #: Modes (training or not) in which the block was asked for undeclared tensors, and was found to draw numbers.
+        self._asked: set[bool] = set()
+        self._draws: set[bool] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_asked": set(), "_draws": set()}
+
+    def extra_repr(self) -> str:
+        solver = self.options.solver
+        shown = [f"event_ndim={self.event_ndim}"] if self.event_ndim != 2 else []
+        shown += [f"start={self.start!r}"] if self.start in ("input", "random") else []
+        shown += [f"steps={self.steps}"] if self.steps is not None else []
+        shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
+        return ", ".join(shown)
+
+
+class _Held(nn.Module):
+    """A state to start from, as buffers or parameters of the layer."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        leaves, spec = pytree.tree_flatten(state)
+        # The structure with a number for each tensor: a `TreeSpec` cannot be copied without a warning.
+        self.numbered = pytree.tree_unflatten(list(range(len(leaves))), spec)
+        for i, leaf in enumerate(leaves):
+            check_leaf("start", leaf)
+            if isinstance(leaf, nn.Parameter):
+                self.register_parameter(str(i), leaf)
+            else:
+                self.register_buffer(str(i), leaf.detach().clone())
+
+    def forward(self) -> Any:
+        return pytree.tree_map(lambda i: getattr(self, str(i)), self.numbered)
+
+
+class _Call:
+    """One call of the layer: the map, where it starts, and what it reads."""
+
+    def __init__(
+        self, function: BlockMap, initial: Any, tensors: tuple[Tensor, ...], options: SolveOptions, asked: set[bool]
+    ) -> None:
+        self.map, self.initial, self.tensors, self.options, self.asked = function, initial, tensors, options, asked
+
+    def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
+        """The fixed point, or what `solver` and `adjoint` make in its place."""
+        layout, options = self.map.layout, self.options
+        solution = solve(
+            BlockProblem(self.map, *self.tensors, event_ndim=layout.event_ndim, asked=self.asked),
+            layout.pack(self.initial),
+            solver=options.effective_solver if solver is None else solver,
+            adjoint=self._adjoint() if adjoint is None else adjoint,
+            on_failure=options.on_failure,
+        )
+        state = layout.unpack(solution.value)
+        if not layout.single:
+            solution = BlockSolution(**vars(solution) | {"value": state, "packed": solution.value})
+        if layout.dtype in HALF:
+            state = pytree.tree_map(lambda t: t.to(layout.dtype), state)
+        return state, solution
+
+    def _adjoint(self) -> Adjoint | None:
+        adjoint = self.options.effective_adjoint
+        if adjoint is None and self.map.autocast in HALF:
+            # Products in half precision carry no more.
+            return Implicit(GMRES(rtol=HALF_RTOL))
+        return adjoint
+
+    def looped(self, steps: int, measured: bool) -> tuple[Any, Solution | Record]:
+        """The state after plain steps, by a bare loop: what a loop written by hand costs."""
+        state, layout = self.initial, self.map.layout
+        solver = self.options.effective_solver
+        damping = solver.damping if isinstance(solver, Picard) else 0.0
+        for _ in range(steps):
+            mapped = self.map.step(state, self.tensors)
+            state = mapped if damping == 0 else pytree.tree_map(lambda f, z: f - damping * (f - z), mapped, state)
+        detached = pytree.tree_map(lambda z: z.detach(), state)
+        finite = layout.per_sample(torch.isfinite, detached)
+        if not torch.compiler.is_compiling() and not is_batched(finite) and not bool(finite.all()):
+            # Their gradient, 0 * NaN, must not reach what all samples share.
+            budget = Picard(rtol=0, atol=0, max_steps=steps, damping=damping)
+            return self.solved(budget, Unrolled())
+        residual = (
+            self._residual(detached) if measured else finite.new_full(finite.shape, torch.nan, dtype=torch.float32)
+        )
+        count = torch.full_like(finite, steps, dtype=torch.int32)
+        status = torch.full_like(count, int(Status.BUDGET if steps else Status.EXPLICIT), dtype=torch.int8)
+        status = status.masked_fill(~finite, int(Status.DIVERGED))
+        record = Record(status, residual, torch.zeros_like(residual), count, count + 1 if measured else count)
+        if torch.compiler.is_compiling():
+            return state, record
+        adjoint = AdjointReport(on_failure=self.options.on_failure)
+        if layout.single:
+            return state, Solution(record, adjoint, solver.remedies, value=state)
+        return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=layout.pack(state))
+
+    @torch.no_grad()
+    def _residual(self, state: Any) -> Tensor:
+        """|f(z) - z| of every sample at a state without graph."""
+        layout, autocast = self.map.layout, self.map.autocast
+        precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if autocast is not None:
+            # What is cast here has no graph, and must not be kept for evaluations that need one.
+            precision = torch.autocast(layout.device.type, autocast, cache_enabled=False)
+        with precision:
+            mapped = self.map.step(state, tuple(t.detach() for t in self.tensors))
+        change = at_least_single(layout.pack(mapped)) - at_least_single(layout.pack(state))
+        flat = change.reshape(*layout.lead, math.prod(change.shape[len(layout.lead) :]))
+        norm: Tensor = torch.linalg.vector_norm(flat, dim=-1)
+        return norm
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
+class BlockSolution(Solution):
+    """The `Solution` of a state that is a tuple, list or dict of tensors, which is its `value`.
+
+    Attributes:
+        packed: the same as one vector per sample, (*lead, n).
+    """
+
+    value: Any
+    packed: Tensor
+
+    @property
+    def relative_residual(self) -> Tensor:
+        """(*lead), residual / |value|_2, over all tensors of the state."""
+        size = torch.linalg.vector_norm(self.packed.detach(), dim=-1)
+        return torch.where(self.residual == 0, 0.0, self.residual / size)
+
+
+def _for_samples(state: Any, x: Any, event_ndim: int) -> Any:
+    """A state for each sample of x, of one of all samples or of one: the axes of its first tensor tell."""
+    first, like = (next(iter(pytree.tree_leaves(tree)), None) for tree in (state, x))
+    if not isinstance(first, Tensor) or not isinstance(like, Tensor):
+        return state
+    if first.ndim != event_ndim or like.ndim <= event_ndim:
+        return state
+    lead, event = like.shape[: like.ndim - event_ndim], like.shape[like.ndim - event_ndim :]
+
+    def expanded(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = leaf.shape
+        if leaf.ndim == event_ndim:
+            own = torch.Size(b if a == 1 else a for a, b in zip(own, event, strict=True))
+        return leaf.expand(*lead, *own)
+
+    return pytree.tree_map(expanded, state)
+
+
+def _carried(z: Tensor, noise: float) -> Tensor:
+    """Where the next segment starts."""
+    return z.detach() + noise * torch.randn_like(z) if noise else z.detach()
+
+
+def _check_block(block: Any) -> None:
+    if not isinstance(block, nn.Module):
+        remedy = "wrap a function in a module, or use solve with a FixedPointMap"
+        raise TypeError(_validate.message("block", "be an nn.Module", type(block).__name__, remedy))
+
+
+def _check_word(start: str) -> None:
+    _validate.check_choice("start", start, ("zeros", "input", "random"))
+
+
+def _checked_steps(steps: Any) -> Steps:
+    if steps is None:
+        return None
+    if isinstance(steps, range):
+        _validate.require(len(steps) > 0, "steps", "be a range that holds a number", repr(steps))
+        _validate.check_integer("steps", min(steps[0], steps[-1]), low=0)
+        return steps
+    count: int = _validate.check_integer("steps", steps, low=0, remedy="None solves")
+    return count
+
+
+def _drawn(steps: range) -> int:
+    """One of the numbers, by torch's generator, so that a checkpoint draws the same one again."""
+    return steps[int(torch.randint(len(steps), ()))]

@@ -1,0 +1,494 @@
+"""`Equilibrium`: a block is iterated to its fixed point, whatever its state is made of, and the evidence is true."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import implicit_attention as ia
+from implicit_attention import Equilibrium, Status
+
+TIGHT = ia.Anderson(rtol=1e-12, atol=1e-12)
+
+
+class Block(nn.Module):
+    """Mixes tokens and channels; contracts."""
+
+    def __init__(self, dim=6, dropout=0.0):
+        super().__init__()
+        self.mix, self.read = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, z, x, mask=None, scale=1.0):
+        pooled = z.mean(-2, keepdim=True)
+        if mask is not None:
+            pooled = (z * mask[..., None]).sum(-2, keepdim=True) / mask.sum(-1)[..., None, None]
+        return torch.tanh(0.4 * self.mix(self.drop(z)) + 0.3 * pooled + scale * self.read(x))
+
+
+class TwoStreams(nn.Module):
+    """A latent state z per token and an answer y per sample."""
+
+    def __init__(self, dim=6):
+        super().__init__()
+        self.of_z, self.of_y, self.read = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, state, x):
+        z, y = state
+        z = torch.tanh(0.3 * self.of_z(z) + 0.2 * y[..., None, :] + self.read(x))
+        return z, torch.tanh(0.3 * self.of_y(y) + 0.3 * z.mean(-2))
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = TwoStreams()
+
+    def forward(self, state, x):
+        z, y = self.inner((state["z"], state["y"]), x)
+        return {"y": y, "z": z}
+
+
+def made(block=None, **options):
+    torch.manual_seed(0)
+    layer = Equilibrium(Block() if block is None else block, **{"solver": TIGHT, **options}).double()
+    return layer, torch.randn(3, 4, 6, dtype=torch.float64)
+
+
+def unrolled(block, z, *args, steps=400):
+    for _ in range(steps):
+        z = block(z, *args)
+    return z
+
+
+def gradients(loss, layer, *inputs):
+    return torch.autograd.grad(loss, [*layer.parameters(), *inputs])
+
+
+def assert_close(left, right, atol=1e-8):
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=0)
+
+
+# What is returned.
+
+
+def test_value_and_gradients_are_those_of_400_steps():
+    layer, x = made()
+    x.requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    z = layer(x, mask, 0.5)
+    want = unrolled(layer.block, torch.zeros_like(x), x, mask, 0.5)
+    assert_close([z], [want], atol=1e-11)
+    assert_close(gradients(z.square().sum(), layer, x), gradients(want.square().sum(), layer, x))
+    assert bool(layer.last_solve.converged.all())
+
+
+def test_a_tensor_among_the_arguments_gets_its_gradient():
+    layer, x = made()
+    scale = torch.full((3, 1, 1), 0.7, dtype=torch.float64, requires_grad=True)
+    found = torch.autograd.grad(layer(x, None, scale).sum(), scale)
+    want = torch.autograd.grad(unrolled(layer.block, torch.zeros_like(x), x, None, scale).sum(), scale)
+    assert_close(found, want)
+
+
+def test_two_streams_are_solved_as_one_state():
+    layer, x = made(TwoStreams(), start=(torch.zeros(1, 6), torch.zeros(6)))
+    x.requires_grad_()
+    (z, y), solution = layer(x, return_solution=True)
+    want = unrolled(layer.block, (torch.zeros_like(x), x.new_zeros(3, 6)), x)
+    assert_close((z, y), want, atol=1e-10)
+    assert solution.value == (z, y)
+    mapped = layer.block((z, y), x)
+    change = torch.cat([(a - b).flatten(1) for a, b in zip(mapped, (z, y), strict=True)], 1)
+    torch.testing.assert_close(solution.residual, change.norm(dim=1), atol=1e-14, rtol=1e-3)
+    size = torch.cat([z.flatten(1), y], 1).norm(dim=1)
+    torch.testing.assert_close(solution.relative_residual, solution.residual / size)
+    assert "3 CONVERGED" in repr(solution)
+    loss, wanted = (s[0].sum() + s[1].square().sum() for s in ((z, y), want))
+    assert_close(gradients(loss, layer, x), gradients(wanted, layer, x))
+
+
+def test_a_dict_is_a_state_in_any_order():
+    layer, x = made(Named())
+    start = {"z": torch.zeros_like(x), "y": x.new_zeros(3, 6)}
+    found = layer(x, start=start)
+    z, y = unrolled(layer.block.inner, (start["z"], start["y"]), x)
+    assert_close((found["z"], found["y"]), (z, y), atol=1e-10)
+
+
+def test_x_may_be_a_tuple_which_then_is_what_the_state_looks_like():
+    class Pair(nn.Module):
+        def forward(self, state, x):
+            return 0.5 * state[1].cos() + x[0], 0.5 * state[0].sin() + x[1]
+
+    layer = Equilibrium(Pair(), event_ndim=1, solver=TIGHT)
+    x = (torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)[:, :2])
+    found = layer(x)
+    assert_close(found, unrolled(layer.block, (x[0] * 0, x[1] * 0), x), atol=1e-10)
+
+
+def test_one_sample_alone_and_several_axes_of_samples():
+    layer, x = made()
+    every = layer(x.expand(2, 3, 4, 6))
+    assert layer.last_solve.status.shape == (2, 3)
+    assert_close([layer(x[1]), every[1]], [every[0, 1], every[0]], atol=1e-11)
+    assert layer(x[:0]).shape == (0, 4, 6)
+
+
+# Where it starts.
+
+
+@pytest.mark.parametrize(
+    ("start", "first"),
+    [
+        ("zeros", lambda x: x * 0),
+        ("input", lambda x: x),
+        (torch.full((1, 6), 0.5), lambda x: torch.full_like(x, 0.5)),
+        (torch.full((3, 4, 6), 0.25), lambda x: torch.full_like(x, 0.25)),
+    ],
+)
+def test_start_is_what_no_steps_return(start, first):
+    layer, x = made(start=start)
+    assert_close([layer(x, steps=0)], [first(x)], atol=0)
+    assert layer.last_solve.status.tolist() == [Status.EXPLICIT] * 3
+    other, x = made()
+    assert_close([other(x, steps=0, start=start if isinstance(start, str) else start.double())], [first(x)], atol=0)
+
+
+def test_random_starts_differ_and_lead_to_one_answer():
+    layer, x = made(start="random")
+    first, second = layer(x, steps=0), layer(x, steps=0)
+    assert float((first - second).detach().abs().min()) > 0
+    assert_close([layer(x)], [layer(x)], atol=1e-10)
+
+
+def test_a_state_that_was_returned_is_a_warm_start():
+    layer, x = made(TwoStreams(), start=(torch.zeros(1, 6), torch.zeros(6)))
+    state = layer(x)
+    layer(x, start=state)
+    assert layer.last_solve.num_evals.tolist() == [1, 1, 1]
+
+
+def test_a_learned_start_learns_from_steps():
+    layer, x = made(start=nn.Parameter(torch.zeros(1, 6)))
+    assert [name for name, _ in layer.named_parameters() if "start" in name] == ["start.0"]
+    layer(x, steps=2).sum().backward()
+    assert float(layer.start.get_parameter("0").grad.abs().min()) > 0
+
+
+# Steps.
+
+
+def test_steps_are_a_loop_written_by_hand_bit_for_bit():
+    layer, x = made()
+    x.requires_grad_()
+    z = layer(x, steps=7)
+    want = unrolled(layer.block, torch.zeros_like(x), x, steps=7)
+    assert_close([z], [want], atol=0)
+    assert_close(gradients(z.sum(), layer, x), gradients(want.sum(), layer, x), atol=0)
+    assert layer.last_solve.status.tolist() == [Status.BUDGET] * 3
+    assert bool(layer.last_solve.residual.isnan().all())
+
+
+def test_the_residual_of_steps_is_measured_at_what_is_returned():
+    layer, x = made()
+    z, solution = layer(x, steps=7, return_solution=True)
+    change = layer.block(z, x) - z
+    torch.testing.assert_close(solution.residual, change.flatten(1).norm(dim=1))
+    assert solution.num_evals.tolist() == [8] * 3
+    assert solution.value is z
+
+
+def test_steps_are_damped_as_the_solver_says():
+    layer, x = made(solver=ia.Picard(damping=0.25))
+    want = torch.zeros_like(x)
+    for _ in range(5):
+        want = 0.75 * layer.block(want, x) + 0.25 * want
+    assert_close([layer(x, steps=5)], [want], atol=1e-15)
+    other, x = made()
+    assert_close([other(x, steps=5, solver=ia.Picard(damping=0.25))], [want], atol=1e-15)
+
+
+def test_a_range_of_steps_draws_a_number_in_training_and_solves_in_evaluation():
+    layer, x = made(steps=range(2, 9, 3))
+    counts = set()
+    for _ in range(30):
+        layer(x)
+        counts.add(int(layer.last_solve.num_steps[0]))
+    assert counts == {2, 5, 8}
+    layer.eval()(x)
+    assert bool(layer.last_solve.converged.all())
+
+
+def test_a_call_that_names_a_solver_solves_a_layer_of_fixed_steps():
+    layer, x = made(steps=3)
+    layer(x)
+    assert layer.last_solve.status.tolist() == [Status.BUDGET] * 3
+    layer(x, solver=TIGHT)
+    assert bool(layer.last_solve.converged.all())
+
+
+def test_segments_continue_from_the_detached_state():
+    layer, x = made()
+    states = list(layer.segments(x, count=3, steps=2))
+    assert_close(states[-1:], [layer(x, steps=6)], atol=0)
+    carried = layer(x, steps=4).detach()
+    want = gradients(layer(x, steps=2, start=carried).sum(), layer)
+    assert_close(gradients(states[-1].sum(), layer), want, atol=0)
+
+
+def test_segments_are_moved_by_noise_and_damped():
+    layer, x = made()
+    torch.manual_seed(1)
+    states = list(layer.segments(x, count=2, steps=1, noise=0.1, solver=ia.Picard(damping=0.5)))
+    torch.manual_seed(1)
+    first = 0.5 * layer.block(x * 0, x)
+    second = first + 0.1 * torch.randn_like(first)
+    assert_close(states, [first, 0.5 * (layer.block(second, x) + second)], atol=1e-15)
+
+
+# Random numbers.
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_dropout_holds_its_mask_through_a_solve_and_its_gradient(known):
+    layer, x = made(Block(dropout=0.3))
+    x.requires_grad_()
+    if known:
+        layer(x)
+    torch.manual_seed(3)
+    z = layer(x)
+    assert bool(layer.last_solve.converged.all())
+    other = layer(x)
+    assert float((z - other).detach().abs().max()) > 1e-2, "the next call draws another mask"
+    found = gradients(z.square().sum(), layer, x)
+    gradients(other.sum(), layer, x)
+    torch.manual_seed(3)
+    want = layer(x, steps=400)
+    assert_close([z], [want], atol=1e-10)
+    assert_close(found, gradients(want.square().sum(), layer, x))
+
+
+def test_a_held_mask_is_one_function_of_the_reference():
+    layer, x = made(Block(dropout=0.3))
+    torch.manual_seed(4)
+    z = layer(x)
+    torch.manual_seed(4)
+    keep = layer.block.drop(torch.ones_like(x))
+
+    def reference(z):
+        pooled = z.mean(-2, keepdim=True)
+        return torch.tanh(0.4 * layer.block.mix(keep * z) + 0.3 * pooled + layer.block.read(x))
+
+    assert_close([z], [unrolled(reference, torch.zeros_like(x))], atol=1e-10)
+
+
+def test_evaluation_mode_holds_nothing_and_leaves_the_generator_alone():
+    layer, x = made(Block(dropout=0.3))
+    layer.eval()
+    before = torch.get_rng_state()
+    layer(x)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_call_advances_the_generator_once():
+    layer, x = made(Block(dropout=0.3))
+    torch.manual_seed(5)
+    layer(x)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    layer.block(x * 0, x)
+    assert torch.equal(after, torch.rand(3))
+
+
+# Bad input.
+
+
+class Changes(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, z, x):
+        return self.change(z)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda z: z[..., :3], ValueError, "return the shape of its state"),
+        (lambda z: z.float(), ValueError, "return the dtype of its state"),
+        (lambda z: z.to("meta"), ValueError, "return the device of its state"),
+        (lambda z: (z, z), TypeError, "structure of its state, one tensor, got a tuple"),
+        (lambda z: None, TypeError, "NoneType in the place of a tensor"),
+    ],
+)
+def test_a_block_that_changes_its_state_is_refused(change, error, words, steps):
+    layer, x = made(Changes(change))
+    with pytest.raises(error, match=words):
+        layer(x, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "words"),
+    [
+        ("ones", ValueError, "one of 'zeros', 'input', 'random'"),
+        (torch.zeros(3, 4, 6, dtype=torch.long), TypeError, "floating-point"),
+        ((), ValueError, "at least one tensor"),
+        ((1.0,), TypeError, "tensors"),
+        ((torch.zeros(3, 4, 6), torch.zeros(3, 6, dtype=torch.float64)), ValueError, "one dtype"),
+        ((torch.zeros(3, 4, 6), torch.zeros(2, 6)), ValueError, "first axes"),
+        (torch.zeros(6), ValueError, "at least event_ndim = 2 axes"),
+        ((torch.zeros(3, 4, 6).double(),), Exception, "shape|structure|tuple"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused(start, error, words):
+    layer, x = made()
+    with pytest.raises(error, match=words):
+        layer(x, start=start)
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, range(-1, 3), range(3, 3), True, "many"])
+def test_steps_that_are_no_number_are_refused(steps):
+    layer, x = made()
+    with pytest.raises((ValueError, TypeError), match="steps"):
+        layer(x, steps=steps)
+    with pytest.raises((ValueError, TypeError), match="steps"):
+        made(steps=steps)
+
+
+def test_a_block_must_be_a_module_and_x_say_what_a_state_is():
+    with pytest.raises(TypeError, match="must be an nn"):
+        Equilibrium(torch.tanh)
+    layer, _ = made()
+    with pytest.raises(TypeError, match="pass the state to start from"):
+        layer(torch.zeros(3, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="count"):
+        next(layer.segments(torch.zeros(3, 4, 6), count=0))
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_a_sample_that_is_not_finite_reaches_no_other(steps):
+    layer, x = made()
+    want = layer(x, steps=steps)
+    bad = x.clone()
+    bad[1, 0, 0] = torch.nan
+    with pytest.warns(ia.ConvergenceWarning, match="1 of 3 problems, first at 1"):
+        z = layer(bad, steps=steps)
+    assert layer.last_solve.status.tolist()[1] == Status.NONFINITE
+    assert bool(z[1].isnan().all())
+    assert_close([z[0], z[2]], [want[0], want[2]], atol=1e-10)
+    found = gradients(z[::2].square().sum(), layer)
+    assert_close(found, gradients(want[::2].square().sum(), layer))
+
+
+def test_a_sample_without_an_answer_is_told_with_the_remedy():
+    layer, x = made(solver=ia.Picard(rtol=1e-9, max_steps=3))
+    with pytest.warns(ia.ConvergenceWarning, match="3 of 3 problems.*raise max_steps"):
+        layer(x).sum().backward()
+    assert layer.last_solve.status.tolist() == [Status.MAX_STEPS] * 3
+    with pytest.raises(ia.ConvergenceError):
+        layer(x, on_failure="raise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x, on_failure="ignore")
+
+
+def test_a_tensor_that_is_read_in_secret_is_named():
+    class Secret(Block):
+        def __init__(self):
+            super().__init__()
+            self.hidden = [torch.ones(6, dtype=torch.float64, requires_grad=True)]
+
+        def forward(self, z, x):
+            return super().forward(z, x) * self.hidden[0]
+
+    layer, x = made(Secret())
+    with pytest.raises(ValueError, match="requires grad but is not declared"):
+        layer(x)
+
+
+# A module among modules.
+
+
+def test_copies_pickles_and_state_dicts_keep_the_weights_and_not_the_report():
+    layer, x = made(TwoStreams(), start=(torch.zeros(1, 6), torch.zeros(6)))
+    want = layer(x)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    fresh, _ = made(TwoStreams(), start=(torch.ones(1, 6), torch.ones(6)))
+    torch.manual_seed(9)
+    for p in fresh.parameters():
+        nn.init.normal_(p)
+    fresh.load_state_dict(torch.load(file))
+    for other in (*copies, fresh):
+        assert other.last_solve is None
+        assert_close(other(x), want, atol=0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("steps", [None, 3, range(2, 9)])
+def test_checkpointing_gives_the_same_gradients(dropout, reentrant, steps):
+    layer, x = made(Block(dropout=dropout), steps=steps)
+    x.requires_grad_()
+    torch.manual_seed(6)
+    want = gradients(layer(x).square().sum(), layer, x)
+    torch.manual_seed(6)
+    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    assert_close([p.grad for p in (*layer.parameters(), x)], want, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_autocast_runs_the_block_in_its_precision_and_keeps_the_state_wide(steps):
+    seen = []
+
+    class Watched(Block):
+        def forward(self, z, x):
+            out = self.mix(z)
+            seen.append((z.dtype, out.dtype))
+            return torch.tanh(0.4 * out) + x
+
+    torch.manual_seed(0)
+    layer, x = Equilibrium(Watched(), solver=ia.Picard(rtol=1e-2)), torch.randn(3, 4, 6)
+    want = layer(x, steps=steps)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        z = layer(x.bfloat16(), steps=steps)
+        solution = layer(x, steps=4, return_solution=True)[1]
+        again = layer(x, steps=4)
+    z.sum().backward()
+    assert set(seen) == {(torch.float32, torch.bfloat16)}
+    assert z.dtype == again.dtype == torch.float32
+    assert bool(solution.residual.isfinite().all())
+    torch.testing.assert_close(z, want, atol=0.05, rtol=0.05)
+    assert float(layer.block.mix.weight.grad.abs().sum()) > 0
+
+
+def test_a_residual_that_is_measured_first_leaves_a_graph_to_autocast():
+    torch.manual_seed(0)
+    layer, x = Equilibrium(Block()), torch.randn(3, 4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x, steps=0, return_solution=True)
+        layer(x, steps=3).sum().backward()
+    assert float(layer.block.mix.weight.grad.abs().sum()) > 0
+
+
+def test_a_model_in_half_precision_is_solved_in_single():
+    layer, x = made(solver=ia.Picard(rtol=1e-4))
+    layer, x = layer.bfloat16(), x.bfloat16()
+    z, solution = layer(x, return_solution=True)
+    assert (z.dtype, solution.value.dtype) == (torch.bfloat16, torch.float32)
+    assert bool(solution.converged.all())
+    assert layer(x, steps=3).dtype == torch.bfloat16
+    z.sum().backward()
+    assert layer.block.mix.weight.grad.dtype == torch.bfloat16
