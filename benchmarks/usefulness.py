@@ -52,9 +52,9 @@ WORKERS, WORTH_A_PROCESS = 2, 2000
 NOTES = (
     *puzzles.NOTES,
     "Digits, retrieval and text: a model is an embedding, learned positions, pre-norm attention with a residual "
-    "connection (once or repeatedly), one feed-forward part (GELU, width 2 d) and a linear head, at every token or over "
-    "their mean; only the attention differs. d = 32, 2 heads; beta is learned per head, and for equilibria the anchor. "
-    "With the same seed all begin with the same weights.",
+    "connection (once or repeatedly), one feed-forward part (GELU, width 2 d) and a linear head, at every token or "
+    "over their mean; only the attention differs. d = 32, 2 heads; beta is learned per head, and for equilibria the "
+    "anchor. With the same seed all begin with the same weights.",
     "`explicit, k steps`: x <- x + attention(norm(x)), k times. `equilibrium, k evaluations`: k of its map "
     "(Picard's iteration, differentiated through its steps), the last of which only tells the residual, then the "
     "values are read out. The budget of k evaluations is followed by the one that costs the FLOPs of k explicit "
