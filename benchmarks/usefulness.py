@@ -37,7 +37,7 @@ TARGETS = puzzles.TARGETS
 #: The metrics take long: each is run, and its newest run reported, on its own.
 COMPOSED = True
 #: What must pass before anything is trained.
-TESTS = ("tests/layers/test_attention.py", "tests/layers/test_block.py")
+TESTS = ("tests/layers/test_attention.py", "tests/layers/test_equilibrium.py")
 
 #: The numbers of explicit steps that equilibria are held against.
 GROUPS = (2, 4)
@@ -51,10 +51,10 @@ WORKERS, WORTH_A_PROCESS = 2, 2000
 
 NOTES = (
     *puzzles.NOTES,
-    "Digits, retrieval and text: a model is an embedding, learned positions, pre-norm attention with a residual connection (once or "
-    "repeatedly), one feed-forward part (GELU, width 2 d) and a linear head, at every token or over their mean; "
-    "only the attention differs. d = 32, 2 heads; beta is learned per head, and for equilibria the anchor. With the "
-    "same seed all begin with the same weights.",
+    "Digits, retrieval and text: a model is an embedding, learned positions, pre-norm attention with a residual "
+    "connection (once or repeatedly), one feed-forward part (GELU, width 2 d) and a linear head, at every token or "
+    "over their mean; only the attention differs. d = 32, 2 heads; beta is learned per head, and for equilibria the "
+    "anchor. With the same seed all begin with the same weights.",
     "`explicit, k steps`: x <- x + attention(norm(x)), k times. `equilibrium, k evaluations`: k of its map "
     "(Picard's iteration, differentiated through its steps), the last of which only tells the residual, then the "
     "values are read out. The budget of k evaluations is followed by the one that costs the FLOPs of k explicit "

@@ -238,8 +238,13 @@ PLAN = Plan(
     costs=f"{TRAIN_GENERATOR} 9",
     solver_set=f"{TRAIN_GENERATOR} 9",
     leader=(TIED, "solved"),
-    drawn=((TIED, "solved"), (TIED, FIXED_WAYS[0].name), (TIED, FIXED_WAYS[1].name))
-    + (("stack of 18", "18 steps"), (f"stack of {DEEP}", f"{DEEP} steps"), ("all but dead ends", "guess")),
+    drawn=(
+        (TIED, "solved"),
+        *((TIED, way.name) for way in FIXED_WAYS),
+        ("stack of 18", "18 steps"),
+        (f"stack of {DEEP}", f"{DEEP} steps"),
+        ("all but dead ends", "guess"),
+    ),
     claims=(
         Claim(TIED, "solved", f"{TRAIN_GENERATOR} 9", ">=", 0.95),
         Claim(TIED, "solved", f"{TRAIN_GENERATOR} 17", ">=", 0.85),

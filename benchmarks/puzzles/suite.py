@@ -23,9 +23,9 @@ WORKERS, WORTH_A_PROCESS = 2, 500
 
 NOTES = (
     "Puzzles: x = embed(inputs); a block is z <- norm(z + x + attention(z)), z <- norm(z + mlp(z)) with softmax "
-    "attention over a token's edges (4 heads, width 32, feed-forward part twice as wide, no positions), a linear head "
-    "reads the state of every token. `stack`: every step has a block with weights of its own; `tied`: one block for all "
-    "steps. With the same seed all begin with the same embedding, head and first block, and see the same batches.",
+    "attention over a token's edges (width 32, feed-forward part twice as wide, no positions); a linear head reads the "
+    "state of every token. `stack`: every step has a block with weights of its own; `tied`: one block for all steps. "
+    "With the same seed all begin with the same embedding, head and first block, and see the same batches.",
     f"`solved`: Picard's iteration from zeros to the relative residual {RTOL:g}, at most {CAP} evaluations; a puzzle "
     "that is done leaves no later. `exact`: the part of the puzzles of which every token is right. Means +- standard "
     "deviations over three seeds; `better` and `worse` by more than two standard errors, of the seeds or of the "
