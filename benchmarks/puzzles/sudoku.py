@@ -13,13 +13,20 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .models import Examples, Shape
+from implicit_attention.adjoints import OneStep
+from implicit_attention.solvers import TorchDEQ
+
+from .contenders import Claim, Contender, Plan
+from .mazes import Repeated
+from .models import Examples, Model, Shape, mask_of
+from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, TorchDEQLayer
 
 
 class Board(NamedTuple):
@@ -94,11 +101,11 @@ def filled(board: Board, draw: random.Random) -> list[int]:
 def every_grid() -> Tensor:
     """(288, 16): all grids of 4 x 4."""
     rows = list(itertools.permutations(range(4)))
-    found = torch.tensor([[*a, *b, *c, *d] for a, b, c, d in itertools.product(rows, repeat=4) if _rows_fit(a, b, c, d)])
+    found = torch.tensor([[*a, *b, *c, *d] for a, b, c, d in itertools.product(rows, repeat=4) if _fit(a, b, c, d)])
     return found
 
 
-def _rows_fit(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...], d: tuple[int, ...]) -> bool:
+def _fit(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...], d: tuple[int, ...]) -> bool:
     if {*a[:2], *b[:2]} != {0, 1, 2, 3} or {*c[:2], *d[:2]} != {0, 1, 2, 3}:
         return False
     return all(len({a[i], b[i], c[i], d[i]}) == 4 for i in range(4))
@@ -139,15 +146,17 @@ def rearranged(board: Board, count: int, generator: torch.Generator) -> tuple[Te
 # ------------------------------------------------------------------ puzzles
 
 
-def forced(board: Board, known: Tensor) -> Tensor:
-    """(B, cells, side): the digits that known ones (B, cells, side; nothing or one digit each) force at empty cells."""
+def forced(board: Board, known: Tensor, *, hidden: bool = True) -> Tensor:
+    """(B, cells, side): digits that known ones (B, cells, side; nothing or one digit each) force at empty cells.
+
+    A cell has no other digit (a naked single), or, with `hidden`, a digit no other cell of a row, column or box.
+    """
     empty = known.sum(-1, keepdim=True) == 0
     possible = (board.peers().float() @ known == 0) & empty
-    naked = possible & (possible.sum(-1, keepdim=True) == 1)
-    hidden = torch.zeros_like(naked)
-    for together in board.together().float():
-        hidden |= possible & (together @ possible.float() == 1)
-    return naked | hidden
+    found = possible & (possible.sum(-1, keepdim=True) == 1)
+    for together in board.together().float() if hidden else ():
+        found |= possible & (together @ possible.float() == 1)
+    return found
 
 
 def dug(board: Board, grids: Tensor, generator: torch.Generator) -> Tensor:
@@ -191,8 +200,18 @@ class Puzzles(NamedTuple):
     given: Tensor
 
 
-#: Grids that are dug, from which symmetries make all others.
-POOL = 2000
+def singles(examples: Examples, *, hidden: bool) -> Tensor:
+    """What naked singles find, in turn, from the givens, hidden ones too if so told; a first digit elsewhere."""
+    side = round(examples.inputs.shape[1] ** 0.5)
+    board = next(b for b in (SMALL, MIDDLE, LARGE) if b.side == side)
+    known = examples.inputs[..., 1 : side + 1].clone()
+    while (new := forced(board, known, hidden=hidden)).any():
+        known += new
+    return known.argmax(-1)
+
+
+#: Grids that are dug, from which symmetries make all others; the last fifth to test with.
+POOL = 1000
 
 
 class Sudoku:
@@ -217,10 +236,12 @@ class Sudoku:
 
     @functools.cached_property
     def edges(self) -> Tensor:
-        """(cells, cells): all of 4 x 4; on larger boards cells that must differ, and the cell itself."""
+        """(cells, K): the cells that one attends to: all of 4 x 4; itself and those that must differ of larger ones."""
+        cells = torch.arange(self.board.cells)
         if self.board == SMALL:
-            return torch.ones(16, 16, dtype=torch.bool)
-        return self.board.peers() | torch.eye(self.board.cells, dtype=torch.bool)
+            return cells.expand(16, 16)
+        seen = self.board.peers() | (cells[:, None] == cells)
+        return seen.nonzero()[:, 1].view(len(cells), -1)
 
     @functools.cached_property
     def pool(self) -> tuple[Tensor, Tensor]:
@@ -248,10 +269,11 @@ class Sudoku:
             names = torch.rand(count, 4, generator=generator).argsort(-1)
             return Puzzles(names.gather(1, grids[index]), given[index])
         grids, when = self.pool
-        deep = ((when < self.board.cells).sum(-1) >= self.board.cells - givens).nonzero()[:, 0]
-        # A fifth of the grids, or four fifths, are wanted.
+        deep = (when < self.board.cells).sum(-1) >= self.board.cells - givens
+        deep &= (torch.arange(POOL) >= POOL * 4 // 5) == test
+        # A fifth of the grids are to test with.
         some = (8 if test else 2) * count + 64
-        index = deep[torch.randint(len(deep), (some,), generator=generator)]
+        index = deep.nonzero()[:, 0][torch.randint(int(deep.sum()), (some,), generator=generator)]
         source, names = rearranged(self.board, some, generator)
         grids = names.gather(1, grids[index].gather(1, source))
         given = when[index].gather(1, source) >= self.board.cells - givens
@@ -266,10 +288,52 @@ class Sudoku:
 
     def draw(self, count: int, generator: torch.Generator) -> Examples:
         givens = self.givens[int(torch.randint(len(self.givens), (), generator=generator))]
-        return self.examples(self.puzzles(givens, count, generator, test=False))
+        learnt = self.examples(self.puzzles(givens, count, generator, test=False))
+        return learnt._replace(edges=mask_of(self.edges).expand(count, -1, -1))
 
     @functools.cache  # noqa: B019
     def test(self, name: str, count: int) -> Examples:
         """Of the set `k givens`."""
         givens = int(name.split()[0])
         return self.examples(self.puzzles(givens, count, torch.Generator().manual_seed(2**31 + givens), test=True))
+
+
+# ------------------------------------------------------------------ who competes
+
+#: Steps of the loop in training. Numbers that are drawn are what makes states settle.
+STEPS, MEAN, UPDATES = range(4, 17), 10, 1000
+#: Blocks of the stack that costs what solving costs.
+DEEP = 28
+TIED = "tied, 4 to 16 steps drawn"
+TORCHDEQ = Solved(TorchDEQ("anderson", rtol=RTOL, max_steps=CAP), "solved by torchdeq's anderson")
+TASK = Sudoku(SMALL, (6, 7, 8))
+SETS = ("4 givens", "5 givens", "7 givens")
+
+CONTENDERS = (
+    Contender(TIED, Recipe(Loop(STEPS), UPDATES), (Solved(), Fixed(MEAN), Fixed(8 * MEAN)), solvers=True),
+    Contender("tied, 10 steps", Recipe(Loop(MEAN), UPDATES), (Solved(), Fixed(MEAN), Fixed(8 * MEAN))),
+    Contender(f"stack of {MEAN}", Recipe(Loop(MEAN), UPDATES), (Fixed(MEAN),), make=partial(Model, blocks=MEAN)),
+    Contender(f"stack of {DEEP}", Recipe(Loop(DEEP), UPDATES), (Fixed(DEEP),), make=partial(Model, blocks=DEEP)),
+    Contender("tied, one-step gradient", Recipe(Settled(OneStep()), UPDATES), (Solved(),)),
+    Contender("torchdeq's layer, implicit", Recipe(TorchDEQLayer(), UPDATES), (TORCHDEQ, Solved())),
+    Contender("RepeatedSelfAttention", Recipe(Loop(MEAN), UPDATES), (Solved(),), make=Repeated),
+    Contender("naked singles", None, guess=partial(singles, hidden=False)),
+    Contender("naked and hidden singles", None, guess=partial(singles, hidden=True)),
+)
+
+PLAN = Plan(
+    "SUDOKU",
+    TASK,
+    "4 x 4 grids whose cells know their place and attend to all others; trained with 6 to 8 givens.",
+    CONTENDERS,
+    SETS,
+    costs=SETS[0],
+    solver_set=SETS[0],
+    leader=(TIED, "solved"),
+    drawn=((TIED, "solved"), (TIED, f"{MEAN} steps"), (f"stack of {MEAN}", f"{MEAN} steps")),
+    claims=(
+        Claim(TIED, "solved", SETS[0], ">=", 0.87),
+        Claim(TIED, "solved", SETS[0], ">=", 0.93, "exact_converged"),
+        Claim(TIED, "solved", SETS[0], "<=", 0.1, "exact_unconverged"),
+    ),
+)
