@@ -10,6 +10,7 @@ test with are never learnt from (4 x 4, whose 288 grids are 12 up to names: no s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -98,6 +99,7 @@ def filled(board: Board, draw: random.Random) -> list[int]:
     return grid
 
 
+@functools.cache
 def every_grid() -> Tensor:
     """(288, 16): all grids of 4 x 4."""
     rows = list(itertools.permutations(range(4)))
@@ -175,6 +177,7 @@ def dug(board: Board, grids: Tensor, generator: torch.Generator) -> Tensor:
     return when
 
 
+@functools.cache
 def unique() -> Tensor:
     """(12, 65536): for the grids of 4 x 4 up to names, in the order of `every_grid`, and all sets of givens as bits."""
     grids, bits = every_grid(), 2 ** torch.arange(16)
@@ -200,12 +203,18 @@ class Puzzles(NamedTuple):
     given: Tensor
 
 
-def singles(examples: Examples, *, hidden: bool) -> Tensor:
-    """What naked singles find, in turn, from the givens, hidden ones too if so told; a first digit elsewhere."""
+def givens(examples: Examples) -> Tensor:
+    """The givens, and the first digit wherever there is none."""
     side = round(examples.inputs.shape[1] ** 0.5)
-    board = next(b for b in (SMALL, MIDDLE, LARGE) if b.side == side)
+    return examples.inputs[..., 1 : side + 1].argmax(-1)
+
+
+def singles(examples: Examples) -> Tensor:
+    """What naked singles find, in turn, from the givens; a first digit elsewhere."""
+    side = round(examples.inputs.shape[1] ** 0.5)
+    board = next(board for board in (SMALL, MIDDLE, LARGE) if board.side == side)
     known = examples.inputs[..., 1 : side + 1].clone()
-    while (new := forced(board, known, hidden=hidden)).any():
+    while (new := forced(board, known, hidden=False)).any():
         known += new
     return known.argmax(-1)
 
@@ -300,32 +309,53 @@ class Sudoku:
 
 # ------------------------------------------------------------------ who competes
 
-#: Steps of the loop in training. Numbers that are drawn are what makes states settle.
-STEPS, MEAN, UPDATES = range(4, 17), 10, 1000
+#: Updates of the weights, and steps of the loop in training, whose numbers are drawn: that makes states settle.
+UPDATES, STEPS, MEAN = 1000, range(4, 17), 10
 #: Blocks of the stack that costs what solving costs.
 DEEP = 28
-TIED = "tied, 4 to 16 steps drawn"
 TORCHDEQ = Solved(TorchDEQ("anderson", rtol=RTOL, max_steps=CAP), "solved by torchdeq's anderson")
+TIED = "tied, 4 to 16 steps drawn"
+NAKED = Contender("naked singles", None, guess=singles)
+GIVENS = Contender("givens, and the first digit", None, guess=givens)
+
+
+def repeating(recipe: Recipe, deep: int, *, solvers: bool = False) -> tuple[Contender, ...]:
+    """Tied blocks, with drawn and with fixed numbers of steps; stacks of the FLOPs of training, and of solving."""
+    ways = (Solved(), Fixed(MEAN), Fixed(8 * MEAN))
+    fixed = dataclasses.replace(recipe, training=Loop(MEAN))
+    return (
+        Contender(TIED, recipe, ways, solvers=solvers),
+        Contender(f"tied, {MEAN} steps", fixed, ways),
+        Contender(f"stack of {MEAN}", fixed, (Fixed(MEAN),), make=partial(Model, blocks=MEAN)),
+        Contender(
+            f"stack of {deep}",
+            dataclasses.replace(recipe, training=Loop(deep)),
+            (Fixed(deep),),
+            make=partial(Model, blocks=deep),
+        ),
+    )
+
+
 TASK = Sudoku(SMALL, (6, 7, 8))
 SETS = ("4 givens", "5 givens", "7 givens")
-
-CONTENDERS = (
-    Contender(TIED, Recipe(Loop(STEPS), UPDATES), (Solved(), Fixed(MEAN), Fixed(8 * MEAN)), solvers=True),
-    Contender("tied, 10 steps", Recipe(Loop(MEAN), UPDATES), (Solved(), Fixed(MEAN), Fixed(8 * MEAN))),
-    Contender(f"stack of {MEAN}", Recipe(Loop(MEAN), UPDATES), (Fixed(MEAN),), make=partial(Model, blocks=MEAN)),
-    Contender(f"stack of {DEEP}", Recipe(Loop(DEEP), UPDATES), (Fixed(DEEP),), make=partial(Model, blocks=DEEP)),
-    Contender("tied, one-step gradient", Recipe(Settled(OneStep()), UPDATES), (Solved(),)),
-    Contender("torchdeq's layer, implicit", Recipe(TorchDEQLayer(), UPDATES), (TORCHDEQ, Solved())),
-    Contender("RepeatedSelfAttention", Recipe(Loop(MEAN), UPDATES), (Solved(),), make=Repeated),
-    Contender("naked singles", None, guess=partial(singles, hidden=False)),
-    Contender("naked and hidden singles", None, guess=partial(singles, hidden=True)),
-)
+RECIPE = Recipe(Loop(STEPS), UPDATES)
 
 PLAN = Plan(
     "SUDOKU",
     TASK,
     "4 x 4 grids whose cells know their place and attend to all others; trained with 6 to 8 givens.",
-    CONTENDERS,
+    (
+        *repeating(RECIPE, DEEP, solvers=True),
+        Contender("tied, one-step gradient", dataclasses.replace(RECIPE, training=Settled(OneStep())), (Solved(),)),
+        Contender(
+            "torchdeq's layer, implicit",
+            dataclasses.replace(RECIPE, training=TorchDEQLayer()),
+            (TORCHDEQ, Solved()),
+        ),
+        Contender("RepeatedSelfAttention", RECIPE, (Solved(),), make=Repeated),
+        GIVENS,
+        NAKED,
+    ),
     SETS,
     costs=SETS[0],
     solver_set=SETS[0],
@@ -335,5 +365,34 @@ PLAN = Plan(
         Claim(TIED, "solved", SETS[0], ">=", 0.87),
         Claim(TIED, "solved", SETS[0], ">=", 0.93, "exact_converged"),
         Claim(TIED, "solved", SETS[0], "<=", 0.1, "exact_unconverged"),
+    ),
+)
+
+
+def larger(task: Sudoku, told: str, recipe: Recipe, deep: int, sets: tuple[str, ...], seeds: tuple[int, ...]) -> Plan:
+    """Of boards whose cells attend to those that must differ."""
+    told = f"{told}, whose cells know their row, column and box and attend to cells that must differ."
+    contenders = (*repeating(recipe, deep), GIVENS, NAKED)
+    metric, leader = task.name.upper(), (TIED, "solved")
+    return Plan(metric, task, told, contenders, sets, sets[0], sets[0], leader, seeds=seeds, puzzles=300)
+
+
+PLANS = (
+    PLAN,
+    larger(
+        Sudoku(MIDDLE, (16, 18, 20, 24)),
+        "6 x 6 grids, trained with 16 to 24 givens",
+        dataclasses.replace(RECIPE, updates=800),
+        25,
+        ("12 givens", "14 givens", "18 givens"),
+        (0, 1, 2),
+    ),
+    larger(
+        Sudoku(LARGE, (36, 40, 44, 48, 54)),
+        "9 x 9 grids, trained with 36 to 54 givens",
+        dataclasses.replace(RECIPE, updates=2000, batch=32),
+        25,
+        ("34 givens", "40 givens", "50 givens"),
+        (0, 1),
     ),
 )
