@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import numbers
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import transforms_active
-from ._declared import changed, named, picked
+from ._declared import changed, leaves, named, picked
 from .problem import Problem
 
 
@@ -64,6 +66,10 @@ class Shared:
     value: Any
 
 
+#: Function -> what `check_undeclared` was passed with, so that problems made anew of one function are asked once.
+_PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
+
+
 class UserProblem(Problem):
     """A problem made of a user's function(z, *inputs) or of a module; `inputs` and the module hold its tensors."""
 
@@ -88,6 +94,9 @@ class UserProblem(Problem):
         # Modules hold nothing of a problem's own.
         known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
         self._restrictable = any(self._own) or (any(wrapped) and all(known))
+        # Of other objects among the inputs the next may read another tensor.
+        legible = all(isinstance(leaf, Tensor | numbers.Number | str | None) for leaf in leaves(self.inputs))
+        self._passed = _passed_by(function) if legible else set()
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -101,6 +110,14 @@ class UserProblem(Problem):
                     f"shape {tuple(tensor.shape)}",
                     "expand it, or wrap what all problems read in Shared",
                 )
+
+    def check_undeclared(self, z: Tensor) -> None:
+        tracked = tuple(t.requires_grad for t in self.tensors())
+        known = (type(self), getattr(self.function, "training", None), tracked, self._read_by())
+        if transforms_active() or known not in self._passed:
+            super().check_undeclared(z)
+        if not transforms_active():
+            self._passed.add(known)
 
     def _restricted(self, index: Tensor) -> Self | None:
         return self._with_own(lambda tensor: picked(tensor, index, index.ndim - 1)) if self._restrictable else None
@@ -118,15 +135,23 @@ class UserProblem(Problem):
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone
 
+    def apart(self) -> Self:
+        clone = super().apart()
+        if (plain := getattr(clone.function, "_torchdynamo_orig_callable", None)) is not None:
+            clone = copy.copy(clone)
+            clone.function = plain
+        return clone
+
     def _called(self, z: Tensor) -> Any:
-        # Transforms refuse modules that write to what they keep, such as a running mean.
+        # Transforms refuse modules that write to what they keep, and spoil what is compiled.
         held = self.apart() if transforms_active() else self
         return held.function(z, *held.inputs)
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
         name = self._map_name()
         if not isinstance(result, Tensor):
-            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", type(result).__name__))
+            received, remedy = type(result).__name__, _validate.joined(result)
+            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", received, remedy))
         if result.shape != shape:
             raise ValueError(
                 _validate.message(name, f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}")
@@ -138,7 +163,8 @@ class UserProblem(Problem):
         return result
 
     def _map_name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        function = getattr(self.function, "_orig_mod", self.function)
+        return getattr(function, "__name__", type(function).__name__)
 
     def _read_by(self) -> str:
         return _closed_over(self.function)
@@ -147,8 +173,17 @@ class UserProblem(Problem):
         return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
 
 
+def _passed_by(function: Callable[..., Any]) -> set[Any]:
+    try:
+        return _PASSED.setdefault(function, set())
+    except TypeError:
+        # It has no hash, or no weak references.
+        return set()
+
+
 def _closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
     found = []
     code = getattr(function, "__code__", None)
     cells = zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False)

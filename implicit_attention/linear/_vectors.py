@@ -9,8 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._autograd import host_may_look
+
 State = TypeVar("State")
 
+#: Vectors from this length on are worked off one after the other, without a pass or a copy that can be saved; below,
+#: it is the number of operations that costs.
+WIDE = 1024
+#: What is left of a vector may be smaller by this, or its parts along a basis are taken away a second time.
+LOST = 0.1
 #: A relative quantity below ROUNDOFF * eps is taken for rounding noise.
 ROUNDOFF = 10.0
 
@@ -59,6 +66,12 @@ def along(per_problem: Tensor, target: Tensor) -> Tensor:
 
 def choose(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """New rows where the (*batch) mask holds, old rows elsewhere."""
+    if new.ndim > mask.ndim and new.shape[-1] >= WIDE and host_may_look(mask):
+        # A look at a few flags costs less than a pass over long vectors.
+        if bool(mask.all()):
+            return new
+        if not bool(mask.any()):
+            return old
     return torch.where(along(mask, new), new, old)
 
 
@@ -76,17 +89,31 @@ def coordinates(basis: Tensor, vector: Tensor) -> Tensor:
     return (basis * vector.unsqueeze(-2)).sum(-1)
 
 
-def combination(basis: Tensor, weights: Tensor) -> Tensor:
-    """sum_k weights_k basis_k, (*batch, n)."""
-    return (basis * weights.unsqueeze(-1)).sum(-2)
+def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
+    """(coordinates in the basis, remainder orthogonal to it), by Gram-Schmidt done twice where that is needed.
 
-
-def orthogonalise(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-    """(coordinates in the basis, remainder orthogonal to it), by classical Gram-Schmidt done twice.
-
-    Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to working precision.
+    Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to working precision; one does where the
+    remainder has not lost more than a digit.
     """
-    first = coordinates(basis, vector)
-    vector = vector - combination(basis, first)
-    second = coordinates(basis, vector)
-    return first + second, vector - combination(basis, second)
+    if vector.shape[-1] < WIDE or not host_may_look(vector):
+        rows = torch.stack(basis, -2)
+        first = coordinates(rows, vector)
+        vector = vector - (rows * first.unsqueeze(-1)).sum(-2)
+        second = coordinates(rows, vector)
+        return first + second, vector - (rows * second.unsqueeze(-1)).sum(-2)
+    total, remainder = _subtracted(basis, vector)
+    again = length(remainder) < LOST * length(vector)
+    if bool(again.any()):
+        # A problem has the same bits whatever its neighbours need.
+        more, twice = _subtracted(basis, remainder)
+        total, remainder = torch.where(again.unsqueeze(-1), total + more, total), choose(again, twice, remainder)
+    return total, remainder
+
+
+def _subtracted(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
+    """One pass, vector by vector: what is left when all of its parts along the basis are taken away one after other."""
+    found = []
+    for row in basis:
+        found.append((row * vector).sum(-1, keepdim=True))
+        vector = torch.addcmul(vector, found[-1], row, value=-1)
+    return torch.cat(found, -1), vector
