@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
+from implicit_attention.cli.retrieval import summary
 from implicit_attention.cli.settings import CompareSettings
-from implicit_attention.cli.table import comparison_tables, retrieval_table
+from implicit_attention.cli.table import comparison_tables, retrieval_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- table of compare: python docs/update_readme.py -->\n", "<!-- end of table -->"
@@ -28,11 +29,11 @@ def table(path: Path) -> str:
         **{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")}
     )
     comparison = SimpleNamespace(settings=settings, rows=run["rows"], threads=run["device"]["threads"])
-    rates = retrieval_table(run["retrieval"], has_reference=settings.has_reference)
     console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-    for part in (*comparison_tables(comparison, 120), rates):
+    for part in (*comparison_tables(comparison, 120), *retrieval_tables(run["retrieval"], 120)):
         console.print(part)
         console.print()
+    console.print(summary(run["retrieval"], settings.beta))
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 

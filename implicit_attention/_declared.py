@@ -72,6 +72,15 @@ def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return _rebuilt(value, (change(tensor) for _, tensor in named(value, "")))
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """What the tuples, lists and dicts in `value` hold that is none of these."""
+    if not isinstance(value, tuple | list | dict):
+        yield value
+        return
+    for part in value.values() if isinstance(value, dict) else value:
+        yield from leaves(part)
+
+
 def _modules(value: Any) -> Iterator[nn.Module]:
     """The modules in `value`, in all places where `named` looks for tensors."""
     if isinstance(value, nn.Module):

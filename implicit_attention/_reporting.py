@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -23,8 +24,14 @@ def check_on_failure(on_failure: str) -> None:
     _validate.check_choice("on_failure", on_failure, ("raise", "warn", "ignore"))
 
 
-def report_failures(on_failure: OnFailure, what: str, record: Record, remedies: Remedies = NO_REMEDIES) -> None:
-    """Raise or warn if any problem failed, with the remedy of the method for the first one.
+def report_failures(
+    on_failure: OnFailure,
+    what: str,
+    record: Record,
+    remedies: Remedies = NO_REMEDIES,
+    cause: Callable[[], str] = str,
+) -> None:
+    """Raise or warn if any problem failed, with the remedy of the method for the first one, and the `cause` if known.
 
     Inside torch.vmap, where the host cannot look, the status itself must be read.
     """
@@ -41,6 +48,8 @@ def report_failures(on_failure: OnFailure, what: str, record: Record, remedies: 
         f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "
         f"{record.message(first[0], remedies)}"
     )
+    if told := cause():
+        message += f". {told}"
     if on_failure == "raise":
         raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
     warnings.warn(message, ConvergenceWarning, stacklevel=outside())

@@ -28,7 +28,8 @@ def message(argument: str, requirement: str, received: object, remedy: str = "")
 def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
     """A dense tensor of at least 16 bits with at least `min_ndim` axes."""
     if not isinstance(value, Tensor):
-        raise TypeError(message(argument, "be a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor"))
+        remedy = joined(value) or "convert it with torch.as_tensor"
+        raise TypeError(message(argument, "be a torch.Tensor", type(value).__name__, remedy))
     check_dense(argument, value)
     if not value.is_floating_point():
         raise TypeError(
@@ -40,6 +41,14 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
     if value.ndim < min_ndim:
         raise ValueError(message(argument, f"have at least {min_ndim} axes", f"shape {tuple(value.shape)}"))
     check_local(argument, value)
+
+
+def joined(value: Any) -> str:
+    """What to do with several tensors where one is required; nothing to say of other objects."""
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, tuple | list | dict) or not any(isinstance(part, Tensor | tuple | dict) for part in parts):
+        return ""
+    return "join its tensors with torch.cat, or use `Equilibrium`, which takes tuples and dicts as state"
 
 
 def is_distributed(value: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import numbers
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import transforms_active
-from ._declared import changed, named, picked
+from ._declared import changed, leaves, named, picked
 from .problem import Problem
 
 
@@ -64,6 +66,10 @@ class Shared:
     value: Any
 
 
+#: Function -> what `check_undeclared` was passed with, so that problems made anew of one function are asked once.
+_PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
+
+
 class UserProblem(Problem):
     """A problem made of a user's function(z, *inputs) or of a module; `inputs` and the module hold its tensors."""
 
@@ -88,6 +94,9 @@ class UserProblem(Problem):
         # Modules hold nothing of a problem's own.
         known = (w or isinstance(i, nn.Module) or not any(named(i, "")) for i, w in zip(inputs, wrapped, strict=True))
         self._restrictable = any(self._own) or (any(wrapped) and all(known))
+        # Of other objects among the inputs the next may read another tensor.
+        legible = all(isinstance(leaf, Tensor | numbers.Number | str | None) for leaf in leaves(self.inputs))
+        self._passed = _passed_by(function) if legible else set()
 
     def check_state(self, z: Tensor) -> None:
         super().check_state(z)
@@ -101,6 +110,14 @@ class UserProblem(Problem):
                     f"shape {tuple(tensor.shape)}",
                     "expand it, or wrap what all problems read in Shared",
                 )
+
+    def check_undeclared(self, z: Tensor) -> None:
+        tracked = tuple(t.requires_grad for t in self.tensors())
+        known = (type(self), getattr(self.function, "training", None), tracked, self._read_by())
+        if transforms_active() or known not in self._passed:
+            super().check_undeclared(z)
+        if not transforms_active():
+            self._passed.add(known)
 
     def _restricted(self, index: Tensor) -> Self | None:
         return self._with_own(lambda tensor: picked(tensor, index, index.ndim - 1)) if self._restrictable else None
@@ -126,7 +143,8 @@ class UserProblem(Problem):
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
         name = self._map_name()
         if not isinstance(result, Tensor):
-            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", type(result).__name__))
+            received, remedy = type(result).__name__, _validate.joined(result)
+            raise TypeError(_validate.message(name, f"return a tensor of shape {meaning}", received, remedy))
         if result.shape != shape:
             raise ValueError(
                 _validate.message(name, f"return shape {meaning} = {tuple(shape)}", f"shape {tuple(result.shape)}")
@@ -145,6 +163,14 @@ class UserProblem(Problem):
 
     def _how_to_declare(self) -> str:
         return f"pass it as an argument: {type(self).__name__}(f, tensor, event_ndim=...) with f(z, tensor)"
+
+
+def _passed_by(function: Callable[..., Any]) -> set[Any]:
+    try:
+        return _PASSED.setdefault(function, set())
+    except TypeError:
+        # It has no hash, or no weak references.
+        return set()
 
 
 def _closed_over(function: Any) -> str:

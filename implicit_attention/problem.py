@@ -10,7 +10,17 @@ from torch import Tensor
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import at_least_single, check_graph, has_tangent, is_batched, jvp_by_vjp, same, transforms_active, vjp
+from ._autograd import (
+    at_least_single,
+    check_graph,
+    exact_precision,
+    has_tangent,
+    is_batched,
+    jvp_by_vjp,
+    same,
+    transforms_active,
+    vjp,
+)
 from ._declared import Declared, Withdrawn
 from ._types import LinearMap
 
@@ -190,7 +200,10 @@ def widened(problem: _P, *states: Tensor) -> tuple[_P, tuple[Tensor, ...]]:
 
     In half precision a state would sit up to a percent away from the solution.
     """
-    return problem.replace(*map(at_least_single, problem.tensors())), tuple(map(at_least_single, states))
+    given = problem.tensors()
+    wide = tuple(map(at_least_single, given))
+    changed = any(a is not b for a, b in zip(given, wide, strict=True))
+    return problem.replace(*wide) if changed else problem, tuple(map(at_least_single, states))
 
 
 def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Evaluation:
@@ -237,6 +250,22 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
         if same(others(filled), expected):
             return filled, z
     return problem, z
+
+
+def randomness(problem: Problem, z: Tensor) -> str:
+    """That f is random, if two evaluations at one state differ by more than rounding, and what to do; else nothing."""
+    if problem.separates or transforms_active():
+        return ""
+    with torch.no_grad(), exact_precision(z):
+        first, second = (problem.apart().fixed_point_map(z.detach()) for _ in range(2))
+    size = first.where(torch.isfinite(first), 0.0).norm()
+    off = float((second - first).nan_to_num(0.0, 0.0, 0.0).norm() / size)
+    if not off > torch.finfo(z.dtype).eps ** (2 / 3):
+        return ""
+    return (
+        f"`{problem._map_name()}` is random: two evaluations at one state differ by {off:.1e} of its size, so that no "
+        "state solves it; call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
+    )
 
 
 def lost_rows(z: Tensor, event_ndim: int) -> Tensor:

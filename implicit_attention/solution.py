@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ._autograd import exact_precision
+from . import _validate
+from ._autograd import exact_precision, is_batched
 from ._types import OnFailure
 from .status import Status
 
@@ -241,6 +242,7 @@ class Solution(SolveReport):
     Attributes:
         value: z, of the initial state's shape; float32 where the inputs are half precision.
         trace: the course of the iteration, if it was asked for.
+        course: the states behind `states(at=...)`.
 
     Examples:
         >>> import torch
@@ -253,6 +255,7 @@ class Solution(SolveReport):
 
     value: Tensor
     trace: Trace | None = None
+    course: tuple[Tensor, ...] = ()
     energy_function: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -262,6 +265,36 @@ class Solution(SolveReport):
             return None
         with torch.no_grad(), exact_precision(self.value):
             return self.energy_function(self.value.detach())
+
+    def states(self, at: Sequence[int]) -> Tensor:
+        """The states after `at` steps of a solve with `Unrolled()` and trace=True, with the graph of those steps.
+
+        They are those of `trace`, the best so far; where all problems finished sooner, the value. For losses at
+        intermediate states.
+
+        Args:
+            at: numbers of steps; 0 is the initial state.
+
+        Returns:
+            (len(at), *lead, *event).
+
+        Raises:
+            ValueError: no such states were kept, or fewer steps were made.
+        """
+        if not self.course:
+            required = "be asked of a solve with adjoint=Unrolled() and trace=True"
+            received = "one without a trace" if self.trace is None else "one of which no graph of the steps is kept"
+            remedy = "pass both to `solve`" if self.trace is None else "read `trace.value` for the numbers alone"
+            raise ValueError(_validate.message("states", required, received, remedy))
+        made, first = len(self.course) - 1, self.course[0]
+        spent = torch.tensor([Status.EXPLICIT, Status.BUDGET, Status.MAX_STEPS], device=first.device)
+        ended = is_batched(self.status) or bool(torch.isin(self.status, spent).any())
+        for count in at:
+            _validate.check_integer("at", count, low=0)
+            few = ended and count > made
+            _validate.require(not few, "at", f"be at most the {made} steps that were made", count, "raise max_steps")
+        picked = [self.course[min(count, made)] for count in at]
+        return torch.stack(picked) if picked else first.new_empty((0, *first.shape))
 
     @property
     def relative_residual(self) -> Tensor:

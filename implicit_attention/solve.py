@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from ._reporting import check_on_failure, report_failures
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
 from .fused import lower, written_out
-from .problem import Problem, widened
+from .problem import Problem, randomness, widened
 from .solution import AdjointReport, Solution, Trace
 from .solvers import Anderson, Solver
 
@@ -39,7 +41,8 @@ def solve(
             and adjoints in tiles) and "triton" insist on their operation.
         on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", or "ignore". The same
             holds for a backward solve. Inside torch.vmap, where the host cannot look, `Solution.status` alone tells.
-        trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems).
+        trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems); with
+            `Unrolled()` also the graph of every state, for `Solution.states`.
 
     Returns:
         A `Solution`: value, and per problem status, residual of that value, steps and evaluations.
@@ -94,11 +97,13 @@ def solve(
         solver.remedies,
         value=outcome.value,
         trace=_trace(outcome.trace),
+        course=outcome.states,
         energy_function=problem.energy if problem.has_energy else None,
     )
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
-    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies)
+    cause = functools.partial(randomness, problem, outcome.value)
+    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies, cause)
     return solution
 
 

@@ -1,5 +1,6 @@
 """Maps of one's own: what they may do to memory, and what they may read."""
 
+import functools
 from fractions import Fraction
 
 import numpy as np
@@ -11,9 +12,12 @@ from torch.nn.utils import parametrizations, parametrize
 from implicit_attention import (
     AnchoredEnergy,
     Anderson,
+    ConvergenceError,
+    ConvergenceWarning,
     FixedPointMap,
     Implicit,
     LogSumExp,
+    PerSample,
     Picard,
     Unrolled,
     equilibrium_attention,
@@ -202,3 +206,150 @@ def test_numbers_of_other_libraries_are_numbers(number):
 def test_what_is_no_number_is_refused(number):
     with pytest.raises(TypeError, match="`beta` must be a number"):
         LogSumExp(SHIFT, number)
+
+
+# Maps that are random.
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)
+
+    def forward(self, z, x):
+        return torch.tanh(0.3 * self.drop(self.norm(self.linear(z))) + x)
+
+
+def test_a_failure_says_that_the_map_is_random():
+    torch.manual_seed(0)
+    module, x = Dropped().double(), random(6, 4)
+    words = r"Picard failed for . of 6 .*\. `Dropped` is random: two evaluations at one state differ by \d\.\de-0[12]"
+    for wrap in (PerSample, lambda x: x):
+        problem = FixedPointMap(module, wrap(x), event_ndim=1)
+        with pytest.raises(ConvergenceError, match=words + r" of its size.*; call model.eval\(\), or hold the dropout"):
+            solve(problem, torch.zeros_like(x), solver=Picard(max_steps=20))
+        with pytest.warns(ConvergenceWarning, match=words):
+            solve(problem, torch.zeros_like(x), solver=Picard(max_steps=20), on_failure="warn")
+    assert module.norm.num_batches_tracked == 4 * 21
+    solve(FixedPointMap(module.eval(), x, event_ndim=1), torch.zeros_like(x))
+    with pytest.raises(ConvergenceError) as raised:
+        solve(FixedPointMap(module, x, event_ndim=1), torch.zeros_like(x), solver=Picard(max_steps=1))
+    assert "random" not in str(raised.value)
+
+
+def test_whether_a_map_is_random_is_asked_after_failures_alone():
+    calls = []
+
+    def f(z):
+        calls.append(1)
+        return z.cos() + 0.1 * torch.rand_like(z) * (len(calls) > 5)
+
+    def count(z, **options):
+        calls.clear()
+        solution = solve(FixedPointMap(f, event_ndim=1), z, **options)
+        return len(calls) - int(solution.num_evals.max())
+
+    z = torch.zeros(2, 3)
+    with torch.no_grad():
+        hasty = Picard(max_steps=9)
+        assert count(z, solver=hasty, on_failure="ignore") == 0
+        with pytest.warns(ConvergenceWarning, match="`f` is random"):
+            assert count(z, solver=hasty, on_failure="warn") == 2
+        assert count(z, solver=Picard(rtol=0.9), on_failure="warn") == 0
+
+    def value(z):
+        return solve(FixedPointMap(f, event_ndim=1), z, solver=hasty).value.sum()
+
+    with pytest.raises(ConvergenceError) as raised:
+        torch.func.grad(value)(z)
+    assert "random" not in str(raised.value)
+
+
+# What a map reads without declaring it is asked once.
+
+
+class Calls(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.count, self.hidden = 0, None
+
+    def forward(self, z, *inputs):
+        self.seen.append(torch.is_grad_enabled())
+        z = torch.tanh(0.3 * super().forward(z) + sum(inputs))
+        return z if self.hidden is None else z + self.hidden
+
+
+def test_undeclared_tensors_are_looked_for_once_per_module():
+    module, x = Calls().double(), random(3, 4)
+    seen = module.seen = []
+
+    def looks(*inputs):
+        seen.clear()
+        solve(FixedPointMap(module, *inputs, event_ndim=1), torch.zeros(3, 4).double())
+        return sum(seen)
+
+    counts = [looks(x), looks(x), looks(2 * x), looks(PerSample(x)), looks(x.clone().requires_grad_())]
+    assert counts == [1, 0, 0, 0, 1]
+    assert [looks(x, x), module.eval() and looks(x)] == [1, 1]
+    # Half precision, in which modules are copied, is no exception.
+    module.bfloat16()
+    seen.clear()
+    solve(FixedPointMap(module, x.bfloat16(), event_ndim=1), torch.zeros(3, 4))
+    assert sum(seen) == 0
+
+
+def test_a_new_function_is_asked_even_if_it_is_like_another():
+    hidden = random(4).requires_grad_()
+    makers = (
+        lambda t: lambda z: z.cos() / 2 + t,
+        lambda t: functools.partial(lambda t, z: z.cos() / 2 + t, t),
+        lambda t: Hiding(t),
+        lambda t: Hiding(t).forward,
+    )
+    for make in makers:
+        for _ in range(2):
+            solve(FixedPointMap(make(hidden.detach()), event_ndim=1), torch.zeros(3, 4).double())
+        with pytest.raises(ValueError, match="is not declared"):
+            solve(FixedPointMap(make(hidden), event_ndim=1), torch.zeros(3, 4).double())
+        with pytest.raises(ValueError, match="is not declared"):
+            solve(FixedPointMap(make(hidden), event_ndim=1), torch.zeros(3, 4).double())
+
+
+class Hiding(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden = [hidden]
+
+    def forward(self, z, *inputs):
+        return z.cos() / 2 + self.hidden[0]
+
+
+def test_what_a_known_function_reads_anew_is_found():
+    held = {"t": random(4)}
+    hidden = random(4)
+
+    def f(z, *objects):
+        return z.cos() / 2 + hidden + sum(o["t"] if isinstance(o, dict) else o.hidden[0] for o in objects)
+
+    z = torch.zeros(3, 4).double()
+    solve(FixedPointMap(f, Hiding(random(4)), event_ndim=1), z)
+    with pytest.raises(ValueError, match="is not declared"):
+        solve(FixedPointMap(f, Hiding(random(4).requires_grad_()), event_ndim=1), z)
+    solve(FixedPointMap(f, held, event_ndim=1), z)
+    hidden.requires_grad_()
+    with pytest.raises(ValueError, match="reads `hidden`, which requires grad but is not declared"):
+        solve(FixedPointMap(f, held, event_ndim=1), z)
+
+
+# One tensor where there are several.
+
+
+@pytest.mark.parametrize("several", [lambda t: (t, t), lambda t: {"a": t}, lambda t: [t], lambda t: ((t, t), t)])
+def test_several_tensors_in_the_place_of_one_are_told_what_to_do(several):
+    words = r"got (tuple|list|dict); join its tensors with torch.cat, or use `Equilibrium`, which takes tuples and"
+    with pytest.raises(TypeError, match="`initial` must be a torch.Tensor, " + words):
+        solve(FixedPointMap(torch.cos, event_ndim=1), several(SHIFT))
+    with pytest.raises(TypeError, match="must return a tensor of shape of z, " + words):
+        solve(FixedPointMap(several, event_ndim=1), SHIFT)
+    with pytest.raises(TypeError, match="`keys` must be a torch.Tensor, " + words):
+        LogSumExp(several(SHIFT), 0.5)

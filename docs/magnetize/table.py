@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from implicit_attention.cli.table import magnetization_columns, method_table
+from implicit_attention.cli.table import magnetization_columns, method_tables
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "magnetize.md"
@@ -25,7 +25,9 @@ def table() -> str:
     run = json.loads((HERE / "thermodynamics.json").read_text())
     columns = magnetization_columns(run["rows"], run["reference"])
     console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-    console.print(method_table(None, [column for column in columns if column.header not in LEFT_OUT], run["rows"]))
+    columns = [column for column in columns if column.header not in LEFT_OUT]
+    for part in method_tables(None, columns, run["rows"], 120):
+        console.print(part)
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 

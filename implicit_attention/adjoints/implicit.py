@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, is_differentiated, jvp_by_vjp, transforms_active, vjp
+from .._autograd import exact_precision, host_may_look, is_differentiated, jvp_by_vjp, transforms_active, vjp
 from ..linear import LinearSolver
 from ..problem import Problem, isolated, pullback
 from ..solution import Record
@@ -155,9 +155,10 @@ class _FixedPoint(torch.autograd.Function):
         call = cast(_Call, ctx.call)
         problem = call.problem.replace(*tensors)
         # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
-        left_out = ~_any(torch.isfinite(z) | (cotangents[0] != 0), problem.event_ndim)
         plain = not torch.is_grad_enabled() and not transforms_active()
-        problem, z = isolated(problem, z, left_out)
+        if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
+            left_out = ~_any(torch.isfinite(z) | (cotangents[0] != 0), problem.event_ndim)
+            problem, z = isolated(problem, z, left_out)
         with exact_precision(z):
             needed = _needed(ctx, tensors)
             if plain:

@@ -21,6 +21,7 @@ from ..problem import Linearization, Problem
 from ..solution import Record
 from ..status import Status
 from .base import Request
+from .tape import Tape
 
 # Problems solved together: the attention weights of a tile stay in the processor's cache. At least so many rows of each
 # batch entry, so that the matrix products are worth their call.
@@ -50,14 +51,14 @@ def adjoint_gradients(
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
     """
     chosen = method or _default_method(problem, z.dtype)
-    answer = None
+    answer, tape = None, None
     if method is None and isinstance(chosen, CG) and (lowered := lower(problem, None, request.impl)) is not None:
         steps = chosen.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
         with torch.no_grad():
             answer = lowered.adjoint(z, cotangent, chosen.rtol, steps)
     if answer is None:
-        answer = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
-    _report(request, chosen, answer, problem, z, cotangent)
+        answer, tape = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
+    _report(request, chosen, answer, problem, z, cotangent, None if tape is None else tape.mapped)
     return answer.gradients
 
 
@@ -67,8 +68,11 @@ def _by_rows(
     z: Tensor,
     cotangent: Tensor,
     tiles: Iterable[Tensor | None],
-) -> Adjoined:
-    """The answer and its gradients from the rows of each tile (None: all of them), one linearisation at a time."""
+) -> tuple[Adjoined, Tape | None]:
+    """The answer and its gradients from the rows of each tile (None: all of them), one linearisation at a time.
+
+    With it comes the tape of all rows, where they are one tile that was recorded.
+    """
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in problem.tensors()]
     live = problem.replace(*tensors)
     answers = []
@@ -77,17 +81,20 @@ def _by_rows(
             part = live if index is None else live.select(index)
         assert part is not None
         with torch.no_grad():
-            linear = part.linearize(_rows(z, index))
-            answer = _solve(method, part, linear, _rows(z, index), _rows(cotangent, index), transpose=True)
-            gradients = linear.vjp_tensors(answer.value)
+            tape = Tape.of(part, _rows(z, index))
+            linear = part.linearize(_rows(z, index)) if tape is None else tape.linearization()
+            answer = _solve(method, part, linear, _rows(z, index), _rows(cotangent, index), transpose=True, tape=tape)
+            gradients = answer.gradients or linear.vjp_tensors(answer.value)
+        if index is None:
+            return answer._replace(gradients=gradients), tape
         answers.append(answer)
         # Restricting to rows is differentiable: this adds the gradients of the tile up in the whole tensors.
         pairs = [(t, g) for t, g in zip(part.tensors(), gradients, strict=True) if t.requires_grad and g is not None]
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     last = z.ndim - problem.event_ndim - 1
     fields = zip(*(answer[:6] for answer in answers), strict=True)
-    whole = [torch.cat(parts, dim=last) if len(answers) > 1 else parts[0] for parts in fields]
-    return Adjoined._make((*whole, tuple(t.grad for t in tensors)))
+    whole = [torch.cat(parts, dim=last) for parts in fields]
+    return Adjoined._make((*whole, tuple(t.grad for t in tensors))), None
 
 
 def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
@@ -126,9 +133,18 @@ def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _solve(
-    method: LinearSolver[Any], problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, transpose: bool
+    method: LinearSolver[Any],
+    problem: Problem,
+    linear: Linearization,
+    z: Tensor,
+    rhs: Tensor,
+    transpose: bool,
+    tape: Tape | None = None,
 ) -> Adjoined:
-    solution = method.solve(*_flat_system(problem, linear, rhs, transpose))
+    """The answer; with its gradients where the last product with a `tape` gave them."""
+    matvec, flat = _flat_system(linear.vjp if transpose else linear.jvp, problem, rhs)
+    both = None if tape is None else _flat_system(tape.vjp_both, problem, rhs)[0]
+    solution = method.solve(matvec, flat, check=both)
     tolerance = method.atol + method.rtol * _norm(rhs, problem.event_ndim)
     answer = Adjoined(
         solution.value.reshape(rhs.shape),
@@ -137,6 +153,7 @@ def _solve(
         tolerance,
         solution.num_steps,
         solution.negative_curvature,
+        tape.gradients if tape is not None and solution.checked else (),
     )
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, linear, z, rhs, answer)
@@ -145,9 +162,8 @@ def _solve(
     return answer._replace(status=status, tolerance=tolerance)
 
 
-def _flat_system(problem: Problem, linear: Linearization, rhs: Tensor, transpose: bool) -> tuple[LinearMap, Tensor]:
+def _flat_system(product: LinearMap, problem: Problem, rhs: Tensor) -> tuple[LinearMap, Tensor]:
     """The map v -> v - J v on (*lead, n), and the right-hand side in that shape."""
-    product = linear.vjp if transpose else linear.jvp
     lead = rhs.shape[: rhs.ndim - problem.event_ndim]
     flat = rhs.reshape(*lead, rhs.shape[len(lead) :].numel())
     return lambda v: v - product(v.reshape(rhs.shape)).reshape(v.shape), flat
@@ -168,7 +184,7 @@ def _finish_with_minres(
     chosen = saddle if index is None else saddle.gather(-1, index)
     mask = chosen.reshape((*chosen.shape, *(1,) * problem.event_ndim))
     given = torch.where(mask, _rows(rhs, index), 0.0)
-    second = again.solve(*_flat_system(part, linear, given, transpose=True))
+    second = again.solve(*_flat_system(linear.vjp, part, given))
     status = torch.where(second.converged, int(Status.UNSTABLE), second.status.to(torch.int64)).to(torch.int8)
 
     num_steps = _rows(first.num_steps, index) + second.num_steps
@@ -177,6 +193,7 @@ def _finish_with_minres(
         status=_put(index, chosen, first.status, status),
         residual=_put(index, chosen, first.residual, second.residual),
         num_steps=_put(index, chosen, first.num_steps, num_steps),
+        gradients=(),
     )
 
 
@@ -193,9 +210,12 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
 
 @torch.no_grad()
 def _gradient_error(
-    request: Request, answer: Adjoined, problem: Problem, z: Tensor, rhs: Tensor
+    request: Request, answer: Adjoined, problem: Problem, z: Tensor, rhs: Tensor, mapped: Tensor | None
 ) -> tuple[Tensor | None, bool]:
-    """`AdjointReport.gradient_error`, (*lead), and whether something may have to be told: one look of the host."""
+    """`AdjointReport.gradient_error`, (*lead), and whether something may have to be told: one look of the host.
+
+    `mapped` is f(z), if it is known.
+    """
     residual, solver = request.report.state_residual, request.solver
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
         return None, True
@@ -215,18 +235,25 @@ def _gradient_error(
     if not bool(((error > UNSURE) | (answer.status > Status.UNSTABLE)).any()):
         return error, False
     # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
-    r = (problem.fixed_point_map(states) - states).reshape(u.shape)
+    mapped = problem.fixed_point_map(states) if mapped is None else mapped
+    r = (mapped - states).reshape(u.shape)
     along = (r * u).sum(-1).abs() / (torch.linalg.vector_norm(r, dim=-1) * torch.linalg.vector_norm(u, dim=-1))
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
 
 
 def _report(
-    request: Request, method: LinearSolver[Any], answer: Adjoined, problem: Problem, z: Tensor, rhs: Tensor
+    request: Request,
+    method: LinearSolver[Any],
+    answer: Adjoined,
+    problem: Problem,
+    z: Tensor,
+    rhs: Tensor,
+    mapped: Tensor | None = None,
 ) -> None:
     report = request.report
     fields = answer._asdict()
     del fields["value"], fields["gradients"]
-    error, doubtful = _gradient_error(request, answer, problem, z, rhs)
+    error, doubtful = _gradient_error(request, answer, problem, z, rhs, mapped)
     if error is not None:
         fields["gradient_error"] = error
     if report.lead is not None and report.lead.numel() == answer.status.numel():

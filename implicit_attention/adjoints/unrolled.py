@@ -55,5 +55,8 @@ class Unrolled(Adjoint):
             return outcome
         # Once more, without what those read: NaN in their steps would be NaN in the gradients of all that they share.
         problem, initial = isolated(request.problem, request.initial, lost)
-        value = request.solver.run(problem, initial, graph=True).value
-        return outcome._replace(value=attach(outcome.value.detach(), value))
+        again = request.solver.run(problem, initial, trace=request.trace, graph=True)
+        # It may end sooner.
+        last = len(again.states) - 1
+        states = tuple(attach(z.detach(), again.states[min(i, last)]) for i, z in enumerate(outcome.states))
+        return outcome._replace(value=attach(outcome.value.detach(), again.value), states=states)

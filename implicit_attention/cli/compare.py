@@ -13,29 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import Solution, solve
-from ..solvers import Anderson
-from .contenders import STOP, contenders
-from .data import TASKS, Sample, draw, load_digits, noise_of
+from .. import Solution
+from .contenders import contenders
+from .data import Sample, draw, load_digits, noise_of
 from .errors import InputError
-from .evaluate import SUCCESS, energy_of, evaluate, prepare, relative_error
+from .evaluate import evaluate, prepare
 from .files import load_patterns
 from .progress import Progress
+from .retrieval import FACTORS, Rates, examples, sweep
 from .settings import CompareSettings
 
 DRAWS = 8
 #: Pairs of a pattern and a query from which on several threads are used.
 SHARED_FROM = 100_000
-#: Multiples of `--beta` at which retrieval is tried again: what a larger inverse temperature does in one step.
-SHARPER = (4, 16)
-#: Retrieval rates of digits measured independently of this command: log-sum-exp, beta 8, 200 patterns, anchor 0,
-#: mean and standard deviation over 8 draws.
-REFERENCE = {
-    ("half-masked", "one step"): (0.701, 0.015),
-    ("half-masked", "equilibrium"): (0.854, 0.028),
-    ("noisy", "one step"): (0.895, 0.019),
-    ("noisy", "equilibrium"): (0.916, 0.021),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +38,7 @@ class Comparison:
         rows: for every solver, plain numbers.
         retrieval: rates for every task, state and beta.
         sample: the draw on which solvers are compared.
-        states: (one step, equilibrium) of its queries.
+        states: of its queries, by name, to look at.
         solutions: by solver, for all that did not raise.
         unusable: how many patterns hold NaN or infinity.
         untrusted: how many queries have no exact fixed point.
@@ -59,9 +49,9 @@ class Comparison:
     settings: CompareSettings
     noise: float
     rows: list[dict[str, Any]]
-    retrieval: list[dict[str, Any]]
+    retrieval: Rates
     sample: Sample
-    states: tuple[Tensor, Tensor]
+    states: dict[str, Tensor]
     solutions: dict[str, Solution]
     unusable: int
     untrusted: int
@@ -122,7 +112,7 @@ def run(settings: CompareSettings, progress: Progress) -> Comparison:
     rows, solutions = [], {}
     with _threads(settings) as threads:
         methods = contenders(settings.descents)
-        steps = len(methods) + 3
+        steps = len(methods) + 1
         progress.begin("reference in float64", 0, steps)
         task = prepare(sample, beta=settings.beta, anchor=settings.anchor, seed=settings.seed)
         for index, method in enumerate(methods):
@@ -132,52 +122,10 @@ def run(settings: CompareSettings, progress: Progress) -> Comparison:
             rows.append(row)
             if solution is not None:
                 solutions[method.name] = solution
-        progress.begin(f"retrieval over {DRAWS} draws", steps - 2, steps)
-        rates = retrieval(drawn, settings)
-        shown = states(sample, beta=settings.beta, anchor=settings.anchor)
+        progress.begin(f"retrieval at {len(FACTORS)} betas, {DRAWS} draws")
+        rates = sweep(drawn, settings, progress.part)
+        shown = examples(sample, rates, settings)
     unusable = int((~sample.usable).sum())
     untrusted = int((sample.finite & (task.weights == 0).all(-1)).sum())
     seconds = time.perf_counter() - begin
     return Comparison(settings, noise, rows, rates, sample, shown, solutions, unusable, untrusted, threads, seconds)
-
-
-def states(sample: Sample, *, beta: float, anchor: float) -> tuple[Tensor, Tensor]:
-    """(one step, equilibrium) of all queries."""
-    energy = energy_of(sample.keys, sample.queries, sample.usable, beta=beta, anchor=anchor)
-    with torch.no_grad():
-        solution = solve(energy, sample.queries, solver=Anderson(**STOP), on_failure="ignore")
-        return energy.fixed_point_map(sample.queries), solution.value
-
-
-def retrieval(drawn: Sample, settings: CompareSettings) -> list[dict[str, Any]]:
-    """Retrieval rates, mean and standard deviation over the draws.
-
-    One step against the equilibrium, at `--beta` and at multiples of it, and the pattern with the largest score.
-    """
-    found: list[tuple[str, float | None, Tensor]] = []
-    for beta in (settings.beta, *(factor * settings.beta for factor in SHARPER)):
-        one, equilibrium = states(drawn, beta=beta, anchor=settings.anchor)
-        found += [("one step", beta, one), ("equilibrium", beta, equilibrium)]
-    # Draw by draw: the scores of all at once are large.
-    best = [_best(*row) for row in zip(drawn.keys, drawn.queries, drawn.usable, strict=True)]
-    found.append(("largest score", None, torch.stack(best)))
-    hits = [(name, beta, relative_error(z, drawn.targets) < SUCCESS) for name, beta, z in found]
-    block = []
-    for task, part in zip(TASKS, drawn.parts, strict=True):
-        for name, sharpness, hit in hits:
-            rates = hit[..., part].double().mean(-1)
-            mean, std = float(rates.mean()), float(rates.std())
-            entry = {"task": task, "state": name, "beta": sharpness, "rates": rates.tolist(), "mean": mean, "std": std}
-            if settings.has_reference and sharpness == settings.beta:
-                expected, deviation = REFERENCE[task, name]
-                deviations = (mean - expected) / deviation
-                entry |= {"reference_mean": expected, "reference_std": deviation}
-                entry |= {"deviations": deviations, "within_three": abs(deviations) <= 3}
-            block.append(entry)
-    return block
-
-
-def _best(keys: Tensor, queries: Tensor, usable: Tensor) -> Tensor:
-    """The usable pattern with the largest score <pattern, query>, for each query of one draw."""
-    scores = (queries @ keys.mT).masked_fill(~usable, -torch.inf)
-    return keys[scores.argmax(-1)]

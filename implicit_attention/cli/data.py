@@ -51,14 +51,31 @@ class Sample:
         half = self.queries.shape[-2] // 2
         return slice(0, half), slice(half, None)
 
+    @property
+    def known(self) -> Tensor:
+        """(N, D) bool, the entries of the queries that were not masked."""
+        known = torch.ones(self.queries.shape[-2:], dtype=torch.bool, device=self.queries.device)
+        known[self.parts[0], _kept(self.queries.shape[-1]) :] = False
+        return known
+
+    def draw(self, index: int) -> Sample:
+        """One of the draws."""
+        return Sample(self.keys[index], self.queries[index], self.targets[index])
+
     def first(self, count: int) -> Sample:
         """The first `count` queries of each task in the first draw."""
-        queries, targets = (torch.cat([t[0, p][:count] for p in self.parts]) for t in (self.queries, self.targets))
-        return Sample(self.keys[0], queries, targets)
+        draw = self.draw(0)
+        queries, targets = (torch.cat([t[p][:count] for p in self.parts]) for t in (draw.queries, draw.targets))
+        return Sample(draw.keys, queries, targets)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Sample:
         """The sample as the solvers see it; what overflows in `dtype` is not usable."""
         return Sample(*(t.to(device, dtype) for t in (self.keys, self.queries, self.targets)))
+
+
+def _kept(dim: int) -> int:
+    """How many entries of a half-masked query are known: the first half."""
+    return (dim + 1) // 2
 
 
 def draw(data: Tensor, *, patterns: int, queries: int, noise: float, draws: int, seed: int) -> Sample:
@@ -71,7 +88,7 @@ def draw(data: Tensor, *, patterns: int, queries: int, noise: float, draws: int,
     keys = torch.stack([data[torch.randperm(len(data), generator=generator)[:patterns]] for _ in range(draws)])
     targets = keys[:, :queries]
     masked = targets.clone()
-    masked[..., (data.shape[1] + 1) // 2 :] = 0
+    masked[..., _kept(data.shape[1]) :] = 0
     noisy = targets + noise * torch.randn(targets.shape, generator=generator, dtype=targets.dtype)
     return Sample(keys, torch.cat([masked, noisy], -2), torch.cat([targets, targets], -2))
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..plotting import configuration_figure, convergence_figure, phase_figure, retrieval_figure
+from ..plotting import configuration_figure, convergence_figure, phase_figure, rates_figure, retrieval_figure
 from .compare import DRAWS, Comparison
 from .contenders import STEP_SIZE, STOP
 from .data import TASKS
-from .evaluate import SUCCESS, relative_error
+from .evaluate import SUCCESS
+from .retrieval import EQUILIBRIUM, NEAREST, ONE, TWO, betas_of, of, retrieved, summary
 from .settings import REFERENCES, SAMPLER
 
 if TYPE_CHECKING:
@@ -103,13 +104,18 @@ def comparison_files(comparison: Comparison) -> Files:
         },
         "rows": comparison.rows,
         "retrieval": comparison.retrieval,
+        "summary": summary(comparison.retrieval, settings.beta),
         "status_counts": {row["method"]: row.get("status", {"ERROR": 1}) for row in comparison.rows},
         "unusable_patterns": comparison.unusable,
         "queries_without_exact_gradient": comparison.untrusted,
         "seconds": comparison.seconds,
     }
     what = f"{settings.patterns} patterns, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype}"
-    figures = {"convergence.png": _convergence(comparison, what), "retrieval.png": _retrieval(comparison, what)}
+    figures = {
+        "convergence.png": _convergence(comparison, what),
+        "rates.png": _rates(comparison),
+        "retrieval.png": _retrieval(comparison, what),
+    }
     return "compare.json", content, figures
 
 
@@ -121,36 +127,40 @@ def _convergence(comparison: Comparison, what: str) -> Figure:
 
 
 def _retrieval(comparison: Comparison, what: str) -> Figure:
+    """Queries, what methods make of them, and the truth."""
     sample = comparison.sample
-    one, equilibrium = (relative_error(z, sample.targets) < SUCCESS for z in comparison.states)
-    chosen = {
-        task: _choose(torch.arange(len(sample.queries), device=one.device)[part], one, equilibrium, sample.targets)
-        for task, part in zip(TASKS, sample.parts, strict=True)
-    }
-    rows = [row for shown in chosen.values() for row in shown]
-    grid = [
-        ("query", sample.queries[rows], None),
-        ("one step", comparison.states[0][rows], one[rows]),
-        ("equilibrium", comparison.states[1][rows], equilibrium[rows]),
-        ("truth", sample.targets[rows], None),
-    ]
-    rates = {(e["task"], e["state"]): e["mean"] for e in comparison.retrieval if e["beta"] == comparison.settings.beta}
-    summary = "; ".join(
-        f"{task} {100 * rates[task, 'one step']:.0f} % by one step, "
-        f"{100 * rates[task, 'equilibrium']:.0f} % at equilibrium"
-        for task in TASKS
-    )
-    title = f"Retrieval: {what}\nretrieved over all draws: {summary}\nqueries chosen to show every outcome"
-    return retrieval_figure(grid, columns=[task for task, shown in chosen.items() for _ in shown], title=title)
+    right = {name: retrieved(z, sample) for name, z in comparison.states.items()}
+    rows = []
+    for part in sample.parts:
+        candidates = torch.arange(len(sample.queries), device=sample.queries.device)[part]
+        rows += _choose(candidates[sample.targets[candidates].isfinite().all(-1)], list(right.values()))
+    grid: list[tuple[str, Tensor, Tensor | None]] = [("query", sample.queries[rows], None)]
+    grid += [(name, z[rows], right[name][rows]) for name, z in comparison.states.items()]
+    grid.append(("truth", sample.targets[rows], None))
+    columns = [TASKS[row in range(len(sample.queries))[sample.parts[1]]] for row in rows]
+    return retrieval_figure(grid, columns=columns, title=f"Retrieval: {what}\nqueries chosen to show every outcome")
 
 
-def _choose(rows: Tensor, one: Tensor, equilibrium: Tensor, targets: Tensor) -> list[int]:
-    """A few of the rows that show every outcome which occurs: retrieved by iterating only, by both, neither, lost."""
-    rows = rows[targets[rows].isfinite().all(-1)]
-    outcomes = (~one & equilibrium, one & equilibrium, ~one & ~equilibrium, one & ~equilibrium)
-    groups = [rows[outcome[rows]].tolist() for outcome in outcomes]
-    # In turn from every group, until enough.
-    in_turn = [group[i] for i in range(SHOWN_QUERIES) for group in groups if i < len(group)]
+def _rates(comparison: Comparison) -> Figure:
+    """The sweep, and what it says."""
+    entries, settings = comparison.retrieval, comparison.settings
+
+    def rates(found: list[dict[str, Any]]) -> Tensor:
+        return torch.tensor([entry["rates"] for entry in found], dtype=torch.float64)
+
+    curves = {task: {s: rates(of(entries, task, s)) for s in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
+    levels = {task: {state: rates(of(entries, task, state))[0] for state in NEAREST} for task in TASKS}
+    source = "scikit-learn's digits" if settings.data is None else settings.data.name
+    title = f"Retrieval of {settings.patterns} patterns ({source}); stars: each method's own best beta"
+    return rates_figure(torch.tensor(betas_of(entries)), curves, levels, title=title)
+
+
+def _choose(rows: Tensor, right: list[Tensor]) -> list[int]:
+    """A few of the rows that show every outcome which occurs; rows with the same outcome take turns."""
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for row in rows.tolist():
+        groups.setdefault(tuple(bool(hit[row]) for hit in right), []).append(row)
+    in_turn = [group[i] for i in range(SHOWN_QUERIES) for group in groups.values() if i < len(group)]
     return sorted(in_turn[:SHOWN_QUERIES])
 
 

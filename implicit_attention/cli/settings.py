@@ -23,7 +23,8 @@ class CompareSettings:
     """Retrieve stored images from half-masked and noisy ones with every solver, and show what each of them costs.
 
     Compares one step of softmax attention, unrolled gradient descent, Picard, Anderson, Broyden, Newton-Krylov and
-    torchdeq's Anderson and Broyden: evaluations, residual, saddles, retrieval, gradient error, time and memory.
+    torchdeq's Anderson and Broyden: evaluations, residual, saddles, retrieval, gradient error, time and memory. Then
+    retrieval at nine inverse temperatures, `--beta`/4 to 64 `--beta`, beside the nearest stored pattern.
     """
 
     command: ClassVar[str] = "compare"
@@ -36,7 +37,7 @@ class CompareSettings:
         "float32"
     )
     seed: Annotated[int, seed_option("patterns and noise")] = 0
-    out: Annotated[Path, Option(help="Folder for compare.json, convergence.png and retrieval.png.")] = Path("compare")
+    out: Annotated[Path, Option(help="Folder for compare.json and three pictures.")] = Path("compare")
     quick: Annotated[bool, Option("--quick", help="Fewer queries and repeats, in a few seconds.")] = False
     data: Annotated[
         Path | None,

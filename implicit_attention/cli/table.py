@@ -14,12 +14,16 @@ from rich.table import Table
 
 from .contenders import STEP_SIZE, STOP
 from .errors import printable
+from .retrieval import EQUILIBRIUM, NEAREST, Rates, best, betas_of, of, summary
 
 if TYPE_CHECKING:
     from .compare import Comparison
     from .magnetize import Magnetization
 
 MISSING = "-"
+#: Columns that say what a row is, and all that hold words.
+ROW_NAMES = ("method", "queries", "state")
+WORDS = (*ROW_NAMES, "status")
 Row = dict[str, Any]
 
 
@@ -120,7 +124,12 @@ COMPARISON = (
     Column("sad-\ndles", "converged where the energy curves downwards", "saddles", str),
     Column("pts", "distinct fixed points among the converged states", "distinct_fixed_points", str),
     Column("retr.\nerror", "mean relative distance of the state from the pattern", "retrieval_error_mean", short),
-    Column("half\n%", "half-masked queries retrieved (relative error < 1e-2)", RETRIEVED("half-masked"), percent),
+    Column(
+        "half\n%",
+        "half-masked queries retrieved (relative error < 1e-2), at this beta",
+        RETRIEVED("half-masked"),
+        percent,
+    ),
     Column("noisy\n%", "noisy queries retrieved", RETRIEVED("noisy"), percent),
     Column("other\npoint", "converged, but not to the fixed point of the float64 reference", "other_fixed_point", str),
     Column("grad.\nerror", "relative error against float64; other points count as errors", "gradient_error", short),
@@ -129,6 +138,10 @@ COMPARISON = (
     Column("peak\nMiB", "memory of both at once, beyond the inputs", "peak_memory_bytes", mebibytes),
     Column("status", "with counts where the queries differ; the others are CONVERGED", "", status),
 )
+STATE_NOTES = {
+    EQUILIBRIUM: "of every solver that converges; here Anderson's",
+    NEAREST[-1]: "is told which entries were masked, as no other method is; noisy queries have none",
+}
 MAGNETIZATION = (
     Column("F", "free energy, relative to the measure", "free_energy", six_digits, averaged=True),
     Column("U", "internal energy", "internal_energy", six_digits, averaged=True),
@@ -165,44 +178,49 @@ def magnetize_line(row: Row) -> str:
     return f"{counts}, {exact_milliseconds(row['seconds'])} ms"
 
 
-def plain_table(title: str | None, headers: Iterable[str], rows: Iterable[Sequence[str]], *, right: bool) -> Table:
-    """A table without frame; `right`: numbers are aligned at the right."""
+def plain_table(title: str | None, headers: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table without frame: words are aligned at the left, numbers at the right."""
     table = Table(
         title=title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1 if right else 2, 0, 0),
+        padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
     for header in headers:
-        words = not right or header in ("method", "status")
-        table.add_column(header, justify="left" if words else "right", no_wrap=True)
+        table.add_column(header, justify="left" if header in WORDS else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def method_table(title: str | None, columns: Sequence[Column], rows: list[Row]) -> Table:
-    """A row for every method."""
-    cells = [[row["method"], *(column.text(row) for column in columns)] for row in rows]
-    return plain_table(title, ("method", *(column.header for column in columns)), cells, right=True)
-
-
-def method_tables(title: str, columns: Sequence[Column], rows: list[Row], width: int) -> list[Table]:
-    """The table of all methods, cut into as many as the width asks for."""
+def cut_tables(title: str | None, headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Table]:
+    """A table cut into as many as the width asks for; columns that say what the row is stand in each of them."""
     wide = Console(width=1000)
+    fixed = [index for index, header in enumerate(headers) if header in ROW_NAMES]
+    rest = [index for index in range(len(headers)) if index not in fixed]
 
-    def needed(count: int) -> int:
-        return Measurement.get(wide, wide.options, method_table(None, columns[:count], rows)).maximum
+    def made(columns: Sequence[int], heading: str | None = None) -> Table:
+        chosen = [*fixed, *columns]
+        return plain_table(heading, [headers[i] for i in chosen], [[row[i] for i in chosen] for row in rows])
 
     tables: list[Table] = []
-    while columns:
-        count = max((n for n in range(1, len(columns) + 1) if needed(n) <= width), default=1)
-        tables.append(method_table(None if tables else title, columns[:count], rows))
-        columns = columns[count:]
+    while rest:
+        fitting = (
+            n for n in range(1, len(rest) + 1) if Measurement.get(wide, wide.options, made(rest[:n])).maximum <= width
+        )
+        count = max(fitting, default=1)
+        tables.append(made(rest[:count], None if tables else title))
+        rest = rest[count:]
     return tables
+
+
+def method_tables(title: str | None, columns: Sequence[Column], rows: list[Row], width: int) -> list[Table]:
+    """A row for every method, cut into as many tables as the width asks for."""
+    cells = [[row["method"], *(column.text(row) for column in columns)] for row in rows]
+    return cut_tables(title, ["method", *(column.header for column in columns)], cells, width)
 
 
 def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
@@ -219,25 +237,31 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     return method_tables(title, COMPARISON, comparison.rows, width)
 
 
-def retrieval_table(entries: list[Row], *, has_reference: bool) -> Table:
-    """Rates over the draws, a column for every beta, beside the reference where there is one."""
-    betas = sorted({e["beta"] for e in entries} - {None})
-    headers = ["queries", "state", *(f"beta {beta:g}" for beta in betas)]
-    headers += [f"reference, beta {betas[0]:g}", "verdict"] if has_reference else []
+def retrieval_tables(entries: Rates, width: int) -> list[Table]:
+    """Rates of every method at every beta and at its own best one, cut into as many tables as the width asks for."""
+    betas = betas_of(entries)
     rows = []
     for task, state in dict.fromkeys((e["task"], e["state"]) for e in entries):
-        of_betas = [e for e in entries if (e["task"], e["state"]) == (task, state)]
-        first = of_betas[0]
-        # What has no beta is the same at each.
-        of_betas *= len(betas) if first["beta"] is None else 1
-        row = [task, state, *(f"{e['mean']:.3f} +- {e['std']:.3f}" for e in of_betas)]
-        if "reference_mean" in first:
-            verdict = "within 3 sd" if first["within_three"] else "NOT within 3 sd"
-            reference = f"{first['reference_mean']:.3f} +- {first['reference_std']:.3f}"
-            row += [reference, f"{verdict} ({first['deviations']:+.1f})"]
-        rows.append(row)
-    title = f"retrieval rate, mean +- std over {len(entries[0]['rates'])} draws"
-    return plain_table(title, headers, rows, right=False)
+        rates = {e["beta"]: f"{e['mean']:.3f}".removeprefix("0") for e in of(entries, task, state)}
+        top = best(entries, task, state)
+        own = MISSING if top["beta"] is None else f"{top['beta']:g}"
+        rows.append([task, state, f"{top['mean']:.3f} +- {top['std']:.3f}", own, *(rates.get(b, "") for b in betas)])
+    headers = ["queries", "state", "best +- std", "at beta", *(f"{beta:g}" for beta in betas)]
+    title = f"retrieval rate over {len(entries[0]['rates'])} draws: best, and at each beta"
+    return cut_tables(title, headers, rows, width)
+
+
+def retrieval_notes(entries: Rates) -> list[str]:
+    """What is to be read with the table of rates."""
+    names = dict.fromkeys(e["state"] for e in entries)
+    notes = [f"{name}: {STATE_NOTES[name]}" for name in names if name in STATE_NOTES]
+    for e in entries:
+        if "reference_mean" in e:
+            measured = f"{e['state']}, {e['task']}, beta {e['beta']:g}: {e['mean']:.3f}"
+            expected = f"{e['reference_mean']:.3f} +- {e['reference_std']:.3f} measured independently"
+            within = "within 3 sd" if e["within_three"] else "NOT within 3 sd"
+            notes.append(f"{measured}, {expected}: {within} ({e['deviations']:+.1f})")
+    return notes
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
@@ -252,7 +276,9 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     if comparison.untrusted:
         notes.append(f"{comparison.untrusted} queries left out of the gradient: no exact fixed point was found")
     _show(console, comparison_tables(comparison, console.width), notes)
-    console.print(retrieval_table(comparison.retrieval, has_reference=comparison.settings.has_reference))
+    entries, beta = comparison.retrieval, comparison.settings.beta
+    _show(console, retrieval_tables(entries, console.width), retrieval_notes(entries))
+    console.print(summary(entries, beta), style="bold", markup=False)
     console.print()
 
 

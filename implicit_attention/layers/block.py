@@ -160,18 +160,21 @@ class Equilibrium(Remembering):
         steps = _checked_steps(steps)
         if steps is None and solver is None:
             steps = self.steps
-        if isinstance(steps, range):
-            steps = _drawn(steps) if self.training else None
-        if steps is None or self.training or return_solution:
-            found = self._on_host(x, args, start, steps, options, return_solution)
-        else:
+        if isinstance(steps, range) and not self.training:
+            steps = None
+        if isinstance(steps, int) and not self.training and not return_solution:
+            # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
             found = self._found(x, args, start, steps, options, return_solution)
+        else:
+            found = self._on_host(x, args, start, steps, options, return_solution)
         state, solution = found
         return (state, solution) if return_solution else state
 
     @uncompiled
-    def _on_host(self, *given: Any) -> tuple[Any, Solution | Record]:
-        return self._found(*given)
+    def _on_host(
+        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, asked: bool
+    ) -> tuple[Any, Solution | Record]:
+        return self._found(x, args, start, _drawn(steps) if isinstance(steps, range) else steps, options, asked)
 
     def _found(
         self, x: Any, args: tuple[Any, ...], start: Start | None, steps: int | None, options: SolveOptions, asked: bool

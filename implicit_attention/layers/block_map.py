@@ -39,7 +39,8 @@ class Layout(NamedTuple):
     def of(cls, state: Any, event_ndim: int) -> Layout:
         """The layout of a state, or an error that says why it is none."""
         leaves, spec = pytree.tree_flatten(state)
-        _validate.require(len(leaves) > 0, "start", "hold at least one tensor", repr(state))
+        if not leaves:
+            raise ValueError(_validate.message("start", "hold at least one tensor", repr(state)))
         for leaf in leaves:
             check_leaf("start", leaf)
         first = leaves[0]

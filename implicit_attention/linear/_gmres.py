@@ -20,7 +20,7 @@ from .base import LinearSolver, SweepState, fresh
 class GMRESState(SweepState):
     """After j steps: Q H = [R; 0] for the Hessenberg matrix H, Q kept as rows so that one product rotates a column."""
 
-    basis: Tensor  # V, (*batch, j + 1, n)
+    basis: tuple[Tensor, ...]  # the j + 1 columns of V, (*batch, n) each
     rotated: Tensor  # the first j rows of Q, (*batch, j, j + 1)
     last: Tensor  # row j + 1 of Q, the only one that later rotations change, (*batch, j + 1)
     triangle: Tensor  # R, (*batch, j, j); a frozen problem gets unit columns
@@ -71,7 +71,7 @@ class GMRES(LinearSolver[GMRESState]):
         none = zeros.unsqueeze(-1)[..., :0]
         return GMRESState(
             **fresh(size),
-            basis=divide(residual, size).unsqueeze(-2),
+            basis=(divide(residual, size),),
             rotated=none.unsqueeze(-1),
             last=torch.ones_like(zeros).unsqueeze(-1),
             triangle=none.unsqueeze(-1)[..., :0],
@@ -81,7 +81,7 @@ class GMRES(LinearSolver[GMRESState]):
         )
 
     def step(self, matvec: LinearMap, state: GMRESState, active: Tensor) -> GMRESState:
-        product = matvec(state.basis[..., -1, :])
+        product = matvec(state.basis[-1])
         column, remainder = orthogonalise(state.basis, product)
         stiffness = torch.maximum(state.stiffness, length(product))
         tiny = ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
@@ -93,12 +93,13 @@ class GMRES(LinearSolver[GMRESState]):
         used = active & ~blocked
         cosine, sine = divide(diagonal, pivot), divide(height, pivot)
         pending = torch.where(used, -sine * state.pending, state.pending)
-        following = choose(used, divide(remainder, height), torch.zeros_like(remainder))
+        following = remainder / torch.where(height == 0, 1.0, height).unsqueeze(-1)
+        following = choose(used & (height != 0), following, torch.zeros_like(remainder))
         return GMRESState(
             residual_norm=pending.abs(),
             verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
             negative_curvature=state.negative_curvature,
-            basis=torch.cat([state.basis, following.unsqueeze(-2)], -2),
+            basis=(*state.basis, following),
             rotated=_bordered(state.rotated, _appended(cosine, state.last, sine)),
             last=_appended(-sine, state.last, cosine),
             triangle=_with_column(state.triangle, above, pivot, used),
@@ -109,12 +110,12 @@ class GMRES(LinearSolver[GMRESState]):
 
     def correction(self, state: GMRESState) -> Tensor:
         # Column by column, so that the unit columns of a frozen problem change no bit of its sum.
-        target, value = state.target, torch.zeros_like(state.basis[..., 0, :])
+        target, value = state.target, torch.zeros_like(state.basis[0])
         for index in reversed(range(target.shape[-1])):
             column = state.triangle[..., index]
             weight = (target[..., index] / column[..., index]).unsqueeze(-1)
             target = torch.addcmul(target, weight, column, value=-1)
-            value = torch.addcmul(value, weight, state.basis[..., index, :])
+            value = torch.addcmul(value, weight, state.basis[index])
         return value
 
 

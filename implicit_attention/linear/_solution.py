@@ -35,6 +35,7 @@ class LinearSolution(Recorded):
         negative_curvature: whether v . A v <= 0 was met, (*batch) bool: by CG for a search direction, by MINRES for a
             residual; False for GMRES and Neumann, which do not look.
         direction: CG only, else None: the unit vector v of that curvature, (*batch, n), zero where none was met.
+        checked: whether `value` is the last vector that the argument `check` of the solve was called with.
 
     Examples:
         >>> import torch
@@ -47,6 +48,7 @@ class LinearSolution(Recorded):
     value: Tensor
     negative_curvature: Tensor
     direction: Tensor | None = None
+    checked: bool = False
 
 
 def forgiven(

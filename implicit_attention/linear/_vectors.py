@@ -9,8 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._autograd import host_may_look
+
 State = TypeVar("State")
 
+#: Vectors from this length on are worked off one after the other, without a pass or a copy that can be saved; below,
+#: it is the number of operations that costs.
+WIDE = 1024
 #: A relative quantity below ROUNDOFF * eps is taken for rounding noise.
 ROUNDOFF = 10.0
 
@@ -59,6 +64,12 @@ def along(per_problem: Tensor, target: Tensor) -> Tensor:
 
 def choose(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """New rows where the (*batch) mask holds, old rows elsewhere."""
+    if new.ndim > mask.ndim and new.shape[-1] >= WIDE and host_may_look(mask):
+        # A look at a few flags costs less than a pass over long vectors.
+        if bool(mask.all()):
+            return new
+        if not bool(mask.any()):
+            return old
     return torch.where(along(mask, new), new, old)
 
 
@@ -76,17 +87,21 @@ def coordinates(basis: Tensor, vector: Tensor) -> Tensor:
     return (basis * vector.unsqueeze(-2)).sum(-1)
 
 
-def combination(basis: Tensor, weights: Tensor) -> Tensor:
-    """sum_k weights_k basis_k, (*batch, n)."""
-    return (basis * weights.unsqueeze(-1)).sum(-2)
-
-
-def orthogonalise(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
     """(coordinates in the basis, remainder orthogonal to it), by classical Gram-Schmidt done twice.
 
     Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to working precision.
     """
-    first = coordinates(basis, vector)
-    vector = vector - combination(basis, first)
-    second = coordinates(basis, vector)
-    return first + second, vector - combination(basis, second)
+    if vector.shape[-1] < WIDE or vector.device.type != "cpu":
+        rows = torch.stack(basis, -2)
+        first = coordinates(rows, vector)
+        vector = vector - (rows * first.unsqueeze(-1)).sum(-2)
+        second = coordinates(rows, vector)
+        return first + second, vector - (rows * second.unsqueeze(-1)).sum(-2)
+    total = torch.zeros_like(vector[..., : len(basis)])
+    for _ in range(2):
+        part = torch.stack([dot(row, vector) for row in basis], -1)
+        for index, row in enumerate(basis):
+            vector = torch.addcmul(vector, part[..., index : index + 1], row, value=-1)
+        total = total + part
+    return total, vector

@@ -146,7 +146,9 @@ class LinearSolver(abc.ABC, Generic[S]):
         """The longest sweep."""
         return max_steps
 
-    def solve(self, matvec: LinearMap, b: Tensor, *, initial: Tensor | None = None) -> LinearSolution:
+    def solve(
+        self, matvec: LinearMap, b: Tensor, *, initial: Tensor | None = None, check: LinearMap | None = None
+    ) -> LinearSolution:
         """Solve A x = b for each problem of the batch on its own: one hard or poisoned problem changes no other.
 
         Runs under `torch.no_grad()` and returns detached tensors; the result is bit for bit the same whatever the other
@@ -156,6 +158,8 @@ class LinearSolver(abc.ABC, Generic[S]):
             matvec: x -> A x, (*batch, n) -> (*batch, n), linear in each row and acting on each row separately.
             b: right-hand sides, (*batch, n), float32 or float64.
             initial: first guess, (*batch, n); default 0. A problem with b = 0 returns 0 whatever the guess.
+            check: the same map, for the residual of an answer alone, which it is given in the units of b: for who wants
+                more of the answer than this product. `LinearSolution.checked` tells whether its last one is the value.
 
         Returns:
             `LinearSolution`; failures are reported in `status`, never raised.
@@ -166,7 +170,7 @@ class LinearSolver(abc.ABC, Generic[S]):
 
         """
         with torch.no_grad():
-            return _run(self, matvec, b, initial)
+            return _run(self, matvec, b, initial, check)
 
 
 def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
@@ -179,9 +183,13 @@ def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
 
 
 class _System(NamedTuple):
-    """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit."""
+    """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit.
+
+    `measure` is A, for the residual of an answer.
+    """
 
     apply: LinearMap
+    measure: LinearMap
     b: Tensor
     tolerance: Tensor
     max_steps: int
@@ -195,9 +203,13 @@ class _Reached(NamedTuple):
 
     solution: LinearSolution
     residual: Tensor
+    #: Problems whose last sweep was undone, (*batch).
+    undone: Tensor | None = None
 
 
-def _run(solver: LinearSolver[S], matvec: LinearMap, b: Tensor, initial: Tensor | None) -> LinearSolution:
+def _run(
+    solver: LinearSolver[S], matvec: LinearMap, b: Tensor, initial: Tensor | None, check: LinearMap | None
+) -> LinearSolution:
     """Sweep until no problem may go on; see `LinearSolver.solve`."""
     check_arguments(solver.rtol, matvec, b, initial)
     b, max_steps = b.detach(), solver.max_steps or solver.default_max_steps(b.shape[-1])
@@ -209,16 +221,24 @@ def _run(solver: LinearSolver[S], matvec: LinearMap, b: Tensor, initial: Tensor 
     unit = b / scale.unsqueeze(-1)
     # Not a number over a tensor, which torch multiplies by a reciprocal: that of a small scale is inf.
     tolerance = torch.full_like(scale, solver.atol) / scale + solver.rtol * norm(unit)
-    system = _System(checked(matvec, b), unit, tolerance, max_steps)
+    apply = measure = checked(matvec, b)
+    if check is not None:
+        product = checked(check, b)
+        measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
+    system = _System(apply, measure, unit, tolerance, max_steps)
+    last_is_answer = False
     reached = _opened(solver, system, None if initial is None else initial.detach() / scale.unsqueeze(-1))
     for sweep in range(solver.max_sweeps or max_steps):
         record = reached.solution.record
         cost = min(sweep, 1)  # the residual with which a restart begins
         live = (record.status == Status.MAX_STEPS) & (record.num_steps + cost < max_steps)
-        if not bool(live.any()):
+        if reached.undone is not None:
+            # One look, where the host would have looked anyway.
+            last_is_answer = not bool((live | reached.undone).any())
+        if last_is_answer or not bool(live.any()):
             break
         reached = _swept(solver, system, reached, record.num_steps + cost * live, live, sweep)
-    return _scaled(reached.solution, scale)
+    return replace(_scaled(reached.solution, scale), checked=last_is_answer and check is not None)
 
 
 def _swept(
@@ -230,7 +250,7 @@ def _swept(
     state = solver.begin(choose(live, unit, torch.zeros_like(unit)))
     state, num_steps = _stepped(solver, system, state, live, system.tolerance / scale, num_steps)
     value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
-    residual = system.b - system.apply(value)
+    residual = system.b - system.measure(value)
     size = norm(residual)
     kept = live & (size.isfinite() if sweep == 0 and not solver.monotone else size < record.residual)
     met, direction = live & state.negative_curvature, solution.direction
@@ -247,6 +267,7 @@ def _swept(
     return _Reached(
         LinearSolution(after, best, solution.negative_curvature | met, direction),
         choose(kept, residual, before.residual),
+        live & ~kept,
     )
 
 

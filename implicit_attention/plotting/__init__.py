@@ -1,7 +1,7 @@
 """Figures, made with matplotlib's `Figure` objects: no global state, no display needed. Save them with `savefig`."""
 
 from .convergence import convergence_figure
-from .retrieval import retrieval_figure
+from .retrieval import rates_figure, retrieval_figure
 from .spins import configuration_figure, phase_figure
 
-__all__ = ["configuration_figure", "convergence_figure", "phase_figure", "retrieval_figure"]
+__all__ = ["configuration_figure", "convergence_figure", "phase_figure", "rates_figure", "retrieval_figure"]

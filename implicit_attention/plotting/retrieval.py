@@ -1,16 +1,16 @@
-"""What was asked of a memory, and what it returned."""
+"""What was asked of a memory, what it returned, and how often that was right."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import BAD, GOOD, hide_ticks, new_figure
+from .style import BAD, COLORS, DASHES, GOOD, MARKERS, hide_ticks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,3 +82,75 @@ def _mark(axes: Any, good: bool) -> None:
     for spine in axes.spines.values():
         spine.set(color=color, linewidth=2.0, linestyle="-" if good else (0, (2, 1)))
     axes.set_xlabel("✓ retrieved" if good else "✗ not", fontsize=7, color=color, labelpad=2)
+
+
+#: Of the horizontal lines; two may lie on each other.
+LEVEL_DASHES = ((0, (6, 2)), (0, (1, 1.5)), (3, (3, 5)))
+
+
+def rates_figure(
+    betas: Tensor,
+    curves: Mapping[str, Mapping[str, Tensor]],
+    levels: Mapping[str, Mapping[str, Tensor]],
+    *,
+    title: str = "Retrieval against inverse temperature",
+) -> Figure:
+    """Retrieval rate against inverse temperature: a panel per task, a curve per method, a star at its own best beta.
+
+    Not for one temperature: print the rates, or draw the states with `retrieval_figure`.
+
+    Args:
+        betas: (K,), rising, > 0.
+        curves: by task, then by method, rates (K, draws) in [0, 1]; drawn are the mean and, as a band, the standard
+            deviation over the draws.
+        levels: by task, then by method, rates (draws,) of methods without beta: horizontal lines.
+        title: above the panels.
+
+    Returns:
+        A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.plotting import rates_figure
+        >>> betas = torch.tensor([1.0, 2.0, 4.0])
+        >>> rising = torch.tensor([[0.2, 0.4], [0.6, 0.6], [0.9, 0.7]])
+        >>> figure = rates_figure(betas, {"noisy": {"one step": rising}}, {"noisy": {"nearest": torch.ones(2)}})
+        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        ['1.000  nearest', '0.800  one step, beta 4']
+    """
+    _validate.require(len(curves) > 0, "curves", "hold at least one task", "none")
+    figure = new_figure(0.6 + 4.8 * len(curves), 4.8, title, fontsize=11)
+    grid: Any = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
+    x = betas.detach().double().cpu()
+    for axes, (task, methods) in zip(grid, curves.items(), strict=True):
+        drawn: list[tuple[float, str, Any]] = []
+        for index, (name, rates) in enumerate(methods.items()):
+            shape, received = f"(K, draws) with K = {len(x)}", (name, tuple(rates.shape))
+            _validate.require(rates.ndim == 2 and len(rates) == len(x), "curves", f"have shape {shape}", received)
+            rates = rates.detach().double().cpu()
+            mean, spread = rates.mean(-1), rates.std(-1, correction=0)
+            color, top = COLORS[index % len(COLORS)], int(mean.argmax())
+            look = {"color": color, "ls": DASHES[index % len(DASHES)], "marker": MARKERS[index % len(MARKERS)]}
+            axes.fill_between(x.numpy(), (mean - spread).numpy(), (mean + spread).numpy(), color=color, alpha=0.1, lw=0)
+            (line,) = axes.plot(x.numpy(), mean.numpy(), lw=1.8, ms=3.5, **look)
+            axes.plot(x[top], mean[top], ls="", marker="*", ms=14, color=color, mec="white", mew=0.8, zorder=5)
+            drawn.append((float(mean[top]), f"{float(mean[top]):.3f}  {name}, beta {float(x[top]):g}", line))
+        for index, (name, rates) in enumerate(levels.get(task, {}).items(), len(methods)):
+            level = float(rates.double().mean())
+            color, dashes = COLORS[index % len(COLORS)], LEVEL_DASHES[index % len(LEVEL_DASHES)]
+            line = axes.axhline(level, lw=1.3, zorder=1, color=color, ls=dashes)
+            drawn.append((level, f"{level:.3f}  {name}", line))
+        drawn.sort(key=lambda entry: -entry[0])
+        handles, names = [line for _, _, line in drawn], [text for _, text, _ in drawn]
+        axes.legend(handles, names, title="best rate", fontsize=8, title_fontsize=8, alignment="left", handlelength=3.2)
+        axes.set_title(f"{task} queries", fontsize=10)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x.tolist(), [f"{value:g}" for value in x.tolist()])
+        axes.set_xlabel("inverse temperature beta", fontsize=9)
+        axes.set_ylim(-0.02, 1.03)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    grid[0].set_ylabel("retrieval rate", fontsize=9)
+    return figure

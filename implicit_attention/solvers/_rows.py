@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .._autograd import host_may_look
 from .._declared import pick, put
 from ..problem import Problem
 from ..solution import Record
@@ -27,9 +28,20 @@ def unflat(z: Tensor, event: torch.Size) -> Tensor:
     return z.reshape((*z.shape[:-1], *event))
 
 
-def rows_where(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+def rows_where(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
     """torch.where with one condition per problem, (*lead), on states (*lead, n)."""
+    if host_may_look(condition):
+        # Mostly all rows agree: then looking saves a pass over the states.
+        if bool(condition.all()):
+            return yes
+        if isinstance(no, Tensor) and not bool(condition.any()):
+            return no
     return torch.where(condition[..., None], yes, no)
+
+
+def finite_rows(z: Tensor) -> Tensor:
+    """(*lead), whether all numbers of a state (*lead, n), and their sum, are finite."""
+    return z.detach().sum(-1).abs() < torch.inf
 
 
 class Best(NamedTuple):

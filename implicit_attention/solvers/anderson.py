@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import transforms_active
 from .._fused_rule import FusedRule
 from ..problem import Problem
-from ._rows import rows_where
+from ._rows import finite_rows, rows_where
 from .iterate import Iteration
 from .safeguard import Proposal, Safeguarded
 
@@ -93,7 +94,7 @@ class Anderson(Safeguarded):
         return History(
             dr=(dr, *history.dr[:keep]),
             # A step that is not to be mixed may not be finite: its weight 0 would not hide it.
-            df=(rows_where(fresh, dz + dr, torch.zeros_like(dr)), *history.df[:keep]),
+            df=(rows_where(fresh, dz + dr, 0.0), *history.df[:keep]),
             gram=gram,
             valid=(fresh, *(v & fresh for v in history.valid[:keep])),
         )
@@ -102,41 +103,46 @@ class Anderson(Safeguarded):
         if point.step < self._plain_steps(problem):
             return Proposal(point.r, torch.zeros_like(accepted))
         weights = self._weights(history, point.r)
-        s = point.r
-        for weight, valid, df in zip(weights, history.valid, history.df, strict=True):
-            s = s.addcmul(torch.where(valid, weight, 0.0)[..., None], df, value=-1.0)
-        usable = history.valid[0] & torch.isfinite(s).all(-1)
+        s = point.r.addcmul(weights[..., :1], history.df[0], value=-1.0)
+        plain = not torch.is_grad_enabled() and not transforms_active()
+        for index, df in enumerate(history.df[1:], 1):
+            # Nobody else holds s.
+            s = (s.addcmul_ if plain else s.addcmul)(weights[..., index : index + 1], df, value=-1.0)
+        usable = history.valid[0] & finite_rows(s)
         return Proposal(s, usable)
 
-    def _weights(self, history: History, r: Tensor) -> list[Tensor]:
-        """The least-squares weights by an LDL^T factorisation written out over the (small) history."""
-        m, valid = len(history.dr), history.valid
-        diagonal = [torch.where(valid[i], history.gram[i][0], 0.0) for i in range(m)]
-        count = torch.stack(valid).sum(0).clamp(min=1)
-        shift = self.ridge * torch.stack(diagonal).sum(0) / count + torch.finfo(r.dtype).tiny
-        rhs = [torch.where(valid[i], _dot(history.dr[i], r), 0.0) for i in range(m)]
-        lower: list[list[Tensor]] = []
-        pivots: list[Tensor] = []
+    def _weights(self, history: History, r: Tensor) -> Tensor:
+        """The least-squares weights (*lead, m) by an LDL^T factorisation of the (small) Gram matrix, row by row."""
+        m, tiny, eps = len(history.dr), torch.finfo(r.dtype).tiny, torch.finfo(r.dtype).eps
+        if m == 1:
+            square = history.gram[0][0]
+            weight = _dot(history.dr[0], r) / (square + (self.ridge * square + tiny))
+            return torch.where(history.valid[0], weight, 0.0)[..., None]
+        valid = torch.stack(history.valid, -1)
+        rhs = torch.where(valid, torch.stack([_dot(dr, r) for dr in history.dr], -1), 0.0)
+        rows = [torch.stack(row, -1) for row in history.gram]
+        diagonal = torch.where(valid, torch.stack([row[..., 0] for row in rows], -1), 0.0)
+        shift = self.ridge * diagonal.sum(-1) / valid.sum(-1).clamp(min=1) + tiny
+        least = 4 * eps * diagonal + shift[..., None] / 2
+        pivots = diagonal + shift[..., None]
+        below = [torch.where(valid[..., i : i + 1] & valid[..., i + 1 :], rows[i][..., 1:], 0.0) for i in range(m - 1)]
+        lower, kept = [], []
         for i in range(m):
-            row: list[Tensor] = []
-            for j in range(i):
-                entry = torch.where(valid[i] & valid[j], history.gram[j][i - j], 0.0)
-                for k in range(j):
-                    entry = entry - row[k] * lower[j][k] * pivots[k]
-                row.append(entry / pivots[j])
-            pivot = diagonal[i] + shift
-            for k in range(i):
-                pivot = pivot - row[k].square() * pivots[k]
             # Columns that are dependent to rounding get no weight.
-            pivots.append(torch.where(pivot > 4 * torch.finfo(r.dtype).eps * diagonal[i] + shift / 2, pivot, torch.inf))
-            for k in range(i):
-                rhs[i] = rhs[i] - row[k] * rhs[k]
-            lower.append(row)
-        weights = [b / p for b, p in zip(rhs, pivots, strict=True)]
-        for i in reversed(range(m)):
-            for k in range(i + 1, m):
-                weights[i] = weights[i] - lower[k][i] * weights[k]
-        return weights
+            kept.append(torch.where(pivots[..., 0] > least[..., i], pivots[..., 0], torch.inf)[..., None])
+            if i + 1 < m:
+                column = below[i]
+                lower.append(column / kept[i])
+                pivots = pivots[..., 1:] - lower[i] * column
+                rhs = torch.cat([rhs[..., : i + 1], rhs[..., i + 1 :] - lower[i] * rhs[..., i : i + 1]], -1)
+                for j in range(i + 1, m - 1):
+                    at = j - i - 1
+                    below[j] = below[j] - lower[i][..., at : at + 1] * column[..., at + 1 :]
+        weights = rhs / torch.cat(kept, -1)
+        for i in reversed(range(m - 1)):
+            rest = (lower[i] * weights[..., i + 1 :]).sum(-1, keepdim=True)
+            weights = torch.cat([weights[..., :i], weights[..., i : i + 1] - rest, weights[..., i + 1 :]], -1)
+        return torch.where(valid, weights, 0.0)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

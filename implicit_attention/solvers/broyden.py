@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..problem import Problem
-from ._rows import rows_where
+from ._rows import finite_rows, rows_where
 from .iterate import Iteration
 from .safeguard import Proposal, Safeguarded
 
@@ -73,7 +73,7 @@ class Broyden(Safeguarded):
         if not history.u:
             return Proposal(point.r, torch.zeros_like(accepted))
         s = _apply(history, point.r)
-        usable = history.valid[0] & torch.isfinite(s).all(-1)
+        usable = history.valid[0] & finite_rows(s)
         return Proposal(s, usable)
 
 

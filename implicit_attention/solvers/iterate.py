@@ -19,7 +19,7 @@ from .._fused_rule import FusedRule
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
 from ..status import Status
-from ._rows import Best, Rows, flat, unflat
+from ._rows import Best, Rows, flat, rows_where, unflat
 
 
 class Iteration(NamedTuple):
@@ -51,7 +51,8 @@ class Outcome(NamedTuple):
 
     Not for users of `solve`, which returns a `Solution`.
 
-    `trace` holds (residual, energy if there is one, num_evals, value), or nothing.
+    `trace` holds (residual, energy if there is one, num_evals, value), or nothing; `states` the values after every step
+    with their graph, where both were asked for.
 
     Examples:
         >>> import torch
@@ -65,6 +66,7 @@ class Outcome(NamedTuple):
     value: Tensor
     record: Record
     trace: tuple[Tensor, ...] = ()
+    states: tuple[Tensor, ...] = ()
 
 
 #: The remedy that all methods share: what helps plain steps helps each of them.
@@ -199,6 +201,7 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
     with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
     Finished problems leave the working set where the problem can be restricted to some of its rows.
     """
+    keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
         rows = Rows(problem, initial, pad=not graph, compact=not trace)
@@ -206,8 +209,11 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
         event = initial.shape[initial.ndim - problem.event_ndim :]
         best, traced = _loop(solver, rows, every, trace, graph, event)
         value, record = rows.all(best)
+        if share_memory(value, initial):
+            value = value.clone()
         kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
-        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept)
+        states = tuple(rows.unpadded(course[-1], 0) for course in traced) if keep else ()
+        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept, states)
 
 
 def _loop(
@@ -228,15 +234,20 @@ def _loop(
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
         accepted = torch.ones_like(active) if accepted is None else accepted
+        candidates = active & accepted
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
-        finite = torch.isfinite(point.residual) & torch.isfinite(tolerance)
-        small = finite & (point.residual <= tolerance)
-        converged = active & accepted & small if not solver.fixed_budget else torch.zeros_like(active)
-        best = _improve(solver, best, point, tolerance, active & accepted, converged, num_evals, descends)
-        broken = active & accepted & ~finite
-        best = _finish(best, converged, Status.CONVERGED)
+        finite = (point.residual < torch.inf) & (tolerance < torch.inf)
+        broken = candidates & ~finite
+        if solver.fixed_budget:
+            converged, settled = None, broken
+        else:
+            converged = candidates & finite & (point.residual <= tolerance)
+            settled = converged | broken
+        best = _improve(best, point, tolerance, candidates, converged, num_evals, descends)
+        if converged is not None:
+            best = _finish(best, converged, Status.CONVERGED)
         best = _finish(best, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
-        active = active & ~converged & ~broken
+        active = active & ~settled
         if trace:
             course = (best.record.residual, best.energy, num_evals, unflat(best.value, event))
             traced.append([t for t in course if t is not None])
@@ -302,26 +313,25 @@ def _nothing_yet(z: Tensor, energy: bool) -> Best:
 
 
 def _improve(
-    solver: Solver,
     best: Best,
     point: Iteration,
     tolerance: Tensor,
     candidates: Tensor,
-    converged: Tensor,
+    converged: Tensor | None,
     num_evals: Tensor,
     descends: bool,
 ) -> Best:
     value, record, energy = best
-    if solver.fixed_budget or point.step == 0:
+    if converged is None or point.step == 0:
         better = candidates
     elif descends:
-        better = candidates & torch.isfinite(point.residual)
+        better = candidates & (point.residual < torch.inf)
     else:
         better = candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
-    new = point.z.where(torch.isfinite(point.residual)[..., None], torch.nan) if point.step == 0 else point.z
+    new = rows_where(point.residual < torch.inf, point.z, torch.nan) if point.step == 0 else point.z
     return Best(
-        torch.where(better[..., None], new, value),
+        rows_where(better, new, value),
         Record(
             record.status,
             residual=torch.where(better, point.residual, record.residual),

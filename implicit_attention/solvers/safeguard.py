@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import host_may_look
 from ..problem import Problem
 from ._rows import rows_where
 from .iterate import Iteration, Solver, Update
@@ -34,13 +35,13 @@ class Proposal(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The last accepted point, the step tried from it, and what the method remembers."""
+    """The last accepted point, the step tried from it (if it may be tried again), and what the method remembers."""
 
     z: Tensor
     r: Tensor
     residual: Tensor
     energy: Tensor | None
-    direction: Tensor
+    direction: Tensor | None
     length: Tensor
     accelerated: Tensor
     history: Any
@@ -100,6 +101,14 @@ class Safeguarded(Solver):
             return self.guard
         return "energy" if problem.has_energy else "residual"
 
+    def _keeps_step(self, problem: Problem) -> bool:
+        """Whether a step is looked at again: its energy is compared with what it promised, or it may be shortened."""
+        return self.backtracks or self._guard(problem) == "energy"
+
+    def _stretches(self, problem: Problem) -> bool:
+        """Whether steps are stretched where E curves downwards."""
+        return self._guard(problem) == "energy" and problem.symmetric and not self.backtracks
+
     def plain_start(self, problem: Problem) -> int:
         """Number of first steps that are plain and that the method does not learn from."""
         return 0
@@ -133,12 +142,13 @@ class Safeguarded(Solver):
         unknown = torch.zeros_like(z[..., 0] if z.shape[-1] else z.sum(-1))
         energy = unknown if self._guard(problem) == "energy" else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
-        return Memory(z, z, unknown, energy, z, unknown, plain, self.init_history(z))
+        direction = z if self._keeps_step(problem) else None
+        return Memory(z, z, unknown, energy, direction, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
         if point.step <= self._warm_up(problem):
             return None
-        finite = torch.isfinite(point.residual)
+        finite = point.residual < torch.inf
         guard = self._guard(problem)
         if guard == "none":
             return finite | ~state.accelerated
@@ -156,6 +166,7 @@ class Safeguarded(Solver):
     def _descends(self, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
+        assert state.direction is not None
         square = state.residual.square()
         slope = (state.r * state.direction).sum(-1)
         required = DESCENT * state.length * torch.where(state.accelerated & (not self.backtracks), square, slope)
@@ -175,7 +186,7 @@ class Safeguarded(Solver):
         if problem.plain_steps_descend and not self.backtracks and point.step + 1 == self.max_steps:
             # The last evaluation is not staked on a step that may be rejected.
             usable = torch.zeros_like(usable)
-        elif self._guard(problem) == "energy" and problem.symmetric and not self.backtracks:
+        elif self._stretches(problem):
             s = rows_where(downward, STRETCH * point.r, s)
             usable = (usable | downward) if point.step > 1 else usable
         return Proposal(rows_where(usable, s, point.r), usable, num_evals)
@@ -185,12 +196,18 @@ class Safeguarded(Solver):
         if point.step < warm_up:
             return Update(state, point.mapped)
         fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
-        # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a derivative:
-        # with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows without bound.
-        moved = (point.z != state.z).any(-1)
-        history = self.remember(problem, state.history, point.z - state.z, point.r - state.r, fresh)
-        if torch.is_grad_enabled():
-            history = _held(moved, history, state.history)
+        dz, dr = point.z - state.z, point.r - state.r
+        history = self.remember(problem, state.history, dz, dr, fresh)
+        downward = fresh
+        if torch.is_grad_enabled() or self._stretches(problem):
+            # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a
+            # derivative: with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows
+            # without bound.
+            moved = (point.z != state.z).any(-1)
+            if torch.is_grad_enabled():
+                history = _held(moved, history, state.history)
+            if self._stretches(problem):
+                downward = fresh & moved & ((dz * dr).sum(-1) >= 0)
         base = state._replace(
             z=rows_where(accepted, point.z, state.z),
             r=rows_where(accepted, point.r, state.r),
@@ -199,16 +216,19 @@ class Safeguarded(Solver):
         )
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        downward = fresh & moved & (((point.z - state.z) * (point.r - state.r)).sum(-1) >= 0)
         point = point._replace(z=base.z, r=base.r, residual=base.residual)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         memory, stalled = self._after(problem, state, base, proposal, accepted)
-        return Update(memory, memory.z + memory.length[..., None] * memory.direction, stalled, proposal.num_evals)
+        if memory.direction is None:
+            return Update(memory, memory.z + rows_where(accepted, proposal.direction, base.r), None, proposal.num_evals)
+        return Update(memory, _ahead(memory.z, memory.length, memory.direction), stalled, proposal.num_evals)
 
     def _after(
         self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
     ) -> tuple[Memory, Tensor | None]:
         """The step to try next: the proposal where the last one was accepted, else the plain or a shorter one."""
+        if state.direction is None:
+            return base._replace(accelerated=accepted & proposal.accelerated), None
         if problem.plain_steps_descend and not self.backtracks:
             # Only accelerated steps are ever rejected, and plain ones need no test.
             direction = rows_where(accepted, proposal.direction, base.r)
@@ -220,6 +240,14 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
+
+
+def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
+    """z + length direction."""
+    whole = length == 1
+    if host_may_look(whole) and bool(whole.all()):
+        return z + direction
+    return z + length[..., None] * direction
 
 
 def _cut(norm: Tensor, longest: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from implicit_attention.linear import LinearSolver, SweepState
@@ -55,10 +56,11 @@ def test_a_method_that_is_not_monotone_keeps_its_first_sweep_only():
     torch.testing.assert_close(solution.residual, 2 * b.norm(dim=-1))
 
 
-def test_second_pass_makes_the_remainder_orthogonal():
-    basis = torch.linalg.qr(random(2, 6, 3))[0].mT
-    vector = basis.sum(-2) + 1e-9 * random(2, 6, seed=1)
-    coordinates, remainder = orthogonalise(basis, vector)
+@pytest.mark.parametrize("n", [6, 1500])
+def test_second_pass_makes_the_remainder_orthogonal(n):
+    basis = torch.linalg.qr(random(2, n, 3))[0].mT
+    vector = basis.sum(-2) + 1e-9 * random(2, n, seed=1) / n**0.5
+    coordinates, remainder = orthogonalise(basis.unbind(-2), vector)
     cosines = (basis * remainder.unsqueeze(-2)).sum(-1) / remainder.norm(dim=-1, keepdim=True)
     assert cosines.abs().max() < 1e-14
     torch.testing.assert_close((basis * coordinates.unsqueeze(-1)).sum(-2) + remainder, vector, rtol=1e-14, atol=1e-14)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
-from implicit_attention.plotting import convergence_figure, retrieval_figure
+from implicit_attention.plotting import convergence_figure, rates_figure, retrieval_figure
 from implicit_attention.plotting.convergence import quartiles
 from implicit_attention.solution import Trace
 
@@ -92,3 +92,32 @@ def test_retrieval_figure_without_queries_is_empty():
 def test_retrieval_figure_refuses_rows_that_do_not_fit():
     with pytest.raises(ValueError, match=r"rows.*\(2, 4\).*\(3, 4\) in answer"):
         retrieval_figure([("query", torch.zeros(2, 4), None), ("answer", torch.zeros(3, 4), None)])
+
+
+def test_rates_figure_draws_a_curve_a_star_and_a_name_for_every_method():
+    betas = torch.tensor([1.0, 2.0, 4.0])
+    rising, falling = (
+        torch.tensor([[0.1, 0.3], [0.4, 0.4], [0.9, 0.7]]),
+        torch.tensor([[0.5, 0.7], [0.4, 0.4], [0.1, 0.1]]),
+    )
+    curves = {task: {"rising": rising, "falling": falling} for task in ("a", "b")}
+    figure = rates_figure(betas, curves, {"a": {"level": torch.tensor([0.6, 0.8])}}, title="rates")
+    first, second = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["a queries", "b queries"]
+    assert [text.get_text() for text in first.get_legend().get_texts()] == [
+        "0.800  rising, beta 4",
+        "0.700  level",
+        "0.600  falling, beta 1",
+    ]
+    assert len(second.get_legend().get_texts()) == 2
+    curve, star = first.lines[:2]
+    assert torch.from_numpy(curve.get_ydata()).tolist() == pytest.approx([0.2, 0.4, 0.8])
+    assert (list(star.get_xdata()), list(star.get_ydata())) == ([4.0], [pytest.approx(0.8)])
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_rates_figure_refuses_curves_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"curves.*K = 3.*\(2, 5\)"):
+        rates_figure(torch.ones(3), {"a": {"one step": torch.ones(2, 5)}}, {})
+    with pytest.raises(ValueError, match=r"curves.*at least one"):
+        rates_figure(torch.ones(3), {}, {})
