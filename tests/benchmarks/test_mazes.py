@@ -361,7 +361,7 @@ def test_tables_and_figure_hold_what_was_measured(written, tmp_path):
         assert all(len(line) == len(header) for line in lines)
     report.show(written, (), console, lambda run: puzzle_tables.tables(plan, run["rows"]))
     shown = console.export_text()
-    for text in ("stack of 18", "all but dead ends", "NewtonKrylov", mazes.TIED):
+    for text in ("stack of 15", "all but dead ends", "NewtonKrylov", mazes.TIED):
         assert text in shown
     found = puzzle_tables.figure(plan, written, tmp_path)
     assert [(tmp_path / name).stat().st_size > 1000 for name, _ in found] == [True]
