@@ -25,7 +25,7 @@ class Examples(NamedTuple):
     """Puzzles of one size.
 
     inputs: (B, N, features), what is known of every token.
-    edges: which tokens a token attends to, itself included: a boolean mask (B, N, N), or the lists of their numbers,
+    edges: which tokens a token attends to, one at least: a boolean mask (B, N, N), or the lists of their numbers,
         (B, N, K), filled up with `NONE`.
     targets: (B, N), the class of every token.
     """

@@ -85,7 +85,7 @@ def test_the_target_is_the_one_way_from_start_to_goal(name):
     examples = drawn(name, 7, 8)
     for inputs, edges, targets in zip(*examples, strict=True):
         seen = [{int(n) for n in row if n != NONE} for row in edges]
-        assert all(cell in near for cell, near in enumerate(seen))
+        assert not any(cell in near for cell, near in enumerate(seen))
         assert all(cell in seen[other] for cell, near in enumerate(seen) for other in near)
         (start,), (goal,) = (inputs[:, place].nonzero().flatten().tolist() for place in (0, 1))
         assert start != goal
@@ -127,7 +127,7 @@ def test_guesses_are_what_they_say():
     kept = mazes.no_dead_ends(examples)
     for inputs, edges, guess in zip(examples.inputs, examples.edges, kept, strict=True):
         for cell in range(25):
-            alone = int((edges[cell] != NONE).sum()) == 2  # itself and one more
+            alone = int((edges[cell] != NONE).sum()) == 1
             assert int(guess[cell]) == int(not alone or bool(inputs[cell, :2].any()))
     assert bool((kept >= examples.targets).all())
     assert not mazes.no_cell(examples).any()
@@ -184,8 +184,8 @@ def test_flops_are_those_of_the_matrix_products(blocks):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.head(model.steps(torch.zeros(6, 25, 32), model.embed(examples.inputs), examples.edges, 3))
     # Sums over lists are no matrix products for the counter: 2 K d for scores, and as many for values.
-    scores = 25 * 3 * 4 * 5 * 32
-    assert counter.get_total_flops() / 6 + scores == flops(model.shape, 25, 5, 3)
+    scores = 25 * 3 * 4 * 4 * 32
+    assert counter.get_total_flops() / 6 + scores == flops(model.shape, 25, 4, 3)
 
 
 def test_a_stack_begins_with_the_weights_of_the_tied_model():
@@ -361,7 +361,7 @@ def test_tables_and_figure_hold_what_was_measured(written, tmp_path):
         assert all(len(line) == len(header) for line in lines)
     report.show(written, (), console, lambda run: puzzle_tables.tables(plan, run["rows"]))
     shown = console.export_text()
-    for text in ("stack of 18", "all but dead ends", "NewtonKrylov", mazes.TIED):
+    for text in ("stack of 15", "all but dead ends", "NewtonKrylov", mazes.TIED):
         assert text in shown
     found = puzzle_tables.figure(plan, written, tmp_path)
     assert [(tmp_path / name).stat().st_size > 1000 for name, _ in found] == [True]
