@@ -257,18 +257,21 @@ def test_a_loss_at_half_the_steps_is_the_mean_of_both():
     torch.testing.assert_close(training.loss(model, both, batch.targets), expected)
 
 
-def test_bounded_maps_have_the_spectral_norm_one_and_are_solved():
+def test_bounded_maps_have_spectral_norms_of_one_at_most_and_are_solved():
     torch.manual_seed(0)
-    model = recipes.bounded(sudoku.TASK.shape)
-    for _ in range(30):
-        model.steps(torch.zeros(1, 16, 32), torch.zeros(1, 16, 32), torch.ones(1, 16, 16, dtype=torch.bool), 1)
-    norm = torch.linalg.matrix_norm(model.eval().block.attention.project.weight, 2)
-    assert float(norm) == pytest.approx(1, abs=0.02)
+    model = recipes.bounded(sudoku.TASK.shape).eval()
+    with torch.no_grad():
+        model.block.mlp[0].weight = 3 * torch.randn(64, 32)
+    maps = [module.weight.detach() for module in model.block.modules() if isinstance(module, torch.nn.Linear)]
+    assert len(maps) == 4
+    norms = [float(torch.linalg.matrix_norm(weight, 2)) for weight in maps]
+    assert max(norms) <= 1
+    assert norms[2] > 0.9
     answer, _ = training.answered(model, sudoku.TASK.test("4 givens", 4), training.Solved())
     assert bool(answer.converged.all())
 
 
-@pytest.mark.parametrize("plan", [*sudoku.PLANS, prefix.PLAN, recipes.PLAN], ids=lambda plan: plan.metric)
+@pytest.mark.parametrize("plan", [sudoku.PLANS[1], prefix.PLAN, recipes.PLAN], ids=lambda plan: plan.metric)
 def test_every_contender_answers_in_a_quick_run(plan):
     plan = plan.quick()
     for contender in plan.contenders:
