@@ -13,7 +13,16 @@ from .attention import equilibrium_attention
 from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
 from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
 from .fixed_point_map import FixedPointMap, PerSample, Shared
-from .layers import AttentionPooling, Equilibrium, ImplicitAttention, KeyValueCache, MemoryLookup, Rotary
+from .layers import (
+    AttentionPooling,
+    Equilibrium,
+    EquilibriumTransformer,
+    ImplicitAttention,
+    KeyValueCache,
+    MemoryLookup,
+    Rotary,
+    tie,
+)
 from .options import SolveOptions
 from .potentials import LogSumExp, Potential, SquaredScores
 from .solution import Solution, SolveReport
@@ -33,6 +42,8 @@ __all__ = [
     "Rotary",
     # Any block, iterated until its answer settles
     "Equilibrium",
+    "EquilibriumTransformer",
+    "tie",
     # Problems: an energy of a potential, or any map
     "LogSumExp",
     "SquaredScores",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from typing_extensions import Self
 
 _D = TypeVar("_D", bound="Declared")
@@ -17,20 +19,94 @@ def _module_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _copied(module: nn.Module, new: dict[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
-    """The same module tree, shared parts shared, reading the tensors `new[id(old)]`."""
+def _tree(
+    module: nn.Module, own: Callable[[nn.Module, dict[str, Any]], type[nn.Module]], copies: dict[int, nn.Module]
+) -> nn.Module:
+    """A copy of the module tree, shared parts shared.
+
+    own(module, attributes) changes the attributes that the copy of each is to have, and returns its class.
+    """
     if id(module) not in copies:
-        if parametrize._cache_enabled and parametrize.is_parametrized(module):
-            raise ValueError(
-                "parametrize.cached() must not be open around a solve, which reads other tensors than those it keeps"
-            )
+        state = dict(module.__dict__)
+        state |= {kind: dict(state[kind]) for kind in ("_parameters", "_buffers", "_modules")}
+        kind = own(module, state)
         # As copy.copy, which parametrized modules refuse.
-        clone = copies[id(module)] = type(module).__new__(type(module))
-        state = clone.__dict__ = dict(module.__dict__)
+        clone = copies[id(module)] = kind.__new__(kind)
+        clone.__dict__ = state
+        state["_modules"] = {n: m if m is None else _tree(m, own, copies) for n, m in state["_modules"].items()}
+        if "dynamo_ctx" in state:
+            # What torch.compile(module) returns: the same code with other tensors is not compiled again.
+            clone._initialize()  # type: ignore[operator]
+        elif (compiled := state.get("_compiled_call_impl")) is not None:
+            state["_compiled_call_impl"] = _compiled_like(compiled, clone._call_impl)
+    return copies[id(module)]
+
+
+def _compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`function` compiled as `compiled` was; None, which is not at all, where torch does not tell how."""
+    cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=False)
+    context = {name: cell.cell_contents for name, cell in cells}.get("self")
+    return context(function) if callable(context) else None
+
+
+def _copied(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
+    """The same module tree, reading the tensors `new[id(old)]`."""
+
+    def own(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+        if parametrize._cache_enabled and _is_parametrized(module):
+            raise ValueError(
+                "parametrize.cached() must not be open where a module reads other tensors than those it keeps"
+            )
         for kind in ("_parameters", "_buffers"):
             state[kind] = {n: None if t is None else new[id(t)] for n, t in state[kind].items()}
-        state["_modules"] = {n: m if m is None else _copied(m, new, copies) for n, m in state["_modules"].items()}
-    return copies[id(module)]
+        return type(module)
+
+    return _tree(module, own, {})
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """The module itself of what torch.compile(module) returns."""
+    return cast(nn.Module, module._modules["_orig_mod"]) if "dynamo_ctx" in vars(module) else module
+
+
+def _kept_apart(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+    """For `_tree`: not compiled, and with buffers of its own where it may write to them."""
+    state["_compiled_call_impl"] = None
+    state["_modules"] = {n: m if m is None else _inside(m) for n, m in state["_modules"].items()}
+    if module.training:
+        state["_buffers"] = {n: b if b is None else b.clone() for n, b in state["_buffers"].items()}
+    return type(module)
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    # What torch.compile(module) returns has the attributes of the module inside.
+    return "parametrizations" in module._modules
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether the module computes a weight of its own at every call."""
+    hooks = module._forward_pre_hooks.values()
+    return _is_parametrized(module) or any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks)
+
+
+def _computed(module: nn.Module, state: dict[str, Any]) -> type[nn.Module]:
+    """For `_tree`: the weights that the module computes are computed now, and are its parameters."""
+    held, hooks = state["_parameters"], module._forward_pre_hooks
+    state["_forward_pre_hooks"] = kept = copy.copy(hooks)
+    for key, hook in hooks.items():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            options = (module.training,) if isinstance(hook, SpectralNorm) else ()
+            held[hook.name] = hook.compute_weight(module, *options)
+            del kept[key], state[hook.name]
+    if not _is_parametrized(module):
+        return type(module)
+    held |= {name: getattr(module, name) for name in cast(nn.ModuleDict, module.parametrizations)}
+    del state["_modules"]["parametrizations"]
+    return cast(type[nn.Module], parametrize.type_before_parametrizations(module))
 
 
 def named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -51,25 +127,25 @@ def named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from named(item, f"{name}[{key!r}]")
 
 
-def _rebuilt(value: Any, new: Iterator[Tensor]) -> Any:
-    """`value` with its tensors taken from `new`, in the order of `named`."""
+def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Any:
+    """`value` with its tensors and modules replaced, in the order of `named`."""
     if isinstance(value, Tensor):
-        return next(new)
+        return tensor(value)
     if isinstance(value, Declared):
-        return value._replace_from(new)
+        return value._mapped(tensor, module)
     if isinstance(value, nn.Module):
-        return _copied(value, {id(tensor): next(new) for _, tensor in _module_tensors(value)}, {})
+        return module(value)
     if isinstance(value, tuple | list):
-        items = [_rebuilt(item, new) for item in value]
+        items = [_mapped(item, tensor, module) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _rebuilt(item, new) for key, item in value.items()}
+        return {key: _mapped(item, tensor, module) for key, item in value.items()}
     return value
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with every tensor t in it replaced by change(t)."""
-    return _rebuilt(value, (change(tensor) for _, tensor in named(value, "")))
+    return _mapped(value, change, lambda module: module)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -154,15 +230,36 @@ class Declared:
     def replace(self, *tensors: Tensor) -> Self:
         """The same object reading other tensors, given in the order of `tensors()`."""
         new = iter(tensors)
-        result = self._replace_from(new)
+
+        def replaced(module: nn.Module) -> nn.Module:
+            return _copied(module, {id(tensor): next(new) for _, tensor in _module_tensors(module)})
+
+        result = self._mapped(lambda _: next(new), replaced)
         if next(new, None) is not None:
             raise ValueError(f"`tensors` must have {len(self.tensors())} entries, got {len(tensors)}")
         return result
 
     def apart(self) -> Self:
-        """The same object, of whose training modules no buffer is written to: each is a copy."""
-        kept = {id(b) for module in _modules(self) if module.training for b in module.buffers()}
-        return self.replace(*(t.clone() if id(t) in kept else t for t in self.tensors())) if kept else self
+        """The same object for evaluations beside the solve: its modules write to no buffer, and are not compiled.
+
+        What they keep while they train, such as a running mean, is copied. (A compiler that meets torch.func in a
+        module gives it up for all later calls.)
+        """
+        if not any(_is_compiled(part) or part.training for module in _modules(self) for part in module.modules()):
+            return self
+        copies: dict[int, nn.Module] = {}
+        return self._mapped(lambda tensor: tensor, lambda module: _tree(_inside(module), _kept_apart, copies))
+
+    def settled(self) -> Self:
+        """The same object, whose modules hold as tensors the weights that they would compute at every call.
+
+        These (parametrizations) are computed once, with their graph: a whole solve reads the same, also where computing
+        them moves buffers.
+        """
+        if not any(_computes(part) for module in _modules(self) for part in module.modules()):
+            return self
+        copies: dict[int, nn.Module] = {}
+        return self._mapped(lambda tensor: tensor, lambda module: _tree(module, _computed, copies))
 
     def _has_only(self, *names: str) -> bool:
         """Whether these are all attributes, in this order.
@@ -172,10 +269,10 @@ class Declared:
         """
         return tuple(vars(self)) == names
 
-    def _replace_from(self, new: Iterator[Tensor]) -> Self:
+    def _mapped(self, tensor: Callable[[Tensor], Tensor], module: Callable[[nn.Module], nn.Module]) -> Self:
         clone = copy.copy(self)
         for name, value in vars(self).items():
-            object.__setattr__(clone, name, _rebuilt(value, new))
+            object.__setattr__(clone, name, _mapped(value, tensor, module))
         return clone
 
 

@@ -135,8 +135,15 @@ class UserProblem(Problem):
         clone.inputs = tuple(changed(value, change) if own else value for value, own in pairs)
         return clone
 
+    def apart(self) -> Self:
+        clone = super().apart()
+        if (plain := getattr(clone.function, "_torchdynamo_orig_callable", None)) is not None:
+            clone = copy.copy(clone)
+            clone.function = plain
+        return clone
+
     def _called(self, z: Tensor) -> Any:
-        # Transforms refuse modules that write to what they keep, such as a running mean.
+        # Transforms refuse modules that write to what they keep, and spoil what is compiled.
         held = self.apart() if transforms_active() else self
         return held.function(z, *held.inputs)
 
@@ -156,7 +163,8 @@ class UserProblem(Problem):
         return result
 
     def _map_name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        function = getattr(self.function, "_orig_mod", self.function)
+        return getattr(function, "__name__", type(function).__name__)
 
     def _read_by(self) -> str:
         return _closed_over(self.function)
@@ -175,6 +183,7 @@ def _passed_by(function: Callable[..., Any]) -> set[Any]:
 
 def _closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
     found = []
     code = getattr(function, "__code__", None)
     cells = zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False)

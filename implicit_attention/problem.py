@@ -165,7 +165,7 @@ class Problem(Declared, general=True):
         tensors = self.tensors()
         apart = self.apart()
         detached = apart.replace(*(t.detach() for t in apart.tensors()))
-        declared = {name for name, _ in self.named_tensors()}
+        declared = {name for name, _ in apart.named_tensors()}
         with torch.enable_grad():
             # A copy, as maps that work in place are found out later.
             result = detached.fixed_point_map(z.detach().clone())

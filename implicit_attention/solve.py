@@ -94,7 +94,7 @@ def solve(
     solution = Solution(
         outcome.record,
         request.report,
-        solver.remedies,
+        adjoint.advice(solver.remedies),
         value=outcome.value,
         trace=_trace(outcome.trace),
         course=outcome.states,
@@ -103,13 +103,14 @@ def solve(
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
     cause = functools.partial(randomness, problem, outcome.value)
-    report_failures(on_failure, type(solver).__name__, solution.record, solver.remedies, cause)
+    report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, cause)
     return solution
 
 
 def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
     problem.check_state(initial)
+    problem = problem.settled()
     named = list(problem.named_tensors())
     for name, tensor in (*named, ("initial", initial)):
         if tensor.is_complex():

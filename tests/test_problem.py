@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from implicit_attention import (
     AnchoredEnergy,
@@ -180,12 +180,6 @@ def test_modules_with_buffers_or_parametrised_weights_are_differentiated(make):
     unrolled = gradients(Unrolled(), Picard(rtol=0, atol=0, max_steps=60))
     torch.testing.assert_close(unrolled, expected, rtol=1e-10, atol=1e-12)
     assert all(torch.equal(b, buffers[name]) for name, b in module.named_buffers())
-
-
-def test_a_solve_inside_cached_parametrisations_is_refused():
-    module = parametrised(parametrizations.weight_norm)
-    with parametrize.cached(), pytest.raises(ValueError, match=r"parametrize.cached\(\) must not be open"):
-        solve(FixedPointMap(module, event_ndim=1), SHIFT)
 
 
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5), Fraction(1, 2)])

@@ -39,8 +39,8 @@ class Task(Protocol):
 class Training(Protocol):
     """The part of a recipe that says at which states of a puzzle there is a loss."""
 
-    def states(self, model: Model, x: Tensor, edges: Tensor, draw: random.Random) -> Iterator[Tensor]:
-        """States (B, N, dim) with their graph; each gets an optimiser step of its own."""
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+        """States (B, N, dim), or several (S, B, N, dim), with their graph; each time there is an optimiser step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Loop:
     before: int | range = 0
     noise: float = 0.0
 
-    def states(self, model: Model, x: Tensor, edges: Tensor, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+        x, edges = model.embed(batch.inputs), batch.edges
         steps, before = (draw.choice(c) if isinstance(c, range) else c for c in (self.steps, self.before))
         z = torch.zeros_like(x)
         with torch.no_grad():
@@ -73,8 +74,9 @@ class Settled:
     adjoint: Adjoint
     solver: Solver = dataclasses.field(default_factory=lambda: Picard(rtol=RTOL, max_steps=40))
 
-    def states(self, model: Model, x: Tensor, edges: Tensor, draw: random.Random) -> Iterator[Tensor]:
-        yield Equilibrium(model.block, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")(x, edges)
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+        settled = Equilibrium(model.block, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
+        yield settled(model.embed(batch.inputs), batch.edges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +88,14 @@ class TorchDEQLayer:
     grad: int = 1
     most: int = 40
 
-    def states(self, model: Model, x: Tensor, edges: Tensor, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
         from torchdeq import get_deq
 
         ways = {"solver": self.solver, "tol": RTOL, "stop_mode": "rel", "max_iter": self.most}
         options = {f"{way}_{key}": value for way in "fb" for key, value in ways.items()}
         deq: Any = get_deq(ift=self.implicit, grad=self.grad, **options)
         deq.train()
+        x, edges = model.embed(batch.inputs), batch.edges
         yield deq(lambda z: model.block(z, x, edges), torch.zeros_like(x))[0][-1]
 
 
@@ -114,8 +117,9 @@ class Recipe:
 
 
 def loss(model: Model, z: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over what is asked for."""
-    return F.cross_entropy(model.head(z).flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+    """Mean cross-entropy over what is asked for, and over all states where there are several of every puzzle."""
+    wanted = targets.expand(z.shape[:-1]).flatten()
+    return F.cross_entropy(model.head(z).flatten(0, -2), wanted, ignore_index=IGNORED)
 
 
 def train(
@@ -129,7 +133,7 @@ def train(
     model.train()
     while update < recipe.updates:
         batch = task.draw(recipe.batch, generator).dense()
-        states = iter(recipe.training.states(model, model.embed(batch.inputs), batch.edges, draw))
+        states = iter(recipe.training.states(model, batch, draw))
         for z in states:
             found = loss(model, z, batch.targets)
             optimizer.zero_grad()

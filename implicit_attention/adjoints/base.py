@@ -10,7 +10,7 @@ from torch import Tensor
 from .._types import Impl
 from ..fused import lower
 from ..problem import Problem
-from ..solution import AdjointReport
+from ..solution import AdjointReport, Remedies
 from ..solvers import Outcome, Solver
 
 
@@ -63,6 +63,14 @@ class Adjoint:
 
     def check(self, request: Request) -> None:
         """Raise if the gradient that is asked for would be wrong."""
+
+    def advice(self, remedies: Remedies) -> Remedies:
+        """What is said of problems that failed, given what their solver advises."""
+        return remedies
+
+    def through(self, problem: Problem, value: Tensor) -> Tensor | None:
+        """`value`, which need be no solution, with a gradient made of steps from there; None if there is no such."""
+        return None
 
     def run(self, request: Request) -> Outcome:
         raise NotImplementedError(f"{type(self).__name__} must define run(request)")

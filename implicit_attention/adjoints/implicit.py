@@ -15,13 +15,22 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, host_may_look, is_differentiated, jvp_by_vjp, transforms_active, vjp
+from .._autograd import (
+    exact_precision,
+    host_may_look,
+    is_batched,
+    is_differentiated,
+    jvp_by_vjp,
+    transforms_active,
+    vjp,
+)
 from ..linear import LinearSolver
 from ..problem import Problem, isolated, pullback
-from ..solution import Record
+from ..solution import Record, Remedies
 from ..solvers.iterate import Outcome
+from ..status import Status
 from .base import Adjoint, Request
-from .linear_system import adjoint_gradients, solve_system
+from .linear_system import adjoint_gradients, first_of, merged, rows_of, solve_system
 from .vmapped import VmappedProblem
 
 
@@ -35,11 +44,17 @@ class Implicit(Adjoint):
             rtol 1e-5 in float32 and 1e-10 in float64, or what rounding of the answer itself leaves, if that is more.
             Where CG meets negative curvature the problem sits on a saddle: MINRES finishes, status UNSTABLE.
 
+        fallback: the adjoint of problems that have not converged, `Phantom(5)` or `OneStep()`; each other one keeps the
+            exact gradient. None gives all of them that of this formula. It is for training that drifts out of
+            convergence, where a few steps from the state that was reached pull it back while the formula, which holds
+            at solutions only, is off without bound. Messages name it ("gradient by Phantom(5)"). A state that is not
+            finite has no gradient.
+
     Gradients: with respect to every tensor of the problem, to any order, under torch.func.grad, vjp, jvp and vmap too.
     The initial state gets the gradient zero: the solution does not depend on it.
 
-    A problem that has not converged has no such gradient; `solve` reports it by `on_failure`, and so does a backward
-    solve that does not converge (also in `Solution.adjoint`).
+    A problem that has not converged has no such gradient, unless it has a `fallback`; `solve` reports it by
+    `on_failure`, and so does a backward solve that does not converge (also in `Solution.adjoint`).
 
     Not for a fixed budget of steps, which ends at no solution: use `Unrolled()` or `Phantom()`.
 
@@ -54,8 +69,21 @@ class Implicit(Adjoint):
     """
 
     linear_solver: LinearSolver[Any] | None = None
+    fallback: Adjoint | None = None
 
     def __post_init__(self) -> None:
+        makes_steps = (
+            type(self.fallback).through is not Adjoint.through if isinstance(self.fallback, Adjoint) else False
+        )
+        if self.fallback is not None and not makes_steps:
+            raise TypeError(
+                _validate.message(
+                    "fallback",
+                    "be None or an adjoint made of steps from any state",
+                    repr(self.fallback),
+                    "use Phantom(5) or OneStep()",
+                )
+            )
         if self.linear_solver is not None and not isinstance(self.linear_solver, LinearSolver):
             raise TypeError(
                 _validate.message(
@@ -90,7 +118,34 @@ class Implicit(Adjoint):
     def run(self, request: Request) -> Outcome:
         # The solution does not depend on the initial state, whose graph would only be kept alive.
         request = dataclasses.replace(request, initial=request.initial.detach())
-        return fixed_point(request, self.linear_solver, request.initial, request.problem.tensors())
+        outcome = fixed_point(request, self.linear_solver, request.initial, request.problem.tensors())
+        if self.fallback is None or not (outcome.value.requires_grad or transforms_active()):
+            return outcome
+        return outcome._replace(value=_fallen_back(self.fallback, request.problem, outcome))
+
+    def advice(self, remedies: Remedies) -> Remedies:
+        if self.fallback is None:
+            return remedies
+        told = {Status.NONFINITE: "no gradient"}
+        given = dict.fromkeys((Status.MAX_STEPS, Status.STALLED, Status.DIVERGED), f"gradient by {self.fallback}")
+        found = {status: f"{remedies[status]}; {said}" for status, said in (given | told).items() if status in remedies}
+        return {**remedies, **found}
+
+
+def _fallen_back(fallback: Adjoint, problem: Problem, outcome: Outcome) -> Tensor:
+    """The value, with the gradient of the `fallback` where a problem has not converged."""
+    failed, value = ~outcome.record.converged, outcome.value
+    batched, index = is_batched(failed, value, *problem.tensors()), None
+    if not batched:
+        if not bool(failed.any()):
+            return value
+        # Those that have converged make no steps, where the problem can be restricted.
+        index = first_of(failed)
+        part = None if index is None else problem.select(index)
+        index, problem = (None, problem) if part is None else (index, part)
+    steps = fallback.through(problem, rows_of(value.detach(), index))
+    assert steps is not None
+    return merged(index, failed if index is None else failed.gather(-1, index), value, steps)
 
 
 def fixed_point(

@@ -81,9 +81,11 @@ def _by_rows(
             part = live if index is None else live.select(index)
         assert part is not None
         with torch.no_grad():
-            tape = Tape.of(part, _rows(z, index))
-            linear = part.linearize(_rows(z, index)) if tape is None else tape.linearization()
-            answer = _solve(method, part, linear, _rows(z, index), _rows(cotangent, index), transpose=True, tape=tape)
+            tape = Tape.of(part, rows_of(z, index))
+            linear = part.linearize(rows_of(z, index)) if tape is None else tape.linearization()
+            answer = _solve(
+                method, part, linear, rows_of(z, index), rows_of(cotangent, index), transpose=True, tape=tape
+            )
             gradients = answer.gradients or linear.vjp_tensors(answer.value)
         if index is None:
             return answer._replace(gradients=gradients), tape
@@ -110,7 +112,7 @@ def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
         yield from indices
 
 
-def _first(chosen: Tensor) -> Tensor | None:
+def first_of(chosen: Tensor) -> Tensor | None:
     """Indices (*lead[:-1], K) with all chosen problems (*lead) among them, as few as fit; None without an axis."""
     if chosen.ndim == 0:
         return None
@@ -118,16 +120,16 @@ def _first(chosen: Tensor) -> Tensor | None:
     return order[..., : int(chosen.sum(-1).max())]
 
 
-def _put(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:
+def merged(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """`old` (*lead, ...) with the problems `chosen` among those of `index` taken from `new`."""
     where = chosen.reshape((*chosen.shape, *(1,) * (old.ndim - chosen.ndim)))
-    merged = torch.where(where, new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), _rows(old, index))
+    rows = torch.where(where, new.reshape((*chosen.shape, *old.shape[chosen.ndim :])), rows_of(old, index))
     if index is None:
-        return merged
-    return put(old, index, merged.to(old.dtype))
+        return rows
+    return put(old, index, rows.to(old.dtype))
 
 
-def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
+def rows_of(tensor: Tensor, index: Tensor | None) -> Tensor:
     """The rows `index` (*lead[:-1], K) of the last leading axis of a state."""
     return tensor if index is None else pick(tensor, index)
 
@@ -175,24 +177,24 @@ def _finish_with_minres(
     """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
     saddle = first.negative_curvature
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
-    index = _first(saddle)
+    index = first_of(saddle)
     part = None if index is None else problem.select(index)
     if part is None or index is None:
         index, part = None, problem
     else:
-        linear = part.linearize(_rows(z, index))
+        linear = part.linearize(rows_of(z, index))
     chosen = saddle if index is None else saddle.gather(-1, index)
     mask = chosen.reshape((*chosen.shape, *(1,) * problem.event_ndim))
-    given = torch.where(mask, _rows(rhs, index), 0.0)
+    given = torch.where(mask, rows_of(rhs, index), 0.0)
     second = again.solve(*_flat_system(linear.vjp, part, given))
     status = torch.where(second.converged, int(Status.UNSTABLE), second.status.to(torch.int64)).to(torch.int8)
 
-    num_steps = _rows(first.num_steps, index) + second.num_steps
+    num_steps = rows_of(first.num_steps, index) + second.num_steps
     return first._replace(
-        value=_put(index, chosen, first.value, second.value),
-        status=_put(index, chosen, first.status, status),
-        residual=_put(index, chosen, first.residual, second.residual),
-        num_steps=_put(index, chosen, first.num_steps, num_steps),
+        value=merged(index, chosen, first.value, second.value),
+        status=merged(index, chosen, first.status, status),
+        residual=merged(index, chosen, first.residual, second.residual),
+        num_steps=merged(index, chosen, first.num_steps, num_steps),
         gradients=(),
     )
 

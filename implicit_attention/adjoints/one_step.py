@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch import Tensor
+
+from ..problem import Problem
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request
 from .phantom import Phantom
@@ -31,3 +34,6 @@ class OneStep(Adjoint):
 
     def run(self, request: Request) -> Outcome:
         return Phantom(steps=1).run(request)
+
+    def through(self, problem: Problem, value: Tensor) -> Tensor:
+        return Phantom(steps=1).through(problem, value)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch import Tensor
+
 from .. import _validate
-from ..problem import isolated, lost_rows
+from ..problem import Problem, isolated, lost_rows
 from ..solvers.iterate import Outcome
 from .base import Adjoint, Request, attach
 from .implicit import fixed_point
@@ -47,9 +49,14 @@ class Phantom(Adjoint):
     def run(self, request: Request) -> Outcome:
         tensors = tuple(t.detach() for t in request.problem.tensors())
         outcome = fixed_point(request, None, request.initial.detach(), tensors)
-        outcome = outcome._replace(value=outcome.value.detach())
-        problem, z = isolated(request.problem, outcome.value, lost_rows(outcome.value, request.problem.event_ndim))
+        return outcome._replace(value=self.through(request.problem, outcome.value.detach()))
+
+    def through(self, problem: Problem, value: Tensor) -> Tensor:
+        problem, z = isolated(problem, value, lost_rows(value, problem.event_ndim))
         for _ in range(self.steps):
             mapped = problem.fixed_point_map(z)
             z = mapped if self.damping == 0 else mapped + self.damping * (z - mapped)
-        return outcome._replace(value=attach(outcome.value, z))
+        return attach(value, z)
+
+    def __str__(self) -> str:
+        return f"Phantom({self.steps}{f', damping={self.damping:g}' if self.damping else ''})"

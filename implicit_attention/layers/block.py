@@ -17,6 +17,7 @@ from .. import _validate
 from .._autograd import HALF, at_least_single, is_batched, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint, Implicit, Unrolled
+from ..fixed_point_map import PerSample, Shared
 from ..linear import GMRES
 from ..options import SolveOptions
 from ..solution import AdjointReport, Record, Solution
@@ -42,8 +43,11 @@ class Equilibrium(Remembering):
     answer has settled. What the block returns is the next state: of the shape, dtype and device of the state before.
 
     Samples: the state of one sample has `event_ndim` axes, (*event); further axes before them number samples, (B,
-    *event). Each sample is solved on its own. An argument whose first axes are those that number samples is taken for
-    one that has an entry for each of them.
+    *event). Each sample is solved on its own, and leaves the work when it is done. For that it must be known which
+    tensors have an entry for each sample: those whose first axes are the ones that number samples, and all that are
+    wrapped in `PerSample`; others are shared, and all that are wrapped in `Shared`. Only of a floating-point argument,
+    with as many samples as the first axis of the event is long, the axes do not tell: it is shared unless it is
+    wrapped. A tensor that is taken for the wrong kind costs work, as no sample leaves then, and changes no value.
 
     Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). A state
     of another shape or structure is given as `start`.
@@ -179,19 +183,19 @@ class Equilibrium(Remembering):
     def _found(
         self, x: Any, args: tuple[Any, ...], start: Start | None, steps: int | None, options: SolveOptions, asked: bool
     ) -> tuple[Any, Solution | Record]:
-        initial, arguments = self._initial(x, start), (x, *args)
+        initial = self._initial(x, start)
         layout = Layout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
             # As the state is wide, so is what enters the map: autocast chooses the precision inside of it.
             autocast = torch.get_autocast_dtype(kind)
-            initial, arguments = (pytree.tree_map(at_least_single, t) for t in (initial, arguments))
+            initial, x, args = (pytree.tree_map(_widened, t) for t in (initial, x, args))
             layout = Layout.of(initial, self.event_ndim)
-        frame, tensors = Frame.of(arguments)
+        frame, inputs = Frame.of(x, args, layout)
         mode = self.training
         while True:
             draws = Draws(layout.device, held=mode in self._draws, told=steps is None)
-            call = _Call(BlockMap(self.block, layout, frame, autocast, draws), initial, tensors, options, self._asked)
+            call = _Call(BlockMap(self.block, layout, frame, autocast, draws), initial, inputs, options, self._asked)
             try:
                 state, solution = call.solved() if steps is None else call.looped(steps, asked)
                 break
@@ -310,15 +314,21 @@ class _Call:
     """One call of the layer: the map, where it starts, and what it reads."""
 
     def __init__(
-        self, function: BlockMap, initial: Any, tensors: tuple[Tensor, ...], options: SolveOptions, asked: set[bool]
+        self,
+        function: BlockMap,
+        initial: Any,
+        inputs: tuple[PerSample | Shared, ...],
+        options: SolveOptions,
+        asked: set[bool],
     ) -> None:
-        self.map, self.initial, self.tensors, self.options, self.asked = function, initial, tensors, options, asked
+        self.map, self.initial, self.inputs, self.options, self.asked = function, initial, inputs, options, asked
+        self.tensors = tuple(given.value for given in inputs)
 
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
         """The fixed point, or what `solver` and `adjoint` make in its place."""
         layout, options = self.map.layout, self.options
         solution = solve(
-            BlockProblem(self.map, *self.tensors, event_ndim=layout.event_ndim, asked=self.asked),
+            BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, asked=self.asked),
             layout.pack(self.initial),
             solver=options.effective_solver if solver is None else solver,
             adjoint=self._adjoint() if adjoint is None else adjoint,
@@ -418,6 +428,13 @@ def _for_samples(state: Any, x: Any, event_ndim: int) -> Any:
         return leaf.expand(*lead, *own)
 
     return pytree.tree_map(expanded, state)
+
+
+def _widened(leaf: Any) -> Any:
+    """A tensor, wrapped or not, in float32 where it has half precision."""
+    if isinstance(leaf, PerSample | Shared):
+        return type(leaf)(pytree.tree_map(at_least_single, leaf.value))
+    return at_least_single(leaf)
 
 
 def _carried(z: Tensor, noise: float) -> Tensor:

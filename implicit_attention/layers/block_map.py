@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import transforms_active
-from ..fixed_point_map import FixedPointMap
+from ..fixed_point_map import FixedPointMap, PerSample, Shared
 
 
 class Layout(NamedTuple):
@@ -230,12 +231,16 @@ class Frame(NamedTuple):
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, arguments: Any) -> tuple[Frame, tuple[Tensor, ...]]:
-        """The frame of some arguments, and their tensors."""
-        leaves, spec = pytree.tree_flatten(arguments)
+    def of(cls, x: Any, args: tuple[Any, ...], layout: Layout) -> tuple[Frame, tuple[PerSample | Shared, ...]]:
+        """The frame of (x, *args), and their tensors, each told to be per sample or shared."""
+        arguments = (x, *args)
+        leaves, spec = pytree.tree_flatten(pytree.tree_map(_unwrapped, arguments))
+        told = pytree.tree_leaves(pytree.tree_map(_kinds, arguments))
+        own = len(pytree.tree_leaves(pytree.tree_map(_unwrapped, x)))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        kinds = [told[i] if told[i] in (PerSample, Shared) else _kind(leaves[i], layout, i < own) for i in places]
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return cls(spec, others, places), tuple(leaves[i] for i in places)
+        return cls(spec, others, places), tuple(kind(leaves[i]) for kind, i in zip(kinds, places, strict=True))
 
     def filled(self, tensors: tuple[Tensor, ...]) -> Any:
         """The arguments with these tensors."""
@@ -243,6 +248,26 @@ class Frame(NamedTuple):
         for i, tensor in zip(self.places, tensors, strict=True):
             leaves[i] = tensor
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _unwrapped(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, PerSample | Shared) else leaf
+
+
+def _kinds(leaf: Any) -> Any:
+    """For each leaf inside a wrapper its class; nothing of others."""
+    return pytree.tree_map(lambda _: type(leaf), leaf.value) if isinstance(leaf, PerSample | Shared) else object
+
+
+def _kind(tensor: Tensor, layout: Layout, is_x: bool) -> type[PerSample] | type[Shared]:
+    """Whether a tensor that is not wrapped has an entry for each sample: its first axes tell."""
+    lead, event = layout.lead, layout.events[0]
+    if not lead or tensor.shape[: len(lead)] != lead:
+        return Shared
+    # With as many samples as tokens, (N, N) is told from (B, N) by nobody. What is not floating-point is only ever left
+    # out of the work, which is tried before.
+    unclear = event[:1] == lead[-1:] and tensor.is_floating_point() and not is_x
+    return Shared if unclear else PerSample
 
 
 class BlockMap(nn.Module):
@@ -284,7 +309,11 @@ class BlockProblem(FixedPointMap):
 
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, asked: set[bool]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
-        self.asked, self.mode = asked, function.block.training
+        self.asked, self.mode, self.draws = asked, function.block.training, function.draws
+
+    def select(self, index: Tensor) -> Self | None:
+        # Of fewer samples the block would draw other numbers.
+        return None if self.draws.held else super().select(index)
 
     def check_undeclared(self, z: Tensor) -> None:
         if self.mode not in self.asked or transforms_active():

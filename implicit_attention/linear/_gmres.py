@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._autograd import host_may_look
 from .._types import LinearMap
 from .._validate import check_integer
 from ..status import Status
-from ._vectors import ROUNDOFF, choose, coordinates, divide, dot, length, orthogonalise
+from ._vectors import ROUNDOFF, choose, coordinates, divide, length, orthogonalise
 from .base import LinearSolver, SweepState, fresh
 
 
@@ -21,10 +22,11 @@ class GMRESState(SweepState):
     """After j steps: Q H = [R; 0] for the Hessenberg matrix H, Q kept as rows so that one product rotates a column."""
 
     basis: tuple[Tensor, ...]  # the j + 1 columns of V, (*batch, n) each
-    rotated: Tensor  # the first j rows of Q, (*batch, j, j + 1)
-    last: Tensor  # row j + 1 of Q, the only one that later rotations change, (*batch, j + 1)
-    triangle: Tensor  # R, (*batch, j, j); a frozen problem gets unit columns
-    target: Tensor  # the first j entries of Q |r| e_1, (*batch, j); 0 for a frozen problem
+    turned: Tensor  # Q, (*batch, j + 1, j + 1)
+    triangle: tuple[
+        Tensor, ...
+    ]  # the j columns of R, (*batch, 1), ..., (*batch, j); a frozen problem gets unit columns
+    target: tuple[Tensor, ...]  # the first j entries of Q |r| e_1, (*batch) each; 0 for a frozen problem
     pending: Tensor  # entry j + 1: the signed residual, (*batch)
     stiffness: Tensor  # the largest |A v| met: a lower bound of |A|, (*batch)
 
@@ -67,17 +69,14 @@ class GMRES(LinearSolver[GMRESState]):
 
     def begin(self, residual: Tensor) -> GMRESState:
         size = length(residual)
-        zeros = torch.zeros_like(size)
-        none = zeros.unsqueeze(-1)[..., :0]
         return GMRESState(
             **fresh(size),
             basis=(divide(residual, size),),
-            rotated=none.unsqueeze(-1),
-            last=torch.ones_like(zeros).unsqueeze(-1),
-            triangle=none.unsqueeze(-1)[..., :0],
-            target=none,
+            turned=torch.ones_like(size)[..., None, None],
+            triangle=(),
+            target=(),
             pending=size,
-            stiffness=zeros,
+            stiffness=torch.zeros_like(size),
         )
 
     def step(self, matvec: LinearMap, state: GMRESState, active: Tensor) -> GMRESState:
@@ -86,51 +85,57 @@ class GMRES(LinearSolver[GMRESState]):
         stiffness = torch.maximum(state.stiffness, length(product))
         tiny = ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
         height = length(remainder)
-        height = torch.where(height <= tiny, 0.0, height)  # happy breakdown: the Krylov space is invariant
-        above, diagonal = coordinates(state.rotated, column), dot(state.last, column)
+        invariant = height <= tiny  # happy breakdown: nothing new is in the Krylov space
+        height = height.masked_fill(invariant, 0.0)
+        column = coordinates(state.turned, column)
+        diagonal = column[..., -1]
         pivot = torch.hypot(diagonal, height)
         blocked = active & (pivot <= tiny)  # A is singular on the invariant space
         used = active & ~blocked
-        cosine, sine = divide(diagonal, pivot), divide(height, pivot)
-        pending = torch.where(used, -sine * state.pending, state.pending)
-        following = remainder / torch.where(height == 0, 1.0, height).unsqueeze(-1)
-        following = choose(used & (height != 0), following, torch.zeros_like(remainder))
+        turn = divide(torch.stack([diagonal, height], -1), pivot)
+        column = torch.cat([column[..., :-1], pivot.unsqueeze(-1)], -1)
+        target, pending = (turn * torch.stack([state.pending, -state.pending], -1)).unbind(-1)
+        if not _all(used):
+            unit = torch.zeros_like(column)
+            unit[..., -1] = 1.0
+            column, target = choose(used, column, unit), torch.where(used, target, 0.0)
+            pending = torch.where(used, pending, state.pending)
+        following = remainder / height.masked_fill(invariant, 1.0).unsqueeze(-1)
+        following = choose(used & ~invariant, following, torch.zeros_like(remainder))
         return GMRESState(
             residual_norm=pending.abs(),
             verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
             negative_curvature=state.negative_curvature,
             basis=(*state.basis, following),
-            rotated=_bordered(state.rotated, _appended(cosine, state.last, sine)),
-            last=_appended(-sine, state.last, cosine),
-            triangle=_with_column(state.triangle, above, pivot, used),
-            target=torch.cat([state.target, torch.where(used, cosine * state.pending, 0.0).unsqueeze(-1)], -1),
+            turned=_turned(state.turned, turn),
+            triangle=(*state.triangle, column),
+            target=(*state.target, target),
             pending=pending,
             stiffness=stiffness,
         )
 
     def correction(self, state: GMRESState) -> Tensor:
         # Column by column, so that the unit columns of a frozen problem change no bit of its sum.
-        target, value = state.target, torch.zeros_like(state.basis[0])
-        for index in reversed(range(target.shape[-1])):
-            column = state.triangle[..., index]
+        value = torch.zeros_like(state.basis[0])
+        if not state.target:
+            return value
+        target = torch.stack(state.target, -1)
+        for index in reversed(range(len(state.triangle))):
+            column = state.triangle[index]
             weight = (target[..., index] / column[..., index]).unsqueeze(-1)
-            target = torch.addcmul(target, weight, column, value=-1)
+            target = torch.addcmul(target[..., : index + 1], weight, column, value=-1)
             value = torch.addcmul(value, weight, state.basis[index])
         return value
 
 
-def _appended(factor: Tensor, row: Tensor, entry: Tensor) -> Tensor:
-    """[factor * row, entry]."""
-    return torch.cat([factor.unsqueeze(-1) * row, entry.unsqueeze(-1)], -1)
+def _all(used: Tensor) -> bool:
+    """Whether the host sees that all problems take part."""
+    return host_may_look(used) and bool(used.all())
 
 
-def _bordered(rows: Tensor, row: Tensor) -> Tensor:
-    """The rows, widened by a column of zeros, and one more row below."""
-    return torch.cat([pad(rows, (0, 1)), row.unsqueeze(-2)], -2)
-
-
-def _with_column(triangle: Tensor, above: Tensor, diagonal: Tensor, used: Tensor) -> Tensor:
-    """The triangle with one more column [above, diagonal], or [0, 1] for the problems that do not use it."""
-    column = torch.cat([above, diagonal.unsqueeze(-1)], -1)
-    unit = torch.cat([torch.zeros_like(above), torch.ones_like(diagonal).unsqueeze(-1)], -1)
-    return torch.cat([pad(triangle, (0, 0, 0, 1)), choose(used, column, unit).unsqueeze(-1)], -1)
+def _turned(rows: Tensor, turn: Tensor) -> Tensor:
+    """Q with one more rotation (*batch, 2), cosine and sine, of its last row and one more below."""
+    cosine, sine = turn.unbind(-1)
+    factors, entries = torch.stack([cosine, -sine], -1), turn.flip(-1)
+    last = torch.cat([factors.unsqueeze(-1) * rows[..., -1:, :], entries.unsqueeze(-1)], -1)
+    return torch.cat([pad(rows[..., :-1, :], (0, 1)), last], -2)

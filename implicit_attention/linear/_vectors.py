@@ -16,6 +16,8 @@ State = TypeVar("State")
 #: Vectors from this length on are worked off one after the other, without a pass or a copy that can be saved; below,
 #: it is the number of operations that costs.
 WIDE = 1024
+#: What is left of a vector may be smaller by this, or its parts along a basis are taken away a second time.
+LOST = 0.1
 #: A relative quantity below ROUNDOFF * eps is taken for rounding noise.
 ROUNDOFF = 10.0
 
@@ -88,20 +90,30 @@ def coordinates(basis: Tensor, vector: Tensor) -> Tensor:
 
 
 def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
-    """(coordinates in the basis, remainder orthogonal to it), by classical Gram-Schmidt done twice.
+    """(coordinates in the basis, remainder orthogonal to it), by Gram-Schmidt done twice where that is needed.
 
-    Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to working precision.
+    Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to working precision; one does where the
+    remainder has not lost more than a digit.
     """
-    if vector.shape[-1] < WIDE or vector.device.type != "cpu":
+    if vector.shape[-1] < WIDE or not host_may_look(vector):
         rows = torch.stack(basis, -2)
         first = coordinates(rows, vector)
         vector = vector - (rows * first.unsqueeze(-1)).sum(-2)
         second = coordinates(rows, vector)
         return first + second, vector - (rows * second.unsqueeze(-1)).sum(-2)
-    total = torch.zeros_like(vector[..., : len(basis)])
-    for _ in range(2):
-        part = torch.stack([dot(row, vector) for row in basis], -1)
-        for index, row in enumerate(basis):
-            vector = torch.addcmul(vector, part[..., index : index + 1], row, value=-1)
-        total = total + part
-    return total, vector
+    total, remainder = _subtracted(basis, vector)
+    again = length(remainder) < LOST * length(vector)
+    if bool(again.any()):
+        # A problem has the same bits whatever its neighbours need.
+        more, twice = _subtracted(basis, remainder)
+        total, remainder = torch.where(again.unsqueeze(-1), total + more, total), choose(again, twice, remainder)
+    return total, remainder
+
+
+def _subtracted(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
+    """One pass, vector by vector: what is left when all of its parts along the basis are taken away one after other."""
+    found = []
+    for row in basis:
+        found.append((row * vector).sum(-1, keepdim=True))
+        vector = torch.addcmul(vector, found[-1], row, value=-1)
+    return torch.cat(found, -1), vector

@@ -211,12 +211,12 @@ def test_repeated_self_attention_is_the_energy_of_the_library():
 
 def test_a_loop_draws_its_steps_and_makes_the_first_without_a_graph():
     model, examples = model_of(), drawn().dense()
-    x, counted = model.embed(examples.inputs), []
+    counted = []
     model.block.register_forward_hook(lambda *given: counted.append(torch.is_grad_enabled()))
     seen, draw = set(), random.Random(0)
     for _ in range(30):
         counted.clear()
-        (z,) = Loop(range(2, 5), range(3)).states(model, x, examples.edges, draw)
+        (z,) = Loop(range(2, 5), range(3)).states(model, examples, draw)
         assert z.requires_grad
         assert counted == sorted(counted)
         seen.add((counted.count(False), counted.count(True)))

@@ -492,3 +492,92 @@ def test_a_model_in_half_precision_is_solved_in_single():
     assert layer(x, steps=3).dtype == torch.bfloat16
     z.sum().backward()
     assert layer.block.mix.weight.grad.dtype == torch.bfloat16
+
+
+# Which tensors belong to a sample, and samples that leave the work.
+
+
+class Counting(Block):
+    """Notes how many samples it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def forward(self, z, x, *args):
+        self.counts.append(len(z))
+        return super().forward(z, x, *args)
+
+
+def mixed(layer, samples=12, tokens=4):
+    """Most samples start where they end."""
+    x = torch.randn(samples, tokens, 6, dtype=torch.float64)
+    start = layer(x).detach()
+    start[-2:] = 5.0
+    layer.block.counts.clear()
+    return x, start
+
+
+@pytest.mark.parametrize(
+    ("args", "leave"),
+    [
+        ((), True),
+        ((torch.ones(12, 4, dtype=torch.bool),), True),
+        ((torch.ones(4, dtype=torch.bool), torch.ones(6, dtype=torch.float64)), True),
+        ((None, torch.ones(12, 1, 1, dtype=torch.float64)), True),
+        ((None, ia.PerSample(torch.ones(12, 1, 1, dtype=torch.float64))), True),
+        ((None, ia.Shared(torch.ones(12, 1, 1, dtype=torch.float64))), False),
+    ],
+)
+def test_samples_that_are_done_leave_the_work(args, leave):
+    layer, _ = made(Counting())
+    x, start = mixed(layer)
+    z = layer(x, *args, start=start)
+    assert bool(layer.last_solve.converged.all())
+    # One call tries whether they may.
+    assert (layer.block.counts.count(2) > 1) == leave
+    plain = tuple(a.value if isinstance(a, ia.PerSample | ia.Shared) else a for a in args)
+    assert_close([z], [unrolled(layer.block, start, x, *plain)], atol=1e-10)
+
+
+def test_with_as_many_samples_as_tokens_values_are_right_whatever_an_argument_numbers():
+    class Pairs(Counting):
+        def forward(self, z, x, bias):
+            self.counts.append(len(z))
+            return torch.tanh(0.3 * self.mix(bias @ z) + self.read(x))
+
+    layer, _ = made(Pairs())
+    bias = torch.randn(5, 5, dtype=torch.float64).softmax(-1).requires_grad_()
+    x = torch.randn(5, 5, 6, dtype=torch.float64)
+    x[3, 0] = torch.nan
+    good = [0, 1, 2, 4]
+    for argument in (bias, ia.Shared(bias)):
+        z = layer(x, argument, on_failure="ignore")[good]
+        want = unrolled(layer.block, x[good] * 0, x[good], bias)
+        assert_close([z], [want], atol=1e-10)
+        assert_close(gradients(z.square().sum(), layer, bias), gradients(want.square().sum(), layer, bias))
+
+
+def test_dropout_keeps_all_samples_to_the_end():
+    layer, _ = made(Counting())
+    layer.block.drop.p = 0.3
+    x, start = mixed(layer)
+    layer(x, start=start)
+    assert set(layer.block.counts) == {12}
+
+
+def test_a_block_that_mixes_samples_keeps_them_all():
+    class Normed(Counting):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, z, x):
+            self.counts.append(len(z))
+            normed = self.norm((0.2 * self.mix(z) + self.read(x)).transpose(-1, -2)).transpose(-1, -2)
+            return torch.tanh(normed)
+
+    layer, x = made(Normed(), solver=ia.Picard(rtol=1e-10))
+    z = layer(x)
+    want = unrolled(layer.block, x * 0, x)
+    assert_close([z], [want], atol=1e-8)

@@ -1,0 +1,253 @@
+"""A whole transformer block as a fixed point: its training step against torchdeq's, a stack's, and bare products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from implicit_attention import Anderson, FixedPointMap, Implicit, solve
+from implicit_attention.linear import GMRES
+
+from . import guard, memory
+from .measure import interleaved, once
+from .targets import Row
+
+TESTS = ("tests/adjoints/test_blocks.py",)
+#: torchdeq's tolerances are the loosest of these, in units of ours, at which its measured residuals are no larger.
+LOOSEST, TIGHTEST = 2.0**4, 2.0**-8
+TORCHDEQ_CAP = 100
+#: torchdeq's solvers that ours is held against, the same one forward and backward.
+RIVALS = ("anderson", "fixed_point_iter")
+RATIOS = {
+    "ours / bare": ("ours", "bare"),
+    "ours / stack": ("ours", "stack"),
+    **{f"ours / torchdeq {name}": ("ours", f"torchdeq {name}") for name in RIVALS},
+}
+FASTEST = "ours / torchdeq"
+#: A residual that rounding puts above the tolerance.
+SLACK = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class EquilibriumSetting:
+    """Sizes of the block and its input, the relative tolerance of state and adjoint, and the precision of products."""
+
+    batch: int = 8
+    length: int = 128
+    dim: int = 64
+    heads: int = 4
+    rtol: float = 1e-3
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        sizes = f"B {self.batch}, N {self.length}, width {self.dim}, {self.heads} heads"
+        return f"block as a fixed point, {sizes}, {self.dtype}, to {self.rtol:g}"
+
+
+class Block(nn.Module):
+    """z <- norm(z + x + attention(z)), z <- norm(z + mlp(z)): the input joins at every step."""
+
+    def __init__(self, setting: EquilibriumSetting) -> None:
+        super().__init__()
+        dim, self.setting = setting.dim, setting
+        self.project, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        lower = self.setting.dtype != "float32"
+        with torch.autocast(z.device.type, getattr(torch, self.setting.dtype) if lower else None, enabled=lower):
+            parts = self.project(z).unflatten(-1, (3, self.setting.heads, -1)).unbind(-3)
+            read = F.scaled_dot_product_attention(*(part.transpose(-2, -3) for part in parts))
+            y = self.attention_norm(z + x + self.out(read.transpose(-2, -3).flatten(-2)))
+            out: Tensor = self.mlp_norm(y + self.mlp(y))
+        return out.to(z.dtype)
+
+
+class Data(NamedTuple):
+    """A block, its input, and the fixed cotangent of the state."""
+
+    block: Block
+    x: Tensor
+    cotangent: Tensor
+
+
+def draw(setting: EquilibriumSetting) -> Data:
+    torch.manual_seed(setting.seed)
+    shape = (setting.batch, setting.length, setting.dim)
+    block, x, cotangent = Block(setting), torch.randn(shape), torch.randn(shape)
+    return Data(block.to(setting.device), x.to(setting.device), cotangent.to(setting.device))
+
+
+#: A training step of the block, or of one that counts in its place; it returns the state.
+Training = Callable[..., Tensor]
+
+
+class Counted(nn.Module):
+    """The block plus a shift, counting its evaluations without graph and the products with its Jacobian.
+
+    The gradient of the shift, which is zero, is the solution of the adjoint system itself.
+    """
+
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.block, self.shift = data.block, nn.Parameter(torch.zeros_like(data.x))
+        self.counts = {"evaluations": 0, "products": 0}
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = self.block(z, x) + self.shift
+        if out.requires_grad:
+            out.register_hook(lambda cotangent: self._count("products"))
+        else:
+            self._count("evaluations")
+        return out
+
+    def _count(self, what: str) -> None:
+        self.counts[what] += 1
+
+
+def ours(data: Data, *, rtol: float, evaluations: int | None = None) -> Training:
+    """`solve` with `Anderson` and `Implicit`; of so many evaluations for every sample, converged or not, if asked."""
+    solver = Anderson(rtol=rtol)
+    if evaluations is not None:
+        solver = Anderson(rtol=0, atol=1e-30, max_steps=evaluations - 1)
+    adjoint = Implicit(GMRES(rtol=rtol))
+
+    def run(block: nn.Module = data.block) -> Tensor:
+        block.zero_grad(set_to_none=True)
+        problem = FixedPointMap(block, data.x, event_ndim=2)
+        solution = solve(problem, torch.zeros_like(data.x), solver=solver, adjoint=adjoint, on_failure="ignore")
+        solution.value.backward(data.cotangent)
+        return solution.value.detach()
+
+    return run
+
+
+def torchdeq(data: Data, name: str, *, forward: float, backward: float) -> Training:
+    """torchdeq's layer with its implicit gradient, the same solver forward and backward."""
+    from torchdeq import get_deq
+
+    options: dict[str, Any] = {"f_tol": forward, "b_tol": backward}
+    for way in "fb":
+        options |= {f"{way}_solver": name, f"{way}_stop_mode": "rel", f"{way}_max_iter": TORCHDEQ_CAP}
+    deq: Any = get_deq(ift=True, **options)
+    deq.train()
+
+    def run(block: nn.Module = data.block) -> Tensor:
+        block.zero_grad(set_to_none=True)
+        state: Tensor = deq(lambda z: block(z, data.x), torch.zeros_like(data.x))[0][-1]
+        state.backward(data.cotangent)
+        return state.detach()
+
+    return run
+
+
+def stack(data: Data, count: int) -> Callable[[], None]:
+    """As many untied blocks in turn, which hold as many weights and keep all that they compute."""
+    blocks = nn.ModuleList(Block(data.block.setting) for _ in range(count)).to(data.x.device)
+
+    def run() -> None:
+        blocks.zero_grad(set_to_none=True)
+        z = torch.zeros_like(data.x)
+        for block in blocks:
+            z = block(z, data.x)
+        z.backward(data.cotangent)
+
+    return run
+
+
+def bare(data: Data, evaluations: int, products: int) -> Callable[[], None]:
+    """So many calls of the block without a graph, one after the other, and products with its Jacobian at one state."""
+    at = torch.randn_like(data.x).requires_grad_()
+    recorded = data.block(at, data.x)
+
+    def run() -> None:
+        z, u = torch.zeros_like(data.x), data.cotangent
+        with torch.no_grad():
+            for _ in range(evaluations):
+                z = data.block(z, data.x)
+        for _ in range(products):
+            (u,) = torch.autograd.grad(recorded, at, u, retain_graph=True)
+
+    return run
+
+
+def measured(data: Data, training: Training) -> dict[str, Any]:
+    """What a step needs, and the largest relative residuals of its state and of its adjoint over the samples."""
+    counted = Counted(data)
+    state = training(counted).requires_grad_()
+    counts, u = dict(counted.counts), counted.shift.grad
+    assert u is not None
+    mapped = data.block(state, data.x)
+    (product,) = torch.autograd.grad(mapped, state, u)
+    of_state, of_adjoint = mapped.detach() - state.detach(), data.cotangent - u + product
+    return counts | {
+        "state_residual": float((_norms(of_state) / _norms(mapped.detach())).max()),
+        "adjoint_residual": float((_norms(of_adjoint) / _norms(data.cotangent)).max()),
+    }
+
+
+def _norms(t: Tensor) -> Tensor:
+    size: Tensor = torch.linalg.vector_norm(t.double().flatten(1), dim=-1)
+    return size
+
+
+def loosened(data: Data, name: str, rtol: float) -> tuple[Training, dict[str, Any]]:
+    """torchdeq at the loosest tolerances at which its measured residuals are no larger than `rtol`."""
+    tolerance = {"forward": LOOSEST * rtol, "backward": LOOSEST * rtol}
+    while True:
+        training = torchdeq(data, name, **tolerance)
+        found = measured(data, training)
+        # The state first, at which the adjoint is measured.
+        way = "forward" if found["state_residual"] > rtol else "backward"
+        if found["state_residual"] <= rtol and found["adjoint_residual"] <= rtol:
+            return training, found | tolerance
+        tolerance[way] /= 2
+        if tolerance[way] < TIGHTEST * rtol:
+            return training, found | {"error": f"{way} residual stays above {rtol:g}"}
+
+
+def equilibrium_row(setting: EquilibriumSetting, *, repeats: int, max_seconds: float) -> Row:
+    """Training steps at equal measured residuals of state and adjoint, in turns."""
+    if (reason := guard.red(TESTS)) is not None:
+        return {"evidence": {"ours": {"error": reason}}, "seconds": {}, "ratios": {FASTEST: None, "ours / bare": None}}
+    data = draw(setting)
+    training = ours(data, rtol=setting.rtol)
+    found = {"ours": measured(data, training)}
+    if max(found["ours"]["state_residual"], found["ours"]["adjoint_residual"]) > SLACK * setting.rtol:
+        found["ours"]["error"] = "not timed, the measured residuals are above the tolerance"
+        return {"evidence": found, "seconds": {}, "ratios": {FASTEST: None, "ours / bare": None}}
+    functions: dict[str, Callable[[], Any]] = {"ours": training}
+    for name in RIVALS:
+        rival, found[f"torchdeq {name}"] = loosened(data, name, setting.rtol)
+        if "error" not in found[f"torchdeq {name}"]:
+            functions[f"torchdeq {name}"] = rival
+    evaluations, products = found["ours"]["evaluations"], found["ours"]["products"]
+    functions["stack"] = stack(data, evaluations)
+    functions["bare"] = bare(data, evaluations, products)
+    first = {}
+    for name, function in functions.items():
+        before = memory.begin(setting.device) if setting.device != "cpu" else 0
+        first[name] = once(function, setting.device)[1]
+        if setting.device != "cpu":
+            found.setdefault(name, {})["peak_bytes"] = memory.peak(setting.device) - before
+    times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds, device=setting.device)
+    made: dict[str, float | None] = {
+        label: times[one].median / times[other].median for label, (one, other) in RATIOS.items() if other in times
+    }
+    rivals = [times[f"torchdeq {name}"].median for name in RIVALS if f"torchdeq {name}" in times]
+    if rivals:
+        made[FASTEST] = times["ours"].median / min(rivals)
+    return {
+        "evidence": found,
+        "seconds": {name: dataclasses.asdict(timing) for name, timing in times.items()},
+        "ratios": made,
+    }

@@ -1,0 +1,213 @@
+"""`tie`: layers of a pretrained model, composed, as the block of an equilibrium."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import _validate
+from .._types import OnFailure
+from ..adjoints import Adjoint
+from ..solvers import Solver
+from .block import Equilibrium, Steps
+
+
+class Composed(nn.Module):
+    """One step of tied layers: z <- layers(z + W x), with W = 0 at first.
+
+    Attributes:
+        layers: in turn, with the weights that they had.
+        inject: W.
+    """
+
+    def __init__(self, layers: list[nn.Module], dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        like = next(layers[0].parameters())
+        self.inject = nn.Linear(dim, dim, bias=False, device=like.device, dtype=like.dtype)
+        nn.init.zeros_(self.inject.weight)
+
+    def forward(self, z: Tensor, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+        h = z + self.inject(x)
+        for layer in self.layers:
+            found = layer(h, *args, **options)
+            h = found[0] if isinstance(found, tuple) else found
+        return h
+
+
+class TiedLayers(nn.Module):
+    """What stands in the place of tied layers in their model, and is called as one of them."""
+
+    def __init__(self, equilibrium: Equilibrium) -> None:
+        super().__init__()
+        self.equilibrium = equilibrium
+
+    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
+        for given in (*args, *options.values()):
+            if _is_cache(given):
+                raise ValueError(
+                    _validate.message(
+                        "past_key_values",
+                        "be None in a model with tied layers, which would write to it at every step",
+                        type(given).__name__,
+                        "pass use_cache=False: generation then computes all tokens anew, and is right",
+                    )
+                )
+        for name in ("output_attentions", "output_hidden_states"):
+            remedy = "ask the layers that are kept outside"
+            _validate.require(not options.get(name), name, "be False in a model with tied layers", True, remedy)
+        z: Tensor = self.equilibrium(hidden, args, options)
+        return z
+
+    def __getattr__(self, name: str) -> Any:
+        # Models read settings of their layers, such as the kind of a layer's attention.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "equilibrium" not in self._modules:
+                raise
+            return getattr(self.equilibrium.block.layers[0], name)
+
+
+def tie(
+    model: nn.Module,
+    layers: str = "model.layers",
+    *,
+    keep: int | tuple[int, int] = 0,
+    dim: int | None = None,
+    solver: Solver | None = None,
+    adjoint: Adjoint | None = None,
+    steps: Steps = None,
+    on_failure: OnFailure = "warn",
+) -> Equilibrium:
+    """Make consecutive layers of a model the block of an equilibrium, in place: the weights are those that it has.
+
+    The layers, composed, are one step z <- layers(z + W x) of a state that starts at their input x, with a learned W
+    that is 0 at first: one step (`steps=1`) is the model as it was. More steps, and a solve, are another model, which
+    is to be trained from there: nothing says that the answers of a pretrained model are fixed points of its layers.
+    Layers that only add to what they read (Llama, GPT-2) have no norm that keeps the state bounded, and settle slowly
+    before training.
+
+    Args:
+        model: a model of transformers, an `nn.TransformerEncoder`, or another one whose layers lie in an
+            `nn.ModuleList` and are called in turn, with the hidden states first and the same further arguments.
+        layers: where that list is, as an attribute path: "model.layers" (Llama and its kin), "transformer.h" (GPT-2),
+            "bert.encoder.layer" (BERT), "layers" (`nn.TransformerEncoder`).
+        keep: how many layers at the beginning and at the end stay as they are, outside: one number for both ends, or
+            (at the beginning, at the end).
+        dim: width of the hidden states; found out for models of transformers and of torch.
+        solver, adjoint, steps, on_failure: as of `Equilibrium`.
+
+    Returns:
+        The `Equilibrium`, which the model now holds: its `last_solve` says how the last call went, its `steps` may be
+        set. W is a new parameter for an optimizer.
+
+    Raises:
+        TypeError, ValueError: a path that leads to no layers, layers of different kinds, too few of them.
+
+    Caches: a cache would be written to at every step, and is refused in a call. `use_cache` of a model's configuration
+    is set to False, with which `generate` computes all tokens anew.
+
+    Gradients: to all parameters, by the adjoint or through the steps.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from implicit_attention import tie
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0), 4)
+        >>> x = torch.randn(2, 5, 8)
+        >>> before = encoder(x)
+        >>> equilibrium = tie(encoder, "layers", keep=1, steps=1)
+        >>> len(encoder.layers), torch.allclose(encoder(x), before, atol=1e-6)
+        (3, True)
+
+    Not for making a pretrained model better without training: a fixed point of its layers is none of its answers. Not
+    for equilibria of single attentions: see `integrations`.
+    """
+    parent, name, listed = _found(model, layers)
+    first, last = _kept(keep, len(listed))
+    tied = list(listed)[first : len(listed) - last]
+    _check_alike(tied)
+    equilibrium = Equilibrium(
+        Composed(tied, _width(model, tied[0], dim)),
+        event_ndim=2,
+        start="input",
+        solver=solver,
+        adjoint=adjoint,
+        steps=steps,
+        on_failure=on_failure,
+    )
+    equilibrium.train(tied[0].training)
+    outside = [*list(listed)[:first], TiedLayers(equilibrium), *list(listed)[len(listed) - last :]]
+    setattr(parent, name, nn.ModuleList(outside))
+    if isinstance(parent, nn.TransformerEncoder):
+        # Its own fast path would hand nested tensors to the layers.
+        parent.use_nested_tensor = False
+    for holder in ("config", "generation_config"):
+        if hasattr(getattr(model, holder, None), "use_cache"):
+            getattr(model, holder).use_cache = False
+    return equilibrium
+
+
+def _found(model: Any, path: Any) -> tuple[Any, str, nn.ModuleList]:
+    """The list of layers, and which attribute of what it is."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(_validate.message("model", "be an nn.Module", type(model).__name__))
+    if not isinstance(path, str):
+        raise TypeError(_validate.message("layers", "be an attribute path", repr(path), "for example 'model.layers'"))
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    remedy = f"this model has lists at {', '.join(map(repr, lists))}" if lists else "this model has none"
+    *before, name = path.split(".")
+    try:
+        parent = functools.reduce(getattr, before, model)
+        listed = getattr(parent, name)
+    except AttributeError:
+        received = f"{path!r}, which the model has not"
+        raise ValueError(_validate.message("layers", "lead to an nn.ModuleList", received, remedy)) from None
+    if not isinstance(listed, nn.ModuleList):
+        raise TypeError(_validate.message("layers", "lead to an nn.ModuleList", type(listed).__name__, remedy))
+    return parent, name, listed
+
+
+def _kept(keep: Any, count: int) -> tuple[int, int]:
+    ends = keep if isinstance(keep, tuple) else (keep, keep)
+    _validate.require(len(ends) == 2, "keep", "be a number, or two: at the beginning and at the end", repr(keep))
+    first, last = (_validate.check_integer("keep", end, low=0) for end in ends)
+    _validate.require(first + last < count, "keep", f"leave at least one of the {count} layers to tie", repr(keep))
+    return first, last
+
+
+def _check_alike(layers: list[nn.Module]) -> None:
+    """One call serves all of them: what a model reads of a layer to choose its arguments is the same."""
+    for layer in layers:
+        same = type(layer) is type(layers[0])
+        _validate.require(same, "layers", f"all be {type(layers[0]).__name__}", type(layer).__name__, "use keep")
+        _validate.require(not isinstance(layer, TiedLayers), "layers", "not be tied already", "a tied layer")
+        for name in ("attention_type", "layer_type", "is_sliding", "sliding_window"):
+            of_first, of_this = (getattr(one, name, None) for one in (layers[0], layer))
+            fits = of_first == of_this
+            _validate.require(fits, "layers", f"have one {name} ({of_first!r})", repr(of_this), "use keep")
+    if isinstance(layers[0], nn.TransformerEncoderLayer):
+        first = layers[0].self_attn.batch_first
+        _validate.require(first, "model", "number samples on its first axis", "batch_first=False", "build it with True")
+
+
+def _width(model: nn.Module, layer: nn.Module, dim: int | None) -> int:
+    if dim is None:
+        found = getattr(getattr(model, "config", None), "hidden_size", None)
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            found = layer.linear1.in_features
+        remedy = "pass the width of the hidden states"
+        _validate.require(isinstance(found, int), "dim", "be given for a model that does not tell it", "None", remedy)
+        dim = found
+    width: int = _validate.check_integer("dim", dim, low=1)
+    return width
+
+
+def _is_cache(given: Any) -> bool:
+    """Whether it is a cache of transformers, which is not imported for that."""
+    return any(
+        kind.__name__.endswith("Cache") and kind.__module__.startswith("transformers.") for kind in type(given).__mro__
+    )

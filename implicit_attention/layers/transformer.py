@@ -1,0 +1,254 @@
+"""`EquilibriumTransformer`: transformer layers with their input added at every step, run until the tokens settle."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _validate
+from .._types import OnFailure
+from ..adjoints import Adjoint
+from ..attention.heads import merge_heads, split_heads
+from ..attention.masks import mask_and_bias
+from ..fixed_point_map import PerSample, Shared
+from ..solvers import Solver
+from .attention import ImplicitAttention
+from .block import Equilibrium, Start, Steps
+from .projections import Rotary
+
+Injection: TypeAlias = Literal["add", "concat", "film"]
+Norm: TypeAlias = Literal["post", "pre"]
+
+
+class SoftmaxAttention(nn.Module):
+    """Multi-head self-attention by torch's fused kernels.
+
+    Args:
+        dim, heads: width, and number of heads.
+        causal: whether a token attends to itself and the tokens before it; a mask that is given says so itself.
+        rotary: None, or `Rotary()`.
+    """
+
+    def __init__(self, dim: int, heads: int, *, causal: bool = False, rotary: Rotary | None = None) -> None:
+        super().__init__()
+        self.heads, self.causal, self.rotary = heads, causal, rotary
+        self.qkv_proj, self.out_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (*batch, N, dim); mask boolean or additive, broadcasting to (*batch, heads, N, N)."""
+        query, key, value = (split_heads(part, self.heads) for part in self.qkv_proj(x).chunk(3, -1))
+        if self.rotary is not None:
+            positions = torch.arange(x.shape[-2], device=x.device)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(query.dtype)
+        causal = self.causal and mask is None
+        read = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+        out: Tensor = self.out_proj(merge_heads(read))
+        return out
+
+
+class Inject(nn.Module):
+    """What a step starts with: the state z and the input x, (*batch, N, dim) each, as one."""
+
+    def __init__(self, dim: int, kind: Injection) -> None:
+        super().__init__()
+        self.kind = kind
+        self.map = None
+        if kind == "concat":
+            self.map = nn.Linear(2 * dim, dim)
+        elif kind == "film":
+            self.map = nn.Linear(dim, 2 * dim)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        if self.map is None:
+            return z + x
+        if self.kind == "concat":
+            joined: Tensor = self.map(torch.cat([z, x], -1))
+            return joined
+        scale, shift = self.map(x).chunk(2, -1)
+        return z + z * scale + shift
+
+
+class TransformerLayer(nn.Module):
+    """Attention and a feed-forward part, each added to what it reads, with a norm behind ("post") or before ("pre")."""
+
+    def __init__(self, dim: int, attention: nn.Module, norm: Norm, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.attention = norm, attention
+        self.mlp = nn.Sequential(nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim))
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.norm == "post":
+            h = self.attention_norm(h + self.dropout(self.attention(h, mask=mask)))
+            after: Tensor = self.mlp_norm(h + self.dropout(self.mlp(h)))
+            return after
+        h = h + self.dropout(self.attention(self.attention_norm(h), mask=mask))
+        return h + self.dropout(self.mlp(self.mlp_norm(h)))
+
+
+class TransformerBlock(nn.Module):
+    """One step: the input is joined to the state, layers in turn, and a norm that keeps the state bounded."""
+
+    def __init__(self, dim: int, layers: list[nn.Module], norm: Norm, injection: Injection) -> None:
+        super().__init__()
+        self.inject = Inject(dim, injection)
+        self.layers = nn.ModuleList(layers)
+        # A post-norm layer ends with one.
+        self.outer_norm = nn.LayerNorm(dim) if norm == "pre" else nn.Identity()
+
+    def forward(self, z: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.inject(z, x)
+        for layer in self.layers:
+            h = layer(h, mask=mask)
+        out: Tensor = self.outer_norm(h)
+        return out
+
+
+class EquilibriumTransformer(Equilibrium):
+    """A transformer block with weights of its own for one step, run until the tokens settle.
+
+    A step is z <- norm(h + mlp(h)) with h = norm(i + attention(i)) and i = z + x: the input is read at every step, and
+    a norm at the end keeps the state bounded. With `depth` that many layers make a step.
+
+    Trained by `steps=range(...)` on small problems it may be solved on larger ones: see the guide on equilibrium
+    blocks.
+
+    Args:
+        dim: width of tokens, and of the state.
+        heads: of attention, dividing `dim`.
+        depth: layers of a step.
+        attention: "softmax" (torch's fused kernels), "equilibrium" (`ImplicitAttention`: each query settles in an
+            equilibrium of its own inside of every step), or a module with forward(h, mask=) -> (*batch, N, dim), whose
+            mask is None or broadcasts to (*batch, heads, N, N); a copy of it serves in every layer.
+        norm: "post", behind every part, or "pre", before every part and once at the end of a step.
+        injection: how a step joins z and x: "add" z + x, "concat" W [z; x], "film" z (1 + W x) + W' x.
+        causal: a token attends to itself and the tokens before it.
+        rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
+        mlp_ratio: width of the feed-forward part in units of `dim`.
+        dropout: of what attention and feed-forward part add; its mask is held for a whole call.
+        start, solver, adjoint, steps, on_failure: as of `Equilibrium`.
+
+    Attributes:
+        block: what is iterated.
+        last_solve: the `SolveReport` of the last call, one entry a sample.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, with the remedy.
+
+    Gradients: to x, additive masks and parameters; of the first order where the attention is "softmax", as torch's
+    fused kernels have no others (solvers that need products with the Jacobian, such as `NewtonKrylov`, neither).
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import EquilibriumTransformer
+        >>> model, x = EquilibriumTransformer(16, heads=2), torch.randn(2, 5, 16)
+        >>> model(x, steps=8).shape
+        torch.Size([2, 5, 16])
+        >>> exists = torch.tensor([[True, True, True, False, False], [True] * 5])
+        >>> z = model(x, key_mask=exists, on_failure="ignore")
+        >>> model.last_solve.status.shape
+        torch.Size([2])
+
+    Not for keys that do not move with the state: use `ImplicitAttention`. Not for a pretrained model: see `tie`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        depth: int = 1,
+        *,
+        attention: Literal["softmax", "equilibrium"] | nn.Module = "softmax",
+        norm: Norm = "post",
+        injection: Injection = "add",
+        causal: bool = False,
+        rotary: Rotary | None = None,
+        mlp_ratio: float = 2.0,
+        dropout: float = 0.0,
+        start: Start = "zeros",
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        steps: Steps = None,
+        on_failure: OnFailure = "warn",
+    ) -> None:
+        for name, value in (("dim", dim), ("heads", heads), ("depth", depth)):
+            _validate.check_integer(name, value, low=1)
+        _validate.require(dim % heads == 0, "heads", f"divide dim = {dim}", heads, f"use a divisor of {dim}")
+        _validate.check_choice("norm", norm, ("post", "pre"))
+        _validate.check_choice("injection", injection, ("add", "concat", "film"))
+        ratio = _validate.check_number("mlp_ratio", mlp_ratio, low=0.0, open_low=True)
+        dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
+        attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
+        inner = max(int(ratio * dim), 1)
+        layers: list[nn.Module] = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
+        super().__init__(
+            TransformerBlock(dim, layers, norm, injection),
+            event_ndim=2,
+            start=start,
+            solver=solver,
+            adjoint=adjoint,
+            steps=steps,
+            on_failure=on_failure,
+        )
+        self.dim, self.heads, self.causal = dim, heads, causal
+        # Torch's kernels know the causal triangle themselves.
+        self._draws_triangle = causal and attention != "softmax"
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, mask: Tensor | None = None, key_mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        """The settled tokens, or those after some steps.
+
+        Args:
+            x: (*batch, N, dim).
+            mask: boolean (True = attend) or additive: (N, N), (*batch, N, N), or (*batch, heads, N, N).
+            key_mask: which tokens exist, boolean, (*batch, N).
+            **options: `steps`, `solver`, `adjoint`, `start`, `on_failure` and `return_solution`, as of `Equilibrium`.
+
+        Returns:
+            (*batch, N, dim); with `return_solution` a tuple (tokens, `Solution`).
+        """
+        _validate.check_float_tensor("x", x, min_ndim=2)
+        fits = x.shape[-1] == self.dim
+        _validate.require(fits, "x", f"have width {self.dim} on its last axis", f"shape {tuple(x.shape)}")
+        return super().forward(x, self._merged(x, mask, key_mask), **options)
+
+    def _merged(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> PerSample | Shared | None:
+        """All masks as one, made once for all steps."""
+        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
+            mask = mask.unsqueeze(-3)
+        lead, count = x.shape[:-2], x.shape[-2]
+        causal = self._draws_triangle or (self.causal and (mask is not None or key_mask is not None))
+        shape = (*lead, self.heads, count, count)
+        pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask, causal=causal)
+        if bias is not None and pairs is not None:
+            bias = bias.masked_fill(~pairs, -torch.inf)
+        merged = pairs if bias is None else bias
+        if merged is None:
+            return None
+        own = merged.ndim == x.ndim + 1 and merged.shape[: len(lead)] == lead
+        return PerSample(merged) if own else Shared(merged)
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.dim}", f"heads={self.heads}", *(["causal"] if self.causal else []), super().extra_repr()]
+        return ", ".join(text for text in shown if text)
+
+
+def _attention(given: Any, dim: int, heads: int, causal: bool, rotary: Rotary | None) -> nn.Module:
+    if isinstance(given, nn.Module):
+        remedy = "give the module its own rotary positions"
+        _validate.require(rotary is None, "rotary", "be None with an attention module", "a Rotary", remedy)
+        return copy.deepcopy(given)
+    _validate.check_choice("attention", given, ("softmax", "equilibrium"))
+    if given == "softmax":
+        return SoftmaxAttention(dim, heads, causal=causal, rotary=rotary)
+    return ImplicitAttention(dim, heads, rotary=rotary, on_failure="ignore")
