@@ -390,7 +390,7 @@ PLANS = (
     larger(
         Sudoku(LARGE, (36, 40, 44, 48, 54)),
         "9 x 9 grids, trained with 36 to 54 givens",
-        dataclasses.replace(RECIPE, updates=2000, batch=32),
+        dataclasses.replace(RECIPE, updates=1200, batch=32),
         25,
         ("34 givens", "40 givens", "50 givens"),
         (0, 1),

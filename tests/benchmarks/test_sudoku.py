@@ -281,6 +281,17 @@ def test_every_contender_answers_in_a_quick_run(plan):
         assert set(found["ways"]) == {way.name for way in contender.ways} or set(found["ways"]) == {"guess"}
 
 
+def test_a_bound_on_puzzles_that_have_not_settled_holds_where_all_have():
+    claims = {claim.field: claim for claim in sudoku.PLAN.claims}
+    found = {"exact": 0.9, "exact_converged": 0.95, "exact_unconverged": None}
+    runs = [{"ways": {"solved": {"4 givens": found}}}]
+    assert contenders.lower(runs, claims["exact_unconverged"]) == 0.0
+    assert contenders.lower(runs, claims["exact_converged"]) == 0.95
+    found.update(exact_converged=None, exact_unconverged=0.2)
+    assert contenders.lower(runs, claims["exact_unconverged"]) == 0.2
+    assert contenders.lower(runs, claims["exact_converged"]) is None
+
+
 def test_a_few_updates_learn_what_singles_find():
     task = Sudoku(SMALL, (12,))
     model = contenders.model_of(task, recipes.CONTENDERS[0], 0)
