@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -118,12 +119,17 @@ def test_mazes_follow_from_their_seed_and_the_first_are_the_same_in_a_larger_cou
     assert not torch.equal(mazes.mazes("depth-first", 5, 4, "other").targets, drawn(count=4).targets)
 
 
-def test_held_out_mazes_are_not_trained_on():
-    learnt = mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 1000, "to train")
-    asked = mazes.Mazes().test("depth-first 5", 200)
-    keys = [{row.numpy().tobytes() for row in examples.edges} for examples in (learnt, asked)]
-    assert len(keys[1]) == 200
-    assert not keys[0] & keys[1]
+def test_held_out_mazes_are_not_learnt_from(monkeypatch):
+    few = functools.cache(lambda: mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 10, "to test"))
+    monkeypatch.setattr(mazes, "learnt", few)
+    known = {mazes.drawing(maze) for maze in few().edges}
+    for name in GENERATORS:
+        asked = mazes.held_out.__wrapped__(name, 5, 20)
+        assert len(asked.targets) == 20
+        assert not known & {mazes.drawing(maze) for maze in asked.edges}
+    assert torch.equal(asked.edges[0], mazes.mazes(name, 5, 1, "to test").edges[0])
+    asked = mazes.held_out.__wrapped__(mazes.TRAIN_GENERATOR, 5, 20)
+    assert torch.equal(asked.edges[0], mazes.mazes(mazes.TRAIN_GENERATOR, 5, 11, "to test").edges[-1])
 
 
 def test_guesses_are_what_they_say():
@@ -332,10 +338,10 @@ def test_a_verdict_needs_two_standard_errors_of_seeds_and_of_puzzles():
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    learnt = mazes.learnt.__wrapped__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mazes, "TRAIN_MAZES", 40)
-        patch.setattr(mazes, "learnt", learnt)
+        for name in ("learnt", "masked", "held_out"):
+            patch.setattr(mazes, name, functools.cache(getattr(mazes, name).__wrapped__))
         done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "mazes", "--out", str(folder)])
     assert done.exit_code == 0, done.output
     (path,) = folder.glob("usefulness-partial-*.json")
