@@ -15,6 +15,7 @@ from .training import CAP, RTOL, Answer, Solved, answered, scored
 
 SOLVERS: dict[str, Solver] = {
     "Picard": Picard(rtol=RTOL, max_steps=CAP),
+    "Picard, damping 0.3": Picard(rtol=RTOL, max_steps=CAP, damping=0.3),
     "Anderson, history 1": Anderson(history=1, rtol=RTOL, max_steps=CAP),
     "Anderson, history 5": Anderson(history=5, rtol=RTOL, max_steps=CAP),
     "Broyden": Broyden(rtol=RTOL, max_steps=CAP),

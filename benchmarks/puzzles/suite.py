@@ -26,10 +26,10 @@ NOTES = (
     "attention over a token's edges (width 32, feed-forward part twice as wide, no positions); a linear head reads the "
     "state of every token. `stack`: every step has a block with weights of its own; `tied`: one block for all steps. "
     "With the same seed all begin with the same embedding, head and first block, and see the same batches.",
-    f"`solved`: Picard's iteration from zeros to the relative residual {RTOL:g}, at most {CAP} evaluations; a puzzle "
-    "that is done leaves no later. `exact`: the part of the puzzles of which every token is right. Means +- standard "
-    "deviations over three seeds; `better` and `worse` by more than two standard errors, of the seeds or of the "
-    "puzzles, whichever are larger.",
+    f"`solved`: Picard's iteration from zeros to the relative residual {RTOL:g}, at most {CAP} evaluations; puzzles "
+    "that are done leave the work. `damped`: 0.7 of every step. `exact`: the part of the puzzles that are wholly "
+    "right. Means +- standard deviations over three seeds; `better`, `worse`: by more than two standard errors, of the "
+    "seeds or of the puzzles, whichever are larger.",
     "FLOPs of a puzzle of N tokens with K edges each: evaluations x N (8 d^2 + 4 w d^2 + 4 K d) + 2 N d (features + "
     "classes); missing edges count, norms, softmax and the solver's algebra do not. Where tokens are few, a mask over "
     "all pairs is faster, and its products are more.",

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,14 @@ class Task(Protocol):
         """The first `count` held-out puzzles of a set."""
 
 
+#: What a loss is taken at; with a term to add to that loss where it is a pair.
+State: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
 class Training(Protocol):
     """The part of a recipe that says at which states of a puzzle there is a loss."""
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
         """States (B, N, dim), or several (S, B, N, dim), with their graph; each time there is an optimiser step."""
 
 
@@ -49,22 +53,29 @@ class Loop:
 
     before: blocks in turn without a graph before these, drawn as well.
     noise: normal noise of this size that every step adds to the state: what is to last must be held with a margin.
+    settle: weight of the last step's relative change in the loss, which asks the state to come to rest.
     """
 
     steps: int | range
     before: int | range = 0
     noise: float = 0.0
+    settle: float = 0.0
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
         x, edges = model.embed(batch.inputs), batch.edges
         steps, before = (draw.choice(c) if isinstance(c, range) else c for c in (self.steps, self.before))
         z = torch.zeros_like(x)
         with torch.no_grad():
             z = model.steps(z, x, edges, before)
+        last = z
         for index in range(steps):
-            z = model.blocks[index % len(model.blocks)](z, x, edges)
+            last, z = z, model.blocks[index % len(model.blocks)](z, x, edges)
             z = z + self.noise * torch.randn_like(z) if self.noise else z
-        yield z
+        if self.settle:
+            change, size = (t.flatten(1).norm(dim=1) for t in (z - last, z.detach()))
+            yield z, self.settle * (change / size).mean()
+        else:
+            yield z
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +127,12 @@ class Recipe:
         return dataclasses.replace(self, updates=min(self.updates, 4), batch=8)
 
 
-def loss(model: Model, z: Tensor, targets: Tensor) -> Tensor:
+def loss(model: Model, state: State, targets: Tensor) -> Tensor:
     """Mean cross-entropy over what is asked for, and over all states where there are several of every puzzle."""
+    if isinstance(state, tuple):
+        z, more = state
+        return loss(model, z, targets) + more
+    z = state
     wanted = targets.expand(z.shape[:-1]).flatten()
     return F.cross_entropy(model.head(z).flatten(0, -2), wanted, ignore_index=IGNORED)
 
