@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from implicit_attention import Equilibrium, FixedPointMap
 from implicit_attention.adjoints import Implicit, OneStep, Phantom
+from implicit_attention.diagnostics import jacobian_penalty
 from implicit_attention.layers import contractive
 from implicit_attention.solvers import Anderson, Broyden
 
 from .contenders import Contender, Plan
 from .models import Block, Examples, Model, Shape
 from .sudoku import MEAN, STEPS, TASK, UPDATES
-from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, Training
+from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, State, Training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Intermediate:
 
     steps: range
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
         x, steps = model.embed(batch.inputs), draw.choice(self.steps)
         half = model.steps(torch.zeros_like(x), x, batch.edges, steps // 2)
         yield torch.stack([half, model.steps(half, x, batch.edges, steps - steps // 2)])
@@ -50,7 +52,7 @@ class Segments:
     noise: float = 0.0
     keep: float = 1.0
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
         z = self.start * torch.randn_like(model.embed(batch.inputs))
         for _ in range(self.count):
             # The weights have been changed since.
@@ -59,6 +61,20 @@ class Segments:
             for _ in range(self.steps):
                 z = z.lerp(model.block(z, x, batch.edges), self.keep)
             yield z
+
+
+@dataclasses.dataclass(frozen=True)
+class Penalised:
+    """The fixed point by the implicit gradient; the loss has `weight` times the mean square of its Jacobian added."""
+
+    weight: float
+
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
+        x = model.embed(batch.inputs)
+        settled = Equilibrium(model.block, solver=Settled(Implicit()).solver, adjoint=Implicit(), on_failure="ignore")
+        z = settled(x, batch.edges)
+        problem = FixedPointMap(model.block, x, batch.edges, event_ndim=2)
+        yield z, self.weight * jacobian_penalty(problem, z.detach()).mean()
 
 
 class Streams(nn.Module):
@@ -139,6 +155,7 @@ CONTENDERS = (
     _contender("one-step gradient", Settled(OneStep())),
     _contender("phantom gradient (5)", Settled(Phantom(5))),
     _contender("implicit gradient", Settled(Implicit())),
+    _contender("implicit gradient, Jacobian penalty", Penalised(1.0)),
     _contender("implicit gradient, else phantom (5)", Settled(Implicit(fallback=Phantom(5)))),
 )
 

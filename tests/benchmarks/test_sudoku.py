@@ -1,5 +1,6 @@
 """Puzzles of Sudoku and bit strings are what they are said to be; recipes train as said, and two streams are two."""
 
+import dataclasses
 import itertools
 import random
 import sys
@@ -257,6 +258,28 @@ def test_a_loss_at_half_the_steps_is_the_mean_of_both():
     torch.testing.assert_close(training.loss(model, both, batch.targets), expected)
 
 
+def test_a_penalty_is_the_mean_square_of_the_jacobian():
+    task, seed = Sudoku(SMALL, (12,)), 3
+    model = contenders.model_of(task, recipes.CONTENDERS[0], 0)
+    batch = task.draw(1, torch.Generator().manual_seed(0))
+    found = []
+    for number in range(40):
+        torch.manual_seed(seed + number)
+        ((z, added),) = recipes.Penalised(0.5).states(model, batch, random.Random(0))
+        found.append(float(added.detach()))
+    x = model.embed(batch.inputs).detach()
+    squares = []
+    for z_one, x_one, edges in zip(z.detach(), x, batch.edges, strict=True):
+        jacobian = torch.autograd.functional.jacobian(
+            lambda flat, x=x_one, e=edges: model.block(flat.view(1, 16, 32), x[None], e[None]).flatten(),
+            z_one.flatten(),
+        )
+        squares.append(jacobian.square().sum() / (16 * 32))
+    assert sum(found) / 40 == pytest.approx(0.5 * float(sum(squares)), rel=0.1)
+    added.backward()
+    assert model.block.attention.project.weight.grad.abs().max() > 0
+
+
 def test_bounded_maps_have_spectral_norms_of_one_at_most_and_are_solved():
     torch.manual_seed(0)
     model = recipes.bounded(sudoku.TASK.shape).eval()
@@ -276,7 +299,8 @@ def test_every_contender_answers_in_a_quick_run(plan):
     plan = plan.quick()
     for contender in plan.contenders:
         # The comparison of all solvers has its own test.
-        found, _ = contenders.trial(plan, contenders.dataclasses.replace(contender, solvers=False), 0)
+        contender = dataclasses.replace(contender, solvers=False, ways=contender.ways[:2])
+        found, _ = contenders.trial(plan, contender, 0)
         assert all(set(sets) == set(plan.sets) for sets in found["ways"].values())
         assert set(found["ways"]) == {way.name for way in contender.ways} or set(found["ways"]) == {"guess"}
 
