@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,9 @@ from .contenders import Contender, Plan
 from .models import Block, Examples, Model, Shape
 from .sudoku import MEAN, STEPS, TASK, UPDATES
 from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, State, Training
+
+#: Blocks of an evaluation of two streams.
+THREE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ class OfSecond(nn.Linear):
 class Reasoner(Model):
     """Two streams around one block, with the answer read from the second."""
 
-    def __init__(self, shape: Shape, drafts: int = 2) -> None:
+    def __init__(self, shape: Shape, drafts: int = THREE - 1) -> None:
         super().__init__(shape, blocks=0)
         self.embed, self.head = Widened(shape.features, shape.dim), OfSecond(shape.dim, shape.classes)
         self.blocks.append(Streams(shape, drafts))
@@ -134,10 +136,12 @@ WAYS = (
 SETTLED, HARD = "loop, 4 to 16 steps drawn", "4 givens"
 
 
-def _contender(name: str, training: Training, **options: Any) -> Contender:
+def _contender(name: str, training: Training, make: Callable[[Shape], Model] = Model) -> Contender:
     """Segments are short: they get as many more updates, so that gradients go through as many blocks."""
-    updates = UPDATES * MEAN // training.steps if isinstance(training, Segments) else UPDATES
-    return Contender(name, Recipe(training, updates), WAYS, **options)
+    updates = UPDATES
+    if isinstance(training, Segments):
+        updates = UPDATES * MEAN // (training.steps * (THREE if make is Reasoner else 1))
+    return Contender(name, Recipe(training, updates), WAYS, make=make)
 
 
 PUBLIC = Segments(4, 4, start=1.0, noise=0.1, keep=0.95)
