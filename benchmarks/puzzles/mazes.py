@@ -215,14 +215,14 @@ class Repeated(Model):
 # ------------------------------------------------------------------ who competes
 
 #: Steps of the loop in training: numbers that are drawn, and a loss on the last change, make states settle.
-STEPS, MEAN_STEPS, SETTLE = range(8, 17), 12, 0.5
+STEPS, MEAN_STEPS, SETTLE = range(8, 17), 12, 0.3
 #: Blocks of the stack that costs what solving 9 x 9 mazes costs.
 DEEP = 40
 SHOWN = tuple(f"{TRAIN_GENERATOR} {size}" for size in SIZES)
 OTHERS = tuple(f"{name} {size}" for name in ("Prim", "Wilson") for size in SIZES)
 FEW = (*SHOWN, "Prim 13", "Wilson 13")
 
-RECIPE = Recipe(Loop(STEPS, settle=SETTLE), updates=600, batch=128)
+RECIPE = Recipe(Loop(STEPS, settle=SETTLE), updates=500, batch=128, rate=1.5e-3)
 
 
 def _with(training: Training) -> Recipe:
