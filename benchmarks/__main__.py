@@ -21,7 +21,8 @@ from .environment import environment
 from .targets import Row
 
 #: A suite is a module with METRICS, TARGETS, NOTES, settings_of(quick) and run(settings, metrics=..., repeats=...);
-#: with tables(run) unless its rows look like those of `solve`; and figures(run, folder) if it has any.
+#: with tables(run) unless its rows look like those of `solve`; figures(run, folder) if it has any; and COMPOSED if the
+#: newest run of each metric is reported on its own.
 SUITES: dict[str, ModuleType] = {
     "solve": solve_suite,
     "attention": attention_suite,
@@ -66,7 +67,10 @@ def spins(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 
 @app.command()
 def usefulness(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
-    """DIGITS, RETRIEVAL and TEXT: explicit attention repeated against one equilibrium of the same cost, trained."""
+    """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, RECIPES: a block repeated until it settles.
+
+    DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays.
+    """
     measure("usefulness", quick=quick, only=only, repeats=repeats, out=out)
 
 
@@ -74,7 +78,7 @@ def usefulness(quick: Quick = False, only: Only = None, repeats: Repeats = None,
 def report() -> None:
     """Rewrite tables and figures of the README beside this, and the headline of the top one, from the newest runs."""
     for name, suite in SUITES.items():
-        path = reports.rewrite(name, suite.NOTES, tables=_tables(suite), figures=getattr(suite, "figures", None))
+        path = reports.rewrite(name, suite.NOTES, **ways_to_tell(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     headline.rewrite()
     typer.echo(f"headline written to {headline.README.name}")
@@ -122,6 +126,12 @@ def _device(settings: tuple[Any, ...]) -> str:
     """Where these settings are measured."""
     problems = [getattr(setting, "problem", setting) for setting in settings]
     return next((device for problem in problems if (device := getattr(problem, "device", "cpu")) != "cpu"), "cpu")
+
+
+def ways_to_tell(suite: ModuleType) -> dict[str, Any]:
+    """What `report.rewrite` is told of a suite."""
+    by_metric = suite.METRICS if getattr(suite, "COMPOSED", False) else ()
+    return {"tables": _tables(suite), "figures": getattr(suite, "figures", None), "by_metric": by_metric}
 
 
 def _tables(suite: ModuleType) -> reports.Tables:

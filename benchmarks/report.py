@@ -84,6 +84,34 @@ def newest(suite: str, folder: Path = RESULTS, device: str = "cpu") -> tuple[Pat
     return max(runs, key=lambda pair: pair[1]["finished"], default=None)
 
 
+def newest_by_metric(
+    suite: str, metrics: Iterable[str], folder: Path = RESULTS, device: str = "cpu"
+) -> list[tuple[Path, Document]]:
+    """The latest full run of every metric on a device, each restricted to the metrics of which it is the latest."""
+    runs = [(path, json.loads(path.read_text())) for path in folder.glob(f"{suite}-*.json")]
+    runs = [
+        (path, run)
+        for path, run in runs
+        if run["suite"] == suite and not run["quick"] and run["environment"]["device"] == device
+    ]
+    latest: dict[Path, tuple[Document, list[str]]] = {}
+    for metric in metrics:
+        having = [(path, run) for path, run in runs if metric in run["options"]["metrics"]]
+        if having:
+            path, run = max(having, key=lambda pair: pair[1]["finished"])
+            latest.setdefault(path, (run, []))[1].append(metric)
+    return [(path, _restricted(run, chosen)) for path, (run, chosen) in latest.items()]
+
+
+def _restricted(run: Document, metrics: list[str]) -> Document:
+    return {
+        **run,
+        "options": {**run["options"], "metrics": metrics},
+        "rows": [row for row in run["rows"] if row["metric"] in metrics],
+        "targets": [target for target in run["targets"] if target["id"] in metrics],
+    }
+
+
 def tables_of_settings(run: Document) -> list[Table]:
     """The table of the suite `solve`, and of others that have none of their own."""
     intro = "Per setting (ratios as above; `spread` is the largest (high - low)/median of the timed functions):"
@@ -220,7 +248,7 @@ def markdown(run: Document, source: str, notes: Iterable[str], tables: Tables = 
         f"From `{source}`, finished {run['finished']}: {machine(run)}.",
         *([markdown_table(*targets_table(run))] if run["targets"] else []),
         *(part for _, intro, header, lines in tables(run) for part in (intro, markdown_table(header, lines))),
-        "\n".join(f"- {note}" for note in [*refusals(run), *notes]),
+        *(["\n".join(f"- {note}" for note in told)] if (told := [*refusals(run), *notes]) else []),
     ]
     if (busy := warning(run["environment"])) is not None:
         parts.insert(1, busy)
@@ -241,19 +269,28 @@ def rewrite(
     *,
     tables: Tables = tables_of_settings,
     figures: Figures | None = None,
+    by_metric: tuple[str, ...] = (),
     readme: Path = README,
     folder: Path = RESULTS,
 ) -> Path | None:
     """Put the newest complete run of a suite on each device between its markers; None where there is no such run.
 
-    `figures` draws into the folder figures/ beside the file, and says names and captions.
+    `figures` draws into the folder figures/ beside the file, and says names and captions. With the metrics `by_metric`
+    the newest run of each takes the place of a complete one; those without a run are named.
     """
     found = [latest for device in DEVICES if (latest := newest(suite, folder, device)) is not None]
+    if by_metric:
+        found = [pair for device in DEVICES for pair in newest_by_metric(suite, by_metric, folder, device)]
     parts = []
     for path, run in found:
-        parts.append(markdown(run, f"{folder.name}/{path.name}", notes, tables))
+        # What holds for all runs is said below the last.
+        told = () if by_metric and path != found[-1][0] else notes
+        parts.append(markdown(run, f"{folder.name}/{path.name}", told, tables))
         if figures is not None:
             parts += [f"![{caption}](figures/{name})" for name, caption in figures(run, readme.parent / "figures")]
+    missing = [metric for metric in by_metric if not any(metric in run["options"]["metrics"] for _, run in found)]
+    if found and missing:
+        parts.append(f"Not run yet: {', '.join(missing)}.")
     if found:
         between(readme, f"<!-- results of {suite} -->", f"<!-- end of {suite} -->", "\n\n".join(parts))
     return found[0][0] if found else None

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
+from .puzzles import suite as puzzles
+from .puzzles import tables as puzzle_tables
 from .report import Table
 from .targets import Row
 
 
+def figures(run: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """One of every puzzle that was run."""
+    return [drawn for plan in puzzles.PLANS for drawn in puzzle_tables.figure(plan, run, folder)]
+
+
 def tables(run: dict[str, Any]) -> list[Table]:
-    """The comparison at equal FLOPs, then all models of every task."""
+    """The puzzles; then the comparison at equal FLOPs, and all models of every other task."""
     models = [row for row in run["rows"] if "model" in row]
     costs = {row["metric"]: row for row in run["rows"] if "seconds" in row}
-    made = [_summary(models)] if models else []
+    made = []
+    for plan in puzzles.PLANS:
+        made += puzzle_tables.tables(plan, [row for row in run["rows"] if row["metric"] == plan.metric])
+    made += [_summary(models)] if models else []
     for metric in dict.fromkeys(row["metric"] for row in models):
         made.append(_task([row for row in models if row["metric"] == metric], costs.get(metric)))
     return made

@@ -1,4 +1,8 @@
-"""The suite `usefulness`: explicit attention repeated k times against one equilibrium of the same cost."""
+"""The suite `usefulness`: puzzles for a block that is repeated until it settles, and tasks where nothing is gained.
+
+The puzzles are in `puzzles`. Digits, retrieval and text are here: explicit attention repeated k times against one
+equilibrium of the same cost.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,22 @@ from implicit_attention.cli.measure import peak_memory
 
 from . import guard
 from .measure import interleaved
+from .puzzles import suite as puzzles
 from .targets import Row
 from .useful_models import CAP, RTOL, Block, Model, models
-from .useful_tables import tables
+from .useful_tables import figures, tables
 from .useful_tasks import TASKS, Examples, Task
 from .useful_training import Plan, first_batch, learned, loss, restored
 
-__all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
+__all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("DIGITS", "RETRIEVAL", "TEXT")
-#: There is nothing to meet: the tables say what is.
-TARGETS = ()
+METRICS = (*puzzles.METRICS, "DIGITS", "RETRIEVAL", "TEXT")
+#: Of the puzzles; beside them there is nothing to meet: the tables say what is.
+TARGETS = puzzles.TARGETS
+#: The metrics take long: each is run, and its newest run reported, on its own.
+COMPOSED = True
 #: What must pass before anything is trained.
-TESTS = ("tests/layers/test_attention.py",)
+TESTS = ("tests/layers/test_attention.py", "tests/layers/test_equilibrium.py")
 
 #: The numbers of explicit steps that equilibria are held against.
 GROUPS = (2, 4)
@@ -43,10 +50,11 @@ PLANS = {
 WORKERS, WORTH_A_PROCESS = 2, 2000
 
 NOTES = (
-    "A model is an embedding, learned positions, pre-norm attention with a residual connection (once or "
-    "repeatedly), one feed-forward part (GELU, width 2 d) and a linear head, at every token or over their mean; "
-    "only the attention differs. d = 32, 2 heads; beta is learned per head, and for equilibria the anchor. With the "
-    "same seed all begin with the same weights.",
+    *puzzles.NOTES,
+    "Digits, retrieval and text: a model is an embedding, learned positions, pre-norm attention with a residual "
+    "connection (once or repeatedly), one feed-forward part (GELU, width 2 d) and a linear head, at every token or "
+    "over their mean; only the attention differs. d = 32, 2 heads; beta is learned per head, and for equilibria the "
+    "anchor. With the same seed all begin with the same weights.",
     "`explicit, k steps`: x <- x + attention(norm(x)), k times. `equilibrium, k evaluations`: k of its map "
     "(Picard's iteration, differentiated through its steps), the last of which only tells the residual, then the "
     "values are read out. The budget of k evaluations is followed by the one that costs the FLOPs of k explicit "
@@ -106,14 +114,14 @@ class Costs:
         return f"{self.task}: costs"
 
 
-Setting = Learned | Costs
+Setting = Learned | Costs | puzzles.Setting
 
 
 def settings_of(quick: bool) -> tuple[Setting, ...]:
     groups = GROUPS[:1] if quick else GROUPS
     plans = {task: plan.quick() for task, plan in PLANS.items()} if quick else PLANS
     compared = [Learned(task, model, plans[task]) for task in TASKS for model in models(load(task, None).shape, groups)]
-    return (*compared, *(Costs(task, plans[task]) for task in TASKS))
+    return (*puzzles.settings_of(quick), *compared, *(Costs(task, plans[task]) for task in TASKS))
 
 
 def run(
@@ -129,8 +137,9 @@ def run(
     if settings and (reason := guard.red(TESTS)) is not None:
         return [_refused(setting, reason, progress) for setting in settings]
     trained: dict[str, dict[Model, bytes]] = {name: {} for name in TASKS}
-    rows = []
     with one_thread():
+        asked = [setting for setting in settings if isinstance(setting, puzzles.Setting)]
+        rows = puzzles.run(asked, repeats=repeats, max_seconds=max_seconds, progress=progress)
         compared = [setting for setting in settings if isinstance(setting, Learned)]
         for setting, (row, weights) in zip(compared, _in_processes(compared), strict=True):
             trained[setting.task][setting.model] = weights

@@ -312,8 +312,7 @@ def test_the_committed_tables_are_those_of_the_newest_runs(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text(text)
     for name, suite in command.SUITES.items():
-        drawn = getattr(suite, "figures", None)
-        report.rewrite(name, suite.NOTES, tables=command._tables(suite), figures=drawn, readme=copy)
+        report.rewrite(name, suite.NOTES, **command.ways_to_tell(suite), readme=copy)
     assert copy.read_text() == text
 
 

@@ -1,0 +1,82 @@
+"""The puzzles as a part of the suite `usefulness`: their settings, runs side by side, targets and notes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeAlias
+
+import torch
+
+from ..targets import Row
+from . import mazes, prefix, recipes, sudoku
+from .contenders import Contender, Costs, Entry, Plan, costs_row, entry_row, trial
+from .training import CAP, RTOL
+
+PLANS: tuple[Plan, ...] = (mazes.PLAN, *sudoku.PLANS, prefix.PLAN, recipes.PLAN)
+METRICS = tuple(plan.metric for plan in PLANS)
+TARGETS = tuple(claim.target(plan.metric) for plan in PLANS for claim in plan.claims)
+#: Trainings run side by side, each in a process with one thread; a look is not worth the start of one.
+WORKERS, WORTH_A_PROCESS = 2, 500
+
+NOTES = (
+    "Puzzles: x = embed(inputs); a block is z <- norm(z + x + attention(z)), z <- norm(z + mlp(z)) with softmax "
+    "attention over a token's edges (width 32, feed-forward part twice as wide, no positions); a linear head reads the "
+    "state of every token. `stack`: every step has a block with weights of its own; `tied`: one block for all steps. "
+    "With the same seed all begin with the same embedding, head and first block, and see the same batches.",
+    f"`solved`: Picard's iteration from zeros to the relative residual {RTOL:g}, at most {CAP} evaluations; puzzles "
+    "that are done leave the work. `damped`: 0.7 of every step. `exact`: the part of the puzzles that are wholly "
+    "right. Means +- standard deviations over three seeds; `better`, `worse`: by more than two standard errors, of the "
+    "seeds or of the puzzles, whichever are larger.",
+    "FLOPs of a puzzle of N tokens with K edges each: evaluations x N (8 d^2 + 4 w d^2 + 4 K d) + 2 N d (features + "
+    "classes); missing edges count, norms, softmax and the solver's algebra do not. Where tokens are few, a mask over "
+    "all pairs is faster, and its products are more.",
+    "`fixed points`: settled states of one puzzle that differ by more than 100 tolerances of their size, over all "
+    "solvers and Picard's iteration from three random states; `elsewhere`: settled puzzles whose state so differs from "
+    "Picard's from zeros.",
+    *(note for plan in PLANS for note in plan.notes),
+)
+
+Setting: TypeAlias = Entry | Costs
+Job = tuple[Plan, Contender, int]
+
+
+def settings_of(quick: bool) -> tuple[Setting, ...]:
+    plans = [plan.quick() if quick else plan for plan in PLANS]
+    return tuple(s for p in plans for s in (*(Entry(p, contender) for contender in p.contenders), Costs(p)))
+
+
+def run(settings: Iterable[Setting], *, repeats: int, max_seconds: float, progress: Callable[[Row], None]) -> list[Row]:
+    """Train and ask every contender with every seed; then time those of a plan in turns."""
+    settings = list(settings)
+    entries = [setting for setting in settings if isinstance(setting, Entry)]
+    done = _trials([(entry.plan, entry.contender, seed) for entry in entries for seed in entry.plan.seeds])
+    rows: list[Row] = []
+    weights: dict[str, dict[str, bytes]] = {}
+    for setting in settings:
+        if isinstance(setting, Entry):
+            runs = []
+            for _ in setting.plan.seeds:
+                found, trained = next(done)
+                weights.setdefault(setting.metric, {}).setdefault(setting.contender.name, trained)
+                runs.append(found)
+            rows.append(entry_row(setting, runs))
+        else:
+            rows.append(costs_row(setting, weights.get(setting.metric, {}), repeats, max_seconds))
+        progress(rows[-1])
+    return rows
+
+
+def _trials(jobs: list[Job]) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Runs and weights in the order of the jobs."""
+    updates = sum(contender.recipe.updates for _, contender, _ in jobs if contender.recipe is not None)
+    if updates < WORTH_A_PROCESS:
+        yield from (trial(*job) for job in jobs)
+        return
+    workers = min(WORKERS, os.cpu_count() or 1)
+    # A forked child could wait forever for a thread of torch that it does not have.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from (future.result() for future in [pool.submit(trial, *job) for job in jobs])

@@ -1,0 +1,431 @@
+"""Mazes are what they are said to be, answers are judged as said, and a quick run tells all of it."""
+
+import collections
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import __main__ as command  # noqa: E402
+from benchmarks import report, usefulness  # noqa: E402
+from benchmarks.puzzles import contenders, mazes, solvers, suite, training  # noqa: E402
+from benchmarks.puzzles import tables as puzzle_tables  # noqa: E402
+from benchmarks.puzzles.models import IGNORED, NONE, Examples, Model, flops, mask_of  # noqa: E402
+from benchmarks.puzzles.training import Answer, Fixed, Loop, Recipe, Solved, answered, scored  # noqa: E402
+
+GENERATORS = sorted(mazes.GENERATORS)
+
+
+def drawn(name="depth-first", size=5, count=6):
+    return mazes.mazes(name, size, count, "for a test")
+
+
+# ------------------------------------------------------------------ mazes
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("size", [2, 5, 9])
+def test_a_generator_draws_spanning_trees_of_the_grid(name, size):
+    for seed in range(10):
+        parent = mazes.GENERATORS[name](size, random.Random(seed))
+        assert sum(cell == other for cell, other in enumerate(parent)) == 1
+        for cell, other in enumerate(parent):
+            (row, column), (above, left) = divmod(cell, size), divmod(other, size)
+            assert cell == other or abs(row - above) + abs(column - left) == 1
+            for _ in range(size * size):
+                cell = parent[cell]
+            assert parent[cell] == cell
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_tree_of_the_smallest_grid_is_drawn_and_by_wilson_equally_often(name):
+    draw = random.Random(0)
+    trees = collections.Counter(
+        frozenset(frozenset(pair) for pair in enumerate(mazes.GENERATORS[name](2, draw)) if pair[0] != pair[1])
+        for _ in range(1200)
+    )
+    assert len(trees) == 4
+    assert min(trees.values()) > 240
+
+
+def test_wilson_draws_the_trees_of_a_larger_grid_equally_often():
+    draw = random.Random(1)
+    trees = collections.Counter(
+        frozenset(frozenset(pair) for pair in enumerate(mazes.wilson(3, draw)) if pair[0] != pair[1])
+        for _ in range(3840)
+    )
+    assert len(trees) == 192  # Kirchhoff's number of spanning trees
+    chi = sum((count - 20) ** 2 / 20 for count in trees.values())
+    assert chi < 191 + 4 * math.sqrt(2 * 191)
+    # Those of a depth-first search are not: it has fewer branches.
+    others = collections.Counter(
+        frozenset(frozenset(pair) for pair in enumerate(mazes.depth_first(3, draw)) if pair[0] != pair[1])
+        for _ in range(3840)
+    )
+    assert sum((others[tree] - 20) ** 2 / 20 for tree in trees) > 400
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_target_is_the_one_way_from_corner_to_corner(name):
+    examples = drawn(name, 7, 8)
+    for inputs, edges, targets in zip(*examples, strict=True):
+        assert inputs.nonzero().tolist() == [[0, 0], [48, 1], [49, 2], [50, 2], [51, 2], [52, 2]]
+        assert edges[49:].tolist() == [[49 + wall, NONE, NONE, NONE] for wall in range(4)]
+        assert set(targets[49:].tolist()) == {IGNORED}
+        seen = [{int(n) for n in row if n < 49} for row in edges[:49]]
+        assert all(cell in seen[other] for cell, near in enumerate(seen) for other in near)
+        for cell in range(49):
+            # On each side the cell beside it, or the wall of that side.
+            above, below, left, right = edges[cell].tolist()
+            row, column = divmod(cell, 7)
+            assert above == 49 or (above == cell - 7 and row > 0)
+            assert below == 50 or (below == cell + 7 and row < 6)
+            assert left == 51 or (left == cell - 1 and column > 0)
+            assert right == 52 or (right == cell + 1 and column < 6)
+        # Breadth-first search knows no parents of the generator.
+        before, queue = {0: None}, collections.deque([0])
+        while queue:
+            cell = queue.popleft()
+            for other in seen[cell] - set(before):
+                before[other] = cell
+                queue.append(other)
+        assert len(before) == 49
+        path, cell = set(), 48
+        while cell is not None:
+            path.add(cell)
+            cell = before[cell]
+        assert path == set((targets == 1).nonzero().flatten().tolist())
+
+
+def test_mazes_follow_from_their_seed_and_the_first_are_the_same_in_a_larger_count():
+    for a, b in zip(drawn(count=9).at(slice(0, 4)), drawn(count=4), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(mazes.mazes("depth-first", 5, 4, "other").targets, drawn(count=4).targets)
+
+
+def test_held_out_mazes_are_not_learnt_from(monkeypatch):
+    few = functools.cache(lambda: mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 10, "to test"))
+    monkeypatch.setattr(mazes, "learnt", few)
+    known = {mazes.drawing(maze) for maze in few().edges}
+    for name in GENERATORS:
+        asked = mazes.held_out.__wrapped__(name, 5, 20)
+        assert len(asked.targets) == 20
+        assert not known & {mazes.drawing(maze) for maze in asked.edges}
+    asked = mazes.held_out.__wrapped__("Wilson", 5, 20)
+    assert torch.equal(asked.edges[0], mazes.mazes("Wilson", 5, 1, "to test").edges[0])
+    asked = mazes.held_out.__wrapped__(mazes.TRAIN_GENERATOR, 5, 20)
+    assert torch.equal(asked.edges[0], mazes.mazes(mazes.TRAIN_GENERATOR, 5, 11, "to test").edges[-1])
+
+
+def test_guesses_are_what_they_say():
+    examples = drawn(size=5, count=4)
+    kept = mazes.no_dead_ends(examples)
+    for inputs, edges, guess in zip(examples.inputs, examples.edges, kept, strict=True):
+        for cell in range(25):
+            alone = int((edges[cell] < 25).sum()) == 1
+            assert int(guess[cell]) == int(not alone or bool(inputs[cell, :2].any()))
+    assert bool((kept >= examples.targets)[:, :25].all())
+    assert not mazes.no_cell(examples).any()
+
+
+# ------------------------------------------------------------------ models
+
+
+def model_of(blocks=1, seed=0):
+    torch.manual_seed(seed)
+    return Model(mazes.Mazes.shape, blocks).eval()
+
+
+def test_attention_over_lists_is_attention_with_their_mask():
+    model, examples = model_of(), drawn(size=5)
+    z, x = torch.randn(2, 6, 29, 32)
+    mask = mask_of(examples.edges)
+    for number in range(6):
+        for cell in range(29):
+            near = {int(other) for other in examples.edges[number, cell] if other != NONE}
+            assert set(mask[number, cell].nonzero().flatten().tolist()) == near
+    given = [z.clone().requires_grad_() for _ in range(2)]
+    answers = [model.block(state, x, edges) for state, edges in zip(given, (examples.edges, mask), strict=True)]
+    torch.testing.assert_close(*answers)
+    for answer in answers:
+        answer.square().sum().backward()
+    torch.testing.assert_close(given[0].grad, given[1].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_is_attention_and_feed_forward_each_added_and_normalised():
+    model, examples = model_of(), drawn().dense()
+    block, z, x = model.block, torch.randn(6, 29, 32), model.embed(examples.inputs)
+    q, k, v = (t.unflatten(-1, (model.shape.heads, -1)) for t in block.attention.project(z).chunk(3, -1))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    weights = scores.masked_fill(~examples.edges[:, None], -torch.inf).softmax(-1)
+    read = block.attention.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(-2))
+    once = F.layer_norm(z + x + read, (32,), block.attention_norm.weight, block.attention_norm.bias)
+    expected = F.layer_norm(once + block.mlp(once), (32,), block.mlp_norm.weight, block.mlp_norm.bias)
+    torch.testing.assert_close(block(z, x, examples.edges), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cells_have_no_numbers():
+    model, examples = model_of(), drawn().dense()
+    order = torch.randperm(29)
+    other = Examples(examples.inputs[:, order], examples.edges[:, order][:, :, order], examples.targets[:, order])
+    (a, right), (b, other_right) = (answered(model, each, Fixed(5)) for each in (examples, other))
+    torch.testing.assert_close(a.state[:, order], b.state, rtol=1e-4, atol=1e-5)
+    assert torch.equal(right[:, order], other_right)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_flops_are_those_of_the_matrix_products(blocks):
+    model, examples = model_of(blocks), drawn()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.head(model.steps(torch.zeros(6, 29, 32), model.embed(examples.inputs), examples.edges, 3))
+    # Sums over lists are no matrix products for the counter: 2 K d for scores, and as many for values.
+    scores = 29 * 3 * 4 * 4 * 32
+    assert counter.get_total_flops() / 6 + scores == flops(model.shape, 29, 4, 3)
+
+
+def test_a_stack_begins_with_the_weights_of_the_tied_model():
+    tied, stack = model_of().state_dict(), model_of(3).state_dict()
+    assert all(torch.equal(stack[name], value) for name, value in tied.items())
+    assert sum(p.numel() for p in model_of(3).blocks.parameters()) == 3 * sum(
+        p.numel() for p in model_of().blocks.parameters()
+    )
+
+
+def test_repeated_self_attention_is_the_energy_of_the_library():
+    torch.manual_seed(0)
+    model, examples = mazes.Repeated(mazes.Mazes.shape), drawn()
+    x, z, block = torch.randn(6, 29, 32), torch.randn(6, 29, 32), model.block
+    anchor = block.anchor_logit.sigmoid()
+    scores = (z @ z.mT).masked_fill(~mask_of(examples.edges), -torch.inf)
+    expected = anchor * x + (1 - anchor) * scores.softmax(-1) @ z
+    torch.testing.assert_close(block(z, x, examples.edges), expected, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------ training and answers
+
+
+def test_a_loop_draws_its_steps_and_makes_the_first_without_a_graph():
+    model, examples = model_of(), drawn().dense()
+    counted = []
+    model.block.register_forward_hook(lambda *given: counted.append(torch.is_grad_enabled()))
+    seen, draw = set(), random.Random(0)
+    for _ in range(80):
+        counted.clear()
+        (z,) = Loop(range(2, 5), range(3)).states(model, examples, draw)
+        assert z.requires_grad
+        assert counted == sorted(counted)
+        seen.add((counted.count(False), counted.count(True)))
+    assert seen == set(itertools.product(range(3), range(2, 5)))
+
+
+def test_the_last_change_is_a_part_of_the_loss_where_states_are_to_settle():
+    model, examples = model_of(), drawn().dense()
+    x = model.embed(examples.inputs)
+    ((z, more),) = Loop(3, settle=0.5).states(model, examples, random.Random(0))
+    before = model.steps(torch.zeros_like(x), x, examples.edges, 2)
+    torch.testing.assert_close(z, model.block(before, x, examples.edges))
+    changes = [float((b - a).detach().norm() / b.detach().norm()) for a, b in zip(before, z, strict=True)]
+    assert float(more.detach()) == pytest.approx(0.5 * sum(changes) / 6, rel=1e-4)
+    plain = training.loss(model, z, examples.targets)
+    torch.testing.assert_close(training.loss(model, (z, more), examples.targets), plain + more)
+
+
+def test_training_learns_and_follows_from_its_seed():
+    recipe = Recipe(Loop(4), updates=12, batch=16)
+    found = []
+    for _ in range(2):
+        model = model_of()
+        told = training.train(Small(), model, recipe, 0)
+        found.append((told["loss"], model.head.weight.detach().clone()))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    batch = Small().draw(64, torch.Generator().manual_seed(5)).dense()
+
+    @torch.no_grad()
+    def error(model):
+        z = model.steps(torch.zeros(64, 13, 32), model.embed(batch.inputs), batch.edges, 4)
+        return float(training.loss(model, z, batch.targets))
+
+    assert error(model) < error(model_of()) - 0.05
+
+
+class Small(mazes.Mazes):
+    """3 x 3 mazes, drawn anew."""
+
+    def draw(self, count, generator):
+        return mazes.mazes("depth-first", 3, count, str(int(torch.randint(10**9, (), generator=generator))))
+
+
+def test_answers_are_those_of_all_puzzles_at_once(monkeypatch):
+    model, examples = model_of(), drawn(size=5, count=7)
+    whole = answered(model, examples, Solved())
+    monkeypatch.setattr(training, "AT_ONCE", 70)
+    parts = answered(model, examples, Solved())
+    torch.testing.assert_close(whole[0].state, parts[0].state, rtol=1e-3, atol=1e-4)
+    assert torch.equal(whole[0].converged, parts[0].converged)
+    z, x = whole[0].state, model.embed(examples.inputs)
+    with torch.no_grad():
+        change = (model.block(z, x, examples.edges) - z).flatten(1).norm(dim=1)
+    assert bool((change <= 1.1e-3 * z.flatten(1).norm(dim=1)).all())
+    assert bool(whole[0].converged.all())
+    long, _ = answered(model, examples, Fixed(300))
+    torch.testing.assert_close(long.state, z, rtol=0.05, atol=0.05)
+    assert bool(long.converged.all())
+    assert not answered(model, examples, Fixed(1))[0].converged.any()
+
+
+def test_scores_by_hand():
+    targets = torch.tensor([[0, 1, IGNORED], [1, 1, 0], [0, 0, 0], [1, IGNORED, 1]])
+    right = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1]], dtype=torch.bool)
+    answer = Answer(torch.zeros(4, 3, 1), torch.tensor([3, 5, 9, 3]), torch.tensor([True, True, True, False]))
+    found = scored(answer, right, targets)
+    assert (found["exact"], found["converged"]) == (0.5, 0.75)
+    assert found["cells"] == pytest.approx(0.8)
+    assert (found["evaluations_mean"], found["evaluations_max"]) == (5.0, 9)
+    assert found["exact_converged"] == pytest.approx(2 / 3)
+    assert found["exact_unconverged"] == 0.0
+    none = scored(answer._replace(converged=torch.ones(4, dtype=torch.bool)), right, targets)
+    assert none["exact_unconverged"] is None
+
+
+def test_fixed_points_are_counted_among_settled_states():
+    z, settled = torch.ones(3, 4, 2), torch.tensor([True, True, False])
+    ends = [Answer(z, settled, settled), Answer(z + 1e-4, settled, settled), Answer(-z, settled, settled)]
+    assert solvers.distinct(ends).tolist() == [2, 2, 0]
+    ends[2] = ends[2]._replace(converged=torch.tensor([False, True, True]))
+    assert solvers.distinct(ends).tolist() == [1, 2, 1]
+
+
+def test_solvers_that_settle_on_the_same_state_are_said_to():
+    found = solvers.compared_solvers(model_of(), drawn(size=3, count=3))
+    for name in solvers.SOLVERS:
+        assert found[name]["converged"] == 1.0
+        assert found[name]["evaluations_mean"] > 1
+    assert found["distinct"] == {"mean": 1.0, "max": 1}
+    assert found["Broyden"]["elsewhere"] == 0.0
+
+
+# ------------------------------------------------------------------ claims, runs, tables
+
+
+def _runs(values, way="solved", name="depth-first 9"):
+    return [{"ways": {way: {name: {"exact": value}}}} for value in values]
+
+
+def test_a_claim_is_held_by_two_standard_errors():
+    claim = contenders.Claim("tied", "solved", "depth-first 9", ">=", 0.95)
+    error = 0.01 / math.sqrt(3)
+    assert contenders.lower(_runs([0.97, 0.98, 0.99]), claim) == pytest.approx(0.98 - 2 * error)
+    below = dataclasses.replace(claim, sense="<=")
+    assert contenders.lower(_runs([0.97, 0.98, 0.99]), below) == pytest.approx(0.98 + 2 * error)
+    assert contenders.lower(_runs([0.97]), dataclasses.replace(claim, set="Prim 13")) == "absent"
+    target = claim.target("MAZES")
+    row = {"metric": "MAZES", "contender": "tied", "ratios": {claim.ratio: 0.96}}
+    assert target.judge([row])["verdict"] == "met"
+    assert target.judge([{**row, "ratios": {claim.ratio: 0.94}}])["verdict"] == "missed"
+    assert target.judge([{**row, "contender": "stack"}])["verdict"] == "not measured"
+
+
+def test_a_verdict_needs_two_standard_errors_of_seeds_and_of_puzzles():
+    assert contenders.verdict([0.9, 0.91, 0.92], [0.8, 0.81, 0.82], 10_000) == "better"
+    assert contenders.verdict([0.8, 0.81, 0.82], [0.9, 0.91, 0.92], 10_000) == "worse"
+    assert contenders.verdict([0.9, 0.6, 0.92], [0.8, 0.81, 0.82], 10_000) == "as good"
+    assert contenders.verdict([0.9, 0.91, 0.92], [0.8, 0.81, 0.82], 50) == "as good"
+    assert contenders.verdict([0.9], [0.1], 500) == "one seed decides nothing"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mazes, "TRAIN_MAZES", 40)
+        for name in ("learnt", "masked", "held_out"):
+            patch.setattr(mazes, name, functools.cache(getattr(mazes, name).__wrapped__))
+        done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "mazes", "--out", str(folder)])
+    assert done.exit_code == 0, done.output
+    (path,) = folder.glob("usefulness-partial-*.json")
+    return json.loads(path.read_text())
+
+
+def test_a_quick_run_has_every_contender(written):
+    *rows, costs = written["rows"]
+    assert [row["contender"] for row in rows] == [contender.name for contender in mazes.CONTENDERS]
+    assert {row["metric"] for row in written["rows"]} == {"MAZES"}
+    for row, contender in zip(rows, mazes.CONTENDERS, strict=True):
+        (run,) = row["runs"]
+        assert set(run["ways"]) == {way.name for way in contender.ways} or set(run["ways"]) == {"guess"}
+        assert ("solvers" in run) == contender.solvers
+        if contender.recipe is not None:
+            assert run["training"]["seconds"] > 0
+            assert costs["seconds"][f"{contender.name} training"]["median"] > 0
+            assert costs["peak_memory_bytes"][f"{contender.name} training"] > 0
+    judged = {target["claim"]: target["verdict"] for target in written["targets"] if target["id"] == "MAZES"}
+    assert len(judged) == len(mazes.PLAN.claims)
+
+
+def test_tables_and_figure_hold_what_was_measured(written, tmp_path):
+    plan = mazes.PLAN.quick()
+    console = Console(width=300, record=True, file=io.StringIO())
+    for _, _, header, lines in puzzle_tables.tables(plan, written["rows"]):
+        assert all(len(line) == len(header) for line in lines)
+    report.show(written, (), console, lambda run: puzzle_tables.tables(plan, run["rows"]))
+    shown = console.export_text()
+    for text in ("stack of 12", "all but dead ends", "NewtonKrylov", mazes.TIED):
+        assert text in shown
+    found = puzzle_tables.figure(plan, written, tmp_path)
+    assert [(tmp_path / name).stat().st_size > 1000 for name, _ in found] == [True]
+
+
+def test_tables_give_the_mean_and_spread_of_the_seeds():
+    assert puzzle_tables.percent([0.5, 0.7]) == "60.0 +- 14.1"
+    assert puzzle_tables.percent([]) == "-"
+
+
+def test_the_newest_run_of_each_metric_is_reported(tmp_path):
+    def run(stamp, metrics, quick=False):
+        return {
+            **{"suite": "usefulness", "finished": f"2030-01-0{stamp}T00:00:00+00:00", "quick": quick},
+            **{"complete": False, "environment": {"device": "cpu"}, "options": {"metrics": metrics}},
+            "rows": [{"metric": metric, "stamp": stamp} for metric in metrics],
+            "targets": [{"id": metric} for metric in metrics],
+        }
+
+    for stamp, metrics, quick in ((1, ["A", "B"], False), (2, ["B"], False), (3, ["A", "B"], True)):
+        report.write(run(stamp, metrics, quick), tmp_path)
+    found = report.newest_by_metric("usefulness", ("A", "B", "C"), tmp_path)
+    assert [(each["options"]["metrics"], [row["stamp"] for row in each["rows"]]) for _, each in found] == [
+        (["A"], [1]),
+        (["B"], [2]),
+    ]
+    assert [[target["id"] for target in each["targets"]] for _, each in found] == [["A"], ["B"]]
+
+
+def test_what_is_run_side_by_side_is_what_one_process_finds(monkeypatch):
+    plan = dataclasses.replace(mazes.PLAN.quick(), contenders=mazes.CONTENDERS[-1:])
+    jobs = [(plan, contender, 0) for contender in plan.contenders]
+    monkeypatch.setattr(suite, "WORTH_A_PROCESS", 0)
+    monkeypatch.setattr(suite, "WORKERS", 1)
+    ((found, _),) = list(suite._trials(jobs))
+    alone, _ = contenders.trial(*jobs[0])
+    assert found["ways"] == alone["ways"]
+
+
+def test_metrics_of_the_puzzles_come_first():
+    assert usefulness.METRICS[: len(suite.METRICS)] == suite.METRICS
+    assert {setting.metric for setting in suite.settings_of(True)} == set(suite.METRICS)
