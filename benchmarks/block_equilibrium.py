@@ -21,6 +21,8 @@ TESTS = ("tests/adjoints/test_blocks.py",)
 #: torchdeq's tolerances are the loosest of these, in units of ours, at which its measured residuals are no larger.
 LOOSEST, TIGHTEST = 2.0**4, 2.0**-8
 TORCHDEQ_CAP = 100
+#: Of ours: what `Anderson` advises for a block that contracts.
+HISTORY = 2
 #: torchdeq's solvers that ours is held against, the same one forward and backward.
 RIVALS = ("anderson", "fixed_point_iter")
 RATIOS = {
@@ -116,9 +118,9 @@ class Counted(nn.Module):
 
 def ours(data: Data, *, rtol: float, evaluations: int | None = None) -> Training:
     """`solve` with `Anderson` and `Implicit`; of so many evaluations for every sample, converged or not, if asked."""
-    solver = Anderson(rtol=rtol)
+    solver = Anderson(history=HISTORY, rtol=rtol)
     if evaluations is not None:
-        solver = Anderson(rtol=0, atol=1e-30, max_steps=evaluations - 1)
+        solver = Anderson(history=HISTORY, rtol=0, atol=1e-30, max_steps=evaluations - 1)
     adjoint = Implicit(GMRES(rtol=rtol))
 
     def run(block: nn.Module = data.block) -> Tensor:

@@ -49,7 +49,7 @@ def report_failures(
         f"{record.message(first[0], remedies)}"
     )
     if told := cause():
-        message += f". {told}"
+        message += f"; {told}"
     if on_failure == "raise":
         raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
     warnings.warn(message, ConvergenceWarning, stacklevel=outside())

@@ -159,7 +159,8 @@ class UserProblem(Problem):
         for what in ("dtype", "device"):
             got, expected = getattr(result, what), getattr(z, what)
             if got != expected:
-                raise ValueError(_validate.message(name, f"return the {what} of z ({expected})", got))
+                required, remedy = f"return the {what} of z ({expected})", f"convert its result with .to(z.{what})"
+                raise ValueError(_validate.message(name, required, got, remedy))
         return result
 
     def _map_name(self) -> str:

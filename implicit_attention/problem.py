@@ -149,6 +149,9 @@ class Problem(Declared, general=True):
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""
         return None
 
+    #: What to do about a map that turns out to be random.
+    if_random: str = "call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
+
     #: Whether all that the problems given to `without` still read is finite.
     knows_own: bool = False
 
@@ -264,7 +267,7 @@ def randomness(problem: Problem, z: Tensor) -> str:
         return ""
     return (
         f"`{problem._map_name()}` is random: two evaluations at one state differ by {off:.1e} of its size, so that no "
-        "state solves it; call model.eval(), or hold the dropout for a whole solve as `Equilibrium` does"
+        f"state solves it; {problem.if_random}"
     )
 
 

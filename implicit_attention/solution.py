@@ -26,6 +26,7 @@ NO_REMEDIES: Remedies = {}
 #: A converged solution is reported as loose where its residual is more than this part of its value.
 LOOSE = 0.01
 _REMEDY = "lower atol for data of this scale, or rtol"
+NO_GRADIENT = "the implicit gradient there is that of no solution: use Implicit(fallback=Phantom(5)) or Unrolled()"
 
 
 class Record(NamedTuple):
@@ -103,6 +104,7 @@ class AdjointReport:
             only the part of the residual along the flat direction, and a warning names the problems that stay above
             it. None with on_failure="ignore", inside torch.func, and in a compiled graph.
         state_residual: (*lead), the residual of the states, from which `gradient_error` is estimated.
+        unsolved: (*lead), where the solve itself failed, for an adjoint whose gradient is then wrong; None for others.
         lead: the shape of the fields, where heads or sites have axes of their own that the problems solved have not.
         on_failure: how a backward solve that fails is reported: "raise", "warn" or "ignore".
         awaited: whether the returned value has a graph, whose backward pass fills this report.
@@ -128,6 +130,7 @@ class AdjointReport:
     negative_curvature: Tensor | None = None
     gradient_error: Tensor | None = None
     state_residual: Tensor | None = None
+    unsolved: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
     awaited: bool = False
@@ -136,7 +139,10 @@ class AdjointReport:
     @property
     def failed(self) -> Tensor | None:
         """(*lead), True where the gradient is wrong; None before a backward pass."""
-        return None if self.status is None else self.status > Status.UNSTABLE
+        if self.status is None:
+            return None
+        failed = self.status > Status.UNSTABLE
+        return failed | self.unsolved if self.unsolved is not None and self.unsolved.shape == failed.shape else failed
 
     def __repr__(self) -> str:
         if self.status is None or self.residual is None or self.num_steps is None:
@@ -144,6 +150,8 @@ class AdjointReport:
                 return "AdjointReport(not kept by a compiled graph, whose backward pass warns of what fails)"
             return "AdjointReport(no backward pass yet)"
         told = "" if self.gradient_error is None else f"; gradient error <= {_largest(self.gradient_error):.1e}"
+        if self.unsolved is not None and (count := int(self.unsolved.sum())):
+            told += f"; {count} at states that are no solution, where it is wrong"
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{told})"
 
 
@@ -218,7 +226,9 @@ class SolveReport(Recorded):
 
     def message(self, *index: int) -> str:
         """The sentence for one problem: what happened and what to do."""
-        return self.record.message(index, self.remedies)
+        told, adjoint = self.record.message(index, self.remedies), self.adjoint
+        wrong = adjoint.awaited and adjoint.unsolved is not None and bool(self.failed[index])
+        return f"{told}; {NO_GRADIENT}" if wrong else told
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The report with `function` applied to every field, as where heads or sites get axes of their own.
@@ -227,6 +237,7 @@ class SolveReport(Recorded):
         """
         record = self.record.map(function)
         self.adjoint.lead = record.status.shape
+        self.adjoint.unsolved = None if self.adjoint.unsolved is None else record.failed
         return dataclasses.replace(self, record=record)
 
     def __repr__(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
-from .solution import AdjointReport, Solution, Trace
+from .solution import NO_GRADIENT, AdjointReport, Solution, Trace
 from .solvers import Anderson, Solver
 
 
@@ -102,7 +100,13 @@ def solve(
     )
     if on_failure != "ignore" and not transforms_active():
         request.report.state_residual = solution.residual
-    cause = functools.partial(randomness, problem, outcome.value)
+    if adjoint.needs_solution:
+        request.report.unsolved = solution.failed
+
+    def cause() -> str:
+        wrong = request.report.awaited and adjoint.needs_solution and on_failure == "warn"
+        return randomness(problem, outcome.value) or (NO_GRADIENT if wrong else "")
+
     report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, cause)
     return solution
 

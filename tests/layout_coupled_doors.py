@@ -89,6 +89,81 @@ def map_of_ones_own(draw):
     all_same(("matrix", "shift"), got, implicit_gradients(function, z, held, cotangent)[1], draw.dtype)
 
 
+# Blocks.
+
+
+class Streams(torch.nn.Module):
+    """A step of a state (z, y) of tokens and of a whole sample, or of tokens alone."""
+
+    def __init__(self, draw, d, dtype):
+        super().__init__()
+        self.mix, self.pool = (
+            torch.nn.Parameter(draw.tensor(d, d, scale=0.3 / d).to(dtype).detach()) for _ in range(2)
+        )
+
+    def forward(self, state, x, scale):
+        z, y = state if isinstance(state, tuple) else (state, state.mean(-2))
+        new = (z @ self.mix + y[..., None, :] @ self.pool + scale * x).tanh()
+        return (new, (y @ self.pool + new.mean(-2)).tanh() / 2) if isinstance(state, tuple) else new
+
+
+@door
+def block(draw):
+    """`Equilibrium`, its start given or not, per sample and shared arguments, solved or by steps."""
+    if draw.dtype in HALF:
+        draw.dtype = torch.float32
+    lead, n, _, d = sizes(draw)
+    streams, steps = draw.rng.random() < 0.5, draw.rng.choice((None, None, 150))
+    layer = ia.Equilibrium(Streams(draw, d, draw.dtype), solver=solver(draw))
+    x, scale = leaf(draw.tensor(*lead, n, d)), leaf(draw.tensor(*draw.rng.choice(((), (*lead, 1, 1)))))
+    start = (draw.tensor(*lead, n, d), draw.tensor(*lead, d)) if streams else draw.tensor(*lead, n, d)
+    found, solution = layer(x, scale, start=start, steps=steps, on_failure="raise", return_solution=True)
+    module, held = layer.block, [copied(t) for t in (x, scale, layer.block.mix, layer.block.pool)]
+
+    def function(flat, x, scale, mix, pool):
+        z = flat[..., : n * d].unflatten(-1, (n, d))
+        y = flat[..., n * d :] if streams else z.mean(-2)
+        new = (z @ mix + y[..., None, :] @ pool + scale * x).tanh()
+        parts = [new.flatten(-2), (y @ pool + new.mean(-2)).tanh() / 2]
+        return torch.cat(parts, -1) if streams else parts[0]
+
+    first = torch.cat([copied(start[0]).flatten(-2), copied(start[1])], -1) if streams else copied(start).flatten(-2)
+    z = fixed_point(lambda z: function(z, *held), first)
+    flat = torch.cat([found[0].flatten(-2), found[1]], -1) if streams else found.flatten(-2)
+    same("state", flat, z, draw.dtype)
+    if steps is None:
+        converged(solution, flat, lambda z: function(z, *held))
+    cotangent, got = gradients(draw, flat, [x, scale, module.mix, module.pool])
+    want = implicit_gradients(function, z, held, cotangent)[1]
+    all_same(("x", "scale", "mix", "pool"), got, want, draw.dtype)
+
+
+@door
+def transformer(draw):
+    """`EquilibriumTransformer` with masks, against itself with plain ones in double precision."""
+    if draw.dtype in HALF:
+        draw.dtype = torch.float32
+    lead, n, d = draw.rng.choice(((), (1,), (2,))), draw.rng.choice((3, 8)), draw.rng.choice((2, 8))
+    torch.manual_seed(draw.rng.randrange(100))
+    model = ia.EquilibriumTransformer(d, 2, causal=draw.rng.random() < 0.3).to(draw.dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    model.train(draw.rng.random() < 0.5)
+    pairs = None if model.causal else pairs_of(draw, (*lead, 2) if lead else (), n, n)
+    key_mask = draw.flags(*lead, n) if draw.rng.random() < 0.5 else None
+    x = leaf(draw.tensor(*lead, n, d))
+    found = model(x, pairs, key_mask, steps=20)
+    wide = ia.EquilibriumTransformer(d, 2, causal=model.causal).double()
+    wide.load_state_dict(model.state_dict())
+    plain = [None if t is None else (t.clone() if t.dtype == torch.bool else copied(t)) for t in (pairs, key_mask)]
+    z = copied(x).requires_grad_()
+    want = wide(z, *plain, steps=20)
+    same("tokens", found, copied(want), draw.dtype)
+    cotangent, got = gradients(draw, found, [x])
+    all_same(("x",), got, torch.autograd.grad(want, z, cotangent), draw.dtype)
+
+
 # Spins.
 
 

@@ -217,7 +217,7 @@ class Dropped(nn.Module):
 def test_a_failure_says_that_the_map_is_random():
     torch.manual_seed(0)
     module, x = Dropped().double(), random(6, 4)
-    words = r"Picard failed for . of 6 .*\. `Dropped` is random: two evaluations at one state differ by \d\.\de-0[12]"
+    words = r"Picard failed for . of 6 .*; `Dropped` is random: two evaluations at one state differ by \d\.\de-0[12]"
     for wrap in (PerSample, lambda x: x):
         problem = FixedPointMap(module, wrap(x), event_ndim=1)
         with pytest.raises(ConvergenceError, match=words + r" of its size.*; call model.eval\(\), or hold the dropout"):

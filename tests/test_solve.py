@@ -15,9 +15,13 @@ from implicit_attention import (
     ConvergenceWarning,
     FixedPointMap,
     GradientDescent,
+    Implicit,
     LogSumExp,
+    PerSample,
+    Phantom,
     Picard,
     Status,
+    Unrolled,
     solve,
 )
 from implicit_attention.testing.numerics import random
@@ -109,6 +113,78 @@ def test_maps_of_the_wrong_shape_are_named():
         ValueError, match="`problem` must have an energy for GradientDescent, got FixedPointMap; use Picard"
     ):
         solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(2, 3), solver=GradientDescent())
+
+
+@pytest.mark.parametrize(
+    ("f", "words"),
+    [
+        (
+            lambda z: z.float(),
+            r"return the dtype of z \(torch.float64\), got torch.float32; convert .* \.to\(z.dtype\)",
+        ),
+        (lambda z: z.to("meta"), r"return the device of z \(cpu\), got meta; convert its result with \.to\(z.device\)"),
+    ],
+)
+def test_maps_to_another_dtype_or_device_are_named(f, words):
+    with pytest.raises(ValueError, match=words):
+        solve(FixedPointMap(f, event_ndim=1), torch.zeros(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("wrap", [PerSample, lambda x: x])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_map_that_is_not_finite_for_one_problem_leaves_the_others(wrap, bad):
+    x = random(40, 4)
+    clean = solve(FixedPointMap(lambda z, x: torch.tanh(z / 2) + x, wrap(x), event_ndim=1), torch.zeros_like(x))
+    late = (torch.arange(40) == 7)[:, None]
+
+    def f(z, x, late):
+        # The second evaluation leaves the numbers, in one problem.
+        return (torch.tanh(z / 2) + x).where(~(late & (z != 0).any(-1, keepdim=True)), bad)
+
+    problem = FixedPointMap(f, wrap(x), wrap(late), event_ndim=1)
+    solution = solve(problem, torch.zeros_like(x), on_failure="ignore")
+    assert [i for i, code in enumerate(solution.status.tolist()) if code == Status.DIVERGED] == [7]
+    others = [i for i in range(40) if i != 7]
+    assert solution.converged[others].all()
+    torch.testing.assert_close(solution.value[others], clean.value[others], rtol=1e-12, atol=1e-12)
+    x[5] = bad
+    solution = solve(
+        FixedPointMap(f, wrap(x), wrap(late & False), event_ndim=1), torch.zeros_like(x), on_failure="ignore"
+    )
+    assert [i for i, code in enumerate(solution.status.tolist()) if code == Status.NONFINITE] == [5]
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "ignore"])
+def test_an_implicit_gradient_at_no_solution_is_told_per_problem(on_failure):
+    slope = torch.tensor([[0.3], [-4.0], [0.2]], dtype=torch.float64)
+    x = torch.full((3, 1), 0.5, dtype=torch.float64, requires_grad=True)
+    words = "the implicit gradient there is that of no solution: use Implicit"
+
+    def solved(adjoint):
+        problem = FixedPointMap(lambda z, x, slope: torch.tanh(slope * z) + x, x, slope, event_ndim=1)
+        options = {"solver": Picard(max_steps=8), "adjoint": adjoint, "on_failure": on_failure}
+        return solve(problem, torch.zeros(3, 1).double(), **options)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        solution = solved(Implicit())
+        solution.value.sum().backward()
+    assert any(words in str(warning.message) for warning in caught) == (on_failure == "warn")
+    assert solution.status.tolist() == [Status.CONVERGED, Status.MAX_STEPS, Status.CONVERGED]
+    assert solution.adjoint.failed.tolist() == [False, True, False]
+    assert solution.report.map(lambda t: t[None]).adjoint.unsolved.tolist() == [[False, True, False]]
+    assert "; 1 at states that are no solution, where it is wrong" in repr(solution.adjoint)
+    assert words in solution.message(1)
+    assert words not in solution.message(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for adjoint in (Unrolled(), Phantom(3), Implicit(fallback=Phantom(3))):
+            solution = solved(adjoint)
+            assert words not in solution.message(1)
+            assert solution.adjoint.unsolved is None
+        x.requires_grad_(False)
+        assert words not in solved(Implicit()).message(1)
+    assert not any(words in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "warn", "ignore"])

@@ -61,6 +61,11 @@ class Adjoint:
         False
     """
 
+    @property
+    def needs_solution(self) -> bool:
+        """Whether the gradient is wrong at a state that is no solution."""
+        return False
+
     def check(self, request: Request) -> None:
         """Raise if the gradient that is asked for would be wrong."""
 

@@ -94,6 +94,10 @@ class Implicit(Adjoint):
                 )
             )
 
+    @property
+    def needs_solution(self) -> bool:
+        return self.fallback is None
+
     def check(self, request: Request) -> None:
         solver, problem = request.solver, request.problem
         if self.linear_solver is not None and self.linear_solver.symmetric and not problem.symmetric:

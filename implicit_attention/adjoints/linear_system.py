@@ -147,7 +147,8 @@ def _solve(
     matvec, flat = _flat_system(linear.vjp if transpose else linear.jvp, problem, rhs)
     both = None if tape is None else _flat_system(tape.vjp_both, problem, rhs)[0]
     solution = method.solve(matvec, flat, check=both)
-    tolerance = method.atol + method.rtol * _norm(rhs, problem.event_ndim)
+    size = _norm(rhs, problem.event_ndim)
+    tolerance = method.atol + method.rtol * size
     answer = Adjoined(
         solution.value.reshape(rhs.shape),
         solution.status,
@@ -159,8 +160,8 @@ def _solve(
     )
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, linear, z, rhs, answer)
-    sizes = (_norm(t, problem.event_ndim) for t in (answer.value, rhs))
-    status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, *sizes)
+    found = _norm(answer.value, problem.event_ndim)
+    status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, found, size)
     return answer._replace(status=status, tolerance=tolerance)
 
 
@@ -223,11 +224,11 @@ def _gradient_error(
         return None, True
     lead, states = residual.ndim, z
     u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
-    size = norm(g)[..., None]
-    u, g = u / size, g / size
-    square = u.square().sum(-1)
-    inverse = square.sqrt()
+    size = norm(g)
+    inverse = norm(u) / size
     if problem.symmetric:
+        u, g = u / size[..., None], g / size[..., None]
+        square = u.square().sum(-1)
         # The quotient of Rayleigh at u is nearer to the smallest eigenvalue than |g|/|u|, unless there are two signs.
         inverse = torch.where(answer.negative_curvature, inverse, square / (u * g).sum(-1))
     # What atol takes for zero is no scale: as large as where it takes over from rtol.
@@ -238,7 +239,7 @@ def _gradient_error(
         return error, False
     # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
     mapped = problem.fixed_point_map(states) if mapped is None else mapped
-    r = (mapped - states).reshape(u.shape)
+    r, u = (mapped - states).reshape(u.shape), u / norm(u)[..., None]
     along = (r * u).sum(-1).abs() / (torch.linalg.vector_norm(r, dim=-1) * torch.linalg.vector_norm(u, dim=-1))
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
 

@@ -18,12 +18,16 @@ class Tape:
     """
 
     def __init__(self, problem: Problem, z: Tensor) -> None:
+        # Statistics that modules keep while they train count the evaluations of the solve alone; and what is compiled
+        # may free what its second product would read.
+        problem = problem.apart()
         self.problem, self.z, self.tensors = problem, z, problem.tensors()
         self.wanted = [i for i, t in enumerate(self.tensors) if t.requires_grad]
         self.gradients: Gradients = ()
         with torch.enable_grad():
             self.state = z.detach().requires_grad_()
-            self.recorded = problem.fixed_point_map(self.state)
+            # A compiled backward serves one product only.
+            self.recorded = problem.apart().fixed_point_map(self.state)
         self.mapped = self.recorded.detach()
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from .errors import InputError
-from .settings import CompareSettings, MagnetizeSettings
+from .settings import CompareSettings, MagnetizeSettings, MazeSettings
 
 commands = typer.Typer(
     name="implicit-attention", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -32,7 +32,7 @@ def main(
     """Equilibrium attention: solve for fixed points of attention, with evidence."""
 
 
-def _add_command(settings: type[CompareSettings | MagnetizeSettings]) -> None:
+def _add_command(settings: type[CompareSettings | MagnetizeSettings | MazeSettings]) -> None:
     """Add the command whose options are the fields of `settings`. An `InputError` is one line and exit code 2."""
 
     def command(**options: Any) -> None:
@@ -52,3 +52,4 @@ def _add_command(settings: type[CompareSettings | MagnetizeSettings]) -> None:
 
 _add_command(CompareSettings)
 _add_command(MagnetizeSettings)
+_add_command(MazeSettings)

@@ -1,4 +1,4 @@
-"""What both commands do: check the options, work with progress, write the files, print the tables."""
+"""What the commands do: check the options, work with progress, write the files, print the tables."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 from . import report, table
 from .errors import require_modules, writable
 from .progress import Progress, make_console
-from .settings import CompareSettings, MagnetizeSettings
+from .settings import CompareSettings, MagnetizeSettings, MazeSettings
 
 
-def run(settings: CompareSettings | MagnetizeSettings) -> None:
+def run(settings: CompareSettings | MagnetizeSettings | MazeSettings) -> None:
     """Run the command that has these settings.
 
     Raises:
         InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
     """
+    if isinstance(settings, MazeSettings):
+        require_modules("rich", *(() if settings.gif is None else ("matplotlib",)))
+        from . import maze
+
+        return maze.run(settings)
     require_modules("rich", "matplotlib", *(("sklearn",) if settings.needs_digits else ()))
     command: Any
     if isinstance(settings, CompareSettings):

@@ -1,4 +1,4 @@
-"""The options of both commands, with their defaults, ranges and help texts: a command is made from each dataclass."""
+"""The options of the commands, with their defaults, ranges and help texts: a command is made from each dataclass."""
 
 from __future__ import annotations
 
@@ -124,3 +124,30 @@ class MagnetizeSettings:
     def chosen(self) -> list[str] | None:
         """The names that `--methods` lists, or None for all."""
         return None if self.methods is None else [name.strip() for name in self.methods.split(",")]
+
+
+@dataclasses.dataclass(frozen=True)
+class MazeSettings:
+    """Watch a path spread through a maze: a block, trained on 5 x 5 ones for a minute, is repeated until it settles.
+
+    The block is repeated as often as the maze asks for, and its residual says when the answer has settled. Where there
+    is no terminal, what was found is told in plain text.
+    """
+
+    command: ClassVar[str] = "maze"
+
+    size: Annotated[
+        str, Option(help="Cells along a side, 3 to 40; several, such as 9,17,25, are shown one after the other.")
+    ] = "17"
+    generator: Annotated[
+        Literal["depth-first", "Prim", "Wilson"],
+        Option(help="How mazes to solve are made; those to learn from are depth-first."),
+    ] = "depth-first"
+    seed: Annotated[int, seed_option("the maze")] = 0
+    gif: Annotated[Path | None, Option(help="Write an animated GIF to this file, too.", show_default=False)] = None
+    speed: Annotated[float, Option(min=0.1, max=1000, help="Evaluations shown in a second.")] = 10.0
+    quick: Annotated[bool, Option("--quick", help="Hardly train: a look at the command, with a wrong answer.")] = False
+
+    @property
+    def updates(self) -> int:
+        return 10 if self.quick else 500

@@ -168,20 +168,26 @@ class Equilibrium(Remembering):
             steps = None
         if isinstance(steps, int) and not self.training and not return_solution:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
-            found = self._found(x, args, start, steps, options, return_solution)
-        else:
-            found = self._on_host(x, args, start, steps, options, return_solution)
-        state, solution = found
-        return (state, solution) if return_solution else state
+            return self._found(x, args, start, steps, options)[0]
+        return self._on_host(x, args, start, steps, options, return_solution)
 
     @uncompiled
     def _on_host(
         self, x: Any, args: tuple[Any, ...], start: Start | None, steps: Steps, options: SolveOptions, asked: bool
-    ) -> tuple[Any, Solution | Record]:
-        return self._found(x, args, start, _drawn(steps) if isinstance(steps, range) else steps, options, asked)
+    ) -> Any:
+        steps = _drawn(steps) if isinstance(steps, range) else steps
+        state, solution = self._found(x, args, start, steps, options, measured=asked)
+        return (state, solution) if asked else state
 
     def _found(
-        self, x: Any, args: tuple[Any, ...], start: Start | None, steps: int | None, options: SolveOptions, asked: bool
+        self,
+        x: Any,
+        args: tuple[Any, ...],
+        start: Start | None,
+        steps: int | None,
+        options: SolveOptions,
+        *,
+        measured: bool = False,
     ) -> tuple[Any, Solution | Record]:
         initial = self._initial(x, start)
         layout = Layout.of(initial, self.event_ndim)
@@ -197,7 +203,7 @@ class Equilibrium(Remembering):
             draws = Draws(layout.device, held=mode in self._draws, told=steps is None)
             call = _Call(BlockMap(self.block, layout, frame, autocast, draws), initial, inputs, options, self._asked)
             try:
-                state, solution = call.solved() if steps is None else call.looped(steps, asked)
+                state, solution = call.solved() if steps is None else call.looped(steps, measured)
                 break
             except DrawsNumbers:
                 self._draws.add(mode)

@@ -307,6 +307,8 @@ class BlockMap(nn.Module):
 class BlockProblem(FixedPointMap):
     """The fixed points of a `BlockMap`. That it reads nothing undeclared is asked once per layer and mode."""
 
+    if_random = "draw its numbers from torch's default generators, which are held for a call, or call eval()"
+
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, asked: set[bool]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.asked, self.mode, self.draws = asked, function.block.training, function.draws

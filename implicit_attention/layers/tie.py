@@ -30,7 +30,7 @@ class Composed(nn.Module):
         nn.init.zeros_(self.inject.weight)
 
     def forward(self, z: Tensor, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-        h = z + self.inject(x)
+        h: Tensor = z + self.inject(x)
         for layer in self.layers:
             found = layer(h, *args, **options)
             h = found[0] if isinstance(found, tuple) else found
@@ -68,7 +68,8 @@ class TiedLayers(nn.Module):
         except AttributeError:
             if name.startswith("_") or "equilibrium" not in self._modules:
                 raise
-            return getattr(self.equilibrium.block.layers[0], name)
+            first: Any = self.equilibrium.block.layers
+            return getattr(first[0], name)
 
 
 def tie(

@@ -71,7 +71,8 @@ class Inject(nn.Module):
             joined: Tensor = self.map(torch.cat([z, x], -1))
             return joined
         scale, shift = self.map(x).chunk(2, -1)
-        return z + z * scale + shift
+        moved: Tensor = z + z * scale + shift
+        return moved
 
 
 class TransformerLayer(nn.Module):
@@ -90,7 +91,8 @@ class TransformerLayer(nn.Module):
             after: Tensor = self.mlp_norm(h + self.dropout(self.mlp(h)))
             return after
         h = h + self.dropout(self.attention(self.attention_norm(h), mask=mask))
-        return h + self.dropout(self.mlp(self.mlp_norm(h)))
+        h = h + self.dropout(self.mlp(self.mlp_norm(h)))
+        return h
 
 
 class TransformerBlock(nn.Module):
@@ -118,7 +120,8 @@ class EquilibriumTransformer(Equilibrium):
     a norm at the end keeps the state bounded. With `depth` that many layers make a step.
 
     Trained by `steps=range(...)` on small problems it may be solved on larger ones: see the guide on equilibrium
-    blocks.
+    blocks. The defaults are those of its measurements: on mazes, one seed each, a post-norm step that attends to z + x
+    was exact more often than one with "concat".
 
     Args:
         dim: width of tokens, and of the state.
@@ -230,11 +233,13 @@ class EquilibriumTransformer(Equilibrium):
         causal = self._draws_triangle or (self.causal and (mask is not None or key_mask is not None))
         shape = (*lead, self.heads, count, count)
         pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask, causal=causal)
-        if bias is not None and pairs is not None:
-            bias = bias.masked_fill(~pairs, -torch.inf)
+        if bias is not None:
+            bias = bias.to(x.dtype) if pairs is None else bias.to(x.dtype).masked_fill(~pairs, -torch.inf)
         merged = pairs if bias is None else bias
         if merged is None:
             return None
+        # Torch's kernels take no mask of keys alone.
+        merged = merged if merged.ndim > 1 else merged[None]
         own = merged.ndim == x.ndim + 1 and merged.shape[: len(lead)] == lead
         return PerSample(merged) if own else Shared(merged)
 

@@ -71,7 +71,7 @@ class GMRES(LinearSolver[GMRESState]):
         size = length(residual)
         return GMRESState(
             **fresh(size),
-            basis=(divide(residual, size),),
+            basis=(residual / size.masked_fill(size == 0, 1.0).unsqueeze(-1),),
             turned=torch.ones_like(size)[..., None, None],
             triangle=(),
             target=(),
@@ -101,7 +101,7 @@ class GMRES(LinearSolver[GMRESState]):
             column, target = choose(used, column, unit), torch.where(used, target, 0.0)
             pending = torch.where(used, pending, state.pending)
         following = remainder / height.masked_fill(invariant, 1.0).unsqueeze(-1)
-        following = choose(used & ~invariant, following, torch.zeros_like(remainder))
+        following = choose(used & ~invariant, following, 0.0)
         return GMRESState(
             residual_norm=pending.abs(),
             verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
@@ -116,15 +116,15 @@ class GMRES(LinearSolver[GMRESState]):
 
     def correction(self, state: GMRESState) -> Tensor:
         # Column by column, so that the unit columns of a frozen problem change no bit of its sum.
-        value = torch.zeros_like(state.basis[0])
         if not state.target:
-            return value
-        target = torch.stack(state.target, -1)
+            return torch.zeros_like(state.basis[0])
+        target, value = torch.stack(state.target, -1), None
         for index in reversed(range(len(state.triangle))):
-            column = state.triangle[index]
+            column, vector = state.triangle[index], state.basis[index]
             weight = (target[..., index] / column[..., index]).unsqueeze(-1)
             target = torch.addcmul(target[..., : index + 1], weight, column, value=-1)
-            value = torch.addcmul(value, weight, state.basis[index])
+            value = weight * vector if value is None else torch.addcmul(value, weight, vector)
+        assert value is not None
         return value
 
 

@@ -18,6 +18,8 @@ State = TypeVar("State")
 WIDE = 1024
 #: What is left of a vector may be smaller by this, or its parts along a basis are taken away a second time.
 LOST = 0.1
+#: Squares of vectors from 1/ORDINARY to ORDINARY long are far from what any precision can hold.
+ORDINARY = 2.0**40
 #: A relative quantity below ROUNDOFF * eps is taken for rounding noise.
 ROUNDOFF = 10.0
 
@@ -29,6 +31,11 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 
 def norm(vector: Tensor) -> Tensor:
     """Euclidean length, (*batch); squares neither overflow nor underflow."""
+    if vector.shape[-1] >= WIDE and host_may_look(vector):
+        size = length(vector)
+        if bool(((size > 1 / ORDINARY) & (size < ORDINARY)).all()):
+            # The same bits: powers of two change none.
+            return size
     unit, scale = normalised(vector)
     return scale * length(unit)
 
@@ -64,13 +71,13 @@ def along(per_problem: Tensor, target: Tensor) -> Tensor:
     return per_problem.reshape(per_problem.shape + (1,) * (target.ndim - per_problem.ndim))
 
 
-def choose(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """New rows where the (*batch) mask holds, old rows elsewhere."""
+def choose(mask: Tensor, new: Tensor, old: Tensor | float) -> Tensor:
+    """New rows where the (*batch) mask holds, old rows (or a number) elsewhere."""
     if new.ndim > mask.ndim and new.shape[-1] >= WIDE and host_may_look(mask):
         # A look at a few flags costs less than a pass over long vectors.
         if bool(mask.all()):
             return new
-        if not bool(mask.any()):
+        if isinstance(old, Tensor) and not bool(mask.any()):
             return old
     return torch.where(along(mask, new), new, old)
 
@@ -112,8 +119,9 @@ def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Te
 
 def _subtracted(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
     """One pass, vector by vector: what is left when all of its parts along the basis are taken away one after other."""
-    found = []
-    for row in basis:
-        found.append((row * vector).sum(-1, keepdim=True))
-        vector = torch.addcmul(vector, found[-1], row, value=-1)
-    return torch.cat(found, -1), vector
+    found = [(basis[0] * vector).sum(-1, keepdim=True)]
+    left = torch.addcmul(vector, found[0], basis[0], value=-1)
+    for row in basis[1:]:
+        found.append((row * left).sum(-1, keepdim=True))
+        left.addcmul_(found[-1], row, value=-1)
+    return torch.cat(found, -1), left

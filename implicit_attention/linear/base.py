@@ -247,7 +247,7 @@ def _swept(
     """One sweep of the live problems, undone where it made the residual worse."""
     solution, record = before.solution, before.solution.record
     unit, scale = normalised(before.residual)
-    state = solver.begin(choose(live, unit, torch.zeros_like(unit)))
+    state = solver.begin(choose(live, unit, 0.0))
     state, num_steps = _stepped(solver, system, state, live, system.tolerance / scale, num_steps)
     value = torch.addcmul(solution.value, scale.unsqueeze(-1), solver.correction(state))
     residual = system.b - system.measure(value)
@@ -324,7 +324,7 @@ def _scaled(solution: LinearSolution, scale: Tensor) -> LinearSolution:
     record = solution.record
     broken = record.status == Status.NONFINITE
     residual = (record.residual * scale).masked_fill(broken, torch.nan)
-    value = choose(broken, torch.full_like(solution.value, torch.nan), solution.value * scale.unsqueeze(-1))
+    value = choose(~broken, solution.value * scale.unsqueeze(-1), torch.nan)
     return replace(solution, value=value, record=record._replace(residual=residual, tolerance=record.tolerance * scale))
 
 

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia
@@ -581,3 +582,105 @@ def test_a_block_that_mixes_samples_keeps_them_all():
     z = layer(x)
     want = unrolled(layer.block, x * 0, x)
     assert_close([z], [want], atol=1e-8)
+
+
+# Random numbers that cannot be held, compilers, transforms, several processes.
+
+
+def test_random_numbers_that_torch_does_not_draw_are_told_of():
+    class Noisy(Block):
+        generator = torch.Generator().manual_seed(0)
+
+        def forward(self, z, x):
+            noise = torch.randn(z.shape, generator=self.generator, dtype=z.dtype)
+            return super().forward(z, x) + 0.3 * noise
+
+    layer, x = made(Noisy(), solver=ia.Picard(rtol=1e-6, max_steps=20))
+    with pytest.warns(ia.ConvergenceWarning, match=r"`Noisy` is random.*default generators"):
+        layer(x)
+    assert bool(layer.last_solve.failed.all())
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, parametrizations.weight_norm])
+def test_computed_weights_are_solved_and_differentiated(wrap):
+    block = Block()
+    wrap(block.mix)
+    layer, x = made(block)
+    layer(x).sum().backward()
+    assert bool(layer.last_solve.converged.all())
+    layer.eval()
+    found = gradients(layer(x).square().sum(), layer)
+    assert_close(found, gradients(layer(x, steps=400).square().sum(), layer))
+
+
+def test_a_compiled_block_is_solved_and_differentiated():
+    layer, x = made()
+    x.requires_grad_()
+    want = layer(x)
+    wanted = gradients(want.square().sum(), layer, x)
+    layer.block = torch.compile(layer.block, backend="aot_eager")
+    z = layer(x)
+    assert_close([z], [want], atol=1e-11)
+    assert_close(gradients(z.square().sum(), layer, x), wanted, atol=1e-9)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("steps", [None, 3, range(4, 5)])
+def test_a_compiled_layer_gives_the_same_values(steps, training):
+    layer, x = made()
+    layer.train(training)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=steps == 3 and not training)
+    want = layer(x, steps=steps)
+    report = layer.last_solve
+    assert_close([compiled(x, steps=steps)], [want], atol=0)
+    assert layer.last_solve.status.tolist() == report.status.tolist()
+    assert layer.last_solve.num_steps.tolist() == report.num_steps.tolist()
+
+
+def test_transforms_of_torch_func():
+    layer, x = made()
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(weights, x, **options):
+        return torch.func.functional_call(layer, weights, (x,), options).square().sum()
+
+    want = gradients(layer(x).square().sum(), layer)
+    assert_close(torch.func.grad(loss)(weights, x).values(), want, atol=1e-9)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    assert_close([g.sum(0) for g in each(weights, x).values()], want, atol=1e-9)
+    each = torch.func.vmap(torch.func.grad(lambda w, x: loss(w, x, steps=5)), in_dims=(None, 0))
+    want = gradients(layer(x, steps=5).square().sum(), layer)
+    assert_close([g.sum(0) for g in each(weights, x).values()], want, atol=1e-9)
+
+
+def test_second_derivatives():
+    layer, x = made()
+    x = x[:1, :2].clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(layer, x, atol=1e-5)
+
+
+def test_parameters_are_used_through_the_module_as_data_parallel_training_needs(tmp_path):
+    layer, x = made(Block(dropout=0.2))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(layer)
+        for steps in (None, 4):
+            torch.manual_seed(2)
+            layer.zero_grad()
+            parallel(x, steps=steps).square().sum().backward()
+            found = [p.grad.clone() for p in layer.parameters()]
+            torch.manual_seed(2)
+            assert_close(found, gradients(layer(x, steps=steps).square().sum(), layer), atol=1e-10)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_implicit_gradient_where_a_sample_has_not_converged_is_told_of():
+    layer, x = made(solver=ia.Picard(rtol=1e-10, max_steps=12))
+    start = layer(x, solver=TIGHT).detach()
+    start[1] += 1.0
+    with pytest.warns(ia.ConvergenceWarning) as told:
+        layer(x, start=start).sum().backward()
+    assert layer.last_solve.status.tolist() == [Status.CONVERGED, Status.MAX_STEPS, Status.CONVERGED]
+    assert any("1 of 3 problems, first at 1" in str(warning.message) for warning in told)

@@ -1,0 +1,233 @@
+"""Mazes, how an answer spreads through them, and how often it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from .style import COLORS, DASHES, MARKERS, hide_ticks, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: From "not on the path" to "on the path"; the walls; start and goal.
+SHADES = ("#ffffff", "#cfe6f5", "#56B4E9", "#0072B2")
+WALL, START, GOAL = "#1b2733", "#009E73", "#D55E00"
+
+
+def maze_figure(
+    panels: Sequence[tuple[str, Tensor]],
+    ways: Tensor,
+    *,
+    start: int,
+    goal: int,
+    columns: int | None = None,
+    title: str = "Solving a maze",
+) -> Figure:
+    """One maze several times, each time with a number in [0, 1] for every cell: how sure it is to be on the path.
+
+    Not for graphs that are no square grid of cells.
+
+    Args:
+        panels: (heading, values (N,)), N = size * size.
+        ways: (N, 4) bool, whether the way out of a cell is open: up, down, left, right.
+        start, goal: numbers of two cells.
+        columns: panels in a row; all by default.
+        title: above the panels.
+
+    Returns:
+        A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.plotting import maze_figure
+        >>> ways = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).bool()
+        >>> figure = maze_figure([("truth", torch.tensor([1.0, 1.0, 0.0, 1.0]))], ways, start=0, goal=3)
+        >>> [axes.get_title() for axes in figure.axes]
+        ['truth']
+    """
+    _validate.require(len(panels) > 0, "panels", "hold at least one panel", "none")
+    columns = len(panels) if columns is None else columns
+    rows = -(-len(panels) // columns)
+    figure = new_figure(2.5 * columns, 2.65 * rows + 0.5, title, fontsize=11)
+    grid: Any = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (heading, values) in zip(grid.flat, panels, strict=False):
+        _draw(axes, values, ways, start, goal)
+        axes.set_title(heading, fontsize=9)
+    return figure
+
+
+def save_maze_gif(
+    path: Path | str,
+    frames: Sequence[Tensor],
+    ways: Tensor,
+    *,
+    start: int,
+    goal: int,
+    residuals: Sequence[float],
+    tolerance: float,
+    title: str = "Solving a maze",
+    fps: int = 12,
+    every: int = 1,
+) -> None:
+    """Write an animated GIF of an answer that spreads through a maze, beside the residual by which it ends.
+
+    Not for one state: draw it with `maze_figure`.
+
+    Args:
+        path: of the file.
+        frames: values (N,) after 1, 2, ... evaluations, as in `maze_figure`.
+        ways, start, goal: of the maze, as in `maze_figure`.
+        residuals: relative residual after each evaluation, > 0.
+        tolerance: at which the answer counts as settled.
+        title: above the maze.
+        fps: frames in a second. The last one stays for two seconds.
+        every: how many evaluations lie between two frames; the last evaluation is always drawn.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from implicit_attention.plotting import save_maze_gif
+        >>> ways = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).bool()
+        >>> frames = [torch.tensor([1.0, 0.5, 0.0, 1.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])]
+        >>> with tempfile.NamedTemporaryFile(suffix=".gif") as file:
+        ...     save_maze_gif(file.name, frames, ways, start=0, goal=3, residuals=[0.5, 1e-4], tolerance=1e-3)
+        ...     open(file.name, "rb").read(3)
+        b'GIF'
+    """
+    from matplotlib.animation import PillowWriter
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    _validate.require(len(frames) > 0, "frames", "hold at least one frame", "none")
+    _validate.require(
+        len(residuals) == len(frames), "residuals", f"hold {len(frames)} numbers, one for each frame", len(residuals)
+    )
+    figure = new_figure(5.4, 6.2, title, fontsize=11)
+    FigureCanvasAgg(figure)
+    maze, curve = figure.subplots(2, 1, height_ratios=(5, 1))
+    image = _draw(maze, frames[0], ways, start, goal)
+    x, y = list(range(1, len(frames) + 1)), [max(float(r), 1e-12) for r in residuals]
+    curve.axhline(tolerance, color="0.5", lw=1, ls=(0, (2, 2)))
+    curve.plot(x, y, color="0.85", lw=1.5)
+    (line,) = curve.plot([], [], color=COLORS[0], lw=1.8)
+    (dot,) = curve.plot([], [], "o", color=COLORS[0], ms=5)
+    curve.set_yscale("log")
+    curve.set_xlim(0, len(frames) + 1)
+    curve.set_xlabel("evaluations of the block", fontsize=8)
+    curve.set_ylabel("residual", fontsize=8)
+    curve.tick_params(labelsize=7)
+    writer = PillowWriter(fps=fps)
+    with writer.saving(figure, str(path), dpi=80):
+        last = len(frames) - 1
+        for index in (*range(0, last, every), *[last] * (2 * fps)):
+            image.set_data(_pixels(frames[index], ways))
+            line.set_data(x[: index + 1], y[: index + 1])
+            dot.set_data(x[index : index + 1], y[index : index + 1])
+            settled = y[index] <= tolerance
+            curve.set_title(
+                f"evaluation {x[index]}, residual {y[index]:.1e}{', settled' if settled else ''}",
+                fontsize=9,
+                color=COLORS[2] if settled else "0.2",
+            )
+            writer.grab_frame()
+
+
+def sizes_figure(
+    curves: Mapping[str, Sequence[tuple[float, float, float]]],
+    *,
+    trained: float | None = None,
+    what: str = "mazes whole right",
+    title: str = "Right answers against size",
+) -> Figure:
+    """Share of puzzles that are wholly right against their size, a curve for every way to answer.
+
+    Not for losses or times: draw them with your own tools.
+
+    Args:
+        curves: by name, points (size, share in [0, 1], its standard error).
+        trained: the size that was trained on, marked.
+        what: label of the shares.
+        title: above the axes.
+
+    Returns:
+        A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Examples:
+        >>> from implicit_attention.plotting import sizes_figure
+        >>> figure = sizes_figure({"solved": [(5, 1.0, 0.0), (9, 0.98, 0.01)], "loop": [(5, 0.8, 0.0), (9, 0.1, 0.0)]})
+        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        ['solved', 'loop']
+    """
+    _validate.require(len(curves) > 0, "curves", "hold at least one curve", "none")
+    figure = new_figure(6.4, 4.2, title, fontsize=11)
+    axes = figure.subplots()
+    for index, (name, points) in enumerate(curves.items()):
+        sizes, shares, errors = zip(*points, strict=True)
+        color = COLORS[index % len(COLORS)]
+        look: dict[str, Any] = {"ls": DASHES[index % len(DASHES)], "marker": MARKERS[index % len(MARKERS)]}
+        axes.errorbar(sizes, shares, errors, color=color, lw=2, ms=5, capsize=3, label=name, **look)
+    if trained is not None:
+        axes.axvline(trained, color="0.85", lw=8, zorder=0, label="trained on")
+    axes.legend(fontsize=9, frameon=False)
+    ticks = sorted({size for points in curves.values() for size, _, _ in points})
+    axes.set_xticks(ticks, [f"{tick:g} x {tick:g}" for tick in ticks], fontsize=8)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel(what, fontsize=9)
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+# ------------------------------------------------------------------ one maze
+
+#: Pixels of a cell, and of the wall between two cells.
+CELL, BETWEEN = 7, 2
+
+
+def _draw(axes: Any, values: Tensor, ways: Tensor, start: int, goal: int) -> Any:
+    """The image of a maze with two marks; walls and passages are pixels."""
+    image = axes.imshow(_pixels(values, ways), interpolation="nearest")
+    hide_ticks(axes)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    size, step = round(len(ways) ** 0.5), CELL + BETWEEN
+    for cell, color, text in ((start, START, "S"), (goal, GOAL, "G")):
+        y, x = (BETWEEN + (CELL - 1) / 2 + step * place for place in divmod(cell, size))
+        points = 190 / size
+        axes.plot(x, y, "o", color=color, ms=0.85 * points, mec="white", mew=0.6)
+        axes.text(x, y, text, color="white", fontsize=0.55 * points, ha="center", va="center_baseline", weight="bold")
+    return image
+
+
+def _pixels(values: Tensor, ways: Tensor) -> Any:
+    """(height, width, 3) in [0, 1]: cells in their shade, open ways in the fainter of the two beside them."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+    count = len(ways)
+    size = round(count**0.5)
+    _validate.require(
+        size * size == count and ways.shape == (count, 4), "ways", "have shape (size * size, 4)", tuple(ways.shape)
+    )
+    _validate.require(values.shape == (count,), "values", f"have shape ({count},)", tuple(values.shape))
+    shade = LinearSegmentedColormap.from_list("path", SHADES)
+    known, step = values.detach().float().cpu().nan_to_num().clamp(0, 1).view(size, size), CELL + BETWEEN
+    raster = torch.full((size * step + BETWEEN, size * step + BETWEEN), torch.nan)
+    for row in range(size):
+        for column in range(size):
+            top, left = BETWEEN + row * step, BETWEEN + column * step
+            raster[top : top + CELL, left : left + CELL] = known[row, column]
+            _, down, _, right = ways[row * size + column].tolist()
+            if down and row + 1 < size:
+                raster[top + CELL : top + step, left : left + CELL] = known[row : row + 2, column].min()
+            if right and column + 1 < size:
+                raster[top : top + CELL, left + CELL : left + step] = known[row, column : column + 2].min()
+    image = torch.from_numpy(shade(raster.nan_to_num().numpy())[..., :3])
+    image[raster.isnan()] = torch.tensor(to_rgb(WALL), dtype=image.dtype)
+    return image.numpy()
