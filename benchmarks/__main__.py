@@ -67,7 +67,10 @@ def spins(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 
 @app.command()
 def usefulness(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
-    """MAZES: a block repeated until it settles. DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays."""
+    """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, RECIPES: a block repeated until it settles.
+
+    DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays.
+    """
     measure("usefulness", quick=quick, only=only, repeats=repeats, out=out)
 
 

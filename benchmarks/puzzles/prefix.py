@@ -67,4 +67,5 @@ PLAN = Plan(
     costs=SETS[2],
     solver_set=SETS[0],
     leader=(TIED, "solved"),
+    notes=("Prefix: strings are told from those to learn from by their first 16 bits.",),
 )

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 
+from implicit_attention import Equilibrium, FixedPointMap
 from implicit_attention.adjoints import Implicit, OneStep, Phantom
+from implicit_attention.diagnostics import jacobian_penalty
+from implicit_attention.layers import contractive
 from implicit_attention.solvers import Anderson, Broyden
 
 from .contenders import Contender, Plan
 from .models import Block, Examples, Model, Shape
 from .sudoku import MEAN, STEPS, TASK, UPDATES
-from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, Training
+from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, State, Training
+
+#: Blocks of an evaluation of two streams.
+THREE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Intermediate:
 
     steps: range
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
         x, steps = model.embed(batch.inputs), draw.choice(self.steps)
         half = model.steps(torch.zeros_like(x), x, batch.edges, steps // 2)
         yield torch.stack([half, model.steps(half, x, batch.edges, steps - steps // 2)])
@@ -50,7 +54,7 @@ class Segments:
     noise: float = 0.0
     keep: float = 1.0
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
         z = self.start * torch.randn_like(model.embed(batch.inputs))
         for _ in range(self.count):
             # The weights have been changed since.
@@ -59,6 +63,20 @@ class Segments:
             for _ in range(self.steps):
                 z = z.lerp(model.block(z, x, batch.edges), self.keep)
             yield z
+
+
+@dataclasses.dataclass(frozen=True)
+class Penalised:
+    """The fixed point by the implicit gradient; the loss has `weight` times the mean square of its Jacobian added."""
+
+    weight: float
+
+    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
+        x = model.embed(batch.inputs)
+        settled = Equilibrium(model.block, solver=Settled(Implicit()).solver, adjoint=Implicit(), on_failure="ignore")
+        z = settled(x, batch.edges)
+        problem = FixedPointMap(model.block, x, batch.edges, event_ndim=2)
+        yield z, self.weight * jacobian_penalty(problem, z.detach()).mean()
 
 
 class Streams(nn.Module):
@@ -93,18 +111,18 @@ class OfSecond(nn.Linear):
 class Reasoner(Model):
     """Two streams around one block, with the answer read from the second."""
 
-    def __init__(self, shape: Shape, drafts: int = 2) -> None:
+    def __init__(self, shape: Shape, drafts: int = THREE - 1) -> None:
         super().__init__(shape, blocks=0)
         self.embed, self.head = Widened(shape.features, shape.dim), OfSecond(shape.dim, shape.classes)
         self.blocks.append(Streams(shape, drafts))
 
 
 def bounded(shape: Shape) -> Model:
-    """A model of which every linear map in the block has the spectral norm 1, by torch's parametrization."""
+    """A model of which every linear map in the block has a spectral norm of 1 at most."""
     model = Model(shape)
     for module in list(model.block.modules()):
         if isinstance(module, nn.Linear):
-            spectral_norm(module)
+            contractive(module, bound=1.0)
     return model
 
 
@@ -118,10 +136,12 @@ WAYS = (
 SETTLED, HARD = "loop, 4 to 16 steps drawn", "4 givens"
 
 
-def _contender(name: str, training: Training, **options: Any) -> Contender:
+def _contender(name: str, training: Training, make: Callable[[Shape], Model] = Model) -> Contender:
     """Segments are short: they get as many more updates, so that gradients go through as many blocks."""
-    updates = UPDATES * MEAN // training.steps if isinstance(training, Segments) else UPDATES
-    return Contender(name, Recipe(training, updates), WAYS, **options)
+    updates = UPDATES
+    if isinstance(training, Segments):
+        updates = UPDATES * MEAN // (training.steps * (THREE if make is Reasoner else 1))
+    return Contender(name, Recipe(training, updates), WAYS, make=make)
 
 
 PUBLIC = Segments(4, 4, start=1.0, noise=0.1, keep=0.95)
@@ -130,7 +150,7 @@ CONTENDERS = (
     _contender(SETTLED, Loop(STEPS)),
     _contender("loop, drawn, noise .1 at every step", Loop(STEPS, noise=0.1)),
     _contender("loop, drawn, a loss at half the steps too", Intermediate(STEPS)),
-    _contender("loop, drawn, linear maps of norm 1", Loop(STEPS), make=bounded),
+    _contender("loop, drawn, linear maps of norm 1 at most", Loop(STEPS), make=bounded),
     _contender("loop, 10 steps", Loop(MEAN)),
     _contender("segments of 4 steps", Segments(4, 4)),
     _contender("segments, random starts, noise, damping", PUBLIC),
@@ -139,6 +159,8 @@ CONTENDERS = (
     _contender("one-step gradient", Settled(OneStep())),
     _contender("phantom gradient (5)", Settled(Phantom(5))),
     _contender("implicit gradient", Settled(Implicit())),
+    _contender("implicit gradient, Jacobian penalty", Penalised(1.0)),
+    _contender("implicit gradient, else phantom (5)", Settled(Implicit(fallback=Phantom(5)))),
 )
 
 PLAN = Plan(
