@@ -91,14 +91,6 @@ GENERATORS: dict[str, Callable[[int, random.Random], Parents]] = {
 }
 
 
-def has_crossing(parent: Parents) -> bool:
-    """Whether some cell has four ways out: one to its parent, and children."""
-    ways = [int(cell != above) for cell, above in enumerate(parent)]
-    for cell, above in enumerate(parent):
-        ways[above] += cell != above
-    return max(ways) == len(WAYS)
-
-
 def path(parent: Parents, start: int, goal: int) -> list[int]:
     """The cells from start to goal: up from both to where their ways meet."""
     up = [start]
@@ -114,19 +106,15 @@ def path(parent: Parents, start: int, goal: int) -> list[int]:
 FEATURES = 3
 #: Mazes to learn from: of one size, of one generator. Batches are drawn from them.
 TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES = 5, "depth-first", 10_000
-#: One in a hundred has a cell with four ways out, of which Prim's mazes have several each: so many more of these, each
-#: so often, make them one in six.
-CROSSED, OFTEN = 400, 5
 SIZES = (5, 7, 9, 13, 17)
 
 
-def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = False) -> Examples:
+def mazes(generator: str, size: int, count: int, seed: str) -> Examples:
     """`count` mazes of size x size cells from one corner to the opposite one; class 1 is the path.
 
     Behind the cells stand four walls, a token for each side. A cell attends on each side to the cell beside it, or to
     the wall: always four tokens, so that their mean counts, whatever the number of ways out. A wall attends to itself.
-    With `crossed` only mazes that have a cell with four ways out. The first mazes of a larger count are those of a
-    smaller one.
+    The first mazes of a larger count are those of a smaller one.
     """
     draw, cells, sides = random.Random(f"{generator}, {size} x {size}, {seed}"), size * size, len(WAYS)
     inputs, edges = torch.zeros(count, cells + sides, FEATURES), torch.full((count, cells + sides, sides), NONE)
@@ -139,8 +127,6 @@ def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = F
     side = {down * size + right: place for place, (down, right) in enumerate(WAYS)}
     for index in range(count):
         parent = GENERATORS[generator](size, draw)
-        while crossed and not has_crossing(parent):
-            parent = GENERATORS[generator](size, draw)
         passages = [(cell, other) for cell, other in enumerate(parent) if cell != other]
         both = passages + [(other, cell) for cell, other in passages]
         here, there = (list(ends) for ends in zip(*both, strict=True))
@@ -151,9 +137,7 @@ def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = F
 
 @functools.cache
 def learnt() -> Examples:
-    plain = mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train")
-    crossed = mazes(TRAIN_GENERATOR, TRAIN_SIZE, CROSSED, "to train, crossed", crossed=True)
-    return Examples(*(torch.cat([a, *[b] * OFTEN]) for a, b in zip(plain, crossed, strict=True)))
+    return mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train")
 
 
 @functools.cache
@@ -183,8 +167,7 @@ class Mazes:
     shape = Shape(features=FEATURES, classes=2, heads=2)
 
     def draw(self, count: int, generator: torch.Generator) -> Examples:
-        known = masked()
-        return known.at(torch.randint(len(known.targets), (count,), generator=generator))
+        return masked().at(torch.randint(TRAIN_MAZES, (count,), generator=generator))
 
     def test(self, name: str, count: int) -> Examples:
         """Of the set `generator size`."""

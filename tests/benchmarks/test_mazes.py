@@ -133,19 +133,6 @@ def test_held_out_mazes_are_not_learnt_from(monkeypatch):
     assert torch.equal(asked.edges[0], mazes.mazes(mazes.TRAIN_GENERATOR, 5, 11, "to test").edges[-1])
 
 
-def test_crossings_are_learnt_from_more_often(monkeypatch):
-    monkeypatch.setattr(mazes, "TRAIN_MAZES", 30)
-    monkeypatch.setattr(mazes, "CROSSED", 2)
-    learnt = mazes.learnt.__wrapped__()
-    ways = (learnt.edges[:, :25] < 25).sum(-1).max(-1).values
-    assert len(ways) == 30 + 2 * mazes.OFTEN
-    assert bool((ways[30:] == 4).all())
-    for draw in (random.Random(seed) for seed in range(40)):
-        parent = mazes.prim(5, draw)
-        around = collections.Counter(end for pair in enumerate(parent) if pair[0] != pair[1] for end in pair)
-        assert mazes.has_crossing(parent) == (max(around.values()) == 4)
-
-
 def test_guesses_are_what_they_say():
     examples = drawn(size=5, count=4)
     kept = mazes.no_dead_ends(examples)
@@ -368,7 +355,6 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mazes, "TRAIN_MAZES", 40)
-        patch.setattr(mazes, "CROSSED", 2)
         for name in ("learnt", "masked", "held_out"):
             patch.setattr(mazes, name, functools.cache(getattr(mazes, name).__wrapped__))
         done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "mazes", "--out", str(folder)])
