@@ -284,5 +284,5 @@ def one_step(task: Task, model: Model, recipe: Recipe) -> None:
     """Forward and backward of the first batch."""
     batch = task.draw(recipe.batch, torch.Generator().manual_seed(0)).dense()
     model.zero_grad()
-    states = iter(recipe.training.states(model, batch, random.Random(0)))
+    states = iter(recipe.training.states(model, batch, random.Random(0), 1.0))
     loss(model, next(states), batch.targets).backward()

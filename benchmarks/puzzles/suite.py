@@ -27,7 +27,7 @@ NOTES = (
     "state of every token. `stack`: every step has a block with weights of its own; `tied`: one block for all steps. "
     "With the same seed all begin with the same embedding, head and first block, and see the same batches.",
     f"`solved`: Picard's iteration from zeros to the relative residual {RTOL:g}, at most {CAP} evaluations; puzzles "
-    "that are done leave the work. `damped`: 0.7 of every step. `exact`: the part of the puzzles that are wholly "
+    "that are done leave the work. `exact`: the part of the puzzles that are wholly "
     "right. Means +- standard deviations over three seeds; `better`, `worse`: by more than two standard errors, of the "
     "seeds or of the puzzles, whichever are larger.",
     "FLOPs of a puzzle of N tokens with K edges each: evaluations x N (8 d^2 + 4 w d^2 + 4 K d) + 2 N d (features + "
