@@ -147,11 +147,11 @@ def loss(model: Model, state: State, targets: Tensor) -> Tensor:
 def train(
     task: Task, model: Model, recipe: Recipe, seed: int, progress: Callable[[int], None] = lambda update: None
 ) -> dict[str, float]:
-    """Train a model in place; its seconds and its last losses."""
+    """Train a model in place; its seconds of processor and its last losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, weight_decay=recipe.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=recipe.updates, pct_start=0.15)
     generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
-    begin, update, losses = time.perf_counter(), 0, []
+    begin, update, losses = time.process_time(), 0, []
     model.train()
     while update < recipe.updates:
         batch = task.draw(recipe.batch, generator).dense()
@@ -170,7 +170,7 @@ def train(
                 break
     model.eval()
     last = losses[-50:]
-    return {"seconds": time.perf_counter() - begin, "loss": sum(last) / len(last)}
+    return {"seconds": time.process_time() - begin, "loss": sum(last) / len(last)}
 
 
 # ------------------------------------------------------------------ answers
