@@ -84,6 +84,11 @@ def newest(suite: str, folder: Path = RESULTS, device: str = "cpu") -> tuple[Pat
     return max(runs, key=lambda pair: pair[1]["finished"], default=None)
 
 
+def timed(run: Document) -> bool:
+    """Whether any of it was timed, so that other work on the cores matters."""
+    return any("seconds" in row for row in run["rows"])
+
+
 def newest_by_metric(
     suite: str, metrics: Iterable[str], folder: Path = RESULTS, device: str = "cpu"
 ) -> list[tuple[Path, Document]]:
@@ -136,7 +141,7 @@ def show(run: Document, notes: Iterable[str], console: Console, tables: Tables =
     console.print(machine(run), markup=False)
     if not run["complete"]:
         console.print("NOT the full run: " + scope(run), style="bold", markup=False)
-    if (busy := warning(run["environment"])) is not None:
+    if (busy := warning(run["environment"])) is not None and timed(run):
         console.print(busy, style="bold", markup=False)
     for reason in refusals(run):
         console.print(reason, style="bold", markup=False)
@@ -250,7 +255,7 @@ def markdown(run: Document, source: str, notes: Iterable[str], tables: Tables = 
         *(part for _, intro, header, lines in tables(run) for part in (intro, markdown_table(header, lines))),
         *(["\n".join(f"- {note}" for note in told)] if (told := [*refusals(run), *notes]) else []),
     ]
-    if (busy := warning(run["environment"])) is not None:
+    if (busy := warning(run["environment"])) is not None and timed(run):
         parts.insert(1, busy)
     return "\n\n".join(parts)
 

@@ -25,6 +25,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
     made = []
     for plan in puzzles.PLANS:
         made += puzzle_tables.tables(plan, [row for row in run["rows"] if row["metric"] == plan.metric])
+    made += puzzle_tables.times([row for row in run["rows"] if row["metric"] == puzzles.Costs.metric])
     made += [_summary(models)] if models else []
     for metric in dict.fromkeys(row["metric"] for row in models):
         made.append(_task([row for row in models if row["metric"] == metric], costs.get(metric)))

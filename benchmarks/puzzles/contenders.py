@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import math
 import random
 import statistics
@@ -21,7 +20,7 @@ from ..measure import interleaved
 from ..targets import Row, Target
 from .models import IGNORED, Examples, Model, Shape, flops
 from .solvers import compared_solvers
-from .training import Answer, Recipe, Task, Way, answered, loss, scored, train
+from .training import Answer, Fixed, Recipe, Task, Way, answered, loss, scored, train
 
 Guess = Callable[[Examples], Tensor]
 
@@ -127,13 +126,10 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Time and memory of all contenders of a plan: one row."""
+    """Time and memory of all contenders of a plan: one row, of a metric of its own, for a machine that does no else."""
 
     plan: Plan
-
-    @property
-    def metric(self) -> str:
-        return self.plan.metric
+    metric: str = "TIMES"
 
     @property
     def name(self) -> str:
@@ -145,8 +141,8 @@ def model_of(task: Task, contender: Contender, seed: int) -> Model:
     return contender.make(task.shape)
 
 
-def trial(plan: Plan, contender: Contender, seed: int) -> tuple[dict[str, Any], bytes]:
-    """One training from one seed with its scores, and the weights."""
+def trial(plan: Plan, contender: Contender, seed: int) -> dict[str, Any]:
+    """One training from one seed with its scores."""
     begin = time.perf_counter()
     found: dict[str, Any] = {"seed": seed, "training": None, "ways": {}}
     model = model_of(plan.task, contender, seed)
@@ -168,9 +164,7 @@ def trial(plan: Plan, contender: Contender, seed: int) -> tuple[dict[str, Any], 
     if contender.solvers:
         examples = plan.task.test(plan.solver_set, plan.puzzles).at(slice(0, plan.solver_puzzles))
         found["solvers"] = compared_solvers(model, examples)
-    weights = io.BytesIO()
-    torch.save(model.state_dict(), weights)
-    return found | {"wall_seconds": time.perf_counter() - begin}, weights.getvalue()
+    return found | {"wall_seconds": time.perf_counter() - begin}
 
 
 def entry_row(entry: Entry, runs: list[dict[str, Any]]) -> Row:
@@ -243,19 +237,23 @@ def verdict(ours: list[float], theirs: list[float], puzzles: int) -> str:
     return "as good" if abs(gain) <= 2 * error else "better" if gain > 0 else "worse"
 
 
-def costs_row(setting: Costs, weights: dict[str, bytes], repeats: int, max_seconds: float) -> Row:
-    """A training step and an answer, of all trained contenders in turns, and the peak memory of the step."""
+def costs_row(setting: Costs, repeats: int, max_seconds: float) -> Row:
+    """A training step of all contenders, and fixed numbers of their steps, in turns; the peak memory of the former.
+
+    All with the weights of the beginning: what is trained changes how many evaluations a solve makes, and those are
+    counted where it is asked.
+    """
     begin, plan, task = time.perf_counter(), setting.plan, setting.plan.task
     functions: dict[str, Callable[[], Any]] = {}
     for contender in plan.contenders:
-        if contender.name not in weights or contender.recipe is None:
+        if contender.recipe is None:
             continue
         model = model_of(task, contender, 0)
-        model.load_state_dict(torch.load(io.BytesIO(weights[contender.name])))
         functions[f"{contender.name} training"] = functools.partial(one_step, task, model, contender.recipe)
         examples = task.test(plan.costs, plan.puzzles).at(slice(0, plan.cost_puzzles))
         for way in contender.ways:
-            functions[f"{contender.name}, {way.name}"] = functools.partial(answered, model.eval(), examples, way)
+            if isinstance(way, Fixed):
+                functions[f"{contender.name}, {way.name}"] = functools.partial(answered, model.eval(), examples, way)
     memory = {
         name: peak_memory(function, torch.device("cpu"))
         for name, function in functions.items()
@@ -284,5 +282,5 @@ def one_step(task: Task, model: Model, recipe: Recipe) -> None:
     """Forward and backward of the first batch."""
     batch = task.draw(recipe.batch, torch.Generator().manual_seed(0)).dense()
     model.zero_grad()
-    states = iter(recipe.training.states(model, batch, random.Random(0)))
+    states = iter(recipe.training.states(model, batch, random.Random(0), 1.0))
     loss(model, next(states), batch.targets).backward()

@@ -34,7 +34,7 @@ class Intermediate:
 
     steps: range
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
         x, steps = model.embed(batch.inputs), draw.choice(self.steps)
         half = model.steps(torch.zeros_like(x), x, batch.edges, steps // 2)
         yield torch.stack([half, model.steps(half, x, batch.edges, steps - steps // 2)])
@@ -54,7 +54,7 @@ class Segments:
     noise: float = 0.0
     keep: float = 1.0
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
         z = self.start * torch.randn_like(model.embed(batch.inputs))
         for _ in range(self.count):
             # The weights have been changed since.
@@ -71,7 +71,7 @@ class Penalised:
 
     weight: float
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
         x = model.embed(batch.inputs)
         settled = Equilibrium(model.block, solver=Settled(Implicit()).solver, adjoint=Implicit(), on_failure="ignore")
         z = settled(x, batch.edges)

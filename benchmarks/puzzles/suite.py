@@ -16,7 +16,7 @@ from .contenders import Contender, Costs, Entry, Plan, costs_row, entry_row, tri
 from .training import CAP, RTOL
 
 PLANS: tuple[Plan, ...] = (mazes.PLAN, *sudoku.PLANS, prefix.PLAN, recipes.PLAN)
-METRICS = tuple(plan.metric for plan in PLANS)
+METRICS = (*(plan.metric for plan in PLANS), Costs.metric)
 TARGETS = tuple(claim.target(plan.metric) for plan in PLANS for claim in plan.claims)
 #: Trainings run side by side, each in a process with one thread; a look is not worth the start of one.
 WORKERS, WORTH_A_PROCESS = 2, 500
@@ -27,7 +27,7 @@ NOTES = (
     "state of every token. `stack`: every step has a block with weights of its own; `tied`: one block for all steps. "
     "With the same seed all begin with the same embedding, head and first block, and see the same batches.",
     f"`solved`: Picard's iteration from zeros to the relative residual {RTOL:g}, at most {CAP} evaluations; puzzles "
-    "that are done leave the work. `damped`: 0.7 of every step. `exact`: the part of the puzzles that are wholly "
+    "that are done leave the work. `exact`: the part of the puzzles that are wholly "
     "right. Means +- standard deviations over three seeds; `better`, `worse`: by more than two standard errors, of the "
     "seeds or of the puzzles, whichever are larger.",
     "FLOPs of a puzzle of N tokens with K edges each: evaluations x N (8 d^2 + 4 w d^2 + 4 K d) + 2 N d (features + "
@@ -36,6 +36,9 @@ NOTES = (
     "`fixed points`: settled states of one puzzle that differ by more than 100 tolerances of their size, over all "
     "solvers and Picard's iteration from three random states; `elsewhere`: settled puzzles whose state so differs from "
     "Picard's from zeros.",
+    "TIMES: contenders in turns in one process, one thread, with the weights of the beginning: the first batch of the "
+    "training, and fixed numbers of evaluations; a solve makes those that are told where it is asked. `peak MB`: of "
+    "the training step, beyond the weights.",
     *(note for plan in PLANS for note in plan.notes),
 )
 
@@ -45,7 +48,7 @@ Job = tuple[Plan, Contender, int]
 
 def settings_of(quick: bool) -> tuple[Setting, ...]:
     plans = [plan.quick() if quick else plan for plan in PLANS]
-    return tuple(s for p in plans for s in (*(Entry(p, contender) for contender in p.contenders), Costs(p)))
+    return (*(Entry(p, contender) for p in plans for contender in p.contenders), *map(Costs, plans))
 
 
 def run(settings: Iterable[Setting], *, repeats: int, max_seconds: float, progress: Callable[[Row], None]) -> list[Row]:
@@ -54,23 +57,17 @@ def run(settings: Iterable[Setting], *, repeats: int, max_seconds: float, progre
     entries = [setting for setting in settings if isinstance(setting, Entry)]
     done = _trials([(entry.plan, entry.contender, seed) for entry in entries for seed in entry.plan.seeds])
     rows: list[Row] = []
-    weights: dict[str, dict[str, bytes]] = {}
     for setting in settings:
         if isinstance(setting, Entry):
-            runs = []
-            for _ in setting.plan.seeds:
-                found, trained = next(done)
-                weights.setdefault(setting.metric, {}).setdefault(setting.contender.name, trained)
-                runs.append(found)
-            rows.append(entry_row(setting, runs))
+            rows.append(entry_row(setting, [next(done) for _ in setting.plan.seeds]))
         else:
-            rows.append(costs_row(setting, weights.get(setting.metric, {}), repeats, max_seconds))
+            rows.append(costs_row(setting, repeats, max_seconds))
         progress(rows[-1])
     return rows
 
 
-def _trials(jobs: list[Job]) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Runs and weights in the order of the jobs."""
+def _trials(jobs: list[Job]) -> Iterator[dict[str, Any]]:
+    """Runs in the order of the jobs."""
     updates = sum(contender.recipe.updates for _, contender, _ in jobs if contender.recipe is not None)
     if updates < WORTH_A_PROCESS:
         yield from (trial(*job) for job in jobs)

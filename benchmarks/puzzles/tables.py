@@ -18,8 +18,25 @@ def tables(plan: Plan, rows: list[Row]) -> list[Table]:
     entries = [row for row in rows if "contender" in row]
     if not entries:
         return []
-    costs = next((row for row in rows if "seconds" in row), None)
-    return [_exact(plan, entries), _details(plan, entries, costs), *_solvers(plan, entries)]
+    return [_exact(plan, entries), _details(plan, entries), *_solvers(plan, entries)]
+
+
+def times(rows: list[Row]) -> list[Table]:
+    """Time and memory of the contenders of every plan that was timed."""
+    made = []
+    for row in rows:
+        seconds, lines = row["seconds"], []
+        for name in (each for each in seconds if each.endswith(" training")):
+            contender = name.removesuffix(" training")
+            ways = [each.removeprefix(f"{contender}, ") for each in seconds if each.startswith(f"{contender}, ")]
+            answers = ", ".join(f"{way} {milliseconds(row, f'{contender}, {way}')}" for way in ways)
+            peak = f"{row['peak_memory_bytes'][name] / 1e6:.1f}"
+            lines.append([contender, milliseconds(row, name), peak, answers or "-"])
+        header = ["contender", "ms training step", "peak MB of it", "ms answer"]
+        task = row["name"].split(":")[0].upper()
+        intro = f"{task}: a training step, and the answer to {row['batch']} puzzles of {row['set']}:"
+        made.append(Table(row["name"], intro, header, lines))
+    return made
 
 
 def _ways(entries: list[Row]) -> list[tuple[Row, str, str]]:
@@ -48,10 +65,10 @@ def _exact(plan: Plan, entries: list[Row]) -> Table:
     return Table(f"{plan.metric.lower()}: exact", intro, header, lines)
 
 
-def _details(plan: Plan, entries: list[Row], costs: Row | None) -> Table:
-    """Evaluations, certificates, costs, at one set."""
+def _details(plan: Plan, entries: list[Row]) -> Table:
+    """Evaluations, certificates and FLOPs, at one set."""
     header = ["contender; way", "cells %", "evaluations mean/p99/max", "converged %", "exact % given converged", "not"]
-    header += ["parameters", "MFLOP", "training s", "ms answer", "ms training step", "peak MB of it"]
+    header += ["parameters", "MFLOP", "training s of processor"]
     lines = []
     for row, way, name in _ways(entries):
         found = [run["ways"][way].get(plan.costs) for run in row["runs"]]
@@ -74,13 +91,9 @@ def _details(plan: Plan, entries: list[Row], costs: Row | None) -> Table:
                 str(row["parameters"]),
                 f"{row['flops'][way][plan.costs] / 1e6:.1f}" if way in row["flops"] else "-",
                 f"{statistics.mean(trained):.0f}" if trained else "-",
-                milliseconds(costs, f"{row['contender']}, {way}"),
-                milliseconds(costs, f"{row['contender']} training"),
-                peak(costs, f"{row['contender']} training"),
             ]
         )
-    batch = "" if costs is None else f" (`ms answer` of {costs['batch']} of them at once; `peak MB` beyond the weights)"
-    return Table(f"{plan.metric.lower()}: details", f"What it took, at {plan.costs}{batch}:", header, lines)
+    return Table(f"{plan.metric.lower()}: details", f"What it took, at {plan.costs}:", header, lines)
 
 
 def _solvers(plan: Plan, entries: list[Row]) -> list[Table]:
@@ -129,14 +142,8 @@ def percent(found: list[float]) -> str:
     return text if len(found) == 1 else f"{text} +- {100 * statistics.stdev(found):.1f}"
 
 
-def milliseconds(costs: Row | None, name: str) -> str:
-    return "-" if costs is None or name not in costs["seconds"] else f"{1000 * costs['seconds'][name]['median']:.0f}"
-
-
-def peak(costs: Row | None, name: str) -> str:
-    if costs is None or name not in costs["peak_memory_bytes"]:
-        return "-"
-    return f"{costs['peak_memory_bytes'][name] / 1e6:.1f}"
+def milliseconds(row: Row, name: str) -> str:
+    return f"{1000 * row['seconds'][name]['median']:.0f}"
 
 
 def figure(plan: Plan, run: dict[str, Any], folder: Path) -> list[tuple[str, str]]:

@@ -43,39 +43,46 @@ State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 class Training(Protocol):
     """The part of a recipe that says at which states of a puzzle there is a loss."""
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
-        """States (B, N, dim), or several (S, B, N, dim), with their graph; each time there is an optimiser step."""
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
+        """States (B, N, dim), or several (S, B, N, dim), with their graph; each time there is an optimiser step.
+
+        done: the part of all updates that has been made.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """`steps` blocks in turn; drawn for every batch where it is a range (which makes states settle beyond them).
 
-    before: blocks in turn without a graph before these, drawn as well.
+    every: a loss at the last state and at each `every`th before it, back to the middle; None for the last alone.
     noise: normal noise of this size that every step adds to the state: what is to last must be held with a margin.
-    settle: weight of the last step's relative change in the loss, which asks the state to come to rest.
+    settle: weight of the last step's relative change in the loss, which asks the state to come to rest. It grows from 0
+        in the third quarter of the updates: asked for at once, states come to rest before they answer anything.
     """
 
     steps: int | range
-    before: int | range = 0
+    every: int | None = None
     noise: float = 0.0
     settle: float = 0.0
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[State]:
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[State]:
         x, edges = model.embed(batch.inputs), batch.edges
-        steps, before = (draw.choice(c) if isinstance(c, range) else c for c in (self.steps, self.before))
-        z = torch.zeros_like(x)
-        with torch.no_grad():
-            z = model.steps(z, x, edges, before)
-        last = z
+        steps = draw.choice(self.steps) if isinstance(self.steps, range) else self.steps
+        z = last = torch.zeros_like(x)
+        kept = []
         for index in range(steps):
             last, z = z, model.blocks[index % len(model.blocks)](z, x, edges)
             z = z + self.noise * torch.randn_like(z) if self.noise else z
-        if self.settle:
+            left = steps - 1 - index
+            if left == 0 or (self.every is not None and left % self.every == 0 and 2 * (index + 1) >= steps):
+                kept.append(z)
+        states = kept[0] if len(kept) == 1 else torch.stack(kept)
+        weight = self.settle * min(max(4 * done - 2, 0.0), 1.0)
+        if weight:
             change, size = (t.flatten(1).norm(dim=1) for t in (z - last, z.detach()))
-            yield z, self.settle * (change / size).mean()
+            yield states, weight * (change / size).mean()
         else:
-            yield z
+            yield states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Settled:
     adjoint: Adjoint
     solver: Solver = dataclasses.field(default_factory=lambda: Picard(rtol=RTOL, max_steps=40))
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[Tensor]:
         settled = Equilibrium(model.block, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
         yield settled(model.embed(batch.inputs), batch.edges)
 
@@ -99,7 +106,7 @@ class TorchDEQLayer:
     grad: int = 1
     most: int = 40
 
-    def states(self, model: Model, batch: Examples, draw: random.Random) -> Iterator[Tensor]:
+    def states(self, model: Model, batch: Examples, draw: random.Random, done: float) -> Iterator[Tensor]:
         from torchdeq import get_deq
 
         ways = {"solver": self.solver, "tol": RTOL, "stop_mode": "rel", "max_iter": self.most}
@@ -140,15 +147,15 @@ def loss(model: Model, state: State, targets: Tensor) -> Tensor:
 def train(
     task: Task, model: Model, recipe: Recipe, seed: int, progress: Callable[[int], None] = lambda update: None
 ) -> dict[str, float]:
-    """Train a model in place; its seconds and its last losses."""
+    """Train a model in place; its seconds of processor and its last losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, weight_decay=recipe.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=recipe.updates, pct_start=0.15)
     generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
-    begin, update, losses = time.perf_counter(), 0, []
+    begin, update, losses = time.process_time(), 0, []
     model.train()
     while update < recipe.updates:
         batch = task.draw(recipe.batch, generator).dense()
-        states = iter(recipe.training.states(model, batch, draw))
+        states = iter(recipe.training.states(model, batch, draw, update / recipe.updates))
         for z in states:
             found = loss(model, z, batch.targets)
             optimizer.zero_grad()
@@ -163,7 +170,7 @@ def train(
                 break
     model.eval()
     last = losses[-50:]
-    return {"seconds": time.perf_counter() - begin, "loss": sum(last) / len(last)}
+    return {"seconds": time.process_time() - begin, "loss": sum(last) / len(last)}
 
 
 # ------------------------------------------------------------------ answers

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import random
@@ -67,7 +66,7 @@ def test_every_tree_of_the_smallest_grid_is_drawn_and_by_wilson_equally_often(na
 def test_wilson_draws_the_trees_of_a_larger_grid_equally_often():
     draw = random.Random(1)
     trees = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(mazes.wilson(3, draw)) if pair[0] != pair[1])
+        frozenset(frozenset(pair) for pair in enumerate(mazes.GENERATORS["Wilson"](3, draw)) if pair[0] != pair[1])
         for _ in range(3840)
     )
     assert len(trees) == 192  # Kirchhoff's number of spanning trees
@@ -75,7 +74,7 @@ def test_wilson_draws_the_trees_of_a_larger_grid_equally_often():
     assert chi < 191 + 4 * math.sqrt(2 * 191)
     # Those of a depth-first search are not: it has fewer branches.
     others = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(mazes.depth_first(3, draw)) if pair[0] != pair[1])
+        frozenset(frozenset(pair) for pair in enumerate(mazes.GENERATORS["depth-first"](3, draw)) if pair[0] != pair[1])
         for _ in range(3840)
     )
     assert sum((others[tree] - 20) ** 2 / 20 for tree in trees) > 400
@@ -120,17 +119,17 @@ def test_mazes_follow_from_their_seed_and_the_first_are_the_same_in_a_larger_cou
 
 
 def test_held_out_mazes_are_not_learnt_from(monkeypatch):
-    few = functools.cache(lambda: mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 10, "to test"))
-    monkeypatch.setattr(mazes, "learnt", few)
-    known = {mazes.drawing(maze) for maze in few().edges}
+    few = mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 10, "held out")
+    monkeypatch.setattr(mazes, "learnt", lambda: (few, few.at(slice(0, 2))))
+    known = {mazes.drawing(maze) for maze in few.edges}
     for name in GENERATORS:
         asked = mazes.held_out.__wrapped__(name, 5, 20)
         assert len(asked.targets) == 20
         assert not known & {mazes.drawing(maze) for maze in asked.edges}
     asked = mazes.held_out.__wrapped__("Wilson", 5, 20)
-    assert torch.equal(asked.edges[0], mazes.mazes("Wilson", 5, 1, "to test").edges[0])
+    assert torch.equal(asked.edges[0], mazes.mazes("Wilson", 5, 1, "held out").edges[0])
     asked = mazes.held_out.__wrapped__(mazes.TRAIN_GENERATOR, 5, 20)
-    assert torch.equal(asked.edges[0], mazes.mazes(mazes.TRAIN_GENERATOR, 5, 11, "to test").edges[-1])
+    assert torch.equal(asked.edges[0], mazes.mazes(mazes.TRAIN_GENERATOR, 5, 11, "held out").edges[-1])
 
 
 def test_guesses_are_what_they_say():
@@ -220,24 +219,44 @@ def test_repeated_self_attention_is_the_energy_of_the_library():
 # ------------------------------------------------------------------ training and answers
 
 
-def test_a_loop_draws_its_steps_and_makes_the_first_without_a_graph():
+def test_a_loop_draws_its_steps():
     model, examples = model_of(), drawn().dense()
     counted = []
-    model.block.register_forward_hook(lambda *given: counted.append(torch.is_grad_enabled()))
+    model.block.register_forward_hook(lambda *given: counted.append(1))
     seen, draw = set(), random.Random(0)
-    for _ in range(80):
+    for _ in range(40):
         counted.clear()
-        (z,) = Loop(range(2, 5), range(3)).states(model, examples, draw)
+        (z,) = Loop(range(2, 5)).states(model, examples, draw, 1.0)
         assert z.requires_grad
-        assert counted == sorted(counted)
-        seen.add((counted.count(False), counted.count(True)))
-    assert seen == set(itertools.product(range(3), range(2, 5)))
+        seen.add(len(counted))
+    assert seen == {2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "asked"), [(8, 2, (4, 6, 8)), (7, 2, (5, 7)), (6, 5, (6,)), (5, 1, (3, 4, 5))]
+)
+def test_a_loss_at_several_states_is_at_those_of_the_later_half(steps, every, asked):
+    model, examples = model_of(), drawn().dense()
+    x = model.embed(examples.inputs)
+    (states,) = Loop(steps, every).states(model, examples, random.Random(0), 0.0)
+    expected = [model.steps(torch.zeros_like(x), x, examples.edges, count) for count in asked]
+    torch.testing.assert_close(states, torch.stack(expected) if len(asked) > 1 else expected[0])
+
+
+def test_states_are_asked_to_rest_from_the_middle_of_the_training_on():
+    model, examples = model_of(), drawn().dense()
+    weights = []
+    for done in (0.0, 0.5, 0.625, 0.75, 1.0):
+        (found,) = Loop(3, settle=0.5).states(model, examples, random.Random(0), done)
+        weights.append(float(found[1].detach()) if isinstance(found, tuple) else 0.0)
+    assert weights == pytest.approx([weights[-1] * part for part in (0, 0, 0.5, 1, 1)])
+    assert weights[-1] > 0
 
 
 def test_the_last_change_is_a_part_of_the_loss_where_states_are_to_settle():
     model, examples = model_of(), drawn().dense()
     x = model.embed(examples.inputs)
-    ((z, more),) = Loop(3, settle=0.5).states(model, examples, random.Random(0))
+    ((z, more),) = Loop(3, settle=0.5).states(model, examples, random.Random(0), 1.0)
     before = model.steps(torch.zeros_like(x), x, examples.edges, 2)
     torch.testing.assert_close(z, model.block(before, x, examples.edges))
     changes = [float((b - a).detach().norm() / b.detach().norm()) for a, b in zip(before, z, strict=True)]
@@ -357,16 +376,16 @@ def written(tmp_path_factory):
         patch.setattr(mazes, "TRAIN_MAZES", 40)
         for name in ("learnt", "masked", "held_out"):
             patch.setattr(mazes, name, functools.cache(getattr(mazes, name).__wrapped__))
-        done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "mazes", "--out", str(folder)])
+        done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "mazes,times", "--out", str(folder)])
     assert done.exit_code == 0, done.output
     (path,) = folder.glob("usefulness-partial-*.json")
     return json.loads(path.read_text())
 
 
 def test_a_quick_run_has_every_contender(written):
-    *rows, costs = written["rows"]
+    rows = [row for row in written["rows"] if row["metric"] == "MAZES"]
+    costs = next(row for row in written["rows"] if row["metric"] == "TIMES")
     assert [row["contender"] for row in rows] == [contender.name for contender in mazes.CONTENDERS]
-    assert {row["metric"] for row in written["rows"]} == {"MAZES"}
     for row, contender in zip(rows, mazes.CONTENDERS, strict=True):
         (run,) = row["runs"]
         assert set(run["ways"]) == {way.name for way in contender.ways} or set(run["ways"]) == {"guess"}
@@ -382,9 +401,11 @@ def test_a_quick_run_has_every_contender(written):
 def test_tables_and_figure_hold_what_was_measured(written, tmp_path):
     plan = mazes.PLAN.quick()
     console = Console(width=300, record=True, file=io.StringIO())
-    for _, _, header, lines in puzzle_tables.tables(plan, written["rows"]):
+    rows, timed = ([row for row in written["rows"] if row["metric"] == metric] for metric in ("MAZES", "TIMES"))
+    made = [*puzzle_tables.tables(plan, rows), *puzzle_tables.times(timed)]
+    for _, _, header, lines in made:
         assert all(len(line) == len(header) for line in lines)
-    report.show(written, (), console, lambda run: puzzle_tables.tables(plan, run["rows"]))
+    report.show(written, (), console, lambda run: made)
     shown = console.export_text()
     for text in ("stack of 12", "all but dead ends", "NewtonKrylov", mazes.TIED):
         assert text in shown

@@ -221,7 +221,7 @@ def test_segments_go_on_from_a_detached_state_and_reach_the_weights_in_each():
     model = contenders.model_of(task, recipes.CONTENDERS[0], 0)
     seen, batch = counting(model), task.draw(3, torch.Generator().manual_seed(0))
     made = []
-    for z in recipes.Segments(2, 3).states(model, batch, random.Random(0)):
+    for z in recipes.Segments(2, 3).states(model, batch, random.Random(0), 1.0):
         model.zero_grad()
         training.loss(model, z, batch.targets).backward()
         assert model.embed.weight.grad.abs().max() > 0
@@ -241,7 +241,9 @@ def test_noise_and_damping_of_segments_are_of_the_size_that_is_told():
     seen, batch = counting(model), task.draw(64, torch.Generator().manual_seed(0))
     torch.manual_seed(1)
     with torch.no_grad():
-        states = list(recipes.Segments(2, 2, start=3.0, noise=0.5, keep=0.75).states(model, batch, random.Random(0)))
+        states = list(
+            recipes.Segments(2, 2, start=3.0, noise=0.5, keep=0.75).states(model, batch, random.Random(0), 1.0)
+        )
     assert float(seen[0][0].std()) == pytest.approx((3.0**2 + 0.5**2) ** 0.5, rel=0.05)
     torch.testing.assert_close(seen[1][0], 0.25 * seen[0][0] + 0.75 * seen[0][1])
     assert float((seen[2][0] - states[0]).std()) == pytest.approx(0.5, rel=0.05)
@@ -251,7 +253,7 @@ def test_a_loss_at_half_the_steps_is_the_mean_of_both():
     task = sudoku.TASK
     model = contenders.model_of(task, recipes.CONTENDERS[0], 0)
     batch = task.draw(4, torch.Generator().manual_seed(0))
-    (both,) = recipes.Intermediate(range(5, 6)).states(model, batch, random.Random(0))
+    (both,) = recipes.Intermediate(range(5, 6)).states(model, batch, random.Random(0), 1.0)
     x = model.embed(batch.inputs)
     two, five = (model.steps(torch.zeros_like(x), x, batch.edges, count) for count in (2, 5))
     expected = sum(training.loss(model, z, batch.targets) for z in (two, five)) / 2
@@ -265,7 +267,7 @@ def test_a_penalty_is_the_mean_square_of_the_jacobian():
     found = []
     for number in range(40):
         torch.manual_seed(seed + number)
-        ((z, added),) = recipes.Penalised(0.5).states(model, batch, random.Random(0))
+        ((z, added),) = recipes.Penalised(0.5).states(model, batch, random.Random(0), 1.0)
         found.append(float(added.detach()))
     x = model.embed(batch.inputs).detach()
     squares = []
