@@ -208,19 +208,25 @@ class Safeguarded(Solver):
                 history = _held(moved, history, state.history)
             if self._stretches(problem):
                 downward = fresh & moved & ((dz * dr).sum(-1) >= 0)
-        base = state._replace(
-            z=rows_where(accepted, point.z, state.z),
-            r=rows_where(accepted, point.r, state.r),
-            residual=torch.where(accepted, point.residual, state.residual),
-            history=history,
-        )
+        # Mostly all are accepted: one look in place of one for each of these.
+        whole = host_may_look(accepted) and bool(accepted.all())
+        if whole:
+            base = state._replace(z=point.z, r=point.r, residual=point.residual, history=history)
+        else:
+            base = state._replace(
+                z=rows_where(accepted, point.z, state.z),
+                r=rows_where(accepted, point.r, state.r),
+                residual=torch.where(accepted, point.residual, state.residual),
+                history=history,
+            )
+            point = point._replace(z=base.z, r=base.r, residual=base.residual)
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        point = point._replace(z=base.z, r=base.r, residual=base.residual)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         memory, stalled = self._after(problem, state, base, proposal, accepted)
         if memory.direction is None:
-            return Update(memory, memory.z + rows_where(accepted, proposal.direction, base.r), None, proposal.num_evals)
+            direction = proposal.direction if whole else rows_where(accepted, proposal.direction, base.r)
+            return Update(memory, memory.z + direction, None, proposal.num_evals)
         return Update(memory, _ahead(memory.z, memory.length, memory.direction), stalled, proposal.num_evals)
 
     def _after(
