@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import transforms_active
+from .._autograd import host_may_look, transforms_active
 from .._declared import pick, put
 from .._reporting import UNSURE, report_gradients
 from .._types import LinearMap
@@ -159,6 +159,10 @@ def _solve(
     )
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, linear, z, rhs, answer)
+    stalled = answer.status == Status.STALLED
+    if host_may_look(stalled) and not bool(stalled.any()):
+        # There is nothing to forgive.
+        return answer
     found = _norm(answer.value, problem.event_ndim)
     status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, found, size)
     return answer._replace(status=status, tolerance=tolerance)

@@ -88,9 +88,8 @@ class GMRES(LinearSolver[GMRESState]):
         column = coordinates(state.turned, column)
         verdict, diagonal = state.verdict, column[..., -1]
         # Mostly the host sees that all problems take part, and that the space of each grows: nothing is to be masked.
-        used, whole = active & ~invariant, False
-        if host_may_look(used):
-            whole = bool(used.all())
+        used = active & ~invariant
+        whole = host_may_look(used) and bool(used.all())
         if not whole:
             height = height.masked_fill(invariant, 0.0)
         pivot = torch.hypot(diagonal, height)
@@ -100,7 +99,8 @@ class GMRES(LinearSolver[GMRESState]):
         column = torch.cat([column[..., :-1], pivot.unsqueeze(-1)], -1)
         target, pending = cosine * state.pending, -sine * state.pending
         if whole:
-            following = remainder / height.unsqueeze(-1)
+            # Nobody else holds the remainder.
+            following = remainder.div_(height.unsqueeze(-1))
         else:
             blocked = active & (pivot <= tiny)  # A is singular on the invariant space
             verdict, used = verdict.masked_fill(blocked, int(Status.STALLED)), active & ~blocked
