@@ -197,7 +197,6 @@ def test_training_learns_and_leaves_the_callers_random_numbers_alone():
     assert losses[-1][1] < 0.9 * losses[0][1]
 
 
-@pytest.mark.slow
 def test_a_block_trained_on_small_mazes_solves_larger_ones():
     model = maze.trained(MazeSettings())
     for size, share in ((5, 0.95), (9, 0.85), (17, 0.4)):
