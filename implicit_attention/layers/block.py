@@ -14,6 +14,7 @@ from .. import _validate
 from .._autograd import at_least_single, is_batched, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint
+from ..errors import ConvergenceError
 from ..fixed_point_map import PerSample, Shared
 from ..options import SolveOptions
 from ..solution import Record, Solution
@@ -206,6 +207,13 @@ class Equilibrium(Remembering):
             except DrawsNumbers:
                 self._draws.add(mode)
                 draws.restart()
+            except (RuntimeError, TypeError, AttributeError) as error:
+                given, own = (_told(state) for state in (initial, self._initial(x, None)))
+                if start is None or isinstance(start, str) or isinstance(error, ConvergenceError) or given == own:
+                    raise
+                failed = f"{type(self.block).__name__} takes, which raised {type(error).__name__}"
+                required = f"be a state that {failed} (its own start has the structure {own})"
+                raise ValueError(_validate.message("start", required, given)) from error
         draws.finish()
         if isinstance(solution, Record):
             self._remember(solution)
@@ -313,6 +321,11 @@ class _Held(nn.Module):
 
     def forward(self) -> Any:
         return pytree.tree_map(lambda i: getattr(self, str(i)), self.numbered)
+
+
+def _told(state: Any) -> str:
+    """The structure of a state with the shapes of its tensors."""
+    return str(pytree.tree_map(lambda leaf: tuple(getattr(leaf, "shape", ())), state))
 
 
 def _for_samples(state: Any, x: Any, event_ndim: int) -> Any:

@@ -29,10 +29,12 @@ class Composed(nn.Module):
         self.inject = nn.Linear(dim, dim, bias=False, device=like.device, dtype=like.dtype)
         nn.init.zeros_(self.inject.weight)
 
-    def forward(self, z: Tensor, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    def forward(
+        self, z: Tensor, x: Tensor, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Tensor:
         h: Tensor = z + self.inject(x)
         for layer in self.layers:
-            found = layer(h, *args, **options)
+            found = layer(h, *args, **(options or {}))
             h = found[0] if isinstance(found, tuple) else found
         return h
 

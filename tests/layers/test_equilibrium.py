@@ -661,6 +661,27 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(layer, x, atol=1e-5)
 
 
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_start_that_the_block_does_not_take_is_named(steps):
+    layer, x = made()
+    for start, received in (
+        (torch.zeros(len(x) + 1, *x.shape[1:], dtype=x.dtype), f"got ({len(x) + 1}, "),
+        ((x, x), r"got \(\("),
+        ({"z": x}, "got {'z': "),
+    ):
+        with pytest.raises(
+            ValueError, match=r"`start` must be a state that Block takes.*own start has the structure \("
+        ) as told:
+            layer(x, steps=steps, start=start)
+        assert received.replace("\\", "") in str(told.value)
+        assert told.value.__cause__ is not None
+    # What fails for another cause keeps its error.
+    with pytest.raises(ia.ConvergenceError):
+        layer(x, solver=ia.Picard(max_steps=1), start=x.clone(), on_failure="raise")
+    with pytest.raises(TypeError):
+        layer(x, "no mask", start=x.clone())
+
+
 def work(rank, folder):
     layer, x = made(Block(dropout=0.2))
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=1)
