@@ -25,7 +25,8 @@ def tables(run: dict[str, Any]) -> list[Table]:
     made = []
     for plan in puzzles.PLANS:
         made += puzzle_tables.tables(plan, [row for row in run["rows"] if row["metric"] == plan.metric])
-    made += puzzle_tables.times([row for row in run["rows"] if row["metric"] == puzzles.Costs.metric])
+    timed = [row for row in run["rows"] if row["metric"] == puzzles.Costs.metric and "seconds" in row]
+    made += puzzle_tables.times(timed)
     made += [_summary(models)] if models else []
     for metric in dict.fromkeys(row["metric"] for row in models):
         made.append(_task([row for row in models if row["metric"] == metric], costs.get(metric)))

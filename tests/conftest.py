@@ -34,6 +34,12 @@ SLOW = (
     # Compiled models of other families than the one in the fast suite.
     r"integrations/test_transformers.py::test_a_compiled_(gemma|llama_is_one_graph\[False)",
     r"integrations/test_transformers_more.py::test_lengths_share_a_compiled_graph",
+    # A run of the command trains all contenders; one by one, of other puzzles, they train in test_sudoku.py.
+    r"benchmarks/test_mazes.py::test_(a_quick_run_has_every_contender|tables_and_figure_hold_what_was_measured)",
+    # It waits for other processes to import torch, as those of the other tasks do in test_usefulness.py.
+    r"benchmarks/test_mazes.py::test_what_is_run_side_by_side_is_what_one_process_finds",
+    # A training to the end; a short one stays in the fast suite.
+    r"cli/test_maze.py::test_a_block_trained_on_small_mazes_solves_larger_ones",
     # Many random systems, or large ones; few and small ones are in the same files.
     r"spins/test_saddle_point.py::test_a_thousand_systems_are_solved_without_a_failure",
     r"spins/test_saddle_point.py::test_spherical_glass",

@@ -152,13 +152,12 @@ class Training:
 
 def failures(model: LlamaForCausalLM) -> int:
     """Solves of the last batch, forward and backward, that did not reach their tolerance."""
-    found = [
-        failed
-        for one in last_solves(model).values()
-        for failed in (one.failed, one.adjoint.failed)
-        if failed is not None
-    ]
-    return sum(int(failed.sum()) for failed in found)
+    count = 0
+    for one in last_solves(model).values():
+        count += int(one.failed.sum())
+        if one.adjoint.status is not None:  # not `failed`, which has the forward solves that failed a second time
+            count += int((one.adjoint.status > implicit_attention.Status.UNSTABLE).sum())
+    return count
 
 
 class Measured(NamedTuple):

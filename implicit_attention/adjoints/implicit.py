@@ -221,20 +221,20 @@ class _FixedPoint(torch.autograd.Function):
                 "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
             )
         call = cast(_Call, ctx.call)
-        problem = call.problem.replace(*tensors)
+        problem, needed = call.problem, _needed(ctx, tensors)
         # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
         plain = not torch.is_grad_enabled() and not transforms_active()
         if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
             left_out = ~_any(torch.isfinite(z) | (cotangents[0] != 0), problem.event_ndim)
-            problem, z = isolated(problem, z, left_out)
+            problem, z = isolated(problem.replace(*tensors), z, left_out)
+            tensors = list(problem.tensors())
         with exact_precision(z):
-            needed = _needed(ctx, tensors)
             if plain:
-                marked = (t.detach().requires_grad_(n) for t, n in zip(problem.tensors(), needed, strict=True))
-                problem = problem.replace(*marked)
+                problem = problem.replace(*(t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)))
                 gradients = adjoint_gradients(call.request, call.linear_solver, problem, z.detach(), cotangents[0])
             else:
-                u = _apply(_AdjointSolve, call, True, z, cotangents[0], *problem.tensors())
+                problem = problem.replace(*tensors)
+                u = _apply(_AdjointSolve, call, True, z, cotangents[0], *tensors)
                 gradients = pullback(problem, z, u, needed)
         return (None, None, *gradients)
 

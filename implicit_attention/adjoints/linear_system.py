@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import transforms_active
+from .._autograd import host_may_look, transforms_active
 from .._declared import pick, put
 from .._reporting import UNSURE, report_gradients
 from .._types import LinearMap
@@ -47,6 +47,7 @@ def adjoint_gradients(
 ) -> tuple[Tensor | None, ...]:
     """(df/dt)^T u for every tensor t of the problem, with (I - J^T) u = cotangent; without a graph.
 
+    The tensors are leaves that nobody else holds: those of which a gradient is asked for require grad.
     A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
     """
@@ -73,12 +74,10 @@ def _by_rows(
 
     With it comes the tape of all rows, where they are one tile that was recorded.
     """
-    tensors = [t.detach().requires_grad_(t.requires_grad) for t in problem.tensors()]
-    live = problem.replace(*tensors)
     answers = []
     for index in tiles:
         with torch.enable_grad():
-            part = live if index is None else live.select(index)
+            part = problem if index is None else problem.select(index)
         assert part is not None
         with torch.no_grad():
             tape = Tape.of(part, rows_of(z, index))
@@ -96,7 +95,7 @@ def _by_rows(
     last = z.ndim - problem.event_ndim - 1
     fields = zip(*(answer[:6] for answer in answers), strict=True)
     whole = [torch.cat(parts, dim=last) for parts in fields]
-    return Adjoined._make((*whole, tuple(t.grad for t in tensors))), None
+    return Adjoined._make((*whole, tuple(t.grad for t in problem.tensors()))), None
 
 
 def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
@@ -160,6 +159,10 @@ def _solve(
     )
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, linear, z, rhs, answer)
+    stalled = answer.status == Status.STALLED
+    if host_may_look(stalled) and not bool(stalled.any()):
+        # There is nothing to forgive.
+        return answer
     found = _norm(answer.value, problem.event_ndim)
     status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, found, size)
     return answer._replace(status=status, tolerance=tolerance)

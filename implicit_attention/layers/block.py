@@ -146,7 +146,9 @@ class Equilibrium(Remembering):
             x: what the block is given at every evaluation: a tensor, or a tuple or dict of tensors.
             *args: further arguments of the block: tensors such as masks, numbers, None.
             steps: as for the layer, for this call. A call that names a `solver` and no steps solves.
-            solver, adjoint, on_failure: replace the layer's for this call.
+            solver: replaces the layer's for this call.
+            adjoint: the same.
+            on_failure: the same.
             start: replaces the layer's: a word, or a state, as the one that was returned before (a warm start).
             return_solution: return (state, `Solution`). With `steps` that costs one evaluation more, at which the
                 residual of the returned state is measured; without it the residual of `last_solve` is NaN.
@@ -227,7 +229,8 @@ class Equilibrium(Remembering):
         each state trains a long course at the memory of one segment, as public recursive reasoners are trained.
 
         Args:
-            x, *args: as for a call.
+            x: as for a call.
+            *args: as for a call.
             count: how many segments, >= 1.
             steps: of each, as for a call: a number, or a range to draw from; None is the layer's.
             noise: >= 0.

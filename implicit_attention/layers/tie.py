@@ -99,7 +99,10 @@ def tie(
         keep: how many layers at the beginning and at the end stay as they are, outside: one number for both ends, or
             (at the beginning, at the end).
         dim: width of the hidden states; found out for models of transformers and of torch.
-        solver, adjoint, steps, on_failure: as of `Equilibrium`.
+        solver: as of `Equilibrium`.
+        adjoint: as of `Equilibrium`.
+        steps: as of `Equilibrium`.
+        on_failure: as of `Equilibrium`.
 
     Returns:
         The `Equilibrium`, which the model now holds: its `last_solve` says how the last call went, its `steps` may be

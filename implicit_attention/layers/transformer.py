@@ -136,7 +136,11 @@ class EquilibriumTransformer(Equilibrium):
         rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
         mlp_ratio: width of the feed-forward part in units of `dim`.
         dropout: of what attention and feed-forward part add; its mask is held for a whole call.
-        start, solver, adjoint, steps, on_failure: as of `Equilibrium`.
+        start: as of `Equilibrium`.
+        solver: as of `Equilibrium`.
+        adjoint: as of `Equilibrium`.
+        steps: as of `Equilibrium`.
+        on_failure: as of `Equilibrium`.
 
     Attributes:
         block: what is iterated.

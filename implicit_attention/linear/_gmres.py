@@ -81,30 +81,38 @@ class GMRES(LinearSolver[GMRESState]):
 
     def step(self, matvec: LinearMap, state: GMRESState, active: Tensor) -> GMRESState:
         product = matvec(state.basis[-1])
-        column, remainder = orthogonalise(state.basis, product)
-        stiffness = torch.maximum(state.stiffness, length(product))
+        column, remainder, size, height = orthogonalise(state.basis, product)
+        stiffness = torch.maximum(state.stiffness, size)
         tiny = ROUNDOFF * torch.finfo(product.dtype).eps * stiffness
-        height = length(remainder)
         invariant = height <= tiny  # happy breakdown: nothing new is in the Krylov space
-        height = height.masked_fill(invariant, 0.0)
         column = coordinates(state.turned, column)
-        diagonal = column[..., -1]
+        verdict, diagonal = state.verdict, column[..., -1]
+        # Mostly the host sees that all problems take part, and that the space of each grows: nothing is to be masked.
+        used = active & ~invariant
+        whole = host_may_look(used) and bool(used.all())
+        if not whole:
+            height = height.masked_fill(invariant, 0.0)
         pivot = torch.hypot(diagonal, height)
-        blocked = active & (pivot <= tiny)  # A is singular on the invariant space
-        used = active & ~blocked
-        turn = divide(torch.stack([diagonal, height], -1), pivot)
+        turn = torch.stack([diagonal, height], -1)
+        turn = turn / pivot.unsqueeze(-1) if whole else divide(turn, pivot)
+        cosine, sine = turn.unbind(-1)
         column = torch.cat([column[..., :-1], pivot.unsqueeze(-1)], -1)
-        target, pending = (turn * torch.stack([state.pending, -state.pending], -1)).unbind(-1)
-        if not _all(used):
+        target, pending = cosine * state.pending, -sine * state.pending
+        if whole:
+            # Nobody else holds the remainder.
+            following = remainder.div_(height.unsqueeze(-1))
+        else:
+            blocked = active & (pivot <= tiny)  # A is singular on the invariant space
+            verdict, used = verdict.masked_fill(blocked, int(Status.STALLED)), active & ~blocked
             unit = torch.zeros_like(column)
             unit[..., -1] = 1.0
             column, target = choose(used, column, unit), torch.where(used, target, 0.0)
             pending = torch.where(used, pending, state.pending)
-        following = remainder / height.masked_fill(invariant, 1.0).unsqueeze(-1)
-        following = choose(used & ~invariant, following, 0.0)
+            following = remainder / height.masked_fill(invariant, 1.0).unsqueeze(-1)
+            following = choose(used & ~invariant, following, 0.0)
         return GMRESState(
             residual_norm=pending.abs(),
-            verdict=state.verdict.masked_fill(blocked, int(Status.STALLED)),
+            verdict=verdict,
             negative_curvature=state.negative_curvature,
             basis=(*state.basis, following),
             turned=_turned(state.turned, turn),
@@ -126,11 +134,6 @@ class GMRES(LinearSolver[GMRESState]):
             value = weight * vector if value is None else torch.addcmul(value, weight, vector)
         assert value is not None
         return value
-
-
-def _all(used: Tensor) -> bool:
-    """Whether the host sees that all problems take part."""
-    return host_may_look(used) and bool(used.all())
 
 
 def _turned(rows: Tensor, turn: Tensor) -> Tensor:

@@ -96,32 +96,38 @@ def coordinates(basis: Tensor, vector: Tensor) -> Tensor:
     return (basis * vector.unsqueeze(-2)).sum(-1)
 
 
-def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
-    """(coordinates in the basis, remainder orthogonal to it), by Gram-Schmidt done twice where that is needed.
+def orthogonalise(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(coordinates in the basis, remainder orthogonal to it, lengths of vector and remainder), by Gram-Schmidt.
 
-    Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to working precision; one does where the
-    remainder has not lost more than a digit.
+    It is done twice where that is needed. Reference: Giraud, Langou, Rozloznik (2005): two passes give orthogonality to
+    working precision; one does where the remainder has not lost more than a digit.
     """
+    size = length(vector)
     if vector.shape[-1] < WIDE or not host_may_look(vector):
         rows = torch.stack(basis, -2)
         first = coordinates(rows, vector)
         vector = vector - (rows * first.unsqueeze(-1)).sum(-2)
         second = coordinates(rows, vector)
-        return first + second, vector - (rows * second.unsqueeze(-1)).sum(-2)
+        remainder = vector - (rows * second.unsqueeze(-1)).sum(-2)
+        return first + second, remainder, size, length(remainder)
     total, remainder = _subtracted(basis, vector)
-    again = length(remainder) < LOST * length(vector)
+    height = length(remainder)
+    again = height < LOST * size
     if bool(again.any()):
         # A problem has the same bits whatever its neighbours need.
         more, twice = _subtracted(basis, remainder)
         total, remainder = torch.where(again.unsqueeze(-1), total + more, total), choose(again, twice, remainder)
-    return total, remainder
+        height = length(remainder)
+    return total, remainder, size, height
 
 
 def _subtracted(basis: tuple[Tensor, ...], vector: Tensor) -> tuple[Tensor, Tensor]:
     """One pass, vector by vector: what is left when all of its parts along the basis are taken away one after other."""
-    found = [(basis[0] * vector).sum(-1, keepdim=True)]
+    products = basis[0] * vector
+    found = [products.sum(-1, keepdim=True)]
     left = torch.addcmul(vector, found[0], basis[0], value=-1)
     for row in basis[1:]:
-        found.append((row * left).sum(-1, keepdim=True))
+        # The memory of the first is warm.
+        found.append(torch.mul(row, left, out=products).sum(-1, keepdim=True))
         left.addcmul_(found[-1], row, value=-1)
     return torch.cat(found, -1), left

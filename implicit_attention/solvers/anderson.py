@@ -95,7 +95,8 @@ class Anderson(Safeguarded):
     def remember(self, problem: Problem, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
         keep = self._history(problem) - 1
         column = tuple(_dot(dr, old) for old in history.dr[:keep])
-        gram = ((_dot(dr, dr), *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
+        square = _dot(dr, dr) if torch.is_grad_enabled() else torch.linalg.vector_norm(dr, dim=-1).square()
+        gram = ((square, *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
         return History(
             dr=(dr, *history.dr[:keep]),
             # A step that is not to be mixed may not be finite: its weight 0 would not hide it.
@@ -107,53 +108,51 @@ class Anderson(Safeguarded):
     def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
         if point.step < self._plain_steps(problem):
             return Proposal(point.r, torch.zeros_like(accepted))
-        weights = self._weights(history, point.r)
-        s = point.r.addcmul(weights[..., :1], history.df[0], value=-1.0)
+        first, *others = self._weights(history, point.r)
+        s = point.r.addcmul(first[..., None], history.df[0], value=-1.0)
         plain = not torch.is_grad_enabled() and not transforms_active()
-        for index, df in enumerate(history.df[1:], 1):
+        for weight, df in zip(others, history.df[1:], strict=True):
             # Nobody else holds s.
-            s = (s.addcmul_ if plain else s.addcmul)(weights[..., index : index + 1], df, value=-1.0)
+            s = (s.addcmul_ if plain else s.addcmul)(weight[..., None], df, value=-1.0)
         usable = history.valid[0] & finite_rows(s)
         return Proposal(s, usable)
 
-    def _weights(self, history: History, r: Tensor) -> Tensor:
-        """The least-squares weights (*lead, m) by an LDL^T factorisation of the (small) Gram matrix, row by row."""
+    def _weights(self, history: History, r: Tensor) -> tuple[Tensor, ...]:
+        """The least-squares weights, m times (*lead), by an LDL^T factorisation of the Gram matrix, entry by entry."""
         m, tiny, eps = len(history.dr), torch.finfo(r.dtype).tiny, torch.finfo(r.dtype).eps
+        rest, valid = [_dot(dr, r) for dr in history.dr], history.valid
         if m == 1:
             square = history.gram[0][0]
-            weight = _dot(history.dr[0], r) / (square + (self.ridge * square + tiny))
-            return torch.where(history.valid[0], weight, 0.0)[..., None]
-        valid = torch.stack(history.valid, -1)
-        # Mostly all columns are valid, and nothing has to be masked.
-        whole = host_may_look(valid) and bool(valid.all())
-        rest = torch.stack([_dot(dr, r) for dr in history.dr], -1)
-        rows = [torch.stack(row, -1) for row in history.gram]
-        pivots = torch.cat([row[..., :1] for row in rows], -1)
-        below = [row[..., 1:] for row in rows[:-1]]
+            return (torch.where(valid[0], rest[0] / (square + (self.ridge * square + tiny)), 0.0),)
+        rows = [list(row) for row in history.gram]
+        # A column is valid only where all newer ones are; mostly all are, and nothing has to be masked.
+        whole = host_may_look(valid[-1]) and bool(valid[-1].all())
+        count: Tensor | int = m
         if not whole:
-            rest, pivots = torch.where(valid, rest, 0.0), torch.where(valid, pivots, 0.0)
-            pairs = [valid[..., i : i + 1] & valid[..., i + 1 :] for i in range(m - 1)]
-            below = [torch.where(pair, column, 0.0) for pair, column in zip(pairs, below, strict=True)]
-        count = m if whole else valid.sum(-1, keepdim=True).clamp(min=1)
-        shift = self.ridge * pivots.sum(-1, keepdim=True) / count + tiny
-        least, pivots = (4 * eps * pivots + shift / 2).unbind(-1), pivots + shift
-        lower, found = [], []
-        for i in range(m):
-            # Columns that are dependent to rounding get no weight.
-            pivot = torch.where(pivots[..., 0] > least[i], pivots[..., 0], torch.inf)[..., None]
-            found.append(rest[..., :1] / pivot)
-            if i + 1 < m:
-                column = below[i]
-                lower.append(column / pivot)
-                pivots = pivots[..., 1:] - lower[i] * column
-                rest = rest[..., 1:] - lower[i] * rest[..., :1]
-                for j in range(i + 1, m - 1):
-                    at = j - i - 1
-                    below[j] = below[j] - lower[i][..., at : at + 1] * column[..., at + 1 :]
-        weights = found[-1]
+            count = torch.stack(valid, -1).sum(-1).clamp(min=1)
+            rest = [torch.where(v, b, 0.0) for v, b in zip(valid, rest, strict=True)]
+            rows = [
+                [torch.where(valid[i + j], entry, 0.0) for j, entry in enumerate(row)] for i, row in enumerate(rows)
+            ]
+        shift = self.ridge * sum((row[0] for row in rows[1:]), rows[0][0]) / count + tiny
+        least = [torch.add(shift / 2, row[0], alpha=4 * eps) for row in rows[1:]]
+        for row in rows:
+            row[0] = row[0] + shift
+        lower, weights = [], []
+        for i, (pivot, *column) in enumerate(rows):
+            if i:
+                # Columns that are dependent to rounding get no weight.
+                pivot = torch.where(pivot > least[i - 1], pivot, torch.inf)
+            weights.append(rest[i] / pivot)
+            lower.append([entry / pivot for entry in column])
+            for j, factor in enumerate(lower[i], i + 1):
+                rest[j] = torch.addcmul(rest[j], factor, rest[i], value=-1)
+                for k in range(j, m):
+                    rows[j][k - j] = torch.addcmul(rows[j][k - j], factor, column[k - i - 1], value=-1)
         for i in reversed(range(m - 1)):
-            weights = torch.cat([found[i] - (lower[i] * weights).sum(-1, keepdim=True), weights], -1)
-        return weights if whole else torch.where(valid, weights, 0.0)
+            for j, factor in enumerate(lower[i], i + 1):
+                weights[i] = torch.addcmul(weights[i], factor, weights[j], value=-1)
+        return tuple(weights if whole else [torch.where(v, w, 0.0) for v, w in zip(valid, weights, strict=True)])
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _validate
-from .._autograd import looks_every, transforms_active
+from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
@@ -244,10 +244,11 @@ def _loop(
             converged = candidates & finite & (point.residual <= tolerance)
             settled = converged | broken
         best = _improve(best, point, tolerance, candidates, converged, num_evals, descends)
-        if converged is not None:
-            best = _finish(best, converged, Status.CONVERGED)
-        best = _finish(best, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
-        active = active & ~settled
+        if not (host_may_look(settled) and not bool(settled.any())):
+            if converged is not None:
+                best = _finish(best, converged, Status.CONVERGED)
+            best = _finish(best, broken, Status.NONFINITE if index == 0 else Status.DIVERGED)
+            active = active & ~settled
         if trace:
             course = (best.record.residual, best.energy, num_evals, unflat(best.value, event))
             traced.append([t for t in course if t is not None])
@@ -330,6 +331,10 @@ def _improve(
         better = candidates & (point.residual < record.residual) | converged
     # A map that is not finite at the initial state makes the value NaN, loudly; later, the best state is kept.
     new = rows_where(point.residual < torch.inf, point.z, torch.nan) if point.step == 0 else point.z
+    if host_may_look(better) and bool(better.all()):
+        steps = torch.full_like(record.num_steps, point.step)
+        reached = Record(record.status, point.residual, tolerance, steps, num_evals)
+        return Best(new, reached, None if energy is None else point.energy)
     return Best(
         rows_where(better, new, value),
         Record(

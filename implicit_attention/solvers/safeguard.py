@@ -195,33 +195,47 @@ class Safeguarded(Solver):
         warm_up = self._warm_up(problem)
         if point.step < warm_up:
             return Update(state, point.mapped)
-        fresh = accepted if point.step > warm_up else torch.zeros_like(accepted)
-        dz, dr = point.z - state.z, point.r - state.r
-        history = self.remember(problem, state.history, dz, dr, fresh)
-        downward = fresh
-        if torch.is_grad_enabled() or self._stretches(problem):
-            # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a
-            # derivative: with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows
-            # without bound.
-            moved = (point.z != state.z).any(-1)
-            if torch.is_grad_enabled():
-                history = _held(moved, history, state.history)
-            if self._stretches(problem):
-                downward = fresh & moved & ((dz * dr).sum(-1) >= 0)
-        base = state._replace(
-            z=rows_where(accepted, point.z, state.z),
-            r=rows_where(accepted, point.r, state.r),
-            residual=torch.where(accepted, point.residual, state.residual),
-            history=history,
-        )
+        if point.step == warm_up:
+            # There is no step yet to learn from.
+            history, downward = state.history, torch.zeros_like(accepted)
+        else:
+            history, downward = self._learnt(problem, state, point, accepted)
+        # Mostly all are accepted: one look in place of one for each of these.
+        whole = host_may_look(accepted) and bool(accepted.all())
+        if whole:
+            base = state._replace(z=point.z, r=point.r, residual=point.residual, history=history)
+        else:
+            base = state._replace(
+                z=rows_where(accepted, point.z, state.z),
+                r=rows_where(accepted, point.r, state.r),
+                residual=torch.where(accepted, point.residual, state.residual),
+                history=history,
+            )
+            point = point._replace(z=base.z, r=base.r, residual=base.residual)
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        point = point._replace(z=base.z, r=base.r, residual=base.residual)
         proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
         memory, stalled = self._after(problem, state, base, proposal, accepted)
         if memory.direction is None:
-            return Update(memory, memory.z + rows_where(accepted, proposal.direction, base.r), None, proposal.num_evals)
+            direction = proposal.direction if whole else rows_where(accepted, proposal.direction, base.r)
+            return Update(memory, memory.z + direction, None, proposal.num_evals)
         return Update(memory, _ahead(memory.z, memory.length, memory.direction), stalled, proposal.num_evals)
+
+    def _learnt(self, problem: Problem, state: Memory, point: Iteration, accepted: Tensor) -> tuple[Any, Tensor]:
+        """The history with the last step where it was `accepted`, and where E curved downwards along it."""
+        dz, dr = point.z - state.z, point.r - state.r
+        history = self.remember(problem, state.history, dz, dr, accepted)
+        if not (torch.is_grad_enabled() or self._stretches(problem)):
+            return history, accepted
+        # Where r was 0 nothing moved, and nothing is learned. The next step is still a function of r with a
+        # derivative: with a history of 0/0 that of plain steps, which need not converge; with 4 r one that grows
+        # without bound.
+        moved = (point.z != state.z).any(-1)
+        if torch.is_grad_enabled():
+            history = _held(moved, history, state.history)
+        if not self._stretches(problem):
+            return history, accepted
+        return history, accepted & moved & ((dz * dr).sum(-1) >= 0)
 
     def _after(
         self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor

@@ -60,9 +60,10 @@ def test_a_method_that_is_not_monotone_keeps_its_first_sweep_only():
 def test_second_pass_makes_the_remainder_orthogonal(n):
     basis = torch.linalg.qr(random(2, n, 3))[0].mT
     vector = basis.sum(-2) + 1e-9 * random(2, n, seed=1) / n**0.5
-    coordinates, remainder = orthogonalise(basis.unbind(-2), vector)
+    coordinates, remainder, size, height = orthogonalise(basis.unbind(-2), vector)
     cosines = (basis * remainder.unsqueeze(-2)).sum(-1) / remainder.norm(dim=-1, keepdim=True)
     assert cosines.abs().max() < 1e-14
+    torch.testing.assert_close((size, height), (vector.norm(dim=-1), remainder.norm(dim=-1)))
     torch.testing.assert_close((basis * coordinates.unsqueeze(-1)).sum(-2) + remainder, vector, rtol=1e-14, atol=1e-14)
 
 
