@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import random
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from implicit_attention import OneStep, RepeatedSelfAttention
-from implicit_attention.cli.mazes import GENERATORS, WAYS, Parents, path
+from implicit_attention.cli.mazes import FEATURES, WAYS
+from implicit_attention.cli.mazes import mazes as drawn_mazes
 from implicit_attention.solvers import TorchDEQ
 
 from .contenders import Claim, Contender, Plan
-from .models import IGNORED, NONE, Block, Examples, Model, Shape, mask_of
+from .models import Block, Examples, Model, Shape, mask_of
 from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, TorchDEQLayer, Training
 
-#: What is known of a token: whether it is the start, the goal, a wall.
-FEATURES = 3
 #: Mazes to learn from: of one size, of one generator. Batches are drawn from them.
 TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES = 5, "depth-first", 10_000
 #: So many more that have a crossing, a cell with four ways out, from which this part of a batch is drawn. Without them
@@ -28,40 +26,9 @@ TRAIN_CROSSED, CROSSED = 600, 1 / 3
 SIZES = (5, 7, 9, 13, 17)
 
 
-def has_crossing(parent: Parents) -> bool:
-    """Whether some cell has four ways out: to its parent, and to children."""
-    ways = [int(cell != above) for cell, above in enumerate(parent)]
-    for cell, above in enumerate(parent):
-        ways[above] += cell != above
-    return max(ways) == len(WAYS)
-
-
 def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = False) -> Examples:
-    """`count` mazes of size x size cells from one corner to the opposite one; class 1 is the path.
-
-    Behind the cells stand four walls, a token for each side. A cell attends on each side to the cell beside it, or to
-    the wall: always four tokens, so that their mean counts, whatever the number of ways out. A wall attends to itself.
-    With `crossed` only mazes that have a crossing. The first mazes of a larger count are those of a smaller one.
-    """
-    draw, cells, sides = random.Random(f"{generator}, {size} x {size}, {seed}"), size * size, len(WAYS)
-    inputs, edges = torch.zeros(count, cells + sides, FEATURES), torch.full((count, cells + sides, sides), NONE)
-    walls = torch.arange(cells, cells + sides)
-    inputs[:, 0, 0] = inputs[:, cells - 1, 1] = 1
-    inputs[:, cells:, 2] = 1
-    edges[:, :cells], edges[:, cells:, 0] = walls, walls
-    targets = torch.zeros(count, cells + sides, dtype=torch.long)
-    targets[:, cells:] = IGNORED
-    side = {down * size + right: place for place, (down, right) in enumerate(WAYS)}
-    for index in range(count):
-        parent = GENERATORS[generator](size, draw)
-        while crossed and not has_crossing(parent):
-            parent = GENERATORS[generator](size, draw)
-        passages = [(cell, other) for cell, other in enumerate(parent) if cell != other]
-        both = passages + [(other, cell) for cell, other in passages]
-        here, there = (list(ends) for ends in zip(*both, strict=True))
-        edges[index, here, [side[other - cell] for cell, other in both]] = torch.tensor(there)
-        targets[index, path(parent, 0, cells - 1)] = 1
-    return Examples(inputs, edges, targets)
+    """`count` mazes of size x size cells from one corner to the opposite one; class 1 is the path."""
+    return Examples(*drawn_mazes(generator, size, count, seed, crossed=crossed))
 
 
 @functools.cache

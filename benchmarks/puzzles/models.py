@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Targets with this number are not asked for.
-IGNORED = -100
-#: A place of a list of edges that holds none.
-NONE = -1
+from implicit_attention.cli.mazes import IGNORED as IGNORED
+from implicit_attention.cli.mazes import NONE as NONE
+from implicit_attention.cli.mazes import mask_of as mask_of
 
 
 class Examples(NamedTuple):
@@ -41,15 +40,6 @@ class Examples(NamedTuple):
     def dense(self) -> Examples:
         """The same with a mask, by which torch's attention trains faster where tokens are few."""
         return self if self.edges.dtype == torch.bool else self._replace(edges=mask_of(self.edges))
-
-
-def mask_of(lists: Tensor) -> Tensor:
-    """The mask (B, N, N) of lists of edges (B, N, K)."""
-    tokens = lists.shape[-2]
-    # What holds no edge is written into a column that is cut off.
-    places = torch.where(lists == NONE, tokens, lists)
-    mask = torch.zeros(*lists.shape[:-1], tokens + 1, dtype=torch.bool, device=lists.device)
-    return mask.scatter_(-1, places, True)[..., :tokens]
 
 
 @dataclasses.dataclass(frozen=True)

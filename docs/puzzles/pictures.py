@@ -37,10 +37,10 @@ def sizes() -> None:
 def course() -> None:
     """One large maze while it is solved: as an animation, and in five pictures."""
     model = trained(MazeSettings())
-    maze = mazes("depth-first", SIZE, 1, "to watch, 0", far=True)
+    maze = mazes("depth-first", SIZE, 1, "to watch, 0")
     found = model.solved(maze)
     last = len(found.paths)
-    drawn = {"ways": maze.inputs[0, :, 2:].bool(), "start": 0, "goal": SIZE**2 - 1}
+    drawn = {"ways": maze.ways[0], "start": 0, "goal": maze.cells - 1}
     title = f"A {SIZE} x {SIZE} maze, solved by a block that was trained on 5 x 5"
     shown = [*(count for count in SHOWN if count < last), last]
     panels = [(f"after {n} evaluation{'s' * (n > 1)}", found.paths[n - 1]) for n in shown]

@@ -1,4 +1,4 @@
-"""`implicit-attention maze`: a path that spreads through a maze, evaluation by evaluation, until it has settled."""
+"""`implicit-attention maze`: a maze that is solved, evaluation by evaluation, until the answer has settled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(settings: MazeSettings) -> None:
     try:
         model = trained(settings)
         for size in sizes:
-            maze = mazes(settings.generator, size, 1, f"to watch, {settings.seed}", far=True)
+            maze = mazes(settings.generator, size, 1, f"to watch, {settings.seed}")
             found = model.solved(maze)
             show(console, maze, found, settings, size)
             if settings.gif is not None:
@@ -106,9 +106,9 @@ def show(console: Console, maze: Mazes, found: Solved, settings: MazeSettings, s
 
 def state_line(maze: Mazes, found: Solved, index: int) -> str:
     """What is said after an evaluation."""
-    wrong = int(((found.paths[index] > 0.5) != (maze.targets[0] == 1)).sum())
+    wrong = wrong_cells(maze, found.paths[index])
     residual = f"residual {found.residuals[index]:.1e}"
-    return f"evaluation {index + 1:>3}, {residual}, {wrong} of {len(maze.targets[0])} cells wrong"
+    return f"evaluation {index + 1:>3}, {residual}, {wrong} of {maze.cells} cells wrong"
 
 
 def progress_lines(maze: Mazes, found: Solved) -> Iterator[str]:
@@ -120,11 +120,15 @@ def progress_lines(maze: Mazes, found: Solved) -> Iterator[str]:
     yield state_line(maze, found, last)
 
 
+def wrong_cells(maze: Mazes, path: Tensor) -> int:
+    """How many cells are taken for on the path and are not, or the other way round."""
+    return int(((path > 0.5) != (maze.targets[0, : maze.cells] == 1)).sum())
+
+
 def verdict(maze: Mazes, found: Solved) -> str:
     """How it ended: settled or not, right or not."""
     solution = found.solution
-    wrong = int(((found.paths[-1] > 0.5) != (maze.targets[0] == 1)).sum())
-    length = int(maze.targets[0].sum())
+    wrong, length = wrong_cells(maze, found.paths[-1]), int((maze.targets == 1).sum())
     name = "settled" if bool(solution.converged) else "not settled"
     answer = f"the whole path of {length} cells is right" if wrong == 0 else f"{wrong} cells are wrong"
     what = f"relative residual {found.residuals[-1]:.1e}, tolerance {RTOL:g}"
@@ -136,18 +140,18 @@ def verdict(maze: Mazes, found: Solved) -> str:
 
 def raster(maze: Mazes, path: Tensor) -> list[list[float]]:
     """A maze as pixels, (2 size + 1)^2: cells and open ways have a number in [0, 1], walls -1, start -2, goal -3."""
-    inputs = maze.inputs[0]
-    size = round(len(inputs) ** 0.5)
+    size = round(maze.cells**0.5)
     pixels = [[-1.0] * (2 * size + 1) for _ in range(2 * size + 1)]
     values = path.clamp(0, 1).tolist()
-    for cell, (start, goal, _, down, _, right) in enumerate(inputs.tolist()):
+    for cell, (_, down, _, right) in enumerate(maze.ways[0].tolist()):
         row, column = divmod(cell, size)
-        pixels[2 * row + 1][2 * column + 1] = -2.0 if start else -3.0 if goal else values[cell]
+        pixels[2 * row + 1][2 * column + 1] = values[cell]
         # An open way is as dark as the fainter of its two cells.
         if down:
             pixels[2 * row + 2][2 * column + 1] = min(values[cell], values[cell + size])
         if right:
             pixels[2 * row + 1][2 * column + 2] = min(values[cell], values[cell + 1])
+    pixels[1][1], pixels[-2][-2] = -2.0, -3.0
     return pixels
 
 
@@ -183,14 +187,13 @@ def write_gif(file: Path, maze: Mazes, found: Solved, settings: MazeSettings, si
     """The same as an animated GIF."""
     from ..plotting import save_maze_gif
 
-    start, goal = (int(maze.inputs[0, :, mark].argmax()) for mark in (0, 1))
     try:
         save_maze_gif(
             file,
             found.paths,
-            maze.inputs[0, :, 2:].bool(),
-            start=start,
-            goal=goal,
+            maze.ways[0],
+            start=0,
+            goal=maze.cells - 1,
             residuals=found.residuals,
             tolerance=RTOL,
             every=-(-len(found.paths) // FRAMES),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,33 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import Equilibrium, Picard, Solution
-from .mazes import FEATURES, Mazes, mazes
+from .. import EquilibriumTransformer, Picard, Solution
+from .mazes import FEATURES, IGNORED, Mazes, mazes
 
-DIM, HEADS = 32, 4
-#: Mazes to learn from, of one size and one generator.
-TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES = 5, "depth-first", 10_000
-#: Steps of the loop in training, drawn for every batch: numbers that are drawn make states settle.
-STEPS = range(12, 25)
-RTOL = 1e-3
-
-
-class Block(nn.Module):
-    """z <- norm(z + x + attention(z)), z <- norm(z + mlp(z)), with attention to the cells beside that are open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-        self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.LayerNorm(DIM)])
-
-    def forward(self, z: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-        first, second = self.norms
-        q, k, v = (t.transpose(-2, -3) for t in self.project(z).unflatten(-1, (3, HEADS, -1)).unbind(-3))
-        read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(-3))
-        z = first(z + x + self.out(read.transpose(-2, -3).flatten(-2)))
-        answer: Tensor = second(z + self.mlp(z))
-        return answer
+DIM, HEADS = 32, 2
+#: Mazes to learn from, of one size and one generator; and so many more that have a crossing, which are rare.
+TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES, TRAIN_CROSSED = 5, "depth-first", 6000, 200
+#: Mazes of a batch, and how many of them have a crossing.
+BATCH, CROSSED = 64, 21
+#: Steps of the loop in training, drawn for every batch: numbers that are drawn make states settle. Every second state
+#: of the later half has a loss, which keeps training from collapsing.
+STEPS, EVERY = range(8, 17), 2
+#: Weight of the last step's relative change in the loss. It grows in the third quarter of training: asked for at once,
+#: states come to rest before they answer anything.
+SETTLE = 0.5
+RTOL, RATE = 1e-3, 2e-3
 
 
 class Solved(NamedTuple):
@@ -53,43 +43,68 @@ class Solved(NamedTuple):
 
 
 class MazeModel(nn.Module):
-    """Embedding, one tied block, linear head: 8834 parameters for mazes of every size."""
+    """Embedding, one tied block, linear head, for mazes of every size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(FEATURES, DIM), nn.Linear(DIM, 2)
-        self.layer = Equilibrium(Block(), steps=STEPS, solver=Picard(rtol=RTOL, max_steps=1000))
+        self.layer = EquilibriumTransformer(DIM, HEADS, injection="add", solver=Picard(rtol=RTOL, max_steps=1000))
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        """Two logits for every cell (B, N, 2); the second is for being on the path."""
+        """Two logits for every token (B, N, 2); the second is for being on the path."""
         logits: Tensor = self.head(self.layer(self.embed(inputs), mask))
         return logits
+
+    def course(self, inputs: Tensor, mask: Tensor, steps: int) -> list[Tensor]:
+        """The states after 0, 1, ... `steps` steps, (B, N, DIM) each."""
+        x, heads = self.embed(inputs), mask.unsqueeze(-3)
+        states = [torch.zeros_like(x)]
+        for _ in range(steps):
+            states.append(self.layer.block(states[-1], x, heads))
+        return states
 
     @torch.no_grad()
     def solved(self, maze: Mazes) -> Solved:
         """The one maze of a batch, with what the state was on its way."""
         x, mask = self.embed(maze.inputs), maze.mask
         state, solution = self.layer(x, mask, return_solution=True, on_failure="ignore")
-        paths, residuals, z = [], [], torch.zeros_like(x)
         # Picard's steps are plain: made once more, one by one, they pass through the same states.
-        for _ in range(int(solution.num_evals)):
-            before, z = z, self.layer.block(z, x, mask)
-            residuals.append(float((z - before).norm() / z.norm()))
-            paths.append(self.head(z)[0].softmax(-1)[:, 1])
-        paths[-1] = self.head(state)[0].softmax(-1)[:, 1]
+        states = self.course(maze.inputs, mask, int(solution.num_evals))
+        residuals = [float((after - z).norm() / after.norm()) for z, after in itertools.pairwise(states)]
+        paths = [self.head(z)[0, : maze.cells].softmax(-1)[:, 1] for z in (*states[1:-1], state)]
         return Solved(solution, paths, residuals)
+
+
+def loss_of(model: MazeModel, batch: tuple[Tensor, Tensor, Tensor], steps: int, settle: float) -> Tensor:
+    """Cross-entropy at every second state of the later half, and `settle` times the last relative change."""
+    inputs, mask, targets = batch
+    states = model.course(inputs, mask, steps)
+    judged = torch.stack(states[: (steps - 1) // 2 : -EVERY])
+    wanted = targets.expand(len(judged), -1, -1).flatten()
+    wrong = F.cross_entropy(model.head(judged).flatten(0, -2), wanted, ignore_index=IGNORED)
+    change, size = (t.flatten(1).norm(dim=1) for t in (states[-1] - states[-2], states[-1].detach()))
+    loss: Tensor = wrong + settle * (change / size).mean()
+    return loss
 
 
 def train(model: MazeModel, updates: int, told: Callable[[int, float], None]) -> None:
     """AdamW with one cycle of the learning rate; `told` hears the number of every update and its loss."""
-    examples = mazes(TRAIN_GENERATOR, TRAIN_SIZE, TRAIN_MAZES, "to train")
-    inputs, mask, targets = examples.inputs, examples.mask, examples.targets
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=updates, pct_start=0.15)
+    counts, pools = (BATCH - CROSSED, CROSSED), []
+    for count, crossed in ((TRAIN_MAZES, False), (TRAIN_CROSSED, True)):
+        drawn = mazes(TRAIN_GENERATOR, TRAIN_SIZE, count, "to train", crossed=crossed)
+        pools.append((drawn.inputs, drawn.mask, drawn.targets))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=updates, pct_start=0.15)
+    draw = random.Random(0)
     model.train()
     for update in range(1, updates + 1):
-        some = torch.randint(TRAIN_MAZES, (64,))
-        loss = F.cross_entropy(model(inputs[some], mask[some]).flatten(0, 1), targets[some].flatten())
+        chosen = [torch.randint(len(pool[0]), (count,)) for pool, count in zip(pools, counts, strict=True)]
+        inputs, mask, targets = (
+            torch.cat([part[some] for part, some in zip(parts, chosen, strict=True)])
+            for parts in zip(*pools, strict=True)
+        )
+        settle = SETTLE * min(max(4 * (update - 1) / updates - 2, 0.0), 1.0)
+        loss = loss_of(model, (inputs, mask, targets), draw.choice(STEPS), settle)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

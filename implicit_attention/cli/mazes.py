@@ -1,4 +1,4 @@
-"""Perfect mazes as graphs: cells are tokens, passages are edges, the one path from start to goal is the answer."""
+"""Perfect mazes as graphs: cells are tokens, passages are edges, the one path from corner to corner is the answer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from torch import Tensor
 
 #: The four ways out of a cell, as (rows, columns): up, down, left, right.
 WAYS = ((-1, 0), (1, 0), (0, -1), (0, 1))
-#: What is known of a cell: whether it is the start, the goal, and which of the four ways out of it are open.
-FEATURES = 2 + len(WAYS)
+#: What is known of a token: whether it is the start, the goal, a wall.
+FEATURES = 3
 #: A place of a list of edges that holds none.
 NONE = -1
+#: Targets with this number are not asked for.
+IGNORED = -100
 
 Parents = list[int]
 
 
 class Mazes(NamedTuple):
-    """Mazes of one size, N cells each.
+    """Mazes of one size: N tokens are the cells, row by row, and behind them four walls, one for each side.
 
-    inputs: (B, N, FEATURES), what is known of every cell.
-    edges: (B, N, 4), the cells that a cell is open to by each of the `WAYS`, or `NONE`.
-    targets: (B, N), 1 on the path and 0 elsewhere.
+    inputs: (B, N, FEATURES), what is known of every token.
+    edges: (B, N, 4), the tokens that a token attends to. A cell attends on each of its sides (the `WAYS`) to the cell
+        beside it or to the wall: always four, so that their mean counts the ways out. A wall attends to itself, and its
+        other places are `NONE`.
+    targets: (B, N), 1 on the path, 0 beside it, `IGNORED` for walls.
     """
 
     inputs: Tensor
@@ -32,13 +36,28 @@ class Mazes(NamedTuple):
     targets: Tensor
 
     @property
+    def cells(self) -> int:
+        """How many tokens are cells."""
+        return self.targets.shape[-1] - len(WAYS)
+
+    @property
+    def ways(self) -> Tensor:
+        """(B, cells, 4) bool, which ways out of a cell are open."""
+        return self.edges[..., : self.cells, :] < self.cells
+
+    @property
     def mask(self) -> Tensor:
-        """(B, N, N) bool, which cells are open to each other; none is to itself."""
-        cells = self.edges.shape[-2]
-        # What holds no edge is written into a column that is cut off.
-        places = torch.where(self.edges == NONE, cells, self.edges)
-        mask = torch.zeros(*self.edges.shape[:-1], cells + 1, dtype=torch.bool)
-        return mask.scatter_(-1, places, True)[..., :cells]
+        """(B, N, N) bool, which tokens a token attends to."""
+        return mask_of(self.edges)
+
+
+def mask_of(lists: Tensor) -> Tensor:
+    """The mask (B, N, N) of lists of edges (B, N, K), filled up with `NONE`."""
+    tokens = lists.shape[-2]
+    # What holds no edge is written into a column that is cut off.
+    places = torch.where(lists == NONE, tokens, lists)
+    mask = torch.zeros(*lists.shape[:-1], tokens + 1, dtype=torch.bool, device=lists.device)
+    return mask.scatter_(-1, places, True)[..., :tokens]
 
 
 def around(cell: int, size: int) -> list[int]:
@@ -119,24 +138,35 @@ def path(parent: Parents, start: int, goal: int) -> list[int]:
     return up[: places[down[-1]]] + down[::-1]
 
 
-def mazes(generator: str, size: int, count: int, seed: str, *, far: bool = False) -> Mazes:
-    """`count` mazes of size x size cells with start and goal drawn from them, or (`far`) in opposite corners.
+def has_crossing(parent: Parents) -> bool:
+    """Whether some cell has four ways out: to its parent, and to children."""
+    ways = [int(cell != above) for cell, above in enumerate(parent)]
+    for cell, above in enumerate(parent):
+        ways[above] += cell != above
+    return max(ways) == len(WAYS)
 
-    The first mazes of a larger count are those of a smaller one.
+
+def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = False) -> Mazes:
+    """`count` mazes of size x size cells, from the first corner to the opposite one.
+
+    With `crossed` only mazes that have a crossing. The first mazes of a larger count are those of a smaller one.
     """
-    draw, cells = random.Random(f"{generator}, {size} x {size}, {seed}"), size * size
-    inputs, edges = torch.zeros(count, cells, FEATURES), torch.full((count, cells, len(WAYS)), NONE)
-    targets = torch.zeros(count, cells, dtype=torch.long)
-    ways = {down * size + right: index for index, (down, right) in enumerate(WAYS)}
+    draw, cells, sides = random.Random(f"{generator}, {size} x {size}, {seed}"), size * size, len(WAYS)
+    inputs, edges = torch.zeros(count, cells + sides, FEATURES), torch.full((count, cells + sides, sides), NONE)
+    walls = torch.arange(cells, cells + sides)
+    inputs[:, 0, 0] = inputs[:, cells - 1, 1] = 1
+    inputs[:, cells:, 2] = 1
+    edges[:, :cells], edges[:, cells:, 0] = walls, walls
+    targets = torch.zeros(count, cells + sides, dtype=torch.long)
+    targets[:, cells:] = IGNORED
+    side = {down * size + right: place for place, (down, right) in enumerate(WAYS)}
     for index in range(count):
         parent = GENERATORS[generator](size, draw)
-        start, goal = (0, cells - 1) if far else draw.sample(range(cells), 2)
+        while crossed and not has_crossing(parent):
+            parent = GENERATORS[generator](size, draw)
         passages = [(cell, other) for cell, other in enumerate(parent) if cell != other]
         both = passages + [(other, cell) for cell, other in passages]
         here, there = (list(ends) for ends in zip(*both, strict=True))
-        way = [ways[other - cell] for cell, other in both]
-        edges[index, here, way] = torch.tensor(there)
-        inputs[index, here, [2 + number for number in way]] = 1
-        inputs[index, start, 0] = inputs[index, goal, 1] = 1
-        targets[index, path(parent, start, goal)] = 1
+        edges[index, here, [side[other - cell] for cell, other in both]] = torch.tensor(there)
+        targets[index, path(parent, 0, cells - 1)] = 1
     return Mazes(inputs, edges, targets)

@@ -128,7 +128,7 @@ class MagnetizeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class MazeSettings:
-    """Watch a path spread through a maze: a block, trained on 5 x 5 ones for a minute, is repeated until it settles.
+    """Watch a maze while it is solved: a block, trained on 5 x 5 ones for a minute, is repeated until it settles.
 
     The block is repeated as often as the maze asks for, and its residual says when the answer has settled. Where there
     is no terminal, what was found is told in plain text.
@@ -150,4 +150,4 @@ class MazeSettings:
 
     @property
     def updates(self) -> int:
-        return 10 if self.quick else 500
+        return 10 if self.quick else 600

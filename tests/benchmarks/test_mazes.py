@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import hashlib
 import io
 import json
 import math
@@ -27,8 +28,9 @@ from benchmarks.puzzles import contenders, mazes, solvers, suite, training  # no
 from benchmarks.puzzles import tables as puzzle_tables  # noqa: E402
 from benchmarks.puzzles.models import IGNORED, NONE, Examples, Model, flops, mask_of  # noqa: E402
 from benchmarks.puzzles.training import Answer, Fixed, Loop, Recipe, Solved, answered, scored  # noqa: E402
+from implicit_attention.cli.mazes import GENERATORS  # noqa: E402
 
-GENERATORS = sorted(mazes.GENERATORS)
+NAMES = sorted(GENERATORS)
 
 
 def drawn(name="depth-first", size=5, count=6):
@@ -38,11 +40,11 @@ def drawn(name="depth-first", size=5, count=6):
 # ------------------------------------------------------------------ mazes
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [2, 5, 9])
 def test_a_generator_draws_spanning_trees_of_the_grid(name, size):
     for seed in range(10):
-        parent = mazes.GENERATORS[name](size, random.Random(seed))
+        parent = GENERATORS[name](size, random.Random(seed))
         assert sum(cell == other for cell, other in enumerate(parent)) == 1
         for cell, other in enumerate(parent):
             (row, column), (above, left) = divmod(cell, size), divmod(other, size)
@@ -52,11 +54,11 @@ def test_a_generator_draws_spanning_trees_of_the_grid(name, size):
             assert parent[cell] == cell
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_tree_of_the_smallest_grid_is_drawn_and_by_wilson_equally_often(name):
     draw = random.Random(0)
     trees = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(mazes.GENERATORS[name](2, draw)) if pair[0] != pair[1])
+        frozenset(frozenset(pair) for pair in enumerate(GENERATORS[name](2, draw)) if pair[0] != pair[1])
         for _ in range(1200)
     )
     assert len(trees) == 4
@@ -66,7 +68,7 @@ def test_every_tree_of_the_smallest_grid_is_drawn_and_by_wilson_equally_often(na
 def test_wilson_draws_the_trees_of_a_larger_grid_equally_often():
     draw = random.Random(1)
     trees = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(mazes.GENERATORS["Wilson"](3, draw)) if pair[0] != pair[1])
+        frozenset(frozenset(pair) for pair in enumerate(GENERATORS["Wilson"](3, draw)) if pair[0] != pair[1])
         for _ in range(3840)
     )
     assert len(trees) == 192  # Kirchhoff's number of spanning trees
@@ -74,13 +76,13 @@ def test_wilson_draws_the_trees_of_a_larger_grid_equally_often():
     assert chi < 191 + 4 * math.sqrt(2 * 191)
     # Those of a depth-first search are not: it has fewer branches.
     others = collections.Counter(
-        frozenset(frozenset(pair) for pair in enumerate(mazes.GENERATORS["depth-first"](3, draw)) if pair[0] != pair[1])
+        frozenset(frozenset(pair) for pair in enumerate(GENERATORS["depth-first"](3, draw)) if pair[0] != pair[1])
         for _ in range(3840)
     )
     assert sum((others[tree] - 20) ** 2 / 20 for tree in trees) > 400
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_target_is_the_one_way_from_corner_to_corner(name):
     examples = drawn(name, 7, 8)
     for inputs, edges, targets in zip(*examples, strict=True):
@@ -118,11 +120,25 @@ def test_mazes_follow_from_their_seed_and_the_first_are_the_same_in_a_larger_cou
     assert not torch.equal(mazes.mazes("depth-first", 5, 4, "other").targets, drawn(count=4).targets)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "count", "seed", "crossed", "expected"),
+    [
+        ("depth-first", 5, 40, "to train", False, "3ab3a4b54da55dd4"),
+        ("depth-first", 5, 10, "to train, crossed", True, "d80c4578986957db"),
+        ("Prim", 9, 10, "held out", False, "e00dfaafc742cfbc"),
+        ("Wilson", 13, 5, "held out", False, "f6652a2dd0efda68"),
+    ],
+)
+def test_mazes_are_those_of_results_that_were_written_before(name, size, count, seed, crossed, expected):
+    parts = mazes.mazes(name, size, count, seed, crossed=crossed)
+    assert hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:16] == expected
+
+
 def test_held_out_mazes_are_not_learnt_from(monkeypatch):
     few = mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 10, "held out")
     monkeypatch.setattr(mazes, "learnt", lambda: (few, few.at(slice(0, 2))))
     known = {mazes.drawing(maze) for maze in few.edges}
-    for name in GENERATORS:
+    for name in NAMES:
         asked = mazes.held_out.__wrapped__(name, 5, 20)
         assert len(asked.targets) == 20
         assert not known & {mazes.drawing(maze) for maze in asked.edges}
