@@ -27,7 +27,7 @@ class Solver(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Linear(FEATURES, DIM), nn.Linear(DIM, 2)
         solver = Picard(rtol=1e-3, max_steps=500)
-        self.layer = EquilibriumTransformer(DIM, HEADS, injection="add", solver=solver, on_failure="ignore")
+        self.layer = EquilibriumTransformer(DIM, HEADS, solver=solver, on_failure="ignore")
 
     def forward(self, inputs: Tensor, mask: Tensor, steps: int | None = None) -> Tensor:
         return self.head(self.layer(self.embed(inputs), mask, steps=steps))

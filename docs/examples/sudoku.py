@@ -52,7 +52,8 @@ class Solver(nn.Module):
         self.embed, self.head = nn.Linear(CELLS + SIDE + 1, DIM), nn.Linear(DIM, SIDE)
         # While training a loop of as many steps as are drawn; then Picard's iteration, to its end.
         solver = Picard(rtol=1e-3, max_steps=300)
-        self.layer = EquilibriumTransformer(DIM, HEADS, steps=range(4, 17), solver=solver, on_failure="ignore")
+        options = {"solver": solver, "steps": range(4, 17), "on_failure": "ignore"}
+        self.layer = EquilibriumTransformer(DIM, HEADS, injection="film", **options)
 
     def forward(self, cells: Tensor, steps: int | None = None) -> Tensor:
         return self.head(self.layer(self.embed(cells), steps=steps))

@@ -48,7 +48,7 @@ class MazeModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(FEATURES, DIM), nn.Linear(DIM, 2)
-        self.layer = EquilibriumTransformer(DIM, HEADS, injection="add", solver=Picard(rtol=RTOL, max_steps=1000))
+        self.layer = EquilibriumTransformer(DIM, HEADS, solver=Picard(rtol=RTOL, max_steps=1000))
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         """Two logits for every token (B, N, 2); the second is for being on the path."""

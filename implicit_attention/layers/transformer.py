@@ -120,8 +120,7 @@ class EquilibriumTransformer(Equilibrium):
     every step, and a norm at the end keeps the state bounded. With `depth` that many layers make a step.
 
     Trained by `steps=range(...)` on small problems it may be solved on larger ones: see the guide on equilibrium
-    blocks. The default injection was chosen on mazes: with "film" states settled, and answers were right, more often
-    than with "add" and "concat".
+    blocks, and `docs/examples/mazes.py`.
 
     Args:
         dim: width of tokens, and of the state.
@@ -131,7 +130,7 @@ class EquilibriumTransformer(Equilibrium):
             equilibrium of its own inside of every step), or a module with forward(h, mask=) -> (*batch, N, dim), whose
             mask is None or broadcasts to (*batch, heads, N, N); a copy of it serves in every layer.
         norm: "post", behind every part, or "pre", before every part and once at the end of a step.
-        injection: how a step joins z and x: "film" z (1 + W x) + W' x, "add" z + x, "concat" W [z; x].
+        injection: how a step joins z and x: "add" z + x, "film" z (1 + W x) + W' x, "concat" W [z; x].
         causal: a token attends to itself and the tokens before it.
         rotary: None, or `Rotary()` for positions 0, 1, ...; without it, and without masks, tokens have no order.
         mlp_ratio: width of the feed-forward part in units of `dim`.
@@ -174,7 +173,7 @@ class EquilibriumTransformer(Equilibrium):
         *,
         attention: Literal["softmax", "equilibrium"] | nn.Module = "softmax",
         norm: Norm = "post",
-        injection: Injection = "film",
+        injection: Injection = "add",
         causal: bool = False,
         rotary: Rotary | None = None,
         mlp_ratio: float = 2.0,
