@@ -42,6 +42,24 @@ def test_every_status_is_explained():
         assert f"| {status.name} |" in page
 
 
+def test_what_is_said_of_mazes_is_what_the_committed_run_shows():
+    found = json.loads((ROOT / "docs" / "examples" / "puzzles.json").read_text())["examples"]["mazes"]
+    rows = {row["set"]: row for row in found["rows"]}
+    small, large = rows["9 x 9"], rows["17 x 17"]
+    asked = {"solved": large, "loop": small}
+    share = {name: f"{row[name] * row['puzzles']:.0f} of {row['puzzles']}" for name, row in asked.items()}
+    text = " ".join(README.split())
+    said = (
+        f"A block of {found['parameters']} parameters",
+        f"it solves {share['solved']} held-out mazes of 17 x 17, with {large['evaluations']:.0f} evaluations in the",
+        f"As a loop of {found['loop']} steps the same weights solve {share['loop']} at 9 x 9 and none at 17 x 17",
+    )
+    assert [each for each in said if each not in text] == []
+    assert large["converged"] == 1.0
+    assert large["loop"] == 0.0
+    assert 25 < found["seconds"] < 40
+
+
 def test_the_table_is_that_of_the_committed_run(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["update_readme.py", "--check"])
     with pytest.raises(SystemExit) as end:
