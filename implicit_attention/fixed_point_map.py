@@ -186,17 +186,26 @@ def _closed_over(function: Any) -> str:
     """Names of the tensors that need grad in a function's closure, globals or bound object."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
     found = []
-    code = getattr(function, "__code__", None)
-    cells = zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False)
+    for part in function.modules() if isinstance(function, nn.Module) else (function,):
+        for name, value in _scope(part).items():
+            for leaf in leaves(value):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    found.append(f"`{name}`")
+                elif isinstance(leaf, nn.Module) and any(p.requires_grad for p in leaf.parameters()):
+                    found.append(f"the parameters of `{name}`")
+    return " and ".join(dict.fromkeys(found)) or "a tensor"
+
+
+def _scope(function: Any) -> dict[str, Any]:
+    """What a function reads by name: its closure, globals and bound object; of a module what it has not registered."""
+    code_of = type(function).forward if isinstance(function, nn.Module) else function
+    code = getattr(code_of, "__code__", None)
+    cells = zip(getattr(code, "co_freevars", ()), getattr(code_of, "__closure__", None) or (), strict=False)
     scope = {name: cell.cell_contents for name, cell in cells}
-    scope |= {n: getattr(function, "__globals__", {}).get(n) for n in getattr(code, "co_names", ())}
-    scope |= {f"self.{n}": v for n, v in getattr(getattr(function, "__self__", None), "__dict__", {}).items()}
-    for name, value in scope.items():
-        if isinstance(value, Tensor) and value.requires_grad:
-            found.append(f"`{name}`")
-        elif isinstance(value, nn.Module) and any(p.requires_grad for p in value.parameters()):
-            found.append(f"the parameters of `{name}`")
-    return " and ".join(found) or "a tensor"
+    scope |= {n: getattr(code_of, "__globals__", {}).get(n) for n in getattr(code, "co_names", ())}
+    bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    own = {n: v for n, v in getattr(bound, "__dict__", {}).items() if bound is not function or n[:1] != "_"}
+    return scope | {f"self.{n}": v for n, v in own.items()}
 
 
 class FixedPointMap(UserProblem):

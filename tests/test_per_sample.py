@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import implicit_attention as ia
 from implicit_attention import (
     Anderson,
     EnergyFunction,
@@ -303,3 +304,26 @@ def test_where_nobody_leaves_nothing_is_asked():
         found = solve(problem, torch.zeros_like(x), solver=Picard(rtol=0, atol=0, max_steps=7))
     assert f.rows == [48] * 8
     assert (found.num_evals == 8).all()
+
+
+HIDDEN = [torch.full((4,), 0.5)]
+
+
+class ReadsAList(torch.nn.Linear):
+    def forward(self, z, x=0.0):
+        return torch.tanh(0.3 * super().forward(z) + x + HIDDEN[0])
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_a_tensor_that_comes_to_require_grad_later_is_told_though_the_map_was_asked(monkeypatch, layer):
+    block, x = ReadsAList(4, 4), torch.zeros(2, 3, 4)
+    settle = ia.Equilibrium(block)
+
+    def answer():
+        return settle(x) if layer else solve(FixedPointMap(block, event_ndim=2), x).value
+
+    monkeypatch.setitem(globals(), "HIDDEN", [torch.full((4,), 0.5)])
+    answer().sum().backward()
+    HIDDEN[0].requires_grad_()
+    with pytest.raises(ValueError, match="reads `HIDDEN`, which requires grad but is not declared"):
+        answer()

@@ -289,7 +289,7 @@ class Equilibrium(Remembering):
 
     def _forget(self) -> None:
         #: Modes (training or not) in which the block was asked for undeclared tensors, and was found to draw numbers.
-        self._asked: set[bool] = set()
+        self._asked: set[tuple[bool, str]] = set()
         self._draws: set[bool] = set()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class BlockCall:
         initial: Any,
         inputs: tuple[PerSample | Shared, ...],
         options: SolveOptions,
-        asked: set[bool],
+        asked: set[tuple[bool, str]],
     ) -> None:
         self.map, self.initial, self.inputs, self.options, self.asked = function, initial, inputs, options, asked
         self.tensors = tuple(given.value for given in inputs)

@@ -315,7 +315,7 @@ class BlockProblem(FixedPointMap):
 
     if_random = "draw its numbers from torch's default generators, which are held for a call, or call eval()"
 
-    def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, asked: set[bool]) -> None:
+    def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, asked: set[tuple[bool, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
         self.asked, self.mode, self.draws = asked, function.block.training, function.draws
 
@@ -324,6 +324,8 @@ class BlockProblem(FixedPointMap):
         return None if self.draws.held else super().select(index)
 
     def check_undeclared(self, z: Tensor) -> None:
-        if self.mode not in self.asked or transforms_active():
+        # What the block closes over may have come to require grad since.
+        known = (self.mode, self._read_by())
+        if known not in self.asked or transforms_active():
             super().check_undeclared(z)
-            self.asked.add(self.mode)
+            self.asked.add(known)
