@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ HISTORY = 2
 RIVALS = ("anderson", "fixed_point_iter")
 RATIOS = {
     "ours / bare": ("ours", "bare"),
+    "ours / by hand": ("ours", "by hand"),
+    "by hand / bare": ("by hand", "bare"),
     "ours / stack": ("ours", "stack"),
     **{f"ours / torchdeq {name}": ("ours", f"torchdeq {name}") for name in RIVALS},
 }
@@ -182,6 +185,78 @@ def bare(data: Data, evaluations: int, products: int) -> Callable[[], None]:
     return run
 
 
+def by_hand(data: Data, rtol: float) -> Training:
+    """The same two methods in as few calls of torch as they need: no status, safeguard or check, all samples at once.
+
+    It is what a loop of torch's calls has to cost above bare products.
+    """
+
+    def run(block: nn.Module = data.block) -> Tensor:
+        block.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            z = _anderson(
+                lambda z: block(z.view_as(data.x), data.x).flatten(1), torch.zeros_like(data.x).flatten(1), rtol
+            )
+        state = z.view_as(data.x).requires_grad_()
+        mapped = block(state, data.x)
+
+        def product(v: Tensor) -> Tensor:
+            (by_state,) = torch.autograd.grad(mapped, state, v.view_as(state), retain_graph=True)
+            return v - by_state.flatten(1)
+
+        u = _gmres(product, data.cotangent.flatten(1), rtol)
+        mapped.backward(u.view_as(state))
+        return state.detach()
+
+    return run
+
+
+def _anderson(f: Callable[[Tensor], Tensor], z: Tensor, rtol: float) -> Tensor:
+    changes: list[tuple[Tensor, Tensor]] = []
+    before, size = None, torch.linalg.vector_norm
+    while True:
+        mapped = f(z)
+        r = mapped - z
+        if bool((size(r, dim=-1) <= rtol * size(mapped, dim=-1)).all()):
+            return z
+        if before is not None:
+            changes = [(r - before[0], mapped - before[1]), *changes[:1]]
+        before, z = (r, mapped), mapped
+        if len(changes) == HISTORY:
+            (a, b), rest = (dr for dr, _ in changes), [(dr * r).sum(-1) for dr, _ in changes]
+            aa, ab, bb = (a * a).sum(-1), (a * b).sum(-1), (b * b).sum(-1)
+            determinant = aa * bb - ab * ab
+            weights = (bb * rest[0] - ab * rest[1]) / determinant, (aa * rest[1] - ab * rest[0]) / determinant
+            for weight, (_, change) in zip(weights, changes, strict=True):
+                z = torch.addcmul(z, weight[:, None], change, value=-1)
+
+
+def _gmres(product: Callable[[Tensor], Tensor], b: Tensor, rtol: float) -> Tensor:
+    """By the Hessenberg matrices as numbers of the host, a least-squares problem for each sample and step."""
+    beta = torch.linalg.vector_norm(b, dim=-1)
+    basis, columns, sizes = [b / beta[:, None]], [], beta.cpu().numpy()
+    while True:
+        w, column = product(basis[-1]), []
+        for v in basis:
+            column.append((v * w).sum(-1))
+            w = torch.addcmul(w, column[-1][:, None], v, value=-1)
+        column.append(torch.linalg.vector_norm(w, dim=-1))
+        columns.append(torch.stack(column, -1).cpu().numpy())
+        count = len(columns)
+        hessenberg = np.zeros((len(b), count + 1, count))
+        for j, entries in enumerate(columns):
+            hessenberg[:, : j + 2, j] = entries
+        q, triangle = np.linalg.qr(hessenberg, mode="complete")
+        target = q[:, 0] * sizes[:, None]
+        if (abs(target[:, -1]) <= rtol * sizes).all():
+            weights = torch.from_numpy(np.linalg.solve(triangle[:, :-1], target[:, :-1, None])[..., 0]).to(b)
+            u = weights[:, :1] * basis[0]
+            for j in range(1, count):
+                u.addcmul_(weights[:, j : j + 1], basis[j])
+            return u
+        basis.append(w.div_(column[-1][:, None]))
+
+
 def measured(data: Data, training: Training) -> dict[str, Any]:
     """What a step needs, and the largest relative residuals of its state and of its adjoint over the samples."""
     counted = Counted(data)
@@ -236,6 +311,8 @@ def equilibrium_row(setting: EquilibriumSetting, *, repeats: int, max_seconds: f
         if "error" not in found[f"torchdeq {name}"]:
             functions[f"torchdeq {name}"] = rival
     evaluations, products = found["ours"]["evaluations"], found["ours"]["products"]
+    found["by hand"] = measured(data, hand := by_hand(data, setting.rtol))
+    functions["by hand"] = hand
     functions["stack"] = stack(data, evaluations)
     functions["bare"] = bare(data, evaluations, products)
     first = {}

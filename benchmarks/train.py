@@ -42,7 +42,8 @@ NOTES = (
     "point per sample, by Anderson(history=2) and Implicit(GMRES()) to the same relative tolerance; torchdeq with the "
     "loosest tolerances at which the largest residuals of its states and adjoints, measured anew, are within it; a "
     "stack of as many untied blocks as ours makes evaluations; `bare`: as many calls without a graph and products with "
-    "the Jacobian as ours makes, in a row. On a GPU products are in bfloat16 and peak memory is measured.",
+    "the Jacobian as ours makes, in a row; `by hand`: the same two methods in as few calls of torch as they need, with "
+    "no safeguard, status or check. On a GPU products are in bfloat16 and peak memory is measured.",
     "MEMORY: peak of one training step of such a block in a fresh process, by evaluations, converged or not.",
     "Nothing is timed whose tests fail, nor an answer of ours that is wrong.",
 )

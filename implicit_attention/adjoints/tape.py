@@ -26,8 +26,7 @@ class Tape:
         self.gradients: Gradients = ()
         with torch.enable_grad():
             self.state = z.detach().requires_grad_()
-            # A compiled backward serves one product only.
-            self.recorded = problem.apart().fixed_point_map(self.state)
+            self.recorded = problem.fixed_point_map(self.state)
         self.mapped = self.recorded.detach()
 
     @classmethod
