@@ -22,8 +22,11 @@ from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, TorchDEQL
 TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES = 5, "depth-first", 10_000
 #: So many more that have a crossing, a cell with four ways out, from which this part of a batch is drawn. Without them
 #: one maze in a hundred has one: too few to learn from, and other generators make several in each maze.
-TRAIN_CROSSED, CROSSED = 600, 1 / 3
+TRAIN_CROSSED, CROSSED = 600, 1 / 6
 SIZES = (5, 7, 9, 13, 17)
+#: The seed of mazes to test with. The part of crossings was a third until mazes of another seed said that one training
+#: of three was then wrong about those by Prim.
+HELD_OUT = "held out, anew"
 
 
 def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = False) -> Examples:
@@ -48,9 +51,9 @@ def masked() -> tuple[Examples, Examples]:
 def held_out(generator: str, size: int, count: int) -> Examples:
     """The first `count` mazes to test with; none that is learnt from."""
     if size != TRAIN_SIZE:
-        return mazes(generator, size, count, "held out")
+        return mazes(generator, size, count, HELD_OUT)
     known = {drawing(maze) for part in learnt() for maze in part.edges}
-    drawn = mazes(generator, size, 2 * count, "held out")
+    drawn = mazes(generator, size, 2 * count, HELD_OUT)
     new = [index for index, maze in enumerate(drawn.edges) if drawing(maze) not in known]
     return drawn.at(torch.tensor(new[:count]))
 

@@ -19,7 +19,8 @@ SOLVERS: dict[str, Solver] = {
     "Anderson, history 1": Anderson(history=1, rtol=RTOL, max_steps=CAP),
     "Anderson, history 5": Anderson(history=5, rtol=RTOL, max_steps=CAP),
     "Broyden": Broyden(rtol=RTOL, max_steps=CAP),
-    "NewtonKrylov": NewtonKrylov(rtol=RTOL, max_steps=CAP),
+    # Each of its steps takes ten evaluations or more.
+    "NewtonKrylov": NewtonKrylov(rtol=RTOL, max_steps=CAP // 10),
     "torchdeq anderson": TorchDEQ("anderson", rtol=RTOL, max_steps=CAP),
     "torchdeq fixed_point_iter": TorchDEQ("fixed_point_iter", rtol=RTOL, max_steps=CAP),
 }
