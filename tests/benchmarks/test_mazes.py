@@ -135,7 +135,7 @@ def test_mazes_are_those_of_results_that_were_written_before(name, size, count, 
 
 
 def test_held_out_mazes_are_not_learnt_from(monkeypatch):
-    few = mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 10, "held out")
+    few = mazes.mazes(mazes.TRAIN_GENERATOR, mazes.TRAIN_SIZE, 10, mazes.HELD_OUT)
     monkeypatch.setattr(mazes, "learnt", lambda: (few, few.at(slice(0, 2))))
     known = {mazes.drawing(maze) for maze in few.edges}
     for name in NAMES:
@@ -143,9 +143,9 @@ def test_held_out_mazes_are_not_learnt_from(monkeypatch):
         assert len(asked.targets) == 20
         assert not known & {mazes.drawing(maze) for maze in asked.edges}
     asked = mazes.held_out.__wrapped__("Wilson", 5, 20)
-    assert torch.equal(asked.edges[0], mazes.mazes("Wilson", 5, 1, "held out").edges[0])
+    assert torch.equal(asked.edges[0], mazes.mazes("Wilson", 5, 1, mazes.HELD_OUT).edges[0])
     asked = mazes.held_out.__wrapped__(mazes.TRAIN_GENERATOR, 5, 20)
-    assert torch.equal(asked.edges[0], mazes.mazes(mazes.TRAIN_GENERATOR, 5, 11, "held out").edges[-1])
+    assert torch.equal(asked.edges[0], mazes.mazes(mazes.TRAIN_GENERATOR, 5, 11, mazes.HELD_OUT).edges[-1])
 
 
 def test_guesses_are_what_they_say():
