@@ -18,6 +18,7 @@ from . import spins as spins_suite
 from . import train as train_suite
 from . import usefulness as usefulness_suite
 from .environment import environment
+from .puzzles import guide
 from .targets import Row
 
 #: A suite is a module with METRICS, TARGETS, NOTES, settings_of(quick) and run(settings, metrics=..., repeats=...);
@@ -76,12 +77,14 @@ def usefulness(quick: Quick = False, only: Only = None, repeats: Repeats = None,
 
 @app.command()
 def report() -> None:
-    """Rewrite tables and figures of the README beside this, and the headline of the top one, from the newest runs."""
+    """Rewrite, from the newest runs, tables and figures of the README beside this, the headline of the top one, and the
+    tables of the guide to equilibrium blocks."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **ways_to_tell(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     headline.rewrite()
-    typer.echo(f"headline written to {headline.README.name}")
+    guide.rewrite()
+    typer.echo(f"headline written to {headline.README.name}, tables to {guide.PAGE.name}")
 
 
 def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, out: Path | None) -> dict[str, Any]:

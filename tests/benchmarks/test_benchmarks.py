@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as command
 from benchmarks import baselines, guard, measure, problems, report, solve, spins
 from benchmarks.environment import environment
+from benchmarks.puzzles import guide
 from benchmarks.targets import SOLVE, SPINS, Target
 
 #: The guard itself, which conftest.py replaces for all other tests.
@@ -314,6 +315,16 @@ def test_the_committed_tables_are_those_of_the_newest_runs(tmp_path):
     for name, suite in command.SUITES.items():
         report.rewrite(name, suite.NOTES, **command.ways_to_tell(suite), readme=copy)
     assert copy.read_text() == text
+
+
+def test_the_tables_of_the_guide_are_those_of_the_newest_runs(tmp_path):
+    text = guide.PAGE.read_text()
+    copy = tmp_path / "guide.md"
+    copy.write_text(text)
+    guide.rewrite(copy)
+    assert copy.read_text() == text
+    guide.rewrite(copy, tmp_path)
+    assert copy.read_text().count("Not run yet.") == 2
 
 
 def test_the_terminal_says_what_was_left_out(run):
