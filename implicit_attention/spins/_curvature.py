@@ -11,9 +11,13 @@ from .._autograd import is_batched
 from .._types import LinearMap
 from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
 from ..potentials import SphericalLaw
+from .system import SpinSystem
 
 #: Numbers of Lanczos vectors for an extreme eigenvalue: the next is tried where the verdict is not certain.
 STEPS = (24, 96, 384)
+
+#: Steps of the power method for a bound of the couplings, and the least part of an entry there.
+POWERS, LEAST = 3, 1e-3
 
 
 def local_field(response: SphericalLaw, m: Tensor, beta: float | Tensor, radius: float) -> tuple[Tensor, Tensor]:
@@ -43,6 +47,29 @@ def covariance_roots(
 
     inverse = [torch.where(part > 0, part.reciprocal(), 0.0) for part in (across, along)]
     return lambda v: scaled(v, across, along), lambda v: scaled(v, *inverse)
+
+
+def everywhere(verdict: Tensor) -> bool:
+    """Whether it is True for all samples, as far as the host can look."""
+    return not is_batched(verdict) and bool(verdict.all())
+
+
+def coupling_bound(system: SpinSystem) -> Tensor:
+    """An upper bound of the spectral norm of J, (*batch), at the cost of a few products of |J| with one vector.
+
+    For M = |J|^T |J|, whose entries are not negative, and any x > 0 no eigenvalue exceeds max_i (M x)_i/x_i. After some
+    steps of the power method x is nearly the eigenvector, at which the bound is the eigenvalue.
+    """
+    size = system.live_couplings.detach()
+    size = torch.linalg.matrix_norm(size) if system.block else size.abs()
+    x = torch.ones_like(size[..., 0])
+    for step in range(POWERS + 1):
+        product = (size.mT @ (size @ x[..., None]))[..., 0]
+        if step < POWERS:
+            largest = product.amax(-1, keepdim=True)
+            x = (product / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
+    bound: Tensor = (product / x).amax(-1).sqrt() * (1 + torch.finfo(x.dtype).eps ** 0.5)
+    return bound.expand(system.batch)
 
 
 def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:

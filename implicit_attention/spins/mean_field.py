@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..potentials import SphericalLaw
+from ..potentials import AmosResponse, LargeDResponse, SaddlePointResponse, SignUnits, SphereUnits, SphericalLaw
 from ..problem import Linearization, pullback
-from ._curvature import covariance_roots, exceeds_one, lowest_eigenvalue
+from ._curvature import coupling_bound, covariance_roots, everywhere, exceeds_one, lowest_eigenvalue
 from ._site import stretched
 from .approximation import ResponseApproximation, SampleProblem
 from .system import SpinSystem, couple, mirrored
@@ -53,6 +53,21 @@ class MeanFieldProblem(SampleProblem):
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
 
 
+#: Laws by which a spin varies most where it has no field.
+_SOFTEST_AT_ZERO = (SphereUnits, SignUnits, AmosResponse, SaddlePointResponse, LargeDResponse)
+
+
+@torch.no_grad()
+def contracts(system: SpinSystem, response: SphericalLaw) -> Tensor | None:
+    """(*batch), whether m -> response(h + J m) is known to contract: one solution, to which all plain steps lead."""
+    if type(response) not in _SOFTEST_AT_ZERO:
+        return None
+    bound, dim = coupling_bound(system), system.dim
+    softest = float(response.gain(bound.new_zeros(()), dim)) * system.radius**2
+    inside: Tensor = system.beta_tensor().detach() * softest * bound < 1
+    return inside
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeanField(ResponseApproximation):
     """log Z = sum_i log Z_1(h_i + sum_j J_ij m_j) - (beta/2) sum_ij m_i J_ij m_j, stationary at m = response(h + J m).
@@ -89,6 +104,9 @@ class MeanField(ResponseApproximation):
         sites = self.response.log_partition(system.live_field + others, system.beta, system.radius).sum(-1)
         return sites - system.beta_over(0) * (state * others).sum((-1, -2)) / 2
 
+    def contracting(self, system: SpinSystem) -> Tensor | None:
+        return contracts(system, self.response)
+
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
         field, couplings = system.live_field.detach(), system.live_couplings.detach()
@@ -101,6 +119,9 @@ class MeanField(ResponseApproximation):
         return part
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
+        certain = self.contracting(system)
+        if certain is not None and everywhere(certain):
+            return torch.zeros_like(certain)
         field = system.live_field + system.coupled(state)
         root, _ = covariance_roots(self.response, field, system.beta_over(0), system.radius)
         beta = system.beta_over(2)
