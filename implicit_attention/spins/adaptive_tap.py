@@ -190,12 +190,12 @@ class AdaTAP(FixedPointApproximation):
         if self.solver is not None:
             return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
         near, num_steps, num_evals = descended(problem, start[..., :-1])
-        found = solve(problem, near, solver=_finisher(near.dtype), adjoint=self.adjoint, on_failure="ignore")
+        found = solve(problem, near, solver=_finisher(near.dtype, self.rtol), adjoint=self.adjoint, on_failure="ignore")
         return found.amended(num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
 
 
-def _finisher(dtype: torch.dtype) -> Solver:
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+def _finisher(dtype: torch.dtype, rtol: float | None) -> Solver:
+    tolerance = (1e-5 if dtype == torch.float32 else 1e-11) if rtol is None else rtol
     return NewtonKrylov(rtol=tolerance, atol=tolerance, forcing=1e-3, max_steps=50)
 
 

@@ -166,8 +166,14 @@ class FixedPointApproximation(Approximation):
 
     solver: Solver | None = None
     adjoint: Adjoint | None = None
+    #: Relative residual of the default solver; None is 1e-11, or 1e-6 in float32.
+    rtol: float | None = None
 
     def __post_init__(self) -> None:
+        if self.rtol is not None:
+            _validate.check_number("rtol", self.rtol, low=0.0, high=1.0, open_low=True)
+            remedy = "give the solver its own rtol"
+            _validate.require(self.solver is None, "rtol", "be None beside a solver", self.rtol, remedy)
         check_type("solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()")
         check_type("adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()")
 
@@ -245,10 +251,10 @@ class FixedPointApproximation(Approximation):
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to."""
-        problem, start, spent = self.problem(system), start.detach(), None
+        problem, spent = self.problem(system), None
         solver = self.solver
         if solver is None:
-            solver, certain = physics_solver(start.dtype), self.contracting(system)
+            solver, certain = physics_solver(start.dtype, self.rtol), self.contracting(system)
             if certain is None or not everywhere(certain):
                 near, spent = _settled(problem, start, self.damping(system))
                 if certain is not None:
@@ -357,9 +363,9 @@ class _Damped(Problem):
 _SETTLING = Picard(rtol=1e-3, atol=1e-6, max_steps=200)
 
 
-def physics_solver(dtype: torch.dtype) -> Solver:
+def physics_solver(dtype: torch.dtype, rtol: float | None = None) -> Solver:
     """The solver of mean-field equations where none is given: numbers are compared to ten digits."""
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
+    tolerance = (1e-6 if dtype == torch.float32 else 1e-11) if rtol is None else rtol
     return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
 
 
