@@ -354,7 +354,7 @@ def alignment(state: Tensor, key_mask: Tensor | None = None) -> Tensor:
     Examples:
         >>> import torch
         >>> from implicit_attention.layers.spin import alignment
-        >>> alignment(torch.ones(3, 2)), alignment(torch.eye(3))
+        >>> alignment(torch.ones(3, 4)), alignment(torch.eye(3))
         (tensor(1.), tensor(0.))
     """
     unit = nn.functional.normalize(state, dim=-1)
