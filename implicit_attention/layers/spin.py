@@ -54,7 +54,7 @@ class SpinAttention(Remembering):
         method: of the spins; None is `MeanField` for symmetric couplings and `KineticPlefka`, synchronous dynamics, for
             others, both by `AmosResponse` (the exact law where head_dim is 1) to a relative residual of 1e-4.
         derivative: "explicit": <s_i> at given couplings; "total": m = -dF/dh, in which couplings answer the field, too.
-        beta: inverse temperature, "learned" (per head, from 1) or a number > 0.
+        beta: inverse temperature, "learned" (per head, from .5, where normalised couplings contract) or a number > 0.
         field_norm: "rms" makes all fields of length R, so that tokens do not just align; None leaves them.
         causal: a token reads itself and the tokens before it. Couplings are asymmetric then.
         rotary: None, or `Rotary()` to turn queries and keys by their positions.
@@ -128,7 +128,7 @@ class SpinAttention(Remembering):
             getattr(self.couplings, "symmetric", False) or getattr(self.couplings, "mean_of_orders", False)
         )
         self.method = self._method(method, symmetric)
-        self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 1.0, **made))
+        self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **made))
         self.norm = nn.RMSNorm(self.head_dim, **made) if field_norm == "rms" and not bare else None
         self.in_proj = self.out_proj = None
         if not bare:

@@ -16,8 +16,8 @@ from .system import SpinSystem
 #: Numbers of Lanczos vectors for an extreme eigenvalue: the next is tried where the verdict is not certain.
 STEPS = (24, 96, 384)
 
-#: Steps of the power method for a bound of the couplings, and the least part of an entry there.
-POWERS, LEAST = 3, 1e-3
+#: The least entry of a vector that bounds the couplings, as a part of its largest.
+LEAST = 1e-3
 
 
 def local_field(response: SphericalLaw, m: Tensor, beta: float | Tensor, radius: float) -> tuple[Tensor, Tensor]:
@@ -54,22 +54,29 @@ def everywhere(verdict: Tensor) -> bool:
     return not is_batched(verdict) and bool(verdict.all())
 
 
-def coupling_bound(system: SpinSystem) -> Tensor:
-    """An upper bound of the spectral norm of J, (*batch), at the cost of a few products of |J| with one vector.
+def coupling_bound(system: SpinSystem, *, symmetric: bool) -> Tensor:
+    """An upper bound of the spectral norm of J, (*batch), at the cost of two products of |J|, or four, with one vector.
 
-    For M = |J|^T |J|, whose entries are not negative, and any x > 0 no eigenvalue exceeds max_i (M x)_i/x_i. After some
-    steps of the power method x is nearly the eigenvector, at which the bound is the eigenvalue.
+    For a matrix M without negative entries and any x > 0 no eigenvalue is larger than max_i (M x)_i/x_i. M is |J| for
+    symmetric couplings, else |J|^T |J|; a step of the power method brings x near to its eigenvector, at which the bound
+    is the eigenvalue.
     """
     size = system.live_couplings.detach()
     size = torch.linalg.matrix_norm(size) if system.block else size.abs()
-    x = torch.ones_like(size[..., 0])
-    for step in range(POWERS + 1):
-        product = (size.mT @ (size @ x[..., None]))[..., 0]
-        if step < POWERS:
-            largest = product.amax(-1, keepdim=True)
-            x = (product / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
-    bound: Tensor = (product / x).amax(-1).sqrt() * (1 + torch.finfo(x.dtype).eps ** 0.5)
-    return bound.expand(system.batch)
+
+    def product(x: Tensor) -> Tensor:
+        once: Tensor = torch.linalg.vecdot(size, x[..., None, :])
+        twice: Tensor = once if symmetric else torch.linalg.vecdot(size.mT, once[..., None, :])
+        return twice
+
+    first = size.sum(-1)
+    first = first if symmetric else torch.linalg.vecdot(size.mT, first[..., None, :])
+    largest = first.amax(-1, keepdim=True)
+    x = (first / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
+    bound = (product(x) / x).amax(-1)
+    bound = (bound if symmetric else bound.sqrt()) * (1 + torch.finfo(x.dtype).eps ** 0.5)
+    found: Tensor = bound.expand(system.batch)
+    return found
 
 
 def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:

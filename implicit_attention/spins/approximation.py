@@ -17,7 +17,7 @@ from .._declared import restricted
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem
-from ..solution import Record, Remedies, Solution, SolveReport
+from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
@@ -126,17 +126,17 @@ class Approximation:
 
     def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
         """<s_i> = (1/beta) d log Z/dh_i at fixed couplings; NaN in samples that have no log Z."""
-        found: list[SolveReport] = []
+        adjoint = AdjointReport()
 
-        def log_z(field: Tensor) -> tuple[Tensor, Tensor]:
+        def log_z(field: Tensor) -> tuple[Tensor, tuple[Tensor, Record]]:
+            nonlocal adjoint
             value, report = self.log_partition(system.at(field, system.couplings, system.beta))
-            found.append(report)
-            known = value.isfinite()
-            return value.masked_fill(~known, 0.0).sum(), known
+            known, adjoint = value.isfinite(), report.adjoint
+            return value.masked_fill(~known, 0.0).sum(), (known, report.record)
 
-        by_field, known = torch.func.grad(log_z, has_aux=True)(system.field)
+        by_field, (known, record) = torch.func.grad(log_z, has_aux=True)(system.field)
         m = (by_field / system.beta_over(2)).masked_fill(~known[..., None, None], torch.nan)
-        return Answer(m, None, found[0])
+        return Answer(m, None, SolveReport(record, adjoint))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,14 +58,20 @@ _SOFTEST_AT_ZERO = (SphereUnits, SignUnits, AmosResponse, SaddlePointResponse, L
 
 
 @torch.no_grad()
-def contracts(system: SpinSystem, response: SphericalLaw) -> Tensor | None:
-    """(*batch), whether m -> response(h + J m) is known to contract: one solution, to which all plain steps lead."""
+def steepness(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
+    """(*batch), a Lipschitz constant of m -> response(h + J m), not the least; None if the law is not known."""
     if type(response) not in _SOFTEST_AT_ZERO:
         return None
-    bound, dim = coupling_bound(system), system.dim
-    softest = float(response.gain(bound.new_zeros(()), dim)) * system.radius**2
-    inside: Tensor = system.beta_tensor().detach() * softest * bound < 1
-    return inside
+    bound = coupling_bound(system, symmetric=symmetric)
+    softest = float(response.gain(bound.new_zeros(()), system.dim)) * system.radius**2
+    steep: Tensor = system.beta_tensor().detach() * softest * bound
+    return steep
+
+
+def contracts(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
+    """(*batch), whether that map is known to contract: there is one solution, to which all plain steps lead."""
+    steep = steepness(system, response, symmetric=symmetric)
+    return None if steep is None else steep < 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,18 +111,20 @@ class MeanField(ResponseApproximation):
         return sites - system.beta_over(0) * (state * others).sum((-1, -2)) / 2
 
     def contracting(self, system: SpinSystem) -> Tensor | None:
-        return contracts(system, self.response)
+        return contracts(system, self.response, symmetric=True)
 
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
+        bound = system.beta_tensor().detach() * system.radius**2 / system.dim * coupling_bound(system, symmetric=True)
+        near = _power_of_two(bound)
+        if everywhere(near >= 0.5):
+            return near
         field, couplings = system.live_field.detach(), system.live_couplings.detach()
         # Numbers couple all components of the spins alike: one component has all eigenvalues.
         like = field if system.block else field[..., :1]
         lowest = lowest_eigenvalue(lambda v: couple(couplings, v, block=system.block), like)
         steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest
-        # A power of two, so that rounding errors, which depend on the batch, do not lead to another branch.
-        part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
-        return part
+        return torch.where(near >= 0.5, near, _power_of_two(steep))
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         certain = self.contracting(system)
@@ -127,3 +135,10 @@ class MeanField(ResponseApproximation):
         beta = system.beta_over(2)
         # The Hessian Cov^{-1} - beta J of beta F in m is positive where this map has no eigenvalue above 1.
         return exceeds_one(lambda v: beta * root(system.coupled(root(v))), state)
+
+
+def _power_of_two(steep: Tensor) -> Tensor:
+    """The part of a step that falls: a power of two, so that rounding errors, which depend on the batch, do not lead to
+    another branch."""
+    part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
+    return part

@@ -129,7 +129,7 @@ def test_a_layer_is_the_magnetization_of_its_system(method):
     weights = scores.exp()
     z = weights.sum(-1).clamp(min=1e-30)
     couplings = weights / (z[..., None] * z[..., None, :]).sqrt()
-    system = SpinSystem(couplings, field, torch.ones(2).double(), mask=key_mask[:, None])
+    system = SpinSystem(couplings, field, 0.5, mask=key_mask[:, None])
     truth = magnetization(system, method).transpose(-3, -2).flatten(-2)
     out, state, answer = layer(x, mask=mask, key_mask=key_mask, return_state=True, return_answer=True)
     torch.testing.assert_close(out, layer.out_proj(truth), rtol=0, atol=1e-8)

@@ -188,17 +188,21 @@ def _couplings(kind, n, seed):
 def test_the_norm_of_couplings_is_below_its_bound(kind, n):
     for seed in range(10):
         couplings = _couplings(kind, n, seed)
-        bound = coupling_bound(SpinSystem(couplings, random(3, n, 2)))
+        symmetric = kind != "asymmetric"
+        bound = coupling_bound(SpinSystem(couplings, random(3, n, 2)), symmetric=symmetric)
         norm = torch.linalg.matrix_norm(couplings, 2)
         assert bool((bound >= norm).all())
-        if kind in ("softmax", "chain"):
-            assert bool((bound <= 1.1 * norm + 1e-3).all())
+        if kind == "softmax":
+            assert bool((bound <= 1.6 * norm + 1e-3).all())
+        if symmetric:
+            assert bool((coupling_bound(SpinSystem(couplings, random(3, n, 2)), symmetric=False) >= norm).all())
 
 
 def test_the_norm_of_matrices_for_pairs_is_below_its_bound():
     blocks = random(5, 5, 3, 3)
     flat = blocks.transpose(1, 2).reshape(15, 15)
-    assert bool((coupling_bound(SpinSystem(blocks, random(2, 5, 3))) >= torch.linalg.matrix_norm(flat, 2)).all())
+    bound = coupling_bound(SpinSystem(blocks, random(2, 5, 3)), symmetric=False)
+    assert bool((bound >= torch.linalg.matrix_norm(flat, 2)).all())
 
 
 @pytest.mark.parametrize("method", [MeanField(), MeanField(response=AmosResponse()), KineticPlefka()], ids=repr)
