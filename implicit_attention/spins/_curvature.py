@@ -16,8 +16,8 @@ from .system import SpinSystem
 #: Numbers of Lanczos vectors for an extreme eigenvalue: the next is tried where the verdict is not certain.
 STEPS = (24, 96, 384)
 
-#: The least entry of a vector that bounds the couplings, as a part of its largest.
-LEAST = 1e-3
+#: Steps of the power method for a bound of the couplings, and the least entry of its vector, as a part of the largest.
+POWERS, LEAST = 2, 1e-3
 
 
 def local_field(response: SphericalLaw, m: Tensor, beta: float | Tensor, radius: float) -> tuple[Tensor, Tensor]:
@@ -55,10 +55,10 @@ def everywhere(verdict: Tensor) -> bool:
 
 
 def coupling_bound(system: SpinSystem, *, symmetric: bool) -> Tensor:
-    """An upper bound of the spectral norm of J, (*batch), at the cost of two products of |J|, or four, with one vector.
+    """An upper bound of the spectral norm of J, (*batch), at the cost of a few products of |J| with one vector.
 
     For a matrix M without negative entries and any x > 0 no eigenvalue is larger than max_i (M x)_i/x_i. M is |J| for
-    symmetric couplings, else |J|^T |J|; a step of the power method brings x near to its eigenvector, at which the bound
+    symmetric couplings, else |J|^T |J|. Steps of the power method bring x near to its eigenvector, at which the bound
     is the eigenvalue.
     """
     size = system.live_couplings.detach()
@@ -69,11 +69,12 @@ def coupling_bound(system: SpinSystem, *, symmetric: bool) -> Tensor:
         twice: Tensor = once if symmetric else torch.linalg.vecdot(size.mT, once[..., None, :])
         return twice
 
-    first = size.sum(-1)
-    first = first if symmetric else torch.linalg.vecdot(size.mT, first[..., None, :])
-    largest = first.amax(-1, keepdim=True)
-    x = (first / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
-    bound = (product(x) / x).amax(-1)
+    following = product(torch.ones_like(size[..., 0]))
+    for _ in range(POWERS):
+        largest = following.amax(-1, keepdim=True)
+        x = (following / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
+        following = product(x)
+    bound = (following / x).amax(-1)
     bound = (bound if symmetric else bound.sqrt()) * (1 + torch.finfo(x.dtype).eps ** 0.5)
     found: Tensor = bound.expand(system.batch)
     return found
