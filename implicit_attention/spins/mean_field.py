@@ -63,7 +63,8 @@ def steepness(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) ->
     if type(response) not in _SOFTEST_AT_ZERO:
         return None
     bound = coupling_bound(system, symmetric=symmetric)
-    softest = float(response.gain(bound.new_zeros(()), system.dim)) * system.radius**2
+    # Of the law's own, also inside torch.vmap.
+    softest = float(response.gain(torch.zeros((), dtype=torch.float64), system.dim)) * system.radius**2
     steep: Tensor = system.beta_tensor().detach() * softest * bound
     return steep
 

@@ -327,6 +327,25 @@ def test_half_precision_autocast_and_compile():
     torch.testing.assert_close(compiled(x), truth, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"method": SaddlePoint()}], ids=str)
+def test_layers_can_be_transformed(options):
+    layer, x = SpinAttention(8, 2, **options).double(), random(3, 5, 8)
+    torch.testing.assert_close(torch.vmap(layer)(x), layer(x), rtol=0, atol=1e-4)
+    pulled = torch.func.vjp(layer, x)[1](torch.ones_like(x))[0]
+    torch.testing.assert_close(pulled, torch.func.grad(lambda x: layer(x).sum())(x), rtol=0, atol=1e-12)
+    pushed = torch.func.jvp(layer, (x,), (x,))[1].sum()
+    torch.testing.assert_close(pushed, (pulled * x).sum(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"derivative": "total"}], ids=str)
+def test_a_card_has_the_answer_of_the_host(options):
+    layer, x = SpinAttention(8, 2, **options), torch.randn(3, 5, 8)
+    truth = layer(x)
+    torch.testing.assert_close(layer.cuda()(x.cuda()).cpu(), truth, rtol=0, atol=1e-3)
+
+
 def test_tokens_align_under_weak_fields():
     assert float(alignment(torch.ones(4, 2))) == pytest.approx(1)
     assert alignment(torch.eye(3).repeat(2, 1, 1), torch.tensor([True, True, False])).tolist() == [0.0, 0.0]
