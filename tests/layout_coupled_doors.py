@@ -260,3 +260,50 @@ def spins_counted(draw):
     by_couplings, by_field = torch.autograd.grad(m, [j, h], cotangent)
     same("field", got[1], by_field, draw.dtype)
     same("couplings", got[0] + got[0].mT, by_couplings + by_couplings.mT, draw.dtype)
+
+
+@door
+def spin_layer(draw):
+    """`SpinAttention` over raw inputs, with masks, against the fixed point of m = response(h + J(h) m), written out."""
+    if draw.dtype in HALF:
+        draw.dtype = torch.float32
+    lead, n, d = draw.rng.choice(((), (1,), (3,))), draw.rng.choice((2, 5)), draw.rng.choice((2, 4))
+    kind = draw.rng.choice(("softmax", "symmetric", "causal"))
+    torch.manual_seed(draw.rng.randrange(100))
+    layer = ia.layers.SpinAttention(
+        d,
+        1,
+        bare=True,
+        beta=0.5,
+        couplings="softmax" if kind == "causal" else kind,
+        causal=kind == "causal",
+        solver=ia.Anderson(rtol=RTOL[draw.dtype], atol=1e-12),
+        on_failure="raise",
+    ).to(draw.dtype)
+    x, key_mask = leaf(draw.tensor(*lead, n, d)), draw.flags(*lead, n) if draw.rng.random() < 0.5 else None
+    found, answer = layer(x, key_mask=key_mask, return_answer=True)
+    # One map for both, or one for each.
+    q, k = [copied(w)[0] for w in layer.couplings.parameters()] * (2 if kind == "symmetric" else 1)
+    live = torch.ones(*lead, n, dtype=torch.bool) if key_mask is None else key_mask.clone()
+    pairs = live[..., :, None] & live[..., None, :]
+    pairs = pairs.tril() if kind == "causal" else pairs & ~torch.eye(n, dtype=torch.bool)
+
+    def step(m, h):
+        weights = torch.where(pairs, (d**-0.5 * (h @ q) @ (h @ k).mT).exp(), 0.0)
+        total = weights.sum(-1)
+        total = torch.where(total > 0, total, 1.0)
+        if kind == "symmetric":
+            weights = weights / (total[..., :, None] * total[..., None, :]).sqrt()
+        else:
+            weights = weights / total[..., None]
+            weights = weights if kind == "causal" else (weights + weights.mT) / 2
+        f = torch.where(live[..., None], h + weights @ m, 0.0)
+        kappa = 0.25 * d * f.square().sum(-1, keepdim=True)
+        return 0.5 * d * f / ((d - 1) / 2 + (((d + 1) / 2) ** 2 + kappa).sqrt())
+
+    held = copied(x)
+    z = fixed_point(lambda m: step(m, held), torch.zeros_like(held))
+    same("magnetization", found, z, draw.dtype)
+    assert bool(answer.report.converged.all())
+    cotangent, got = gradients(draw, found, [x])
+    all_same(("x",), got, implicit_gradients(step, z, [held], cotangent, event_ndim=2)[1], draw.dtype)

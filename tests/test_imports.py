@@ -50,6 +50,7 @@ ALLOWED = {
         "fixed_point_map",
         "solve",
         "solution",
+        "spins",
     },
     "spins": {
         "diagnostics",

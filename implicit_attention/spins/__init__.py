@@ -14,7 +14,7 @@ from ..potentials import (
 from ..solution import SolveReport
 from ..status import Status
 from .adaptive_tap import AdaTAP
-from .approximation import Approximation, FixedPointApproximation, LogPartition
+from .approximation import Answer, Approximation, FixedPointApproximation, LogPartition
 from .bethe import Bethe
 from .decomposition import Decomposition, decompose, extensivity
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
@@ -60,6 +60,7 @@ __all__ = [
     "FixedPointApproximation",
     "DynamicalMethod",
     "LogPartition",
+    "Answer",
     # Questions to a method, and their answers.
     "thermodynamics",
     "Thermodynamics",

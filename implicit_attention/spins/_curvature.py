@@ -11,9 +11,13 @@ from .._autograd import is_batched
 from .._types import LinearMap
 from ..linear.spectrum import Eigenvalue, extreme_eigenvalues, ritz_radius
 from ..potentials import SphericalLaw
+from .system import SpinSystem
 
 #: Numbers of Lanczos vectors for an extreme eigenvalue: the next is tried where the verdict is not certain.
 STEPS = (24, 96, 384)
+
+#: Steps of the power method for a bound of the couplings, and the least entry of its vector, as a part of the largest.
+POWERS, LEAST = 2, 1e-3
 
 
 def local_field(response: SphericalLaw, m: Tensor, beta: float | Tensor, radius: float) -> tuple[Tensor, Tensor]:
@@ -43,6 +47,37 @@ def covariance_roots(
 
     inverse = [torch.where(part > 0, part.reciprocal(), 0.0) for part in (across, along)]
     return lambda v: scaled(v, across, along), lambda v: scaled(v, *inverse)
+
+
+def everywhere(verdict: Tensor) -> bool:
+    """Whether it is True for all samples, as far as the host can look."""
+    return not is_batched(verdict) and bool(verdict.all())
+
+
+def coupling_bound(system: SpinSystem, *, symmetric: bool) -> Tensor:
+    """An upper bound of the spectral norm of J, (*batch), at the cost of a few products of |J| with one vector.
+
+    For a matrix M without negative entries and any x > 0 no eigenvalue is larger than max_i (M x)_i/x_i. M is |J| for
+    symmetric couplings, else |J|^T |J|. Steps of the power method bring x near to its eigenvector, at which the bound
+    is the eigenvalue.
+    """
+    size = system.live_couplings.detach()
+    size = torch.linalg.matrix_norm(size) if system.block else size.abs()
+
+    def product(x: Tensor) -> Tensor:
+        once: Tensor = torch.linalg.vecdot(size, x[..., None, :])
+        twice: Tensor = once if symmetric else torch.linalg.vecdot(size.mT, once[..., None, :])
+        return twice
+
+    following = product(torch.ones_like(size[..., 0]))
+    for _ in range(POWERS):
+        largest = following.amax(-1, keepdim=True)
+        x = (following / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
+        following = product(x)
+    bound = (following / x).amax(-1)
+    bound = (bound if symmetric else bound.sqrt()) * (1 + torch.finfo(x.dtype).eps ** 0.5)
+    found: Tensor = bound.expand(system.batch)
+    return found
 
 
 def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:

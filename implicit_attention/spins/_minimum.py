@@ -41,13 +41,19 @@ class Minimum:
         """t, (*batch, G)."""
         return self._attached(steps=4) if self._found is None else self._response()[0]
 
+    def mean(self) -> Tensor:
+        """m = A^{-1} g, (*batch, n, k)."""
+        return self._moments()[1]
+
     def hessian(self) -> Tensor:
         """Second derivatives of phi by t, (*batch, G, G)."""
+        return self.problem.hessian(*self._moments())
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
         if self._found is None:
-            x, m = self.problem.moments(self._attached(steps=4))[:2]
-        else:
-            _, x, m = self._response()
-        return self.problem.hessian(x, m)
+            moments = self.problem.moments(self._attached(steps=4))
+            return moments.covariance, moments.mean
+        return self._response()[1:]
 
     def _response(self) -> tuple[Tensor, Tensor, Tensor]:
         return _Response.apply(*self._arguments)  # type: ignore[no-any-return, no-untyped-call]

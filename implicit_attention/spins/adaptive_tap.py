@@ -11,12 +11,12 @@ from torch import Tensor
 from .. import _validate
 from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
-from ..solution import Remedies, Solution
+from ..solution import Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
-from .approximation import Approximation, Check, FixedPointApproximation, LogPartition, closed_form
+from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition, closed_form
 from .system import SpinSystem, check_type
 
 
@@ -160,6 +160,9 @@ class AdaTAP(FixedPointApproximation):
             theta = theta - descended(problem, theta, steps=0)[0][..., -1:] * m
         return descended(problem, theta, steps=0)[0]
 
+    def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
+        return self.problem(system).moments(state)[0]
+
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         known = torch.isfinite(state).all(-1).all(-1)
         value = self.problem(system).log_partition(state.masked_fill(~known[..., None, None], 0.0))
@@ -171,14 +174,15 @@ class AdaTAP(FixedPointApproximation):
         if not isinstance(self.prior, GaussianUnits):
             return super().log_partition(system, initial=initial, check=check)
         problem = self.problem(system)
-        x, logdet, positive = _gaussian(problem)
-        plain = system.radius**2 / system.dim
-        answer = problem.replace(problem.field, plain * x).coupled(problem.field)
-        value = ((problem.field * answer).sum((-2, -1)) - problem.copies * logdet) / 2
-        value = value.masked_fill(~positive, torch.nan)
-        report = closed_form(value)
-        status = report.status.masked_fill(~positive, int(Status.OUT_OF_RANGE))
-        return LogPartition(value, report.amended(status=status))
+        m, logdet, positive = _gaussian_answer(problem)
+        value = ((problem.field * m).sum((-2, -1)) - problem.copies * logdet) / 2
+        return LogPartition(value.masked_fill(~positive, torch.nan), _gaussian_report(positive, value))
+
+    def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
+        if not isinstance(self.prior, GaussianUnits):
+            return super().answer(system, initial=initial, check=check)
+        m, logdet, positive = _gaussian_answer(self.problem(system))
+        return Answer(m.masked_fill(~positive[..., None, None], torch.nan), None, _gaussian_report(positive, logdet))
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to; the descent ends at minima, so that there is nothing to check."""
@@ -186,12 +190,12 @@ class AdaTAP(FixedPointApproximation):
         if self.solver is not None:
             return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
         near, num_steps, num_evals = descended(problem, start[..., :-1])
-        found = solve(problem, near, solver=_finisher(near.dtype), adjoint=self.adjoint, on_failure="ignore")
+        found = solve(problem, near, solver=_finisher(near.dtype, self.rtol), adjoint=self.adjoint, on_failure="ignore")
         return found.amended(num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
 
 
-def _finisher(dtype: torch.dtype) -> Solver:
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+def _finisher(dtype: torch.dtype, rtol: float | None) -> Solver:
+    tolerance = (1e-5 if dtype == torch.float32 else 1e-11) if rtol is None else rtol
     return NewtonKrylov(rtol=tolerance, atol=tolerance, forcing=1e-3, max_steps=50)
 
 
@@ -199,3 +203,15 @@ def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
     """Of Gaussian sites the covariance in units of a site's own, minus its log det, and whether there is one."""
     eye = torch.eye(problem.couplings.shape[-1], dtype=problem.field.dtype, device=problem.field.device)
     return guarded_inverse(eye - problem.radius**2 / problem.field.shape[-1] * problem.couplings)
+
+
+def _gaussian_answer(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
+    """The magnetizations of Gaussian sites, (*batch, N, D), with the last two of `_gaussian`."""
+    x, logdet, positive = _gaussian(problem)
+    plain = problem.radius**2 / problem.field.shape[-1]
+    return problem.replace(problem.field, plain * x).coupled(problem.field), logdet, positive
+
+
+def _gaussian_report(positive: Tensor, value: Tensor) -> SolveReport:
+    report = closed_form(value.masked_fill(~positive, torch.nan))
+    return report.amended(status=report.status.masked_fill(~positive, int(Status.OUT_OF_RANGE)))

@@ -12,14 +12,16 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from .._autograd import vjp
 from .._declared import restricted
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem
-from ..solution import Record, Remedies, Solution, SolveReport
+from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
 from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
+from ._curvature import everywhere
 from .system import SpinSystem, check_type
 
 #: What is checked of a solution: only that it solves the equations ("none"), or that it is a minimum ("stability").
@@ -40,6 +42,30 @@ class LogPartition(NamedTuple):
     """
 
     value: Tensor
+    report: SolveReport
+
+
+class Answer(NamedTuple):
+    """What spins answer at fixed couplings: <s_i>, (*batch, N, D), what was solved for, and the report of the solve.
+
+    Attributes:
+        magnetization: <s_i>; `initial=answer.magnetization` starts the next solve there.
+        state: of the method's own equations, None where there are none to be solved.
+        report: of the solve, whose problems are the samples.
+
+    Not for couplings that are a function of the field: `magnetization` adds what they answer.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.spins import MeanField, SpinSystem
+        >>> system = SpinSystem(torch.tensor([[0.0, 0.5], [0.5, 0.0]]), field=torch.tensor([[0.3], [0.0]]))
+        >>> answer = MeanField().answer(system)
+        >>> answer.magnetization.shape, bool(answer.report.converged)
+        (torch.Size([2, 1]), True)
+    """
+
+    magnetization: Tensor
+    state: Tensor | None
     report: SolveReport
 
 
@@ -98,6 +124,20 @@ class Approximation:
         """log Z relative to the uniform measure, without `system.base_measure()`."""
         raise NotImplementedError(f"{type(self).__name__} must define log_partition(system)")
 
+    def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
+        """<s_i> = (1/beta) d log Z/dh_i at fixed couplings; NaN in samples that have no log Z."""
+        adjoint = AdjointReport()
+
+        def log_z(field: Tensor) -> tuple[Tensor, tuple[Tensor, Record]]:
+            nonlocal adjoint
+            value, report = self.log_partition(system.at(field, system.couplings, system.beta))
+            known, adjoint = value.isfinite(), report.adjoint
+            return value.masked_fill(~known, 0.0).sum(), (known, report.record)
+
+        by_field, (known, record) = torch.func.grad(log_z, has_aux=True)(system.field)
+        m = (by_field / system.beta_over(2)).masked_fill(~known[..., None, None], torch.nan)
+        return Answer(m, None, SolveReport(record, adjoint))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedPointApproximation(Approximation):
@@ -126,8 +166,14 @@ class FixedPointApproximation(Approximation):
 
     solver: Solver | None = None
     adjoint: Adjoint | None = None
+    #: Relative residual of the default solver; None is 1e-11, or 1e-6 in float32.
+    rtol: float | None = None
 
     def __post_init__(self) -> None:
+        if self.rtol is not None:
+            _validate.check_number("rtol", self.rtol, low=0.0, high=1.0, open_low=True)
+            remedy = "give the solver its own rtol"
+            _validate.require(self.solver is None, "rtol", "be None beside a solver", self.rtol, remedy)
         check_type("solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()")
         check_type("adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()")
 
@@ -150,6 +196,10 @@ class FixedPointApproximation(Approximation):
     def damping(self, system: SpinSystem) -> float | Tensor:
         """The factor by which a step z -> f(z) is shortened so that it descends, a number or (*batch)."""
         return 0.5
+
+    def contracting(self, system: SpinSystem) -> Tensor | None:
+        """(*batch), whether plain steps are certain to contract, so that there is one solution; None if unknown."""
+        return None
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor | None:
         """(*batch), whether a solution is no minimum of the free energy; None if that is not known."""
@@ -185,13 +235,32 @@ class FixedPointApproximation(Approximation):
         solution = self.solution(system, self.begin(system, initial), check=check)
         return LogPartition(self.value(system, solution.value), solution.report)
 
+    def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
+        """<s_i> at a solution; here by the derivative of log Z at a fixed state, in which it is stationary."""
+
+        def log_z(field: Tensor) -> Tensor:
+            return self.value(system.at(field, system.couplings, system.beta), state)
+
+        value, pullback = vjp(log_z, system.field)
+        by_field: Tensor = pullback(torch.ones_like(value))[0]
+        return by_field / system.beta_over(2)
+
+    def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
+        solution = self.solution(system, self.begin(system, initial), check=check)
+        return Answer(self.magnetization_at(system, solution.value), solution.value, solution.report)
+
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to."""
-        problem, start, spent = self.problem(system), start.detach(), None
+        problem, spent = self.problem(system), None
         solver = self.solver
         if solver is None:
-            solver = physics_solver(start.dtype)
-            start, spent = _settled(problem, start, self.damping(system))
+            solver, certain = physics_solver(start.dtype, self.rtol), self.contracting(system)
+            if certain is None or not everywhere(certain):
+                near, spent = _settled(problem, start, self.damping(system))
+                if certain is not None:
+                    # Where there is one solution, any solver may go there at once.
+                    near, spent = torch.where(certain[..., None, None], start, near), spent.masked_fill(certain, 0)
+                start = near
         # `free_energy`, `thermodynamics` and their like report failures.
         solution = solve(problem, start, solver=solver, adjoint=self.adjoint, on_failure="ignore")
         if spent is not None:
@@ -233,6 +302,9 @@ class ResponseApproximation(FixedPointApproximation):
 
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
         return m
+
+    def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
+        return state
 
 
 class SampleProblem(Problem, general=True):
@@ -291,9 +363,9 @@ class _Damped(Problem):
 _SETTLING = Picard(rtol=1e-3, atol=1e-6, max_steps=200)
 
 
-def physics_solver(dtype: torch.dtype) -> Solver:
+def physics_solver(dtype: torch.dtype, rtol: float | None = None) -> Solver:
     """The solver of mean-field equations where none is given: numbers are compared to ten digits."""
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
+    tolerance = (1e-6 if dtype == torch.float32 else 1e-11) if rtol is None else rtol
     return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
 
 

@@ -88,6 +88,9 @@ class Bethe(FixedPointApproximation):
         field, bonds, own = _in_units(system)
         return _log_partition(state, field, bonds) + own.sum(-1) / 2
 
+    def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
+        return system.radius * torch.tanh(_cavity(state, _in_units(system)[0])[0])[..., None]
+
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
         field, bonds, _ = _in_units(system)
         cavity = _cavity(state, field)[1]

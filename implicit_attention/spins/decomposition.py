@@ -95,7 +95,8 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
         local, saturated = local_field(response, direct, beta, radius)
         # A mean of length R belongs to all strong fields. Where the bare field is one of them, it needs no correction.
         apart = torch.linalg.vector_norm(response.magnetization(bare, beta, radius).detach() - direct.detach(), dim=-1)
-        enough = saturated & (apart <= 16 * torch.finfo(direct.dtype).eps * radius)
+        # The mean was solved for to more than rounding.
+        enough = saturated & (apart <= torch.finfo(direct.dtype).eps ** (2 / 3) * radius)
         local = torch.where(enough[..., None], bare, local)
         gain = rows * radius**2 * response.gain((rows * radius) ** 2 * local.square().sum(-1), system.dim)
         parts = (system.live_field, others, local - bare)

@@ -17,7 +17,7 @@ from ..status import Status
 from ._site import Site
 from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
-from .mean_field import MeanFieldProblem
+from .mean_field import MeanFieldProblem, contracts
 from .system import SpinSystem
 
 
@@ -81,6 +81,12 @@ class KineticPlefka(DynamicalMethod):
 
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
         return m if self.order == 1 else self.response.inverse(m, system.beta_over(0), system.radius)
+
+    def contracting(self, system: SpinSystem) -> Tensor | None:
+        return contracts(system, self.response, symmetric=False) if self.order == 1 else None
+
+    def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
+        return state if self.order == 1 else self.response.magnetization(state, system.beta_over(0), system.radius)
 
     def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
         if self.order == 1:

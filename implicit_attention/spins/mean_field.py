@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..potentials import SphericalLaw
+from ..potentials import AmosResponse, LargeDResponse, SaddlePointResponse, SignUnits, SphereUnits, SphericalLaw
 from ..problem import Linearization, pullback
-from ._curvature import covariance_roots, exceeds_one, lowest_eigenvalue
+from ._curvature import coupling_bound, covariance_roots, everywhere, exceeds_one, lowest_eigenvalue
 from ._site import stretched
 from .approximation import ResponseApproximation, SampleProblem
 from .system import SpinSystem, couple, mirrored
@@ -53,6 +53,28 @@ class MeanFieldProblem(SampleProblem):
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
 
 
+#: Laws by which a spin varies most where it has no field.
+_SOFTEST_AT_ZERO = (SphereUnits, SignUnits, AmosResponse, SaddlePointResponse, LargeDResponse)
+
+
+@torch.no_grad()
+def steepness(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
+    """(*batch), a Lipschitz constant of m -> response(h + J m), not the least; None if the law is not known."""
+    if type(response) not in _SOFTEST_AT_ZERO:
+        return None
+    bound = coupling_bound(system, symmetric=symmetric)
+    # Of the law's own, also inside torch.vmap.
+    softest = float(response.gain(torch.zeros((), dtype=torch.float64), system.dim)) * system.radius**2
+    steep: Tensor = system.beta_tensor().detach() * softest * bound
+    return steep
+
+
+def contracts(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
+    """(*batch), whether that map is known to contract: there is one solution, to which all plain steps lead."""
+    steep = steepness(system, response, symmetric=symmetric)
+    return None if steep is None else steep < 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeanField(ResponseApproximation):
     """log Z = sum_i log Z_1(h_i + sum_j J_ij m_j) - (beta/2) sum_ij m_i J_ij m_j, stationary at m = response(h + J m).
@@ -89,20 +111,35 @@ class MeanField(ResponseApproximation):
         sites = self.response.log_partition(system.live_field + others, system.beta, system.radius).sum(-1)
         return sites - system.beta_over(0) * (state * others).sum((-1, -2)) / 2
 
+    def contracting(self, system: SpinSystem) -> Tensor | None:
+        return contracts(system, self.response, symmetric=True)
+
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
+        bound = system.beta_tensor().detach() * system.radius**2 / system.dim * coupling_bound(system, symmetric=True)
+        near = _power_of_two(bound)
+        if everywhere(near >= 0.5):
+            return near
         field, couplings = system.live_field.detach(), system.live_couplings.detach()
         # Numbers couple all components of the spins alike: one component has all eigenvalues.
         like = field if system.block else field[..., :1]
         lowest = lowest_eigenvalue(lambda v: couple(couplings, v, block=system.block), like)
         steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest
-        # A power of two, so that rounding errors, which depend on the batch, do not lead to another branch.
-        part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
-        return part
+        return torch.where(near >= 0.5, near, _power_of_two(steep))
 
     def unstable(self, system: SpinSystem, state: Tensor) -> Tensor:
+        certain = self.contracting(system)
+        if certain is not None and everywhere(certain):
+            return torch.zeros_like(certain)
         field = system.live_field + system.coupled(state)
         root, _ = covariance_roots(self.response, field, system.beta_over(0), system.radius)
         beta = system.beta_over(2)
         # The Hessian Cov^{-1} - beta J of beta F in m is positive where this map has no eigenvalue above 1.
         return exceeds_one(lambda v: beta * root(system.coupled(root(v))), state)
+
+
+def _power_of_two(steep: Tensor) -> Tensor:
+    """The part of a step that falls: a power of two, so that rounding errors, which depend on the batch, do not lead to
+    another branch."""
+    part: Tensor = torch.exp2(-torch.ceil(torch.log2(steep.nan_to_num(nan=1.0).clamp(min=1.0))))
+    return part

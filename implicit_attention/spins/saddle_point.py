@@ -15,7 +15,7 @@ from ..solution import Remedies, SolveReport
 from ..status import Status
 from ._minimum import Minimum
 from ._newton import Multipliers, inverse_and_logdet, minimise
-from .approximation import Approximation, LogPartition
+from .approximation import Answer, Approximation, Check, LogPartition
 from .system import SpinSystem, check_type
 
 
@@ -93,13 +93,17 @@ class SaddlePoint(Approximation):
         if self.one_loop:
             size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
             value = value - inverse_and_logdet(2 * found.hessian() / size)[1] / 2
-        # A minimum at which A or the Hessian is not positive in the precision has no log Z.
-        nowhere = report.converged & value.detach().isnan()
-        status = report.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
-        dtype = system.field.dtype
-        residual, tolerance = report.residual.to(dtype), report.tolerance.to(dtype)
-        report = report.amended(status=status, residual=residual, tolerance=tolerance)
-        return LogPartition(value.to(dtype), report)
+        return LogPartition(value.to(system.field.dtype), _told(report, value, system.field.dtype))
+
+    def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
+        if self.one_loop:
+            return super().answer(system, initial=initial, check=check)
+        problem, copies = self._problem(system)
+        found, report = self._solved(problem)
+        value, field = found.value().detach(), system.field
+        m = system.radius * found.mean().reshape(field.shape) * math.sqrt(copies / system.dim)
+        m = m.masked_fill(~value.isfinite()[..., None, None], torch.nan)
+        return Answer(m.to(field.dtype), None, _told(report, value, field.dtype))
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
@@ -132,6 +136,14 @@ class SaddlePoint(Approximation):
         rows = scaled.shape[-1]
         scaled = scaled.expand(*system.batch, rows, rows)
         return Multipliers(scaled, scale * field / radius, tie, live), 1 if system.block else d
+
+
+def _told(report: SolveReport, value: Tensor, dtype: torch.dtype) -> SolveReport:
+    """The report in the precision of the system; a minimum at which A or the Hessian is not positive in the precision
+    of the solve has no log Z."""
+    nowhere = report.converged & value.detach().isnan()
+    status = report.status.masked_fill(nowhere, int(Status.OUT_OF_RANGE))
+    return report.amended(status=status, residual=report.residual.to(dtype), tolerance=report.tolerance.to(dtype))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -84,6 +84,9 @@ class TAP(ResponseApproximation):
     def state_at(self, system: SpinSystem, m: Tensor) -> Tensor:
         return self.response.inverse(m, 1.0, system.radius)
 
+    def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
+        return self.response.magnetization(state, 1.0, system.radius)
+
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         problem, constant = self._expansion(system)
         return problem.log_partition(state) + constant

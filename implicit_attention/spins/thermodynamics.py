@@ -16,8 +16,8 @@ from .._types import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
-from .approximation import Approximation, Check, FixedPointApproximation, LogPartition
-from .dynamics import DynamicalMethod, no_free_energy, stationary_state
+from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
+from .dynamics import DynamicalMethod, no_free_energy
 from .system import SpinSystem
 
 #: Number of columns of the susceptibility that are computed at a time.
@@ -208,6 +208,7 @@ def magnetization(
     initial: Float[Tensor, "*batch N D"] | None = None,
     check: Check = "none",
     on_failure: OnFailure = "raise",
+    return_answer: bool = False,
 ) -> Any:
     """m = -dF/dh of the method's own F, in total: couplings that are a function of the field answer, too.
 
@@ -220,9 +221,10 @@ def magnetization(
         initial: magnetizations <s_i> that the solve starts from, as in `thermodynamics`.
         check: as in `thermodynamics`; with "none" a solution that is no minimum, such as m = 0, is not told.
         on_failure: "raise", "warn" or "ignore".
+        return_answer: return also the `Answer`: <s_i>, from which the next call may start, with the solve's report.
 
     Returns:
-        (*batch, N, D), or two of them.
+        (*batch, N, D), or two of them; with `return_answer` this and the `Answer`.
 
     Gradients: with respect to field, couplings (and the parameters of their function) and beta, to second order; none
     with respect to `initial`.
@@ -237,31 +239,50 @@ def magnetization(
         >>> magnetization(system, SaddlePoint()).shape
         torch.Size([2, 5, 16])
     """
-    if isinstance(method, DynamicalMethod):
-        if split:
-            no_free_energy(method)
-        found = stationary_state(system, method, initial=initial, check=check, on_failure=on_failure)
-        return found.magnetization
+    if split and isinstance(method, DynamicalMethod):
+        no_free_energy(method)
     wide = accepted(system, method, initial, check, on_failure)
-
-    def log_z(field: Tensor, couplings: Tensor) -> tuple[Tensor, Any]:
-        found, lost = _answer(method, wide.at(field, couplings, wide.beta), initial, check, on_failure)
-        return found.value.masked_fill(lost, 0.0).sum(), lost
-
+    function = None if isinstance(method, DynamicalMethod) else wide.coupling_function
     with exact_precision(wide.field):
-        (by_field, by_couplings), lost = torch.func.grad(log_z, argnums=(0, 1), has_aux=True)(
-            wide.field, wide.couplings
+        answer = _explicit(method, wide, initial, check, on_failure)
+        direct = answer.magnetization
+        if function is None:
+            through = torch.zeros_like(direct)
+        else:
+            by_couplings = _by_couplings(method, wide, answer)
+            # The function gets the field in its original precision.
+            made, pullback = vjp(lambda field: function(field, system.mask), system.field)
+            through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / wide.beta_over(2)
+    found = (direct, through) if split else direct + through
+    return (found, answer) if return_answer else found
+
+
+def _explicit(
+    method: Approximation, system: SpinSystem, initial: Tensor | None, check: Check, on_failure: OnFailure
+) -> Answer:
+    """The method's answer at fixed couplings, NaN in samples that have none."""
+    sound, nonfinite = without_nonfinite(system, symmetric=method.symmetric)
+    answer = method.answer(sound, initial=initial, check=check)
+    report = told(method, answer.report, nonfinite, check, on_failure)
+    return Answer(fill(answer.magnetization, nonfinite), answer.state, report)
+
+
+def _by_couplings(method: Approximation, system: SpinSystem, answer: Answer) -> Tensor:
+    """d log Z/dJ, of the couplings' shape."""
+
+    def log_z(couplings: Tensor) -> Tensor:
+        sound, nonfinite = without_nonfinite(
+            system.at(system.field, couplings, system.beta), symmetric=method.symmetric
         )
-    beta = wide.beta_over(2)
-    direct = fill(by_field / beta, lost)
-    function = system.coupling_function
-    if function is None:
-        through = torch.zeros_like(direct)
-    else:
-        # The function gets the field in its original precision.
-        made, pullback = vjp(lambda field: function(field, system.mask), system.field)
-        through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / beta
-    return (direct, through) if split else direct + through
+        if answer.state is None or not isinstance(method, FixedPointApproximation):
+            value = method.log_partition(sound).value
+        else:
+            # In the state log Z is stationary: to hold it changes no first derivative.
+            value = method.value(sound, answer.state)
+        return value.masked_fill(nonfinite | ~value.isfinite(), 0.0).sum()
+
+    by_couplings: Tensor = torch.func.grad(log_z)(system.couplings)
+    return by_couplings
 
 
 def _answer(

@@ -129,6 +129,24 @@ class ApproximationContract:
         chi = self.found(self.system(self.field(2), self.weights())).susceptibility()
         _close(chi, chi.permute(0, 3, 4, 1, 2), 1e-8)
 
+    def test_what_a_method_answers_is_the_slope_at_fixed_couplings(self) -> None:
+        method, mask = self.make(), torch.arange(self.sites) < self.sites - 1
+        for options in ({}, {"mask": mask}):
+            system = self.system(self.field(2), self.weights(), **options)
+            m, answer = magnetization(system, method, return_answer=True)
+            _close(m, self.found(system, check="none").magnetization, 1e-8)
+            assert torch.equal(answer.magnetization, m)
+            assert bool(answer.report.converged.all())
+
+    def test_magnetization_has_derivatives(self) -> None:
+        def value(field: Tensor, weights: Tensor, beta: Tensor) -> Any:
+            if self.chain and self.dim > 1:
+                field = field[..., :1] * random(self.dim, seed=9)
+            return magnetization(self.system(field, weights, beta), self.make())
+
+        assert torch.autograd.gradcheck(value, self.leaves(), fast_mode=True, atol=1e-6)
+        assert torch.autograd.gradgradcheck(value, self.leaves(), fast_mode=True, atol=1e-6)
+
     # Symmetries and limits.
 
     def test_the_order_of_sites_does_not_matter(self) -> None:

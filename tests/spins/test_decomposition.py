@@ -164,7 +164,7 @@ def test_spins_that_saturate_are_taken_apart_like_others(method, beta):
     m = magnetization(system, method)
     assert bool((m.abs() == 1).any())
     parts = decompose(system, method)
-    torch.testing.assert_close(parts.total, m, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(parts.total, m, rtol=0, atol=1e-11)
     frozen = m.abs() == 1
     assert bool((parts.onsager[frozen] == 0).all())
     torch.testing.assert_close(parts.gain[frozen[:, 0]], 1 / (system.field + couplings @ m)[frozen].abs())
