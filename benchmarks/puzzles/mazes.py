@@ -21,11 +21,11 @@ from .training import CAP, RTOL, Fixed, Loop, Recipe, Settled, Solved, TorchDEQL
 #: Mazes to learn from: of one size, of one generator. Batches are drawn from them.
 TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES = 5, "depth-first", 10_000
 #: So many more that have a crossing, a cell with four ways out, from which this part of a batch is drawn. Without them
-#: one maze in a hundred has one: too few to learn from, and other generators make several in each maze.
-TRAIN_CROSSED, CROSSED = 600, 1 / 6
+#: one maze in a hundred has one: too few to learn from, and other generators make several in each maze. Of 600 instead
+#: of 4000 blocks learnt these by heart: they solved .49 to .86 of Prim's mazes instead of .73 to .94.
+TRAIN_CROSSED, CROSSED = 4000, 1 / 3
 SIZES = (5, 7, 9, 13, 17)
-#: The seed of mazes to test with. Those of the seed before it were used up: on them a third of crossings in a batch was
-#: seen to train, for one seed of three, a block that is wrong about half of Prim's mazes.
+#: The seed of mazes to test with. The recipe was chosen on mazes of other seeds, by hand, among some forty.
 HELD_OUT = "held out, anew"
 
 
@@ -130,7 +130,8 @@ OTHERS = tuple(f"{name} {size}" for name in ("Prim", "Wilson") for size in (9, 1
 STACKED = (*SHOWN, "Prim 13", "Wilson 13")
 FEW = tuple(f"{TRAIN_GENERATOR} {size}" for size in (5, 9))
 
-RECIPE = Recipe(Loop(STEPS, EVERY, settle=SETTLE), updates=600, batch=128, rate=2e-3)
+#: At twice the rate one training of three ended in a loop that drifts on after the answer, to a wrong state.
+RECIPE = Recipe(Loop(STEPS, EVERY, settle=SETTLE), updates=900, batch=128, rate=1e-3)
 
 
 def _with(training: Training) -> Recipe:
