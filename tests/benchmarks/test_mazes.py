@@ -390,6 +390,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mazes, "TRAIN_MAZES", 40)
+        patch.setattr(mazes, "TRAIN_CROSSED", 10)
         for name in ("learnt", "masked", "held_out"):
             patch.setattr(mazes, name, functools.cache(getattr(mazes, name).__wrapped__))
         done = CliRunner().invoke(command.app, ["usefulness", "--quick", "--only", "mazes,times", "--out", str(folder)])
