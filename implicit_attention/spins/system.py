@@ -201,7 +201,7 @@ class SpinSystem(Declared):
     def check_symmetric(self, method: str, *, wait: bool = False) -> None:
         """Raise unless J_ij = J_ji^T, where the host can look without waiting, or where it may wait."""
         numbers = readable(self.couplings, wait=wait)
-        plain = not (self.block or is_batched(self.couplings))
+        plain = self.pair_axes == 2 and not is_batched(self.couplings)
         if numbers is not None and plain and torch.equal(numbers, numbers.mT):
             # One pass where they were made so.
             return
