@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +24,7 @@ class Couplings(nn.Module):
     """
 
     #: Whether J_ij = J_ji, whatever the weights.
-    symmetric: ClassVar[bool] = False
+    symmetric: bool = False
 
 
 class SoftmaxCouplings(Couplings):
@@ -39,7 +37,8 @@ class SoftmaxCouplings(Couplings):
         head_dim: D.
         scale: of the scores, default 1/sqrt(D).
         rotary: turns q and k by their positions 0, 1, ...
-        mean_of_orders: J = (A + A^T)/2 in place of A, symmetric; its rows add up to 1 in the mean only.
+        mean_of_orders: J = (A + A^T)/2 in place of A, symmetric, over pairs that may be read in both orders; its rows
+            add up to 1 in the mean only.
 
     Not for couplings that do not depend on the input: use `FreeCouplings`.
 
@@ -65,7 +64,7 @@ class SoftmaxCouplings(Couplings):
     ) -> None:
         super().__init__()
         self.scale = head_dim**-0.5 if scale is None else _validate.check_number("scale", scale)
-        self.rotary, self.mean_of_orders = rotary, mean_of_orders
+        self.rotary, self.symmetric = rotary, mean_of_orders
         self.q_weight, self.k_weight = (
             nn.Parameter(_drawn(heads, head_dim, device=device, dtype=dtype)) for _ in range(2)
         )
@@ -81,12 +80,13 @@ class SoftmaxCouplings(Couplings):
         return scores
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
+        pairs = pairs & pairs.mT if self.symmetric else pairs
         scores = self.scores(field).masked_fill(~_normalised_over(pairs), -torch.inf)
         rows = torch.softmax(scores, -1).masked_fill(~pairs, 0.0)
-        return (rows + rows.mT) / 2 if self.mean_of_orders else rows
+        return (rows + rows.mT) / 2 if self.symmetric else rows
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale:g}" + (", (A + A^T)/2" if self.mean_of_orders else "")
+        return f"scale={self.scale:g}" + (", (A + A^T)/2" if self.symmetric else "")
 
 
 class SymmetricCouplings(Couplings):
@@ -100,7 +100,7 @@ class SymmetricCouplings(Couplings):
         scale: of the scores, default 1/sqrt(D).
         rotary: turns q by its positions 0, 1, ...
 
-    Not for tokens that may be read without reading: pairs have to exist in both orders.
+    Not for tokens that may be read without reading: only pairs that exist in both orders are coupled.
 
     Examples:
         >>> import torch
@@ -129,6 +129,7 @@ class SymmetricCouplings(Couplings):
         self.weight = nn.Parameter(_drawn(heads, head_dim, device=device, dtype=dtype))
 
     def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
+        pairs = pairs & pairs.mT
         q = field.to(self.weight.dtype) @ self.weight
         if self.rotary is not None:
             q = self.rotary(q, torch.arange(field.shape[-2], device=field.device))

@@ -124,10 +124,7 @@ class SpinAttention(Remembering):
         self.options = SolveOptions(solver=solver, adjoint=adjoint, on_failure=on_failure)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.couplings = self._couplings(couplings, method, rotary, sites, made)
-        symmetric = not causal and (
-            getattr(self.couplings, "symmetric", False) or getattr(self.couplings, "mean_of_orders", False)
-        )
-        self.method = self._method(method, symmetric)
+        self.method = self._method(method, not causal and bool(self.couplings.symmetric))
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **made))
         self.norm = nn.RMSNorm(self.head_dim, **made) if field_norm == "rms" and not bare else None
         self.in_proj = self.out_proj = None
@@ -162,6 +159,10 @@ class SpinAttention(Remembering):
         """
         _validate.check_float_tensor("x", x, min_ndim=2)
         _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
+        if key_mask is not None:
+            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
+            # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
+            x = x.masked_fill(~key_mask[..., None], 0.0)
         field = x if self.in_proj is None else self.in_proj(x)
         field = split_heads(field, self.heads)
         if self.norm is not None:
@@ -201,7 +202,6 @@ class SpinAttention(Remembering):
                 raise ValueError(_validate.message("mask", required, "a pair in one order only", remedy))
             pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
         if key_mask is not None:
-            check_key_mask(key_mask, x.shape[:-2], count)
             sites = key_mask.unsqueeze(-2) if key_mask.ndim > 1 else key_mask
             pairs = pairs & sites[..., :, None] & sites[..., None, :]
         return pairs, sites
@@ -245,7 +245,11 @@ class SpinAttention(Remembering):
             required = "be 'softmax', 'symmetric', 'free', or a function of the field"
             raise TypeError(_validate.message("couplings", required, repr(given)))
         _validate.require(rotary is None, "rotary", "be None for couplings of one's own", rotary, "turn them there")
-        return given if isinstance(given, Couplings) else _Given(given)
+        if not isinstance(given, Couplings):
+            return _Given(given)
+        required = "be False for couplings that are symmetric, by which a token is read by those that it reads"
+        _validate.require(not (self.causal and given.symmetric), "causal", required, self.causal)
+        return given
 
     def _method(self, method: Any, symmetric: bool) -> Approximation:
         if method is None:

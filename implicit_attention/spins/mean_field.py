@@ -58,21 +58,17 @@ _SOFTEST_AT_ZERO = (SphereUnits, SignUnits, AmosResponse, SaddlePointResponse, L
 
 
 @torch.no_grad()
-def steepness(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
-    """(*batch), a Lipschitz constant of m -> response(h + J m), not the least; None if the law is not known."""
+def contracts(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
+    """(*batch), whether m -> response(h + J m) is known to contract: there is one solution, to which plain steps lead.
+
+    None if the law is not one of those that are known.
+    """
     if type(response) not in _SOFTEST_AT_ZERO:
         return None
-    bound = coupling_bound(system, symmetric=symmetric)
     # Of the law's own, also inside torch.vmap.
     softest = float(response.gain(torch.zeros((), dtype=torch.float64), system.dim)) * system.radius**2
-    steep: Tensor = system.beta_tensor().detach() * softest * bound
-    return steep
-
-
-def contracts(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
-    """(*batch), whether that map is known to contract: there is one solution, to which all plain steps lead."""
-    steep = steepness(system, response, symmetric=symmetric)
-    return None if steep is None else steep < 1
+    certain: Tensor = system.beta_tensor().detach() * softest * coupling_bound(system, symmetric=symmetric) < 1
+    return certain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

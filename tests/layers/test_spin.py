@@ -9,7 +9,7 @@ from torch import nn
 
 from implicit_attention import Anderson, Implicit, Picard, Status
 from implicit_attention.layers import Rotary, SpinAttention
-from implicit_attention.layers.couplings import FreeCouplings, SoftmaxCouplings
+from implicit_attention.layers.couplings import FreeCouplings, SoftmaxCouplings, SymmetricCouplings
 from implicit_attention.layers.spin import alignment
 from implicit_attention.linear import Neumann
 from implicit_attention.potentials import AmosResponse
@@ -226,6 +226,33 @@ def test_what_stands_at_padded_sites_changes_no_bit(couplings, method):
     x.requires_grad_()
     (grad,) = torch.autograd.grad(layer(x, key_mask=key_mask).square().sum(), x)
     assert bool((grad[:, 3:] == 0).all() and (grad[:, :3] != 0).any())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"couplings": "symmetric"}, {"causal": True}, {"derivative": "total"}], ids=str
+)
+def test_a_nan_at_a_padded_site_reaches_nobody(options):
+    layer, x = SpinAttention(4, 2, **options), torch.randn(3, 5, 4)
+    key_mask = torch.arange(5) < 3
+    truth = layer(x, key_mask=key_mask)
+    x[:, 3:] = math.nan
+    found = layer(x.requires_grad_(), key_mask=key_mask)
+    assert torch.equal(found, truth)
+    found.square().sum().backward()
+    assert all(bool(t.grad.isfinite().all()) for t in (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: SoftmaxCouplings(1, 4, mean_of_orders=True), lambda: SymmetricCouplings(1, 4)]
+)
+def test_symmetric_couplings_hold_pairs_of_both_orders_only(make):
+    pairs = torch.ones(5, 5, dtype=torch.bool).tril()
+    pairs[0, 1] = True
+    found = make()(torch.randn(2, 1, 5, 4), pairs)
+    assert torch.equal(found, found.mT)
+    assert bool(((found != 0) == (pairs & pairs.mT)).all())
+    with pytest.raises(ValueError, match="`causal` must be False for couplings that are symmetric"):
+        SpinAttention(4, 1, couplings=make(), causal=True)
 
 
 @pytest.mark.parametrize("method", [None, KineticPlefka(order=2), GaussianClosure()], ids=repr)
