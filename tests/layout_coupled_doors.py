@@ -268,7 +268,7 @@ def spin_layer(draw):
     if draw.dtype in HALF:
         draw.dtype = torch.float32
     lead, n, d = draw.rng.choice(((), (1,), (3,))), draw.rng.choice((2, 5)), draw.rng.choice((2, 4))
-    kind = draw.rng.choice(("softmax", "symmetric", "causal"))
+    kind = draw.rng.choice(("softmax", "symmetric", "low_rank", "causal"))
     torch.manual_seed(draw.rng.randrange(100))
     layer = ia.layers.SpinAttention(
         d,
@@ -281,19 +281,37 @@ def spin_layer(draw):
         on_failure="raise",
     ).to(draw.dtype)
     x, key_mask = leaf(draw.tensor(*lead, n, d)), draw.flags(*lead, n) if draw.rng.random() < 0.5 else None
-    found, answer = layer(x, key_mask=key_mask, return_answer=True)
+    if kind == "causal" and draw.rng.random() < 0.5:
+        # Two tokens, and then the others.
+        cache = layer.new_cache()
+        parts = [
+            layer(x[..., a:b, :], key_mask=key_mask if key_mask is None else key_mask[..., :b], cache=cache)
+            for a, b in ((0, 2), (2, n))
+            if b > a
+        ]
+        found, converged = torch.cat(parts, dim=-2), layer.last_solve.converged
+    else:
+        found, answer = layer(x, key_mask=key_mask, return_answer=True)
+        converged = answer.report.converged
     # One map for both, or one for each.
-    q, k = [copied(w)[0] for w in layer.couplings.parameters()] * (2 if kind == "symmetric" else 1)
+    q, k = [copied(w)[0] for w in layer.couplings.parameters()] * (2 if kind in ("symmetric", "low_rank") else 1)
     live = torch.ones(*lead, n, dtype=torch.bool) if key_mask is None else key_mask.clone()
     pairs = live[..., :, None] & live[..., None, :]
     pairs = pairs.tril() if kind == "causal" else pairs & ~torch.eye(n, dtype=torch.bool)
 
     def step(m, h):
-        weights = torch.where(pairs, (d**-0.5 * (h @ q) @ (h @ k).mT).exp(), 0.0)
+        scores = (h @ q) @ (h @ k).mT
+        weights = torch.where(pairs, (d**-0.5 * scores).exp(), 0.0)
         total = weights.sum(-1)
         total = torch.where(total > 0, total, 1.0)
         if kind == "symmetric":
             weights = weights / (total[..., :, None] * total[..., None, :]).sqrt()
+        elif kind == "low_rank":
+            # |q^T q| is |q q^T|.
+            size = (
+                torch.where(live[..., :, None] & live[..., None, :], scores, 0.0).square().sum((-2, -1), keepdim=True)
+            )
+            weights = torch.where(pairs, scores, 0.0) / torch.where(size > 0, size, 1.0).sqrt()
         else:
             weights = weights / total[..., None]
             weights = weights if kind == "causal" else (weights + weights.mT) / 2
@@ -304,6 +322,6 @@ def spin_layer(draw):
     held = copied(x)
     z = fixed_point(lambda m: step(m, held), torch.zeros_like(held))
     same("magnetization", found, z, draw.dtype)
-    assert bool(answer.report.converged.all())
+    assert bool(converged.all())
     cotangent, got = gradients(draw, found, [x])
     all_same(("x",), got, implicit_gradients(step, z, [held], cotangent, event_ndim=2)[1], draw.dtype)

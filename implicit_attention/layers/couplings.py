@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
 import torch
 from torch import Tensor, nn
 
 from .. import _validate
+from .._autograd import at_least_single
+from ..spins import LowRank
 from .projections import Rotary
+
+#: Couplings by name, or any function of the field (*batch, heads, N, head_dim) with values (*batch, heads, N, N).
+CouplingChoice: TypeAlias = Literal["softmax", "symmetric", "free", "low_rank"] | Callable[..., Tensor]
 
 
 class Couplings(nn.Module):
     """Base of the couplings that `SpinAttention` makes: `forward(field, pairs)` -> J, (*batch, heads, N, N).
 
-    `pairs`, boolean, broadcasts to J: True = site i reads site j. J is zero elsewhere.
+    `pairs`, boolean, broadcasts to J: True = site i reads site j. J is zero elsewhere. Where `pairwise` is False it is
+    `forward(field, sites)` -> `LowRank`, and `sites`, boolean or None, says which sites exist.
 
     Not for a function at hand: any callable h -> J may be given to the layer as it is.
 
@@ -25,6 +34,8 @@ class Couplings(nn.Module):
 
     #: Whether J_ij = J_ji, whatever the weights.
     symmetric: bool = False
+    #: Whether there is a number for each pair.
+    pairwise: bool = True
 
 
 class SoftmaxCouplings(Couplings):
@@ -69,21 +80,26 @@ class SoftmaxCouplings(Couplings):
             nn.Parameter(_drawn(heads, head_dim, device=device, dtype=dtype)) for _ in range(2)
         )
 
-    def scores(self, field: Tensor) -> Tensor:
-        # Outside autocast the field may be in a lower precision than the weights.
-        field = field.to(self.q_weight.dtype)
-        q, k = field @ self.q_weight, field @ self.k_weight
-        if self.rotary is not None:
-            positions = torch.arange(field.shape[-2], device=field.device)
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
-        scores: Tensor = self.scale * q @ k.mT
-        return scores
+    def keys(self, field: Tensor, first: int = 0) -> Tensor:
+        """k of sites that begin at the position `first`."""
+        return self._placed(field, self.k_weight, first)
 
-    def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
+    def forward(self, field: Tensor, pairs: Tensor, keys: Tensor | None = None) -> Tensor:
+        """J; with `keys` of sites before and of these, (*batch, heads, N, M), what `pairs` (N, M) of them read."""
+        keys = self.keys(field) if keys is None else keys
+        q = self._placed(field, self.q_weight, keys.shape[-2] - field.shape[-2])
         pairs = pairs & pairs.mT if self.symmetric else pairs
-        scores = self.scores(field).masked_fill(~_normalised_over(pairs), -torch.inf)
+        scores = (self.scale * q @ keys.mT).masked_fill(~_normalised_over(pairs), -torch.inf)
         rows = torch.softmax(scores, -1).masked_fill(~pairs, 0.0)
         return (rows + rows.mT) / 2 if self.symmetric else rows
+
+    def _placed(self, field: Tensor, weight: Tensor, first: int) -> Tensor:
+        # Outside autocast the field may be in a lower precision than the weights.
+        found = field.to(weight.dtype) @ weight
+        if self.rotary is None:
+            return found
+        turned: Tensor = self.rotary(found, torch.arange(first, first + found.shape[-2], device=found.device))
+        return turned
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}" + (", (A + A^T)/2" if self.symmetric else "")
@@ -184,6 +200,129 @@ class FreeCouplings(Couplings):
 
     def extra_repr(self) -> str:
         return f"sites={self.sites}"
+
+
+class LowRankCouplings(Couplings):
+    """J = U U^T without its diagonal, U = q/|q^T q|_F^(1/2) with q = h W: symmetric, of norm <= 1.
+
+    There is no (N, N) tensor: memory and time grow with N rank. Between N sites that are all alike J_ij is 1/N.
+
+    Args:
+        heads: number of heads.
+        head_dim: D.
+        rank: width of q, default D.
+
+    Not for couplings that a mask or an order of tokens limits: use `SymmetricCouplings` or `SoftmaxCouplings`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.layers.couplings import LowRankCouplings
+        >>> couplings = LowRankCouplings(heads=2, head_dim=8, rank=4)
+        >>> couplings(torch.randn(3, 2, 5, 8)).dense().shape
+        torch.Size([3, 2, 5, 5])
+    """
+
+    symmetric, pairwise = True, False
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        rank: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank = head_dim if rank is None else _validate.check_integer("rank", rank, low=1)
+        drawn = head_dim**-0.5 * torch.randn(heads, head_dim, self.rank, device=device, dtype=dtype)
+        self.weight = nn.Parameter(drawn)
+
+    def forward(self, field: Tensor, sites: Tensor | None = None) -> LowRank:
+        q = at_least_single(field.to(self.weight.dtype) @ self.weight)
+        if sites is not None:
+            q = q.masked_fill(~sites[..., None], 0.0)
+        size = torch.linalg.matrix_norm(q.mT @ q).clamp(min=torch.finfo(q.dtype).tiny)
+        return LowRank(q / size.sqrt()[..., None, None])
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}"
+
+
+class GivenCouplings(Couplings):
+    """Couplings by a function or a module of the field, which are zero where `pairs` says so.
+
+    Args:
+        function: h, (*batch, heads, N, D), to J, (*batch, heads, N, N). Its attribute `symmetric` says whether J is.
+
+    Not needed to give a function to `SpinAttention`, which makes this of it.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.layers.couplings import GivenCouplings
+        >>> couplings, all_pairs = GivenCouplings(lambda h: h @ h.mT), torch.ones(3, 3, dtype=torch.bool)
+        >>> couplings(torch.ones(3, 2), all_pairs).diagonal()
+        tensor([2., 2., 2.])
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.symmetric = bool(getattr(function, "symmetric", False))
+
+    def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
+        made = self.function(field)
+        _validate.check_float_tensor("couplings", made, min_ndim=2)
+        count = field.shape[-2]
+        shape = (*field.shape[:-1], count)
+        _validate.check_broadcast("couplings", made.shape, shape, "(*batch, heads, N, N)")
+        required, received = f"end with the axes (N, N) = {(count, count)}", f"shape {tuple(made.shape)}"
+        _validate.require(made.shape[-2:] == (count, count), "couplings", required, received)
+        return made.masked_fill(~pairs, 0.0)
+
+
+def chosen(
+    given: Any,
+    method: Any,
+    heads: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    rotary: Rotary | None,
+    sites: int | None,
+    **made: Any,
+) -> Couplings:
+    """The couplings that a `CouplingChoice` means, for a method, or None where that is still to be chosen."""
+    if given == "free":
+        remedy = "pass sites=N"
+        _validate.require(sites is not None, "sites", "be the number of tokens for couplings='free'", None, remedy)
+        _validate.require(rotary is None, "rotary", "be None for couplings='free', which make no queries", rotary)
+        assert sites is not None
+        return FreeCouplings(heads, sites, **made)
+    _validate.require(sites is None, "sites", "be None unless couplings='free'", sites)
+    if given == "softmax":
+        # Without a method, softmax is a mean of both orders, unless it is causal.
+        twofold = not causal and getattr(method, "symmetric", True)
+        return SoftmaxCouplings(heads, head_dim, rotary=rotary, mean_of_orders=twofold, **made)
+    if given == "low_rank":
+        required = "be False for couplings='low_rank', by which all tokens read each other"
+        _validate.require(not causal, "causal", required, causal, "use couplings='softmax'")
+        required = "be None for couplings='low_rank'"
+        _validate.require(rotary is None, "rotary", required, rotary, "use couplings='symmetric'")
+        return LowRankCouplings(heads, head_dim, **made)
+    if given == "symmetric":
+        required = "be False for couplings='symmetric', by which both tokens of a pair read each other"
+        _validate.require(not causal, "causal", required, causal, "use couplings='softmax'")
+        return SymmetricCouplings(heads, head_dim, rotary=rotary, **made)
+    if isinstance(given, str) or not callable(given):
+        required = "be 'softmax', 'symmetric', 'free', 'low_rank', or a function of the field"
+        raise TypeError(_validate.message("couplings", required, repr(given)))
+    _validate.require(rotary is None, "rotary", "be None for couplings of one's own", rotary, "turn them there")
+    if not isinstance(given, Couplings):
+        return GivenCouplings(given)
+    required = "be False for couplings that are symmetric, by which a token is read by those that it reads"
+    _validate.require(not (causal and given.symmetric), "causal", required, causal)
+    return given
 
 
 def _drawn(heads: int, head_dim: int, *, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +23,16 @@ from ..spins import (
     FixedPointApproximation,
     GaussianClosure,
     KineticPlefka,
+    LowRank,
     MeanField,
     SignUnits,
     SpinSystem,
     magnetization,
 )
-from .couplings import Couplings, FreeCouplings, SoftmaxCouplings, SymmetricCouplings
+from .cache import Held, KeyValueCache, check_cache
+from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .remembering import Remembering
-
-#: Couplings by name, or any function of the field (*batch, heads, N, head_dim) with values (*batch, heads, N, N).
-CouplingChoice: TypeAlias = Literal["softmax", "symmetric", "free"] | Callable[..., Tensor]
 
 
 class SpinAttention(Remembering):
@@ -50,7 +48,8 @@ class SpinAttention(Remembering):
         head_dim: width of a head, default dim / heads.
         couplings: "softmax": attention over the other sites (J = (A + A^T)/2 for a method that needs symmetry);
             "symmetric": the same with one map for queries and keys, normalised over both; "free": a parameter for each
-            pair of `sites`; or a function or module of the field.
+            pair of `sites`; "low_rank": J = U U^T without its diagonal, for long inputs; or a function or module of the
+            field.
         method: of the spins; None is `MeanField` for symmetric couplings and `KineticPlefka`, synchronous dynamics, for
             others, both by `AmosResponse` (the exact law where head_dim is 1) to a relative residual of 1e-4.
         derivative: "explicit": <s_i> at given couplings; "total": m = -dF/dh, in which couplings answer the field, too.
@@ -123,7 +122,9 @@ class SpinAttention(Remembering):
         # What it checks is the same for all layers.
         self.options = SolveOptions(solver=solver, adjoint=adjoint, on_failure=on_failure)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.couplings = self._couplings(couplings, method, rotary, sites, made)
+        self.couplings = chosen(
+            couplings, method, heads, self.head_dim, causal=causal, rotary=rotary, sites=sites, **made
+        )
         self.method = self._method(method, not causal and bool(self.couplings.symmetric))
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **made))
         self.norm = nn.RMSNorm(self.head_dim, **made) if field_norm == "rms" and not bare else None
@@ -131,6 +132,8 @@ class SpinAttention(Remembering):
         if not bare:
             self.in_proj = nn.Linear(dim, heads * self.head_dim, False, **made)
             self.out_proj = nn.Linear(heads * self.head_dim, dim, False, **made)
+        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
+        self._identity = object()
 
     def forward(
         self,
@@ -139,6 +142,7 @@ class SpinAttention(Remembering):
         mask: Tensor | None = None,
         key_mask: Tensor | None = None,
         initial: Tensor | None = None,
+        cache: KeyValueCache | None = None,
         return_state: bool = False,
         return_answer: bool = False,
     ) -> Any:
@@ -148,9 +152,11 @@ class SpinAttention(Remembering):
             x: (*batch, N, dim).
             mask: which tokens a token may read, boolean, (N, N) or (*batch, N, N): True = i may read j. Symmetric, for
                 methods that need symmetric couplings.
-            key_mask: which tokens exist, boolean, (*batch, N). The others change nothing, and their output is 0.
+            key_mask: which tokens exist, boolean, (*batch, N). The others change nothing, and their output is 0. With a
+                cache, of all tokens or of the new ones.
             initial: magnetizations that the solve starts from, (*batch, heads, N, head_dim), such as a state of the
                 call before.
+            cache: from `new_cache`; the tokens of x are added to it, and read all that it holds.
             return_state: return <s_i> as well, (*batch, heads, N, head_dim), detached.
             return_answer: return the `Answer` as well, last, with the report of the solve.
 
@@ -159,18 +165,35 @@ class SpinAttention(Remembering):
         """
         _validate.check_float_tensor("x", x, min_ndim=2)
         _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
+        count, before = x.shape[-2], 0
+        if cache is not None:
+            check_cache(cache, self._identity, tuple(x.shape[:-2]))
+            _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
+            before = cache.length
         if key_mask is not None:
-            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
+            of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (before + count,)
+            check_key_mask(key_mask, x.shape[:-2], before + count if of_all else count)
             # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
-            x = x.masked_fill(~key_mask[..., None], 0.0)
+            x = x.masked_fill(~key_mask[..., -count:, None], 0.0)
         field = x if self.in_proj is None else self.in_proj(x)
         field = split_heads(field, self.heads)
         if self.norm is not None:
             field = self.norm(field.to(self.norm.weight.dtype))
-        pairs, sites = self._pairs(x, mask, key_mask)
-        couplings = self._made(field, pairs)
-        m, answer = _answered(self, couplings, at_least_single(field), sites, initial)
+        held: Held | None = None
+        if cache is None:
+            pairs, sites = self._pairs(x, mask, key_mask)
+            couplings = self._made(field, pairs)
+        else:
+            couplings, sites, held = self._beside(field, key_mask, cache)
+            initial = cache.start(field) if initial is None else initial
+        m, answer = _answered(self, couplings, at_least_single(field), sites, initial, cache)
         self._remember(answer.report)
+        if cache is not None and held is not None:
+            # What has no answer is held as such.
+            state = answer.state.masked_fill(~answer.magnetization.isfinite(), torch.nan)
+            cache.commit(
+                held._replace(values=_with_held(cache, state)), answer.magnetization, answer.report.num_evals[..., None]
+            )
         output = merge_heads(m.to(x.dtype))
         output = output if self.out_proj is None else self.out_proj(output)
         results = [output]
@@ -180,14 +203,37 @@ class SpinAttention(Remembering):
             results.append(answer)
         return tuple(results) if len(results) > 1 else output
 
+    def new_cache(self, *, warm_start: bool = False) -> KeyValueCache:
+        """An empty cache for decoding: what is read of the tokens so far, and the state that they settled in.
+
+        Token by token, or some at a time, gives what one call of all tokens does, to the tolerance of the solves.
+
+        Args:
+            warm_start: start every token's solve at the magnetization of the token before.
+
+        Raises:
+            ValueError: for a layer that is not causal, whose couplings are not "softmax", or that makes `steps`.
+        """
+        _validate.require(self.causal, "causal", "be True for a cache", self.causal, "without, every token reads all")
+        made = isinstance(self.couplings, SoftmaxCouplings)
+        required, received = "be 'softmax' for a cache, which holds keys", type(self.couplings).__name__
+        _validate.require(made, "couplings", required, received, "call the layer on all tokens")
+        required = "be None for a cache, which holds the state that tokens settle in"
+        _validate.require(self.steps is None, "steps", required, self.steps, "call the layer on all tokens")
+        return KeyValueCache(self._identity, warm_start=warm_start)
+
     # Parts of the forward.
 
-    def _pairs(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _pairs(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Which site reads which, (*#batch, #heads, N, N), and which sites exist, (*#batch, 1, N)."""
-        count, sites = x.shape[-2], None
+        count, sites = x.shape[-2], None if key_mask is None else _for_heads(key_mask)
+        if not self.couplings.pairwise:
+            required = f"be None for {type(self.couplings).__name__}, which have no number for each pair"
+            _validate.require(mask is None, "mask", required, "a mask", "use key_mask, or couplings='symmetric'")
+            return sites, sites
         everything = torch.ones(count, count, dtype=torch.bool, device=x.device)
         pairs = everything.tril() if self.causal else ~torch.eye(count, dtype=torch.bool, device=x.device)
-        if callable(getattr(self.couplings, "function", None)) and not self.causal:
+        if isinstance(self.couplings, GivenCouplings) and not self.causal:
             # What a given function says of a site itself counts.
             pairs = everything
         if mask is not None:
@@ -201,55 +247,35 @@ class SpinAttention(Remembering):
                 remedy = "use method=KineticPlefka() or GaussianClosure()"
                 raise ValueError(_validate.message("mask", required, "a pair in one order only", remedy))
             pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
-        if key_mask is not None:
-            sites = key_mask.unsqueeze(-2) if key_mask.ndim > 1 else key_mask
+        if sites is not None:
             pairs = pairs & sites[..., :, None] & sites[..., None, :]
         return pairs, sites
 
-    def _made(self, field: Tensor, pairs: Tensor) -> Tensor | Callable[[Tensor], Tensor]:
+    def _made(self, field: Tensor, pairs: Tensor | None) -> Any:
         """J at this field, or, where the derivative goes through it, the function."""
 
-        def made(wide: Tensor) -> Tensor:
+        def made(wide: Tensor) -> Tensor | LowRank:
             # In the precision of the layer, as it has its weights.
-            couplings: Tensor = at_least_single(self.couplings(wide.to(field.dtype), pairs))
-            return couplings
+            couplings: Tensor | LowRank = self.couplings(wide.to(field.dtype), pairs)
+            return couplings if isinstance(couplings, LowRank) else at_least_single(couplings)
 
         return made if self.derivative == "total" else made(field)
 
-    # Housekeeping.
+    def _beside(
+        self, field: Tensor, key_mask: Tensor | None, cache: KeyValueCache
+    ) -> tuple[Tensor, Tensor | None, Held]:
+        """How new tokens read all, (*batch, heads, N, M), which of the new exist, and what will be held of them."""
+        held = cache.with_new(self.couplings.keys(field, cache.length), None, key_mask)  # type: ignore[operator]
+        count, total = field.shape[-2], held.keys.shape[-2]
+        pairs = torch.ones(count, total, dtype=torch.bool, device=field.device).tril(total - count)
+        sites = None
+        if held.key_mask is not None:
+            exist = _for_heads(held.key_mask)
+            sites = exist[..., -count:]
+            pairs = pairs & sites[..., :, None] & exist[..., None, :]
+        return at_least_single(self.couplings(field, pairs, held.keys)), sites, held
 
-    def _couplings(
-        self,
-        given: Any,
-        method: Any,
-        rotary: Rotary | None,
-        sites: int | None,
-        made: dict[str, Any],
-    ) -> nn.Module:
-        if given == "free":
-            remedy = "pass sites=N"
-            _validate.require(sites is not None, "sites", "be the number of tokens for couplings='free'", None, remedy)
-            _validate.require(rotary is None, "rotary", "be None for couplings='free', which make no queries", rotary)
-            assert sites is not None
-            return FreeCouplings(self.heads, sites, **made)
-        _validate.require(sites is None, "sites", "be None unless couplings='free'", sites)
-        if given == "softmax":
-            # Without a method, softmax is a mean of both orders, unless it is causal.
-            twofold = not self.causal and getattr(method, "symmetric", True)
-            return SoftmaxCouplings(self.heads, self.head_dim, rotary=rotary, mean_of_orders=twofold, **made)
-        if given == "symmetric":
-            required = "be False for couplings='symmetric', by which both tokens of a pair read each other"
-            _validate.require(not self.causal, "causal", required, self.causal, "use couplings='softmax'")
-            return SymmetricCouplings(self.heads, self.head_dim, rotary=rotary, **made)
-        if isinstance(given, str) or not callable(given):
-            required = "be 'softmax', 'symmetric', 'free', or a function of the field"
-            raise TypeError(_validate.message("couplings", required, repr(given)))
-        _validate.require(rotary is None, "rotary", "be None for couplings of one's own", rotary, "turn them there")
-        if not isinstance(given, Couplings):
-            return _Given(given)
-        required = "be False for couplings that are symmetric, by which a token is read by those that it reads"
-        _validate.require(not (self.causal and given.symmetric), "causal", required, self.causal)
-        return given
+    # Housekeeping.
 
     def _method(self, method: Any, symmetric: bool) -> Approximation:
         if method is None:
@@ -262,7 +288,7 @@ class SpinAttention(Remembering):
             raise TypeError(_validate.message("method", "be None or an Approximation", received, remedy))
         name = type(method).__name__
         # Of a function of one's own the numbers tell, at every call.
-        if method.symmetric and not symmetric and not isinstance(self.couplings, _Given):
+        if method.symmetric and not symmetric and not isinstance(self.couplings, GivenCouplings):
             what = "causal=True" if self.causal else f"couplings={type(self.couplings).__name__}"
             required = f"answer asymmetric couplings, which {what} makes"
             remedy = "use KineticPlefka() or GaussianClosure(), or couplings='symmetric'"
@@ -303,32 +329,29 @@ class SpinAttention(Remembering):
 @uncompiled
 def _answered(
     layer: SpinAttention,
-    couplings: Tensor | Callable[[Tensor], Tensor],
+    couplings: Any,
     field: Tensor,
     sites: Tensor | None,
     initial: Tensor | None,
+    cache: KeyValueCache | None,
 ) -> Any:
-    system = SpinSystem(couplings, field, layer.beta(), mask=sites)
+    held = 0 if cache is None else cache.length
+    system = SpinSystem(couplings[..., held:] if held else couplings, field, layer.beta(), mask=sites)
+    before = None if cache is None or cache.held is None else cache.held.values
+    if before is not None and isinstance(layer.method, DynamicalMethod):
+        system = layer.method.beside(system, couplings[..., :held], before)
     return magnetization(system, layer.method, initial=initial, on_failure=layer.options.on_failure, return_answer=True)
 
 
-class _Given(nn.Module):
-    """Couplings by a function or a module of the field, which are zero where `pairs` says so."""
+def _for_heads(key_mask: Tensor) -> Tensor:
+    """(*batch, N) with an axis for heads."""
+    return key_mask.unsqueeze(-2) if key_mask.ndim > 1 else key_mask
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.symmetric = bool(getattr(function, "symmetric", False))
 
-    def forward(self, field: Tensor, pairs: Tensor) -> Tensor:
-        made = self.function(field)
-        _validate.check_float_tensor("couplings", made, min_ndim=2)
-        count = field.shape[-2]
-        shape = (*field.shape[:-1], count)
-        _validate.check_broadcast("couplings", made.shape, shape, "(*batch, heads, N, N)")
-        required, received = f"end with the axes (N, N) = {(count, count)}", f"shape {tuple(made.shape)}"
-        _validate.require(made.shape[-2:] == (count, count), "couplings", required, received)
-        return made.masked_fill(~pairs, 0.0)
+def _with_held(cache: KeyValueCache, state: Tensor) -> Tensor:
+    """The state of the tokens so far, (*batch, heads, M, head_dim)."""
+    before = None if cache.held is None else cache.held.values
+    return state if before is None else torch.cat([before, state], dim=-2)
 
 
 def _check_sizes(dim: int, heads: int, head_dim: int | None, bare: bool) -> None:

@@ -23,6 +23,7 @@ from .exact import StationaryLaw, stationary_law
 from .gaussian_closure import GaussianClosure
 from .inverse import fit_ising, fit_ising_moments
 from .kinetic_plefka import KineticPlefka
+from .low_rank import LowRank
 from .mean_field import MeanField
 from .saddle_point import SaddlePoint
 from .sampling import Samples, heat_bath, replica_exchange, sample_spins, synchronous
@@ -35,6 +36,7 @@ from .transfer_matrix import TransferMatrix
 __all__ = [
     # Systems, and the laws of their sites.
     "SpinSystem",
+    "LowRank",
     "SphereUnits",
     "AmosResponse",
     "SaddlePointResponse",

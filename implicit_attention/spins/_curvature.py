@@ -61,8 +61,20 @@ def coupling_bound(system: SpinSystem, *, symmetric: bool) -> Tensor:
     symmetric couplings, else |J|^T |J|. Steps of the power method bring x near to its eigenvector, at which the bound
     is the eigenvalue.
     """
+    if system.low_rank:
+        # The larger of both ends: U U^T and the diagonal, both of eigenvalues >= 0, are subtracted from each other.
+        factors = system.live_factors.detach()
+        diagonal = factors.square().sum(-1).amax(-1)
+        largest = torch.maximum(_perron_bound((factors.mT @ factors).abs(), symmetric=True), diagonal)
+        return largest.expand(system.batch)
     size = system.live_couplings.detach()
     size = torch.linalg.matrix_norm(size) if system.block else size.abs()
+    found: Tensor = _perron_bound(size, symmetric=symmetric).expand(system.batch)
+    return found
+
+
+def _perron_bound(size: Tensor, *, symmetric: bool) -> Tensor:
+    """An upper bound of the spectral norm of matrices (*batch, N, N) whose entries are the sizes of others'."""
 
     def product(x: Tensor) -> Tensor:
         once: Tensor = torch.linalg.vecdot(size, x[..., None, :])
@@ -75,9 +87,8 @@ def coupling_bound(system: SpinSystem, *, symmetric: bool) -> Tensor:
         x = (following / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
         following = product(x)
     bound = (following / x).amax(-1)
-    bound = (bound if symmetric else bound.sqrt()) * (1 + torch.finfo(x.dtype).eps ** 0.5)
-    found: Tensor = bound.expand(system.batch)
-    return found
+    widened: Tensor = (bound if symmetric else bound.sqrt()) * (1 + torch.finfo(x.dtype).eps ** 0.5)
+    return widened
 
 
 def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:

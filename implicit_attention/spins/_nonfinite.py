@@ -20,7 +20,11 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
     """
     field, couplings, beta = system.field, system.couplings, system.beta_over(0)
     with torch.no_grad():
-        strongest = system.live_couplings.abs().sum((-3, -2, -1) if system.block else -1)
+        if system.low_rank:
+            sizes = torch.linalg.vector_norm(system.live_factors, dim=-1)
+            strongest = sizes * sizes.sum(-1, keepdim=True)
+        else:
+            strongest = system.live_couplings.abs().sum((-3, -2, -1) if system.block else -1)
         reach = system.live_field.norm(dim=-1) + system.radius * strongest
         lost = ~(system.beta_over(1) * system.radius * reach).square().isfinite().all(-1)
         if symmetric and readable(lost) is None:

@@ -17,6 +17,7 @@ from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition, closed_form
+from .low_rank import woodbury
 from .system import SpinSystem, check_type
 
 
@@ -85,6 +86,10 @@ class AdaTAP(FixedPointApproximation):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_type("prior", self.prior, SiteLaw, "be a SiteLaw", "for example SignUnits()")
+
+    @property
+    def by_products(self) -> bool:
+        return isinstance(self.prior, GaussianUnits)
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -173,15 +178,15 @@ class AdaTAP(FixedPointApproximation):
     ) -> LogPartition:
         if not isinstance(self.prior, GaussianUnits):
             return super().log_partition(system, initial=initial, check=check)
-        problem = self.problem(system)
-        m, logdet, positive = _gaussian_answer(problem)
-        value = ((problem.field * m).sum((-2, -1)) - problem.copies * logdet) / 2
+        m, logdet, positive = _gaussian_answer(self, system)
+        copies = 1 if system.block else system.dim
+        value = ((system.beta_over(2) * system.live_field * m).sum((-2, -1)) - copies * logdet) / 2
         return LogPartition(value.masked_fill(~positive, torch.nan), _gaussian_report(positive, value))
 
     def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
         if not isinstance(self.prior, GaussianUnits):
             return super().answer(system, initial=initial, check=check)
-        m, logdet, positive = _gaussian_answer(self.problem(system))
+        m, logdet, positive = _gaussian_answer(self, system)
         return Answer(m.masked_fill(~positive[..., None, None], torch.nan), None, _gaussian_report(positive, logdet))
 
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
@@ -205,10 +210,21 @@ def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
     return guarded_inverse(eye - problem.radius**2 / problem.field.shape[-1] * problem.couplings)
 
 
-def _gaussian_answer(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
+def _gaussian_answer(method: AdaTAP, system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:
     """The magnetizations of Gaussian sites, (*batch, N, D), with the last two of `_gaussian`."""
+    plain = system.radius**2 / system.dim
+    if system.low_rank:
+        # With C = diag(c_i) and G of Woodbury's formula 1 - J is C - W W^T, of the determinant |C| |G|, and its inverse
+        # C^-1 + C^-1 W G^-1 W^T C^-1.
+        beta = system.beta_tensor(2).expand(*system.batch, 1, 1)
+        w = (plain * beta).sqrt() * system.live_factors
+        own, within = woodbury(w)
+        inverse, logdet, positive = guarded_inverse(within)
+        alone = plain * beta * system.live_field / own
+        m = alone + w @ (inverse @ (w.mT @ alone)) / own
+        return m, logdet + own.log().sum((-2, -1)), positive
+    problem = method.problem(system)
     x, logdet, positive = _gaussian(problem)
-    plain = problem.radius**2 / problem.field.shape[-1]
     return problem.replace(problem.field, plain * x).coupled(problem.field), logdet, positive
 
 

@@ -101,8 +101,17 @@ class Approximation:
         Status.OUT_OF_RANGE: "lower beta, or use a method that holds there",
     }
 
+    @property
+    def by_products(self) -> bool:
+        """Whether products J v are all that it needs of the couplings, so that they may be a `LowRank`."""
+        return False
+
     def check(self, system: SpinSystem) -> None:
         """Raise if the method cannot treat the system."""
+        name = type(self).__name__
+        required, received = f"be a tensor for {name}, which reads every pair", "a LowRank"
+        remedy = "use LowRank(...).dense(), or MeanField()"
+        _validate.require(self.by_products or not system.low_rank, "couplings", required, received, remedy)
         if self.symmetric:
             system.check_symmetric(type(self).__name__)
 

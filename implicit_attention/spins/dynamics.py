@@ -108,6 +108,19 @@ class DynamicalMethod(ResponseApproximation):
         """What a solution of the problem says."""
         raise NotImplementedError(f"{type(self).__name__} must define moments(system, state)")
 
+    def beside(self, system: SpinSystem, couplings: Tensor, state: Tensor) -> SpinSystem:
+        """The system beside M sites that do not read it, and whose state is known: the next tokens of a causal one.
+
+        Args:
+            system: the sites to be solved for, (*batch, N, D).
+            couplings: how they read the others, a number for each pair, (*batch, N, M).
+            state: of the others, (*batch, M, D): `Answer.state` of the call before.
+        """
+        others = couplings @ self.magnetization_at(system, state)
+        joined = system.at(system.field + others, system.couplings, system.beta)
+        joined.held_couplings, joined.held_state = couplings, state
+        return joined
+
     def log_partition(
         self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"
     ) -> LogPartition:

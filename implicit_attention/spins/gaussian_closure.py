@@ -63,6 +63,10 @@ class GaussianClosure(DynamicalMethod):
         required = "be SphereUnits() for GaussianClosure of spins with D = 1, an average of tanh"
         _validate.require(exact, "response", required, repr(self.response), "or use KineticPlefka")
 
+    @property
+    def by_products(self) -> bool:
+        return True
+
     def problem(self, system: SpinSystem) -> GaussianClosureProblem:
         return GaussianClosureProblem(system, self.response)
 
@@ -77,7 +81,10 @@ class GaussianClosureProblem(StepProblem):
         """f, (*batch, N, D), and V, (*batch, N)."""
         system = self.system
         variance = system.radius**2 - m.square().sum(-1, keepdim=True)
-        spread = (system.live_couplings.square() @ variance)[..., 0]
+        spread = system.coupled_squares(variance)[..., 0]
+        if system.held_couplings is not None and system.held_state is not None:
+            held = system.radius**2 - system.held_state.square().sum(-1, keepdim=True)
+            spread = spread + (system.held_couplings.square() @ held)[..., 0]
         return system.live_field + system.coupled(m), spread
 
     def fixed_point_map(self, z: Tensor) -> Tensor:

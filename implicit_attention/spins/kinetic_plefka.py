@@ -68,6 +68,10 @@ class KineticPlefka(DynamicalMethod):
         _validate.check_integer("order", self.order, low=1, remedy="use 1 or 2")
         _validate.check_choice("order", self.order, (1, 2))
 
+    @property
+    def by_products(self) -> bool:
+        return self.order == 1
+
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         if self.order > 1:
@@ -116,10 +120,11 @@ class PlefkaProblem(StepProblem):
         past = Site(self.response, before, self.system)
         site = past if z is before else Site(self.response, z, self.system)
         local = self.system.live_field + self.system.coupled(past.mean)
-        weights = self.system.live_couplings.square()
-        # Of the second moment M of the field, M theta and tr M are all that counts.
-        along = (weights @ past.tau[..., None]) * z + (weights * past.slope[..., None, :] * (z @ before.mT)) @ before
-        trace = (weights @ past.trace[..., None])[..., 0]
+        along, trace = _second_moments(self.system.live_couplings, past, z)
+        if self.system.held_couplings is not None and self.system.held_state is not None:
+            held = Site(self.response, self.system.held_state, self.system)
+            more_along, more_trace = _second_moments(self.system.held_couplings, held, z)
+            along, trace = along + more_along, trace + more_trace
         return local + site.onsager(along, trace)
 
     def step_jacobian(self, theta: Tensor) -> LinearMap:
@@ -136,3 +141,11 @@ class PlefkaProblem(StepProblem):
             return result
 
         return product
+
+
+def _second_moments(couplings: Tensor, past: Site, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """M theta, (*batch, N, D), and tr M, (*batch, N), of the second moments of the field that past sites make."""
+    weights, before = couplings.square(), past.field
+    along = (weights @ past.tau[..., None]) * theta
+    along = along + (weights * past.slope[..., None, :] * (theta @ before.mT)) @ before
+    return along, (weights @ past.trace[..., None])[..., 0]

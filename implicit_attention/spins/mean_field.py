@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..potentials import AmosResponse, LargeDResponse, SaddlePointResponse, SignUnits, SphereUnits, SphericalLaw
 from ..problem import Linearization, pullback
+from . import low_rank
 from ._curvature import coupling_bound, covariance_roots, everywhere, exceeds_one, lowest_eigenvalue
 from ._site import stretched
 from .approximation import ResponseApproximation, SampleProblem
@@ -25,7 +26,8 @@ class MeanFieldProblem(SampleProblem):
 
     def __init__(self, system: SpinSystem, response: SphericalLaw) -> None:
         self.field = system.live_field
-        self.couplings = system.live_couplings
+        self.low_rank = system.low_rank
+        self.couplings = system.live_factors if self.low_rank else system.live_couplings
         self.beta = system.beta
         self.response = response
         self.radius = system.radius
@@ -34,7 +36,13 @@ class MeanFieldProblem(SampleProblem):
 
     def local_field(self, m: Tensor) -> Tensor:
         """h + J m."""
-        return self.field + couple(self.couplings, m, block=self.block)
+        return self.field + self.coupled(m)
+
+    def coupled(self, m: Tensor) -> Tensor:
+        """J m."""
+        if self.low_rank:
+            return low_rank.product(self.couplings, m)
+        return couple(self.couplings, m, block=self.block)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self.response.magnetization(self.local_field(z), self.beta, self.radius)
@@ -44,11 +52,13 @@ class MeanFieldProblem(SampleProblem):
         tau, slope = self.response.covariance_terms(f, self.beta, self.radius)
 
         def product(v: Tensor) -> Tensor:
-            return beta * stretched(couple(self.couplings, v, block=self.block), f, tau, slope)
+            return beta * stretched(self.coupled(v), f, tau, slope)
 
         def transposed(u: Tensor) -> Tensor:
-            twin = mirrored(self.couplings, block=self.block)
-            return couple(twin, beta * stretched(u, f, tau, slope), block=self.block)
+            inner = beta * stretched(u, f, tau, slope)
+            if self.low_rank:
+                return self.coupled(inner)
+            return couple(mirrored(self.couplings, block=self.block), inner, block=self.block)
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
 
@@ -102,6 +112,10 @@ class MeanField(ResponseApproximation):
     def problem(self, system: SpinSystem) -> MeanFieldProblem:
         return MeanFieldProblem(system, self.response)
 
+    @property
+    def by_products(self) -> bool:
+        return True
+
     def value(self, system: SpinSystem, state: Tensor) -> Tensor:
         others = system.coupled(state)
         sites = self.response.log_partition(system.live_field + others, system.beta, system.radius).sum(-1)
@@ -116,10 +130,10 @@ class MeanField(ResponseApproximation):
         near = _power_of_two(bound)
         if everywhere(near >= 0.5):
             return near
-        field, couplings = system.live_field.detach(), system.live_couplings.detach()
         # Numbers couple all components of the spins alike: one component has all eigenvalues.
-        like = field if system.block else field[..., :1]
-        lowest = lowest_eigenvalue(lambda v: couple(couplings, v, block=system.block), like)
+        like = system.field if system.block else system.field[..., :1]
+        constant = system.at(system.field.detach(), system.couplings.detach(), system.beta)
+        lowest = lowest_eigenvalue(constant.coupled, like.detach())
         steep = system.beta_tensor().detach() * system.radius**2 / system.dim * -lowest
         return torch.where(near >= 0.5, near, _power_of_two(steep))
 

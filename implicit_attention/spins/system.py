@@ -17,9 +17,12 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import is_batched, readable
 from .._declared import Declared, restricted
+from . import low_rank
+from .low_rank import LowRank
 
-#: Couplings that depend on the field: (*batch, N, D) -> (*batch, N, N) or (N, N, D, D), with `mask=` if it has that.
-CouplingFunction: TypeAlias = Callable[..., Tensor]
+#: Couplings that depend on the field (*batch, N, D), with values (*batch, N, N), (N, N, D, D) or a `LowRank`, and with
+#: `mask=` if they have that.
+CouplingFunction: TypeAlias = Callable[..., "Tensor | LowRank"]
 
 
 class SpinSystem(Declared):
@@ -29,11 +32,12 @@ class SpinSystem(Declared):
     Ising model. A sequence of vectors is the field h; a free energy answers it with magnetizations m = -dF/dh.
 
     Args:
-        couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; or a
-            function of the field, which is evaluated once, here. It gets a field that is zero where there is no site,
-            and has to be finite there, with its derivatives. If it has an argument `mask`, it also gets which sites
-            exist, boolean, (*batch, N); one that normalises over sites, such as a softmax, must use it: a field of zero
-            has a weight, too. (Where N = D and the batch ends with (N, N), four axes are couplings per sample.)
+        couplings: J, (N, N) or (*batch, N, N), a number for each pair; (N, N, D, D), a matrix for each pair; a
+            `LowRank`; or a function of the field, which is evaluated once, here. It gets a field that is zero where
+            there is no site, and has to be finite there, with its derivatives. If it has an argument `mask`, it also
+            gets which sites exist, boolean, (*batch, N); one that normalises over sites, such as a softmax, must use
+            it: a field of zero has a weight, too. (Where N = D and the batch ends with (N, N), four axes are couplings
+            per sample.)
         field: h, (*batch, N, D), in units of energy over length.
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
         radius: R: "sqrt_dim" is sqrt(D), at which a lone spin answers with beta h to first order whatever D is;
@@ -61,7 +65,7 @@ class SpinSystem(Declared):
 
     def __init__(
         self,
-        couplings: Tensor | CouplingFunction,
+        couplings: Tensor | LowRank | CouplingFunction,
         field: Float[Tensor, "*batch N D"],
         beta: float | Float[Tensor, "*#batch"] = 1.0,
         *,
@@ -81,10 +85,15 @@ class SpinSystem(Declared):
             check_sites("mask", mask, field, "True = the site exists")
         given: Any = couplings
         # Its parameters are not declared: they act through `couplings`, which were computed from them.
-        self.coupling_function = None if isinstance(given, Tensor) else _Undeclared(given)
+        self.coupling_function = None if isinstance(given, Tensor | LowRank) else _Undeclared(given)
         if self.coupling_function is not None:
             given = self.coupling_function(field, mask)
+        #: Whether `couplings` are the factors U, (*#batch, N, r), of a `LowRank`.
+        self.low_rank = isinstance(given, LowRank)
         self.couplings = _checked_couplings(given, field)
+        #: Set by `DynamicalMethod.beside`: couplings to sites whose state is known, (*batch, N, M), and that state.
+        self.held_couplings: Tensor | None = None
+        self.held_state: Tensor | None = None
         self.field = field
         self.beta = beta
         self.mask = mask
@@ -93,7 +102,7 @@ class SpinSystem(Declared):
 
     @classmethod
     def from_full(
-        cls, couplings: Tensor | CouplingFunction, field: Tensor, beta: float | Tensor = 1.0, **options: Any
+        cls, couplings: Tensor | LowRank | CouplingFunction, field: Tensor, beta: float | Tensor = 1.0, **options: Any
     ) -> Self:
         """The system of E(s) = -sum_ij s_i^T J_ij s_j - sum_i h_i . s_i, both orders of a pair and no 1/2.
 
@@ -105,11 +114,9 @@ class SpinSystem(Declared):
         """
         if callable(couplings) and not isinstance(couplings, Tensor):
             function = _Undeclared(couplings)
-            return cls(
-                lambda h, mask: _both_orders(_checked_couplings(function.ask(h, mask), h), h), field, beta, **options
-            )
+            return cls(lambda h, mask: _both_orders(function.ask(h, mask), h), field, beta, **options)
         _check_field(field)
-        return cls(_both_orders(_checked_couplings(couplings, field), field), field, beta, **options)
+        return cls(_both_orders(couplings, field), field, beta, **options)
 
     def __repr__(self) -> str:
         beta = f"{self.beta:g}" if not isinstance(self.beta, Tensor) else f"of shape {tuple(self.beta.shape)}"
@@ -131,8 +138,8 @@ class SpinSystem(Declared):
 
     @property
     def pair_axes(self) -> int:
-        """The number of axes of `couplings` that belong to one sample: 2 for numbers, 4 for matrices."""
-        return 4 if _is_block(self.couplings, self.field) else 2
+        """The number of axes of `couplings` that belong to one sample: 4 for matrices, else 2."""
+        return 4 if not self.low_rank and _is_block(self.couplings, self.field) else 2
 
     @property
     def block(self) -> bool:
@@ -145,8 +152,15 @@ class SpinSystem(Declared):
         return self.field if self.mask is None else self.field.masked_fill(~self.mask[..., None], 0.0)
 
     @property
+    def live_factors(self) -> Tensor:
+        """U of low-rank couplings, zero where there is no site."""
+        return self.couplings if self.mask is None else self.couplings.masked_fill(~self.mask[..., None], 0.0)
+
+    @property
     def live_couplings(self) -> Tensor:
         """J, zero where there is no site; numbers, (*#batch, N, N), where D = 1."""
+        required, remedy = "be a tensor where every pair is read", "use LowRank(...).dense()"
+        _validate.require(not self.low_rank, "couplings", required, "a LowRank", remedy)
         couplings = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes == 4 else self.couplings
         if self.mask is None:
             return couplings
@@ -174,7 +188,15 @@ class SpinSystem(Declared):
 
     def coupled(self, m: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_j J_ij m_j, what the other sites add to the field."""
+        if self.low_rank:
+            return low_rank.product(self.live_factors, m)
         return couple(self.live_couplings, m, block=self.block)
+
+    def coupled_squares(self, v: Float[Tensor, "*batch N 1"]) -> Float[Tensor, "*batch N 1"]:
+        """sum_j J_ij^2 v_j, for a number per pair."""
+        if self.low_rank:
+            return low_rank.product_of_squares(self.live_factors, v)
+        return self.live_couplings.square() @ v
 
     def base_measure(self) -> Tensor:
         """Log of the total weight of all states, (*batch)."""
@@ -192,14 +214,19 @@ class SpinSystem(Declared):
 
     def select(self, index: Tensor) -> Self:
         """The samples `index` (*batch[:-1], K) of the last axis of the batch; couplings do not follow the field."""
-        return restricted(self, index, field=2, couplings=self.pair_axes, beta=0, mask=1)
+        own = {"field": 2, "couplings": self.pair_axes, "beta": 0, "mask": 1, "held_couplings": 2, "held_state": 2}
+        return restricted(self, index, **own)
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
         """Where J_ij differs from J_ji^T beyond rounding."""
+        if self.low_rank:
+            return torch.zeros(self.batch, dtype=torch.bool, device=self.field.device)
         return (self._asymmetry() > 0).expand(self.batch)
 
     def check_symmetric(self, method: str, *, wait: bool = False) -> None:
         """Raise unless J_ij = J_ji^T, where the host can look without waiting, or where it may wait."""
+        if self.low_rank:
+            return
         numbers = readable(self.couplings, wait=wait)
         plain = self.pair_axes == 2 and not is_batched(self.couplings)
         if numbers is not None and plain and torch.equal(numbers, numbers.mT):
@@ -238,13 +265,13 @@ class _Undeclared:
         named = signature.parameters.get("mask")
         self.masked = named is not None and named.kind in (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY)
 
-    def __call__(self, field: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(self, field: Tensor, mask: Tensor | None) -> Tensor | LowRank:
         """J of the field, which is zero where there is no site."""
         if mask is None:
             return self.ask(field, torch.ones_like(field[..., 0], dtype=torch.bool) if self.masked else None)
         return self.ask(field.masked_fill(~mask[..., None], 0.0), mask.expand(field.shape[:-1]))
 
-    def ask(self, field: Tensor, mask: Tensor | None) -> Tensor:
+    def ask(self, field: Tensor, mask: Tensor | None) -> Tensor | LowRank:
         """The function of the field, and of `mask` if it has that argument."""
         return self.function(field, mask=mask) if self.masked else self.function(field)
 
@@ -291,13 +318,25 @@ def _check_field(field: Any) -> None:
     _validate.require(min(shape[-2:]) > 0, "field", "have at least one site and one dimension", f"shape {shape}")
 
 
+def kept(couplings: Tensor | LowRank) -> Tensor:
+    """The tensor that a system keeps of couplings."""
+    return couplings.factors if isinstance(couplings, LowRank) else couplings
+
+
 def _checked_couplings(couplings: Any, field: Tensor) -> Tensor:
+    n, d = field.shape[-2:]
+    if isinstance(couplings, LowRank):
+        factors = kept(couplings)
+        _validate.check_same_kind([("field", field), ("couplings", factors)])
+        required = f"have factors of shape (N, r) with N = {n}, or (*batch, N, r)"
+        _validate.require(factors.shape[-2] == n, "couplings", required, f"shape {tuple(factors.shape)}")
+        _validate.check_broadcast("couplings", factors.shape[:-2], field.shape[:-2], "the leading axes of `field`")
+        return factors
     _validate.check_float_tensor("couplings", couplings, min_ndim=2)
     _validate.check_same_kind([("field", field), ("couplings", couplings)])
     held: Tensor = couplings
     if _is_block(held, field):
         return held
-    n, d = field.shape[-2:]
     _validate.require(
         couplings.shape[-2:] == (n, n),
         "couplings",
@@ -308,8 +347,11 @@ def _checked_couplings(couplings: Any, field: Tensor) -> Tensor:
     return held
 
 
-def _both_orders(couplings: Tensor, field: Tensor) -> Tensor:
-    return couplings + mirrored(couplings, block=_is_block(couplings, field))
+def _both_orders(couplings: Any, field: Tensor) -> Tensor | LowRank:
+    if isinstance(couplings, LowRank):
+        return LowRank(math.sqrt(2.0) * couplings.factors)
+    numbers = _checked_couplings(couplings, field)
+    return numbers + mirrored(numbers, block=_is_block(numbers, field))
 
 
 def _radius(radius: str | float, dim: int) -> float:

@@ -18,7 +18,7 @@ from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
 from .dynamics import DynamicalMethod, no_free_energy
-from .system import SpinSystem
+from .system import SpinSystem, kept
 
 #: Number of columns of the susceptibility that are computed at a time.
 CHUNK = 64
@@ -126,6 +126,9 @@ def thermodynamics(
         (torch.Size([2, 1]), torch.Size([2, 2]), True)
     """
     system = accepted(system, method, initial, check, on_failure)
+    required = "be a tensor for thermodynamics, whose correlations are derivatives with respect to every pair"
+    remedy = "use LowRank(...).dense(), or free_energy and magnetization"
+    _validate.require(not system.low_rank, "couplings", required, "a LowRank", remedy)
     field = system.field
     beta = torch.as_tensor(system.beta, dtype=field.dtype, device=field.device).expand(system.batch)
     # Every sample gets its own couplings, so that their derivatives are correlations of that sample.
@@ -251,7 +254,7 @@ def magnetization(
         else:
             by_couplings = _by_couplings(method, wide, answer)
             # The function gets the field in its original precision.
-            made, pullback = vjp(lambda field: function(field, system.mask), system.field)
+            made, pullback = vjp(lambda field: kept(function(field, system.mask)), system.field)
             through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / wide.beta_over(2)
     found = (direct, through) if split else direct + through
     return (found, answer) if return_answer else found

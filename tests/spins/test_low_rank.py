@@ -1,0 +1,177 @@
+"""Low-rank couplings: the numbers of the same couplings as a tensor, by products alone."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from implicit_attention.spins import (
+    TAP,
+    AdaTAP,
+    AmosResponse,
+    Enumeration,
+    GaussianClosure,
+    GaussianUnits,
+    KineticPlefka,
+    LowRank,
+    MeanField,
+    SpinSystem,
+    decompose,
+    free_energy,
+    heat_bath,
+    magnetization,
+    stability,
+    stationary_state,
+    thermodynamics,
+)
+from implicit_attention.spins._curvature import coupling_bound
+from implicit_attention.testing.numerics import random
+
+METHODS = [
+    MeanField(),
+    MeanField(response=AmosResponse()),
+    KineticPlefka(),
+    GaussianClosure(),
+    AdaTAP(prior=GaussianUnits()),
+]
+EQUILIBRIUM = [method for method in METHODS if method.symmetric]
+
+
+def numbers(batch=(2, 3), sites=6, dim=4, rank=2, scale=0.3):
+    factors, field = random(*batch, sites, rank, seed=1), random(*batch, sites, dim, seed=2)
+    return scale * factors, field, 0.3 + random(*batch, seed=3).abs() / 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_products_give_what_the_tensor_gives(method, masked):
+    factors, field, beta = (t.requires_grad_() for t in numbers())
+    mask = random(2, 3, 6, seed=4) > -1 if masked else None
+    couplings = LowRank(factors)
+    own = torch.eye(6, dtype=torch.bool)
+    dense = (factors @ factors.mT).masked_fill(own, 0.0)
+    assert torch.equal(couplings.dense(), dense)
+
+    def answer(couplings):
+        m = magnetization(SpinSystem(couplings, field, beta, mask=mask), method)
+        return m, torch.autograd.grad(m.square().cos().sum(), (factors, field, beta))
+
+    (m, by), (m_dense, by_dense) = answer(couplings), answer(dense)
+    torch.testing.assert_close(m, m_dense, rtol=0, atol=1e-10)
+    torch.testing.assert_close(by, by_dense, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", EQUILIBRIUM, ids=repr)
+def test_free_energies_and_total_answers(method):
+    factors, field, beta = numbers()
+    low, dense = (SpinSystem(c, field, beta) for c in (LowRank(factors), LowRank(factors).dense()))
+    torch.testing.assert_close(free_energy(low, method), free_energy(dense, method), rtol=0, atol=1e-12)
+
+    def made(h):
+        return LowRank(0.3 * torch.tanh(h[..., :2]))
+
+    low = SpinSystem(made, field, beta)
+    dense = SpinSystem(lambda h: made(h).dense(), field, beta)
+    torch.testing.assert_close(magnetization(low, method), magnetization(dense, method), rtol=0, atol=1e-10)
+    for part in ("full", "half"):
+        make = SpinSystem.from_full if part == "full" else SpinSystem
+        pair = (make(c, field, beta) for c in (LowRank(0.5 * factors), LowRank(0.5 * factors).dense()))
+        torch.testing.assert_close(*(magnetization(s, method) for s in pair), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_answers_are_differentiated_exactly(method):
+    factors, field, beta = (t.requires_grad_() for t in numbers((), sites=3, dim=2))
+
+    def value(factors, field, beta):
+        return magnetization(SpinSystem(LowRank(factors), field, beta), method)
+
+    assert torch.autograd.gradcheck(value, (factors, field, beta))
+    assert torch.autograd.gradgradcheck(value, (factors, field, beta), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_no_tensor_of_all_pairs_is_made(method):
+    sites, rank, largest = 200, 3, 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                largest = max(largest, found.numel())
+            return found
+
+    factors = (0.05 * random(sites, rank, seed=1)).requires_grad_()
+    with Sizes():
+        magnetization(SpinSystem(LowRank(factors), random(sites, 2, seed=2)), method).sum().backward()
+    # The largest are the states that a solver keeps, 7 of N D numbers.
+    assert 0 < largest < sites * 20
+
+
+def test_strong_couplings_that_need_damped_steps():
+    factors, field, _ = numbers((4,), scale=1.5)
+    low, dense = (SpinSystem(c, field, 1.5) for c in (LowRank(factors), LowRank(factors).dense()))
+    torch.testing.assert_close(magnetization(low, MeanField()), magnetization(dense, MeanField()), rtol=0, atol=1e-9)
+
+
+def test_the_bound_of_the_norm_holds():
+
+    for seed in range(20):
+        factors = random(5, 7, 2, seed=seed)
+        found = coupling_bound(SpinSystem(LowRank(factors), torch.zeros(5, 7, 1).double()), symmetric=True)
+        exact = torch.linalg.matrix_norm(LowRank(factors).dense(), 2)
+        assert (found >= exact).all()
+        assert (found <= 3 * exact).all()
+
+
+def test_a_sample_that_is_not_finite_changes_no_other():
+    factors, field, beta = numbers((3,))
+    broken = factors.clone()
+    broken[1, 2, 0] = torch.nan
+    sound, found = (
+        magnetization(SpinSystem(LowRank(f), field, beta), MeanField(), on_failure="ignore") for f in (factors, broken)
+    )
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], sound[[0, 2]])
+
+
+def test_parts_of_the_answer():
+    factors, field, beta = numbers()
+    parts = decompose(SpinSystem(LowRank(factors), field, beta), MeanField())
+    same = decompose(SpinSystem(LowRank(factors).dense(), field, beta), MeanField())
+    torch.testing.assert_close(parts.coupling, same.coupling, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda s: magnetization(s, TAP()),
+        lambda s: magnetization(s, AdaTAP()),
+        lambda s: magnetization(s, KineticPlefka(order=2)),
+        lambda s: free_energy(s, Enumeration()),
+        lambda s: thermodynamics(s, MeanField()),
+        lambda s: stationary_state(s, KineticPlefka()),
+        lambda s: stability(s, TAP()),
+        lambda s: heat_bath(s, generator=torch.Generator()),
+        lambda s: s.live_couplings,
+    ],
+)
+def test_what_reads_pairs_says_so(ask):
+    factors, field, beta = numbers((2,), dim=1)
+    with pytest.raises((ValueError, TypeError), match=r"LowRank"):
+        ask(SpinSystem(LowRank(factors), field, beta))
+
+
+@pytest.mark.parametrize(
+    ("factors", "error", "match"),
+    [
+        (torch.zeros(5, 2), ValueError, r"have factors of shape \(N, r\) with N = 6"),
+        (torch.zeros(3, 6, 2), ValueError, "broadcast"),
+        (torch.zeros(6), ValueError, "factors"),
+        (torch.zeros(6, 2, dtype=torch.int64), TypeError, "factors"),
+        (torch.zeros(6, 2, dtype=torch.float64), ValueError, "dtype"),
+    ],
+)
+def test_wrong_factors_are_refused(factors, error, match):
+    with pytest.raises(error, match=match):
+        SpinSystem(LowRank(factors), torch.zeros(2, 6, 3))
