@@ -1,4 +1,4 @@
-"""`python -m benchmarks solve`, `attention`, `train` and `spins` measure; `report` rewrites the tables in README.md."""
+"""`python -m benchmarks solve` and other suites measure; `report` rewrites the tables in README.md."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from . import attention as attention_suite
 from . import headline
 from . import report as reports
 from . import solve as solve_suite
+from . import spin_layers as spin_layers_suite
 from . import spins as spins_suite
 from . import train as train_suite
 from . import usefulness as usefulness_suite
@@ -29,6 +30,7 @@ SUITES: dict[str, ModuleType] = {
     "attention": attention_suite,
     "train": train_suite,
     "spins": spins_suite,
+    "spin_layers": spin_layers_suite,
     "usefulness": usefulness_suite,
 }
 
@@ -64,6 +66,12 @@ def train(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 def spins(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
     """C6, SCALING and RANDOM: the saddle point against explicit inverses; all methods by size; failures."""
     measure("spins", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command("spin_layers")
+def spin_layers(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """SPIN, GROWTH, LONG: the spin layer beside explicit attention, by parts and by memory."""
+    measure("spin_layers", quick=quick, only=only, repeats=repeats, out=out)
 
 
 @app.command()

@@ -211,3 +211,23 @@ TRAIN = (
         device="cuda",
     ),
 )
+
+_SPIN_STEP = "training step of the spin layer, {} answer / explicit SDPA training step"
+
+
+def _length(*lengths: int) -> Callable[[Row], bool]:
+    return lambda row: row.get("length") in lengths
+
+
+SPIN_LAYERS = (
+    Target("SPIN", "one evaluation of mean field / SDPA forward", "evaluation", "worst", "<=", 0.8),
+    Target("SPIN", "solve / its evaluations, N 256", "solve", "worst", "<=", 2.5, _length(64, 256)),
+    Target("SPIN", "solve / its evaluations, N 1024", "solve", "worst", "<=", 1.5, _length(1024)),
+    Target("SPIN", _SPIN_STEP.format("explicit"), "training", "worst", "<=", 10.0, ambition=6.0),
+    Target("SPIN", _SPIN_STEP.format("total"), "total training", "worst", "<=", 16.0, ambition=10.0),
+    Target("SPIN", "training step unrolled to the same residual / ours", "unrolled / ours", "worst", ">=", 2.0),
+    Target("SPIN", "GaussianClosure / MeanField", "closure / mean field", "worst", "<=", 2.0),
+    Target("SPIN", "saddle point / slope of F, as in C6", "saddle point / slope of F", "worst", "<=", 1.0),
+    Target("GROWTH", "peak memory of a training step, 40 evaluations / 5", "GROWTH", "worst", "<=", 1.1),
+    Target("LONG", "peak memory, low rank / all pairs, N 4096", "LONG", "worst", "<=", 0.1),
+)
