@@ -1,7 +1,8 @@
 """Run every example in full with three seeds and write `docs/examples.md`: `python docs/examples/run_all.py`.
 
 The numbers go to `results.json` beside this file; `--check` only compares the tables of the page with them. The puzzles
-have one seed and a table of their own, from `puzzles.json`, which `--puzzles` writes.
+have one seed and a table of their own, from `puzzles.json`, which `--puzzles` writes, and the spin layer one from
+`spins.json`, by `--spins`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import bit_pattern
 import digits
+import digits_spins
 import latch
 import mazes
 import mil_digits
@@ -27,10 +29,12 @@ import implicit_attention
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results.json", HERE.parent / "examples.md"
-PUZZLES = HERE / "puzzles.json"
+PUZZLES, SPINS = HERE / "puzzles.json", HERE / "spins.json"
 START, END = "<!-- tables: python docs/examples/run_all.py -->\n", "<!-- end of tables -->"
 PUZZLES_START = "<!-- puzzles: python docs/examples/run_all.py --puzzles -->\n"
 PUZZLES_END = "<!-- end of puzzles -->"
+SPINS_START = "<!-- spins: python docs/examples/run_all.py --spins -->\n"
+SPINS_END = "<!-- end of spins -->"
 EXAMPLES = (digits, mil_digits, bit_pattern, latch)
 SEEDS = (0, 1, 2)
 
@@ -46,6 +50,10 @@ def versions() -> dict[str, str]:
 
 def run_puzzles() -> dict[str, Any]:
     return {"versions": versions(), "examples": {module.__name__: module.main([]) for module in (mazes, sudoku)}}
+
+
+def run_spins() -> dict[str, Any]:
+    return {"versions": versions(), **digits_spins.main(["--seeds", *map(str, SEEDS)])}
 
 
 def run_all() -> dict[str, Any]:
@@ -102,11 +110,15 @@ def main() -> int:
     check = "--check" in sys.argv
     if "--puzzles" in sys.argv:
         PUZZLES.write_text(json.dumps(run_puzzles(), indent=1) + "\n")
+    elif "--spins" in sys.argv:
+        SPINS.write_text(json.dumps(run_spins(), indent=1) + "\n")
     elif not check:
         RESULTS.write_text(json.dumps(run_all(), indent=1) + "\n")
     page = PAGE.read_text()
     new = updated(page, tables(json.loads(RESULTS.read_text())))
     new = updated(new, puzzle_table(json.loads(PUZZLES.read_text())), PUZZLES_START, PUZZLES_END)
+    spins = _markdown(digits_spins.table(json.loads(SPINS.read_text())))
+    new = updated(new, f"{spins}\n", SPINS_START, SPINS_END)
     if check:
         return int(new != page)
     PAGE.write_text(new)
