@@ -157,18 +157,8 @@ class SpinAttention(Remembering):
         Returns:
             (*batch, N, dim), or a tuple (output, state, answer) without the parts that were not asked for.
         """
-        _validate.check_float_tensor("x", x, min_ndim=2)
-        _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
-        if key_mask is not None:
-            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
-            # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
-            x = x.masked_fill(~key_mask[..., None], 0.0)
-        field = x if self.in_proj is None else self.in_proj(x)
-        field = split_heads(field, self.heads)
-        if self.norm is not None:
-            field = self.norm(field.to(self.norm.weight.dtype))
-        pairs, sites = self._pairs(x, mask, key_mask)
-        couplings = self._made(field, pairs)
+        field, pairs, sites = self._read(x, mask, key_mask)
+        couplings = self._made(field, pairs, self.derivative)
         m, answer = _answered(self, couplings, at_least_single(field), sites, initial)
         self._remember(answer.report)
         output = merge_heads(m.to(x.dtype))
@@ -180,7 +170,39 @@ class SpinAttention(Remembering):
             results.append(answer)
         return tuple(results) if len(results) > 1 else output
 
+    def system(self, x: Tensor, *, mask: Tensor | None = None, key_mask: Tensor | None = None) -> SpinSystem:
+        """The spins that x makes, one sample per head, with couplings as a function of the field.
+
+        Args:
+            x: as in `forward`.
+            mask: as in `forward`.
+            key_mask: as in `forward`.
+
+        Returns:
+            A `SpinSystem` of batch (*batch, heads). Its `magnetization` is <s_i> and, beside it, what J(h) adds.
+        """
+        field, pairs, sites = self._read(x, mask, key_mask)
+        return SpinSystem(self._made(field, pairs, "total"), at_least_single(field), self.beta(), mask=sites)
+
     # Parts of the forward.
+
+    def _read(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Field, (*batch, heads, N, head_dim), with which site reads which, and which sites exist, as of `_pairs`."""
+        _validate.check_float_tensor("x", x, min_ndim=2)
+        _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
+        if key_mask is not None:
+            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
+            # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
+            x = x.masked_fill(~key_mask[..., None], 0.0)
+        return self._field(x), *self._pairs(x, mask, key_mask)
+
+    def _field(self, x: Tensor) -> Tensor:
+        field = split_heads(x if self.in_proj is None else self.in_proj(x), self.heads)
+        return field if self.norm is None else self.norm(field.to(self.norm.weight.dtype))
+
+    def _couplings_at(self, field: Tensor, pairs: Tensor) -> Tensor:
+        couplings: Tensor = self.couplings(field, pairs)
+        return couplings
 
     def _pairs(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Which site reads which, (*#batch, #heads, N, N), and which sites exist, (*#batch, 1, N)."""
@@ -206,15 +228,15 @@ class SpinAttention(Remembering):
             pairs = pairs & sites[..., :, None] & sites[..., None, :]
         return pairs, sites
 
-    def _made(self, field: Tensor, pairs: Tensor) -> Tensor | Callable[[Tensor], Tensor]:
+    def _made(self, field: Tensor, pairs: Tensor, derivative: str) -> Tensor | Callable[[Tensor], Tensor]:
         """J at this field, or, where the derivative goes through it, the function."""
 
         def made(wide: Tensor) -> Tensor:
             # In the precision of the layer, as it has its weights.
-            couplings: Tensor = at_least_single(self.couplings(wide.to(field.dtype), pairs))
+            couplings: Tensor = at_least_single(self._couplings_at(wide.to(field.dtype), pairs))
             return couplings
 
-        return made if self.derivative == "total" else made(field)
+        return made if derivative == "total" else made(field)
 
     # Housekeeping.
 
