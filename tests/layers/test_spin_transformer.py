@@ -335,6 +335,7 @@ def test_a_token_that_no_field_gives_is_nan_alone_and_told():
     with pytest.warns(ConvergenceWarning, match="no finite field"):
         seen = made.decompose(bad)
     assert bool(seen.total.transpose(-3, -2)[~live].isnan().all())
+    assert torch.equal(seen.gain.isnan(), ~live[:, None].expand(3, 2, 5))
     torch.testing.assert_close(seen.total.transpose(-3, -2)[live], parts.total.transpose(-3, -2)[live])
     with pytest.raises(ConvergenceError, match=r"use clip=0\.95"):
         block(input="magnetization", on_failure="raise")(bad)
