@@ -175,7 +175,7 @@ class SpinTransformerBlock(nn.Module):
             remedy = "use MeanField, TAP, AdaTAP or SaddlePoint, with couplings='symmetric'"
             received = f"{name}, which describes dynamics"
             raise TypeError(_validate.message("method", "have a free energy to be decomposed", received, remedy))
-        required, remedy = "be None to decompose an answer", "make the block without steps"
+        required, remedy = "be None to decompose an answer, which has to be solved for", "make the block without steps"
         _validate.require(self.spins.steps is None, "steps", required, self.spins.steps, remedy)
         _, read, exists, lost = self._read(x, key_mask)
         system = self.spins.system(read, mask=mask, key_mask=exists)
@@ -343,12 +343,11 @@ def _checked_clip(clip: float | None, input: str) -> float | None:
 
 def _cut(x: Tensor, limit: float) -> Tensor:
     """x with vectors that are longer than `limit` cut to that length; NaN where the length is not a number."""
+    # The square of a large number is infinite, and says nothing. A NaN that is put in has no gradient.
+    x = x.masked_fill(~x.square().sum(-1, keepdim=True).isfinite(), torch.nan)
     square = x.square().sum(-1, keepdim=True)
     longer = square > limit**2
-    shrink = limit * torch.where(longer, square, 1.0).rsqrt()
-    # The square of a large number is infinite, and says nothing.
-    shrink = shrink.masked_fill(square.isinf(), torch.nan)
-    return torch.where(longer, shrink * x, x)
+    return torch.where(longer, limit * torch.where(longer, square, 1.0).rsqrt() * x, x)
 
 
 @uncompiled

@@ -354,8 +354,12 @@ def test_clip_cuts_lengths_and_nothing_else():
     # What has no length is told all the same.
     for bad in (math.nan, math.inf):
         long[1, 2, 0] = bad
+        given = long.clone().requires_grad_()
         with pytest.warns(ConvergenceWarning, match="no finite field"):
-            assert bool(made(long)[1, 2].isnan().all())
+            found = made(given)
+        assert bool(found[1, 2].isnan().all())
+        (grad,) = torch.autograd.grad(found[[0, 2]].square().sum(), given)
+        assert bool(grad.isfinite().all())
     huge = x.float()
     huge[1, 2, 0] = 1e30
     with pytest.warns(ConvergenceWarning, match="no finite field"):
