@@ -176,7 +176,7 @@ def verdict(runs: Sequence[dict[str, Any]]) -> str:
         could = "could not stand for the answer of J(h)"
     else:
         could = "could stand for a part of the answer of J(h) only"
-    said = [f"a feed-forward net of the usual width {could}: it explains {percent(share, error)} of it"]
+    said = [f"a feed-forward net of the usual width {could}: it explains {percent(share, error)} of its variance"]
     for other in (LINEAR, CONTROL):
         gap, noise = mean_and_error([b - a for a, b in zip(numbers(runs, NET), numbers(runs, other), strict=True)])
         better = "as much, within the error" if abs(gap) <= noise else "more" if gap > 0 else "less"
@@ -195,9 +195,9 @@ def _digits(share: float) -> str:
 
 def rows_of(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """The table: a row for every block, and one for all."""
-    rows = [("block", "|J(h) part|/|m|", *FITS)]
+    rows = [("block", "size, of m", *(f"{name}, %" for name in FITS))]
     for block in (*range(BLOCKS), None):
-        shares = (percent(*mean_and_error(numbers(runs, name, block))) for name in FITS)
+        shares = (percent(*mean_and_error(numbers(runs, name, block))).removesuffix(" %") for name in FITS)
         size = f"{statistics.mean(numbers(runs, 'size', block)):.2f}"
         rows.append(("all" if block is None else str(block + 1), size, *shares))
     return rows
@@ -205,7 +205,7 @@ def rows_of(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def shown(runs: Sequence[dict[str, Any]]) -> Table:
     heading, *rows = rows_of(runs)
-    table = Table(*heading, title="What J(h) adds: R^2 of the fits on held-out tokens, mean +- two standard errors")
+    table = Table(*heading, title="What J(h) adds, and R^2 of fits to it on held-out tokens, +- two standard errors")
     for row in rows:
         table.add_row(*row)
     return table

@@ -132,7 +132,7 @@ class SpinTransformerBlock(nn.Module):
         Returns:
             (*batch, N, dim), or a tuple (tokens, state).
         """
-        x, read, exists, lost = self._read(x, key_mask)
+        x, read, exists, lost = self._read(x, key_mask, self.spins.options.on_failure)
         spun, state = self.spins(read, mask=mask, key_mask=exists, initial=initial, return_state=True)
         y = spun if self.norm is None else x + spun
         if self.feed_forward is not None:
@@ -162,7 +162,7 @@ class SpinTransformerBlock(nn.Module):
             x: (*batch, N, dim).
             mask: as in `forward`.
             key_mask: as in `forward`.
-            on_failure: for samples whose solve failed; None is the layer's.
+            on_failure: for samples whose solve failed, and for tokens that no field gives; None is the layer's.
 
         Returns:
             A `Decomposition` of parts (*batch, heads, N, head_dim), to the tolerance of the method.
@@ -177,9 +177,10 @@ class SpinTransformerBlock(nn.Module):
             raise TypeError(_validate.message("method", "have a free energy to be decomposed", received, remedy))
         required, remedy = "be None to decompose an answer, which has to be solved for", "make the block without steps"
         _validate.require(self.spins.steps is None, "steps", required, self.spins.steps, remedy)
-        _, read, exists, lost = self._read(x, key_mask)
+        on_failure = on_failure or self.spins.options.on_failure
+        _, read, exists, lost = self._read(x, key_mask, on_failure)
         system = self.spins.system(read, mask=mask, key_mask=exists)
-        parts = decompose(system, method, on_failure=on_failure or self.spins.options.on_failure)
+        parts = decompose(system, method, on_failure=on_failure)
         if lost is None:
             return parts
         nowhere = lost.unsqueeze(-2)
@@ -191,7 +192,9 @@ class SpinTransformerBlock(nn.Module):
             }
         )
 
-    def _read(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _read(
+        self, x: Tensor, key_mask: Tensor | None, on_failure: OnFailure
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """x, what the spins read, which tokens they have, and which tokens there are that no field gives."""
         _validate.check_float_tensor("x", x, min_ndim=2)
         dim, heads = self.spins.dim, self.spins.heads
@@ -206,7 +209,7 @@ class SpinTransformerBlock(nn.Module):
         if self.clip is not None:
             parts = _cut(parts, self.clip * radius)
         inside = ((parts / radius).square().sum(-1) < 1).all(-2)
-        _tell(inside, self.spins.options.on_failure)
+        _tell(inside, on_failure)
         read = merge_heads(parts).masked_fill(~inside[..., None], 0.0)
         return x, read, inside if key_mask is None else inside & key_mask, ~inside
 

@@ -24,7 +24,7 @@ def test_it_runs_and_prints_a_row_for_every_block(script, capsys):
         assert abs(row["constant"]) < 0.05 < row["linear map"] < 1
     printed = capsys.readouterr().out
     assert "one seed decides nothing" in printed
-    assert f"{100 * run['blocks'][1]['linear map']:.1f} %" in printed
+    assert f"{100 * run['blocks'][1]['linear map']:.1f}" in printed
 
 
 def test_a_fit_explains_what_it_can(script):

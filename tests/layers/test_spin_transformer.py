@@ -342,6 +342,16 @@ def test_a_token_that_no_field_gives_is_nan_alone_and_told():
     assert bool(block(input="magnetization", on_failure="ignore")(bad)[~live].isnan().all())
 
 
+def test_a_failed_solve_is_told_as_the_layer_says_or_the_call():
+    made = SpinTransformerBlock(8, 2, input="magnetization", solver=Picard(rtol=1e-9, max_steps=1))
+    x = tokens(2, 5, 8).float()
+    with pytest.warns(ConvergenceWarning, match="MeanField failed for 4 of 4"):
+        made.decompose(x)
+    with pytest.raises(ConvergenceError, match="MeanField failed"):
+        made.decompose(x, on_failure="raise")
+    made.decompose(3 * x, on_failure="ignore")
+
+
 def test_clip_cuts_lengths_and_nothing_else():
     made, plain = (block(input="magnetization", clip=clip) for clip in (0.8, None))
     x = tokens(3, 5, 6, longest=0.79)
