@@ -142,12 +142,17 @@ def model_of(task: Task, contender: Contender, seed: int) -> Model:
 
 
 def trial(plan: Plan, contender: Contender, seed: int) -> dict[str, Any]:
-    """One training from one seed with its scores."""
+    """One training from one seed with its scores, or the error that a rival's solver ended it with."""
     begin = time.perf_counter()
     found: dict[str, Any] = {"seed": seed, "training": None, "ways": {}}
     model = model_of(plan.task, contender, seed)
     if contender.recipe is not None:
-        found["training"] = train(plan.task, model, contender.recipe, seed)
+        try:
+            found["training"] = train(plan.task, model, contender.recipe, seed)
+        except torch.linalg.LinAlgError as error:
+            # torchdeq's Anderson, where its least-squares problem is singular.
+            said = f"{type(error).__name__}: {error}"[:200]
+            return found | {"error": said, "wall_seconds": time.perf_counter() - begin}
     for name in contender.sets or plan.sets:
         examples = plan.task.test(name, plan.puzzles)
         if contender.guess is not None:
@@ -171,6 +176,9 @@ def entry_row(entry: Entry, runs: list[dict[str, Any]]) -> Row:
     """The row of a contender from the runs of all seeds."""
     plan, contender = entry.plan, entry.contender
     model = model_of(plan.task, contender, 0)
+    failed = [f"from seed {run['seed']} ({run['error']})" for run in runs if "error" in run]
+    # A row of none, if all failed.
+    runs = [run for run in runs if "error" not in run] or runs[:1]
     claimed = {
         claim.ratio: lower(runs, claim) for claim in plan.claims if claim.contender == contender.name and claim.way
     }
@@ -198,7 +206,9 @@ def entry_row(entry: Entry, runs: list[dict[str, Any]]) -> Row:
         },
         "runs": runs,
         "evidence": {},
-        "ratios": {key: value for key, value in claimed.items() if value != "absent"},
+        **({"error": f"not trained: {', '.join(failed)}"} if failed else {}),
+        # What some seeds did not reach is no mean over all.
+        "ratios": {key: None if failed else value for key, value in claimed.items() if value != "absent"},
         "wall_seconds": sum(run["wall_seconds"] for run in runs),
     }
 

@@ -1,5 +1,6 @@
 """Modules: projections around an energy, solved by `solve`, and blocks that are iterated until they settle."""
 
+import importlib
 from typing import Any
 
 from .attention import ImplicitAttention
@@ -18,6 +19,8 @@ __all__ = [
     "tie",
     "contractive",
     "SpinAttention",
+    "SpinTransformerBlock",
+    "SpinTransformer",
     "MemoryLookup",
     "AttentionPooling",
     "KeyValueCache",
@@ -25,10 +28,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Spins load when they are asked for.
-    if name != "SpinAttention":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .spin import SpinAttention
+#: Spins load when they are asked for: name -> module.
+_LAZY = {"SpinAttention": "spin", "SpinTransformerBlock": "spin_transformer", "SpinTransformer": "spin_transformer"}
 
-    return SpinAttention
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

@@ -163,27 +163,13 @@ class SpinAttention(Remembering):
         Returns:
             (*batch, N, dim), or a tuple (output, state, answer) without the parts that were not asked for.
         """
-        _validate.check_float_tensor("x", x, min_ndim=2)
-        _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
-        count, before = x.shape[-2], 0
-        if cache is not None:
-            check_cache(cache, self._identity, tuple(x.shape[:-2]))
-            _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
-            before = cache.length
-        if key_mask is not None:
-            of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (before + count,)
-            check_key_mask(key_mask, x.shape[:-2], before + count if of_all else count)
-            # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
-            x = x.masked_fill(~key_mask[..., -count:, None], 0.0)
-        field = x if self.in_proj is None else self.in_proj(x)
-        field = split_heads(field, self.heads)
-        if self.norm is not None:
-            field = self.norm(field.to(self.norm.weight.dtype))
         held: Held | None = None
         if cache is None:
-            pairs, sites = self._pairs(x, mask, key_mask)
-            couplings = self._made(field, pairs)
+            field, pairs, sites = self._read(x, mask, key_mask)
+            couplings = self._made(field, pairs, self.derivative)
         else:
+            _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
+            field = self._field(self._live(x, key_mask, cache))
             couplings, sites, held = self._beside(field, key_mask, cache)
             initial = cache.start(field) if initial is None else initial
         m, answer = _answered(self, couplings, at_least_single(field), sites, initial, cache)
@@ -222,7 +208,51 @@ class SpinAttention(Remembering):
         _validate.require(self.steps is None, "steps", required, self.steps, "call the layer on all tokens")
         return KeyValueCache(self._identity, warm_start=warm_start)
 
+    def system(self, x: Tensor, *, mask: Tensor | None = None, key_mask: Tensor | None = None) -> SpinSystem:
+        """The spins that x makes, one sample per head, with couplings as a function of the field.
+
+        Args:
+            x: as in `forward`.
+            mask: as in `forward`.
+            key_mask: as in `forward`.
+
+        Returns:
+            A `SpinSystem` of batch (*batch, heads). Its `magnetization` is <s_i> and, beside it, what J(h) adds.
+        """
+        field, pairs, sites = self._read(x, mask, key_mask)
+        return SpinSystem(self._made(field, pairs, "total"), at_least_single(field), self.beta(), mask=sites)
+
     # Parts of the forward.
+
+    def _read(
+        self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Field, (*batch, heads, N, head_dim), with which site reads which, and which sites exist, as of `_pairs`."""
+        x = self._live(x, key_mask)
+        return self._field(x), *self._pairs(x, mask, key_mask)
+
+    def _live(self, x: Tensor, key_mask: Tensor | None, cache: KeyValueCache | None = None) -> Tensor:
+        """x, checked, and zero where there is no token."""
+        _validate.check_float_tensor("x", x, min_ndim=2)
+        _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
+        count, before = x.shape[-2], 0
+        if cache is not None:
+            check_cache(cache, self._identity, tuple(x.shape[:-2]))
+            before = cache.length
+        if key_mask is None:
+            return x
+        of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (before + count,)
+        check_key_mask(key_mask, x.shape[:-2], before + count if of_all else count)
+        # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
+        return x.masked_fill(~key_mask[..., -count:, None], 0.0)
+
+    def _field(self, x: Tensor) -> Tensor:
+        field = split_heads(x if self.in_proj is None else self.in_proj(x), self.heads)
+        return field if self.norm is None else self.norm(field.to(self.norm.weight.dtype))
+
+    def _seen(self, field: Tensor) -> Tensor:
+        """What couplings are made of."""
+        return field
 
     def _pairs(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Which site reads which, (*#batch, #heads, N, N), and which sites exist, (*#batch, 1, N)."""
@@ -251,21 +281,22 @@ class SpinAttention(Remembering):
             pairs = pairs & sites[..., :, None] & sites[..., None, :]
         return pairs, sites
 
-    def _made(self, field: Tensor, pairs: Tensor | None) -> Any:
+    def _made(self, field: Tensor, pairs: Tensor | None, derivative: str) -> Any:
         """J at this field, or, where the derivative goes through it, the function."""
 
         def made(wide: Tensor) -> Tensor | LowRank:
             # In the precision of the layer, as it has its weights.
-            couplings: Tensor | LowRank = self.couplings(wide.to(field.dtype), pairs)
+            couplings: Tensor | LowRank = self.couplings(self._seen(wide.to(field.dtype)), pairs)
             return couplings if isinstance(couplings, LowRank) else at_least_single(couplings)
 
-        return made if self.derivative == "total" else made(field)
+        return made if derivative == "total" else made(field)
 
     def _beside(
         self, field: Tensor, key_mask: Tensor | None, cache: KeyValueCache
     ) -> tuple[Tensor, Tensor | None, Held]:
         """How new tokens read all, (*batch, heads, N, M), which of the new exist, and what will be held of them."""
-        held = cache.with_new(self.couplings.keys(field, cache.length), None, key_mask)  # type: ignore[operator]
+        seen = self._seen(field)
+        held = cache.with_new(self.couplings.keys(seen, cache.length), None, key_mask)  # type: ignore[operator]
         count, total = field.shape[-2], held.keys.shape[-2]
         pairs = torch.ones(count, total, dtype=torch.bool, device=field.device).tril(total - count)
         sites = None
@@ -273,7 +304,7 @@ class SpinAttention(Remembering):
             exist = _for_heads(held.key_mask)
             sites = exist[..., -count:]
             pairs = pairs & sites[..., :, None] & exist[..., None, :]
-        return at_least_single(self.couplings(field, pairs, held.keys)), sites, held
+        return at_least_single(self.couplings(seen, pairs, held.keys)), sites, held
 
     # Housekeeping.
 

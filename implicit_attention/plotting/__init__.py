@@ -3,11 +3,13 @@
 from .convergence import convergence_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
 from .retrieval import rates_figure, retrieval_figure
+from .spin_blocks import decomposition_figure
 from .spins import configuration_figure, phase_figure
 
 __all__ = [
     "configuration_figure",
     "convergence_figure",
+    "decomposition_figure",
     "maze_figure",
     "phase_figure",
     "rates_figure",

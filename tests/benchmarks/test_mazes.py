@@ -430,6 +430,32 @@ def test_tables_and_figure_hold_what_was_measured(written, tmp_path):
     assert [(tmp_path / name).stat().st_size > 1000 for name, _ in found] == [True]
 
 
+def test_a_training_that_ends_with_an_error_is_told_and_stops_no_other(monkeypatch):
+    quick = mazes.PLAN.quick()
+    claim = dataclasses.replace(quick.claims[0], set=quick.sets[0])
+    plan = dataclasses.replace(quick, seeds=(0, 1), claims=(claim,))
+    sound = contenders.train
+
+    def singular(task, model, recipe, seed):
+        if seed == 1:
+            raise torch.linalg.LinAlgError("the matrix is singular")
+        return sound(task, model, recipe, seed)
+
+    monkeypatch.setattr(contenders, "train", singular)
+    tied, stack = (next(c for c in plan.contenders if c.name == name) for name in (mazes.TIED, "stack of 12"))
+    entries = [contenders.Entry(plan, contender) for contender in (tied, stack)]
+    rows = suite.run(entries, repeats=1, max_seconds=0.1, progress=lambda row: None)
+    for row in rows:
+        assert [run["seed"] for run in row["runs"]] == [0]
+        assert row["error"] == "not trained: from seed 1 (_LinAlgError: the matrix is singular)"
+    assert rows[0]["ratios"] == {claim.ratio: None}
+    (told,) = report.refusals({"rows": rows})
+    assert "2 rows" in told
+    monkeypatch.setattr(contenders, "train", lambda *given: singular(*given[:3], 1))
+    (row,) = suite.run(entries[:1], repeats=1, max_seconds=0.1, progress=lambda row: None)
+    assert puzzle_tables.tables(plan, [row])[0].lines == []
+
+
 def test_tables_give_the_mean_and_spread_of_the_seeds():
     assert puzzle_tables.percent([0.5, 0.7]) == "60.0 +- 14.1"
     assert puzzle_tables.percent([]) == "-"
