@@ -1,5 +1,6 @@
 """Modules: projections around an energy, solved by `solve`, and blocks that are iterated until they settle."""
 
+import importlib
 from typing import Any
 
 from .attention import ImplicitAttention
@@ -18,6 +19,8 @@ __all__ = [
     "tie",
     "contractive",
     "SpinAttention",
+    "MeanFieldAttention",
+    "distill_correction",
     "MemoryLookup",
     "AttentionPooling",
     "KeyValueCache",
@@ -25,10 +28,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Spins load when they are asked for.
-    if name != "SpinAttention":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .spin import SpinAttention
+#: Name -> the module that has it: spins load when they are asked for.
+_LAZY = {"SpinAttention": "spin", "MeanFieldAttention": "mean_field", "distill_correction": "distillation"}
 
-    return SpinAttention
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
