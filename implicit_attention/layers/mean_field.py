@@ -283,7 +283,8 @@ class MeanFieldAttention(Remembering):
         made: Tensor = at_least_single(self.mixing(field, self._pairs(field, mask, key_mask)))
         if isinstance(self.mixing, SoftmaxCouplings):
             if not self.symmetric:
-                return self.limit * made
+                made = self.limit * made
+                return made
         elif self.symmetric:
             made = (made + mirrored(made, block=self._block)) / 2
         rows, reaction = isinstance(self.mixing, SoftmaxCouplings), self.correction == "exact"

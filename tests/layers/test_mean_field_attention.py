@@ -104,8 +104,8 @@ def test_the_exact_correction_gives_spherical_spins_to_third_order_and_tap_for_m
         couplings = size * shape
         z = free(couplings, 64, correction="exact", contraction=0.99)(field)
         truth = magnetization(SpinSystem(couplings, field), SaddlePoint())
-        off.append(float((z - truth).norm()))
-        naive.append(float((magnetization(SpinSystem(couplings, field), MeanField()) - truth).norm()))
+        off.append((z - truth).norm().item())
+        naive.append((magnetization(SpinSystem(couplings, field), MeanField()) - truth).norm().item())
     slopes = [math.log2(a / b) for a, b in itertools.pairwise(off)]
     assert slopes[-1] == pytest.approx(3, abs=0.15)
     assert off[0] < 0.1 * naive[0]
@@ -115,7 +115,7 @@ def test_the_exact_correction_gives_spherical_spins_to_third_order_and_tap_for_m
         field = 0.7 * torch.eye(6, dim).double() * math.sqrt(dim)
         tap = magnetization(SpinSystem(0.1 * shape, field), TAP(response=AmosResponse()))
         z = free(0.1 * shape, dim, correction="exact", contraction=0.99)(field)
-        gaps.append(float((z - tap).norm() / tap.norm()))
+        gaps.append(((z - tap).norm() / tap.norm()).item())
     assert [a / b for a, b in itertools.pairwise(gaps)] == pytest.approx([4, 4], rel=0.15)
 
 
@@ -175,7 +175,7 @@ def test_the_answer_is_that_of_the_iteration_written_out(mixing, correction, sca
             new = 2 * f / (1 + (1 + 4 * f.square().sum(-1, keepdim=True) / 3).sqrt())
         else:
             new = h + mixed
-        change, z = float((new - z).abs().max()), new
+        change, z = (new - z).abs().max().item(), new
         if change < 1e-14:
             break
     output, state = layer(x, return_state=True)
@@ -187,7 +187,7 @@ def test_the_answer_is_that_of_the_iteration_written_out(mixing, correction, sca
         rho = z.square().sum(-1, keepdim=True) / 3
         f = z * (rho / (1 - rho) + k @ (1 - rho))
         torch.testing.assert_close(h + mixed - f, z, rtol=0, atol=1e-9)
-        assert float(rho.max()) < 1
+        assert rho.max().item() < 1
 
 
 # The bound.
@@ -518,9 +518,9 @@ def test_a_net_learns_the_reaction_of_spherical_spins():
     target = (x + couplings @ m - m).flatten(0, 1)
     off = layer.correction(m[:, None])[:, 0].flatten(0, 1) - target
     r2 = 1 - off.square().sum() / (target - target.mean(0)).square().sum()
-    assert float(found.r2) == pytest.approx(float(r2), abs=1e-9)
+    assert float(found.r2) == pytest.approx(r2.item(), abs=1e-9)
     z = layer(x)
-    assert float(found.error) == pytest.approx(float((z - m).norm() / m.norm()), rel=1e-3)
+    assert float(found.error) == pytest.approx(((z - m).norm() / m.norm()).item(), rel=1e-3)
 
 
 def test_where_the_reaction_is_steeper_than_a_contraction_the_report_says_so():
@@ -531,7 +531,7 @@ def test_where_the_reaction_is_steeper_than_a_contraction_the_report_says_so():
     found = distill_correction(layer, TAP(), [random(16, 8, 8) for _ in range(4)], steps=200)
     # A linear map whose slope nothing limits does better, and the net is at its limit.
     assert float(found.r2_linear) > float(found.r2) > 0.5
-    assert float(layer.correction.lipschitz()) == pytest.approx(0.45, rel=1e-3)
+    assert layer.correction.lipschitz().item() == pytest.approx(0.45, rel=1e-3)
 
 
 def test_gaussian_spins_need_no_correction():
