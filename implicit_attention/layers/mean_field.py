@@ -25,6 +25,7 @@ from .mean_field_map import (
     Perceptron,
     as_matrix,
     certain,
+    check_choices,
     mirrored,
     next_state,
     squared,
@@ -146,7 +147,7 @@ class MeanFieldAttention(Remembering):
         #: The limits of the slopes of mixing and f; that of "exact" depends on the couplings.
         self.limit = self.contraction if correction in (None, "exact") else self.contraction / 2
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._check_choices(mixing, correction, symmetric, sites, expansion)
+        check_choices(mixing, correction, symmetric, self.symmetric, causal, sites, expansion)
         expansion = 4 if expansion is None else _validate.check_integer("expansion", expansion, low=1)
         self.sites = None if sites is None else _validate.check_integer("sites", sites, low=1)
         self.kind = {"softmax": "numbers", "free": "numbers"}.get(mixing, mixing) if isinstance(mixing, str) else None
@@ -328,36 +329,6 @@ class MeanFieldAttention(Remembering):
         if mixing == "mixer":
             return Perceptron(self.heads, sites, expansion * sites, limit=self.limit, zero=False, **made)
         return mixing
-
-    def _check_choices(self, mixing: Any, correction: Any, symmetric: Any, sites: Any, expansion: Any) -> None:
-        for name, given, words in (
-            ("mixing", mixing, ("softmax", "free", "blocks", "mixer")),
-            ("correction", correction, (None, "exact", "learned")),
-        ):
-            known = given in words if given is None or isinstance(given, str) else callable(given)
-            if not known:
-                required = f"be {', '.join(map(repr, words))} or a function of z"
-                raise TypeError(_validate.message(name, required, repr(given)))
-        matrix = mixing in ("softmax", "free", "blocks")
-        own = "a function of one's own" if callable(mixing) else f"mixing={mixing!r}"
-        if mixing in ("free", "blocks", "mixer"):
-            required = f"be the number of tokens for {own}"
-            _validate.require(sites is not None, "sites", required, None, "pass sites=N")
-        else:
-            _validate.require(sites is None, "sites", "be None unless mixing is 'free', 'blocks' or 'mixer'", sites)
-        if not matrix:
-            required, remedy = f"be False for {own}, which is no matrix of pairs", "use 'softmax', 'free' or 'blocks'"
-            _validate.require(not self.causal, "causal", required, self.causal, remedy)
-            _validate.require(not symmetric, "symmetric", required, symmetric, remedy)
-            required = f"be no 'exact' one for {own}, which has no couplings"
-            _validate.require(correction != "exact", "correction", required, repr(correction), "use 'learned'")
-        required = "be False for symmetric couplings, by which a token is read by those that it reads"
-        _validate.require(not (self.causal and self.symmetric), "causal", required, self.causal)
-        required = "be True or None for correction='exact', the reaction to symmetric couplings"
-        _validate.require(correction != "exact" or self.symmetric, "symmetric", required, symmetric)
-        used = mixing == "mixer" or correction == "learned"
-        required = "be None unless mixing='mixer' or correction='learned'"
-        _validate.require(used or expansion is None, "expansion", required, expansion)
 
     def _mixing_name(self) -> str:
         return "mixing='mixer'" if self.kind == "mixer" else "a function of one's own"

@@ -263,3 +263,37 @@ def watch(problem: Problem, z: Tensor, contraction: float) -> None:
             UserWarning,
             stacklevel=5,
         )
+
+
+def check_choices(
+    mixing: Any, correction: Any, asked: Any, symmetric: bool, causal: bool, sites: Any, expansion: Any
+) -> None:
+    """Raise unless the options of a `MeanFieldAttention` go together; `asked` is its argument `symmetric`."""
+    for name, given, words in (
+        ("mixing", mixing, ("softmax", "free", "blocks", "mixer")),
+        ("correction", correction, (None, "exact", "learned")),
+    ):
+        known = given in words if given is None or isinstance(given, str) else callable(given)
+        if not known:
+            required = f"be {', '.join(map(repr, words))} or a function of z"
+            raise TypeError(_validate.message(name, required, repr(given)))
+    matrix = mixing in ("softmax", "free", "blocks")
+    own = "a function of one's own" if callable(mixing) else f"mixing={mixing!r}"
+    if mixing in ("free", "blocks", "mixer"):
+        required = f"be the number of tokens for {own}"
+        _validate.require(sites is not None, "sites", required, None, "pass sites=N")
+    else:
+        _validate.require(sites is None, "sites", "be None unless mixing is 'free', 'blocks' or 'mixer'", sites)
+    if not matrix:
+        required, remedy = f"be False for {own}, which is no matrix of pairs", "use 'softmax', 'free' or 'blocks'"
+        _validate.require(not causal, "causal", required, causal, remedy)
+        _validate.require(not asked, "symmetric", required, asked, remedy)
+        required = f"be no 'exact' one for {own}, which has no couplings"
+        _validate.require(correction != "exact", "correction", required, repr(correction), "use 'learned'")
+    required = "be False for symmetric couplings, by which a token is read by those that it reads"
+    _validate.require(not (causal and symmetric), "causal", required, causal)
+    required = "be True or None for correction='exact', the reaction to symmetric couplings"
+    _validate.require(correction != "exact" or symmetric, "symmetric", required, asked)
+    used = mixing == "mixer" or correction == "learned"
+    required = "be None unless mixing='mixer' or correction='learned'"
+    _validate.require(used or expansion is None, "expansion", required, expansion)
