@@ -21,6 +21,8 @@ __all__ = [
     "SpinAttention",
     "SpinTransformerBlock",
     "SpinTransformer",
+    "MeanFieldAttention",
+    "distill_correction",
     "MemoryLookup",
     "AttentionPooling",
     "KeyValueCache",
@@ -28,8 +30,14 @@ __all__ = [
 ]
 
 
-#: Spins load when they are asked for: name -> module.
-_LAZY = {"SpinAttention": "spin", "SpinTransformerBlock": "spin_transformer", "SpinTransformer": "spin_transformer"}
+#: Name -> the module that has it: spins load when they are asked for.
+_LAZY = {
+    "SpinAttention": "spin",
+    "SpinTransformerBlock": "spin_transformer",
+    "SpinTransformer": "spin_transformer",
+    "MeanFieldAttention": "mean_field",
+    "distill_correction": "distillation",
+}
 
 
 def __getattr__(name: str) -> Any:

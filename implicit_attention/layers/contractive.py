@@ -24,33 +24,46 @@ class _Bounded(nn.Module):
         self.bound = bound
 
     def forward(self, weight: Tensor) -> Tensor:
-        return weight * (self.bound / norm_bound(weight)).clamp(max=1.0)
+        return bounded(weight, self.bound)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight
 
 
+def bounded(weight: Tensor, bound: float) -> Tensor:
+    """W min(1, bound / s) of matrices W, with s >= |W|_2: none has a norm above `bound`."""
+    # Of a norm that is kept away from zero, whose quotient would have no gradient.
+    return weight * (bound / norm_bound(weight).clamp(min=bound))[..., None, None]
+
+
 def norm_bound(weight: Tensor) -> Tensor:
-    """A number s with |W|_2 <= s <= n^(1/128) |W|_2, n the smaller side of the matrix W: differentiable.
+    """Numbers s with |W|_2 <= s <= n^(1/128) |W|_2, n the smaller side of the matrices W: differentiable.
 
     s = |G^(2^k)|_F^(1 / 2^(k + 1)) for the Gram matrix G, whose largest eigenvalue is |W|_2^2. Each power is scaled by
     its norm, so that none overflows.
 
+    Args:
+        weight: (*batch, rows, columns).
+
+    Returns:
+        (*batch).
+
     Reference: Delattre et al. (2023), Gram iteration.
     """
     tiny = torch.finfo(weight.dtype).tiny
-    scale = weight.detach().abs().amax().clamp(min=tiny)
+    scale = weight.detach().abs().amax((-2, -1), keepdim=True).clamp(min=tiny)
     unit = weight / scale
     gram = unit @ unit.mT if weight.shape[-2] <= weight.shape[-1] else unit.mT @ unit
-    log, share = torch.zeros((), dtype=weight.dtype, device=weight.device), 0.5
+    log, share = torch.zeros_like(scale), 0.5
     for _ in range(SQUARINGS):
-        size = torch.linalg.vector_norm(gram).clamp(min=tiny)
+        size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).clamp(min=tiny)
         log = log + share * size.log()
         gram = gram / size
         gram, share = gram @ gram, share / 2
-    size = torch.linalg.vector_norm(gram).clamp(min=tiny)
+    size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).clamp(min=tiny)
     # Rounded up, so that rounding exceeds no bound.
-    return scale * torch.exp(log + share * size.log()) * (1 + 16 * torch.finfo(weight.dtype).eps)
+    found: Tensor = scale * torch.exp(log + share * size.log()) * (1 + 16 * torch.finfo(weight.dtype).eps)
+    return found[..., 0, 0]
 
 
 def contractive(module: M, bound: float = 0.9, name: str = "weight") -> M:

@@ -1,0 +1,387 @@
+"""`MeanFieldAttention`: sites that answer the mean of the others linearly, less a correction for their own effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .. import _validate
+from .._autograd import at_least_single, transforms_active, uncompiled
+from .._types import OnFailure
+from ..adjoints import Adjoint, Unrolled
+from ..attention.heads import merge_heads, split_heads
+from ..attention.masks import check_key_mask
+from ..fixed_point_map import FixedPointMap, PerSample, Shared
+from ..options import SolveOptions
+from ..solution import Solution
+from ..solve import solve
+from ..solvers import Anderson, Picard, Solver
+from .couplings import FreeCouplings, SoftmaxCouplings
+from .mean_field_map import (
+    BlockCouplings,
+    Perceptron,
+    as_matrix,
+    certain,
+    check_choices,
+    mirrored,
+    next_state,
+    squared,
+    watch,
+    within,
+)
+from .remembering import Remembering
+from .spin import _check_sizes
+
+Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
+Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None
+
+#: What the map is solved by where no solver is named. Measured on 64 tokens of 4 heads: of softmax couplings, whose
+#: uniform part decays by `contraction` a step, 6 evaluations in the place of 63 plain ones; of others as many or fewer.
+#: For the same reason the adjoint is the default, too: GMRES takes a fifth of the Neumann series' time there.
+DEFAULT_SOLVER = Anderson(history=2, rtol=1e-5)
+
+
+class MeanFieldAttention(Remembering):
+    """The fixed point of z_i = sum_j J_ij z_j - f(z_i) + x_i as a layer: token mixing, self-correction, residual.
+
+    Per head, x being the tokens projected. Without a correction it is (I - J)^{-1} x, for symmetric J the exact mean of
+    Gaussian spins (variance 1, beta = 1, field x): their Onsager term V_i z_i cancels against their own answer, so that
+    f = 0 whatever V. Other spins answer a field by z = g(theta), and feel the reaction r_i of the others to their own
+    mean: z_i = g(x_i + sum_j J_ij z_j - r_i), this fixed point with f(z_i) = g^{-1}(z_i) - z_i + r_i. That f is what a
+    correction stands for: the one with which the layer returns the magnetizations of the spins.
+
+    "exact" is f for spins of length sqrt(D) in many dimensions, D = head_dim, with TAP's reaction, r of second order:
+
+        f(z_i) = z_i [rho_i/(1 - rho_i) + sum_j J_ij^2 (1 - rho_j)],    rho_i = |z_i|^2/D,
+
+    (|J_ij|_F^2/D for J_ij^2 of matrices). The answer is off from `SaddlePoint()` by O(J^3), and from `TAP()` by O(1/D).
+
+    What is guaranteed: the map has a Lipschitz constant of at most `contraction` for all weights, inputs and masks, so
+    that there is one fixed point and plain steps reach it. Couplings are scaled down where they have to be:
+
+    - "softmax": J is A times the limit, in the norm max_i |z_i|_2, where |A| = 1 (its Euclidean norm may be sqrt(N));
+    - "free", "blocks", "mixer": in the Euclidean norm of all sites of a head, by a bound of the spectral norm;
+    - with "learned" or a function for a correction, mixing and f have half of `contraction` each; with "exact" the norm
+      of J plus 3 max_i sum_j J_ij^2, which bounds the slope of r (g has slopes up to 1), is at most `contraction`.
+
+    Of a function of one's own nothing is known: at the first call the spectral radius of the map at its solution is
+    estimated, with a warning where it is above `contraction`.
+
+    Args:
+        dim: width of input and output.
+        heads: number of heads.
+        head_dim: width D of a head, default dim / heads.
+        mixing: "softmax": attention over the other sites, fixed by the input; "free": a number for each pair of
+            `sites`; "blocks": a (D, D) matrix for each pair; "mixer": in the place of J z a perceptron over `sites`; or
+            a function or module z -> z', (*batch, heads, N, head_dim) both.
+        correction: None, "exact", "learned" (a feed-forward net per head, zero at the start; see `distill_correction`),
+            or a function or module z -> f(z) of these shapes.
+        contraction: largest Lipschitz constant, in (0, 1).
+        symmetric: make J_ij = J_ji^T by the mean of both orders. None: where correction="exact", which needs it.
+        causal: a token reads itself and the tokens before it. (Without it, it does not read itself.)
+        sites: number of tokens, for mixings that have weights for each.
+        expansion: hidden width of perceptrons over their outer width, default 4.
+        steps: None solves. A number makes as many plain steps from x, differentiated through.
+        bare: no projections and one head: raw inputs.
+        solver: default `Anderson(history=2, rtol=1e-5)`.
+        adjoint: default `Implicit()`.
+        on_failure: for samples without an answer, "raise", "warn" or "ignore".
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        mixing, correction: their modules, or what was given ("exact" and None as they are).
+        last_solve: the `SolveReport` of the last call, one problem per sample.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, with the remedy.
+
+    Gradients: with respect to inputs and parameters, to second order; none with respect to `initial`.
+
+    Not for magnetizations by the other methods, or strong couplings: use `SpinAttention`, which bounds no slope.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import Anderson
+        >>> from implicit_attention.layers import MeanFieldAttention
+        >>> layer, x = MeanFieldAttention(16, heads=4), torch.randn(2, 5, 16)
+        >>> layer(x).shape, bool(layer.last_solve.converged.all())
+        (torch.Size([2, 5, 16]), True)
+        >>> linear = MeanFieldAttention(3, heads=1, mixing="free", sites=5, bare=True, solver=Anderson(rtol=1e-6))
+        >>> x, couplings = torch.randn(5, 3), linear.couplings(torch.zeros(5, 3))[0]
+        >>> torch.allclose(linear(x), torch.linalg.solve(torch.eye(5) - couplings, x), atol=1e-4)
+        True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        mixing: Mixing = "softmax",
+        correction: Correction = None,
+        contraction: float = 0.9,
+        symmetric: bool | None = None,
+        causal: bool = False,
+        sites: int | None = None,
+        expansion: int | None = None,
+        steps: int | None = None,
+        bare: bool = False,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        on_failure: OnFailure = "warn",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(dim, heads, head_dim, bare)
+        self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
+        self.contraction = _validate.check_number("contraction", contraction, low=0.0, high=1.0, open_low=True)
+        _validate.require(self.contraction < 1, "contraction", "be < 1", contraction, "at 1 there may be no solution")
+        self.causal, self.bare = causal, bare
+        self.symmetric = correction == "exact" if symmetric is None else bool(symmetric)
+        #: The limits of the slopes of mixing and f; that of "exact" depends on the couplings.
+        self.limit = self.contraction if correction in (None, "exact") else self.contraction / 2
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        check_choices(mixing, correction, symmetric, self.symmetric, causal, sites, expansion)
+        expansion = 4 if expansion is None else _validate.check_integer("expansion", expansion, low=1)
+        self.sites = None if sites is None else _validate.check_integer("sites", sites, low=1)
+        self.kind = {"softmax": "numbers", "free": "numbers"}.get(mixing, mixing) if isinstance(mixing, str) else None
+        self.mixing: Any = self._mixing(mixing, expansion, made)
+        self.correction: Any = correction
+        if correction == "learned":
+            hidden = expansion * self.head_dim
+            self.correction = Perceptron(heads, self.head_dim, hidden, limit=self.limit, zero=True, **made)
+        self.steps = None if steps is None else _validate.check_integer("steps", steps, low=1, remedy="None solves")
+        self.options = SolveOptions(solver=solver, adjoint=adjoint, on_failure=on_failure)
+        for option in ("solver", "adjoint") if steps is not None else ():
+            given = getattr(self.options, option)
+            _validate.require(given is None, option, "be None beside steps, which are plain ones", given)
+        self._watched = False
+        self.in_proj = self.out_proj = None
+        if not bare:
+            self.in_proj = nn.Linear(dim, heads * self.head_dim, False, **made)
+            self.out_proj = nn.Linear(heads * self.head_dim, dim, False, **made)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        initial: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """The fixed point that the tokens of x make.
+
+        Args:
+            x: (*batch, N, dim).
+            mask: which tokens a token may read, boolean, (N, N) or (*batch, N, N): True = i may read j. Symmetric, for
+                symmetric couplings. Not for a mixer or a function, which read what they read.
+            key_mask: which tokens exist, boolean, (*batch, N). The others are 0 in z, change nothing, and their output
+                is 0.
+            initial: where the solve starts, (*batch, heads, N, head_dim), such as a state of the call before; else x.
+            return_state: return (output, z), with z (*batch, heads, N, head_dim), detached.
+
+        Returns:
+            (*batch, N, dim).
+        """
+        field, live = self._field(x, key_mask)
+        solution = _solved(self, field, live, *self._weights(field, mask, key_mask), initial)
+        self._remember(solution.report)
+        output = merge_heads(solution.value.to(field.dtype))
+        output = output if self.out_proj is None else self.out_proj(output)
+        return (output, solution.value.detach()) if return_state else output
+
+    def couplings(self, x: Tensor, *, mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
+        """J as it is in the map: scaled, and 0 for pairs that are masked.
+
+        Args:
+            x: (*batch, N, dim).
+            mask: as in a call.
+            key_mask: as in a call. Couplings to missing sites are left in where the input does not change them.
+
+        Returns:
+            (*#batch, heads, N, N), or (*#batch, heads, N, N, head_dim, head_dim) for blocks.
+
+        Raises:
+            ValueError: for a mixer or a function, which is no J.
+        """
+        required, remedy = "be 'softmax', 'free' or 'blocks' to have couplings", "make the layer with one of these"
+        _validate.require(self.kind in ("numbers", "blocks"), "mixing", required, self._mixing_name(), remedy)
+        return self._couplings(self._field(x, key_mask)[0], mask, key_mask)
+
+    @torch.no_grad()
+    def contraction_bound(self) -> Tensor:
+        """A Lipschitz constant of the map, (heads), for every input without `mask`, in the norm that the class names.
+
+        It is at most `contraction`, also under a mask; inf where a function was given, of which nothing is known.
+        """
+        given = self.kind is None or (callable(self.correction) and not isinstance(self.correction, Perceptron))
+        like: Tensor = at_least_single(next(self.parameters(), torch.zeros(())))
+        if given:
+            return like.new_full((self.heads,), torch.inf)
+        reaction = self.correction == "exact"
+        if isinstance(self.mixing, SoftmaxCouplings):
+            bound = like.new_full((self.heads,), self.limit)
+        elif isinstance(self.mixing, Perceptron):
+            bound = self.mixing.lipschitz()
+        else:
+            assert self.sites is not None
+            nothing = like.new_zeros(self.heads, self.sites, self.head_dim)
+            bound = certain(self._couplings(nothing, None, None), block=self._block, rows=False, reaction=reaction)
+        if isinstance(self.correction, Perceptron):
+            bound = bound + self.correction.lipschitz()
+        return bound
+
+    # Parts of the forward.
+
+    def _field(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x projected, (*batch, heads, N, D), and which sites exist, (*batch, 1, N, 1)."""
+        _validate.check_float_tensor("x", x, min_ndim=2)
+        _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
+        required = f"have as many tokens as sites={self.sites}, which have weights of their own"
+        remedy = "make the layer for that length, or use mixing='softmax'"
+        fits = self.sites in (None, x.shape[-2])
+        _validate.require(fits, "x", required, f"{x.shape[-2]} tokens", remedy)
+        live = None
+        if key_mask is not None:
+            check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
+            # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
+            x = x.masked_fill(~key_mask[..., None], 0.0)
+            live = key_mask.expand(x.shape[:-1])[..., None, :, None]
+        return split_heads(x if self.in_proj is None else self.in_proj(x), self.heads), live
+
+    def _pairs(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        """Which site reads which, (*#batch, #heads, N, N)."""
+        count, batch = field.shape[-2], field.shape[:-3]
+        everything = torch.ones(count, count, dtype=torch.bool, device=field.device)
+        pairs = everything.tril() if self.causal else ~torch.eye(count, dtype=torch.bool, device=field.device)
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                received = getattr(mask, "dtype", type(mask).__name__)
+                raise TypeError(_validate.message("mask", "be boolean, True = i may read j", received))
+            _validate.check_broadcast("mask", mask.shape, (*batch, count, count), "(*batch, N, N)")
+            if self.symmetric and not bool((mask == mask.mT).all()):
+                required = "be symmetric for symmetric couplings"
+                raise ValueError(_validate.message("mask", required, "a pair in one order only"))
+            pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
+        # Of other couplings nothing is lost: what stands at a missing site is 0.
+        if key_mask is not None and isinstance(self.mixing, SoftmaxCouplings):
+            sites = key_mask.unsqueeze(-2) if key_mask.ndim > 1 else key_mask
+            pairs = pairs & sites[..., :, None] & sites[..., None, :]
+        return pairs
+
+    @property
+    def _block(self) -> bool:
+        return self.kind == "blocks"
+
+    def _couplings(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        made: Tensor = at_least_single(self.mixing(field, self._pairs(field, mask, key_mask)))
+        if isinstance(self.mixing, SoftmaxCouplings):
+            if not self.symmetric:
+                made = self.limit * made
+                return made
+        elif self.symmetric:
+            made = (made + mirrored(made, block=self._block)) / 2
+        rows, reaction = isinstance(self.mixing, SoftmaxCouplings), self.correction == "exact"
+        return within(made, self.limit, block=self._block, rows=rows, reaction=reaction)
+
+    def _weights(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Any, Any, Any, Any]:
+        """What the map reads beside state and field, computed once: mixing, its tensors, correction, its tensors."""
+        mixing: Any = self.kind or self.mixing
+        correction: Any = self.correction
+        mixed_by = corrected_by = None
+        if self.kind in ("numbers", "blocks"):
+            couplings = self._couplings(field, mask, key_mask)
+            batch = field.shape[:-3] if couplings.ndim > (5 if self._block else 3) else ()
+            kind = PerSample if batch else Shared
+            if batch:
+                couplings = couplings.expand(*batch, *couplings.shape[len(batch) :])
+            mixed_by = kind(as_matrix(couplings) if self._block else couplings)
+            if correction == "exact":
+                corrected_by = kind(squared(couplings, block=self._block))
+        else:
+            remedy = "build it into the function" if self.kind is None else "use mixing='softmax', 'free' or 'blocks'"
+            required = f"be None for {self._mixing_name()}, which is no matrix of pairs"
+            _validate.require(mask is None, "mask", required, "a tensor", remedy)
+            mixed_by = Shared(self.mixing.weights()) if isinstance(self.mixing, Perceptron) else None
+        if isinstance(correction, Perceptron):
+            correction, corrected_by = "learned", Shared(correction.weights())
+        return mixing, mixed_by, correction, corrected_by
+
+    # Housekeeping.
+
+    def _mixing(self, mixing: Any, expansion: int, made: dict[str, Any]) -> Any:
+        # Random couplings start at half of what is allowed.
+        scale, sites = self.limit / 4, self.sites or 0
+        if mixing == "softmax":
+            return SoftmaxCouplings(self.heads, self.head_dim, mean_of_orders=self.symmetric, **made)
+        if mixing == "free":
+            return FreeCouplings(self.heads, sites, scale=scale * sites**-0.5, **made)
+        if mixing == "blocks":
+            scale = scale * (sites * self.head_dim) ** -0.5
+            return BlockCouplings(self.heads, sites, self.head_dim, scale=scale, **made)
+        if mixing == "mixer":
+            return Perceptron(self.heads, sites, expansion * sites, limit=self.limit, zero=False, **made)
+        return mixing
+
+    def _mixing_name(self) -> str:
+        return "mixing='mixer'" if self.kind == "mixer" else "a function of one's own"
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
+        parts += [f"correction={self.correction!r}"] * (not isinstance(self.correction, nn.Module))
+        where = "max_i |z_i|" if isinstance(self.mixing, SoftmaxCouplings) else "|z|"
+        given = [n for n in ("mixing", "correction") if callable(m := getattr(self, n)) and not _known(m)]
+        unknown = f"Lipschitz constant unknown, for the given {' and '.join(given)}"
+        parts.append(unknown if given else f"Lipschitz constant <= {self.contraction:g} in {where}")
+        return ", ".join(parts + [name for name in ("symmetric", "causal", "bare") if getattr(self, name)])
+
+
+def _known(module: Any) -> bool:
+    return isinstance(module, Perceptron | SoftmaxCouplings | FreeCouplings | BlockCouplings)
+
+
+@uncompiled
+def _solved(
+    layer: MeanFieldAttention,
+    field: Tensor,
+    live: Tensor | None,
+    mixing: Any,
+    mixed_by: Any,
+    correction: Any,
+    corrected_by: Any,
+    initial: Tensor | None,
+) -> Solution:
+    field = at_least_single(field)
+    if initial is None:
+        start = field
+    else:
+        _validate.check_float_tensor("initial", initial)
+        required = f"have the shape (*batch, heads, N, head_dim) = {tuple(field.shape)}"
+        _validate.require(initial.shape == field.shape, "initial", required, f"shape {tuple(initial.shape)}")
+        start = initial.to(field)
+        start = start if live is None else start.masked_fill(~live, 0.0)
+    sites = None if live is None else PerSample(live)
+    problem = FixedPointMap(
+        next_state, PerSample(field), sites, mixing, mixed_by, correction, corrected_by, event_ndim=3
+    )
+    solver, adjoint, on_failure = layer.options.solver, layer.options.adjoint, layer.options.on_failure
+    if layer.steps is not None:
+        solver, adjoint = Picard(rtol=0.0, atol=0.0, max_steps=layer.steps), Unrolled()
+    solution = solve(
+        problem,
+        start.detach(),
+        solver=DEFAULT_SOLVER if solver is None else solver,
+        adjoint=adjoint,
+        on_failure=on_failure,
+    )
+    if (callable(mixing) or callable(correction)) and not layer._watched and not transforms_active():
+        layer._watched = True
+        watch(problem, solution.value.detach(), layer.contraction)
+    return solution
