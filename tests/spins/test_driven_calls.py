@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_driven import OUTPUTS, assert_close, every_case, example
+from driven_paths import OUTPUTS, assert_close, every_case, example
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_attention import Anderson, ConvergenceError, ConvergenceWarning, Picard, Status
