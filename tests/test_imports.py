@@ -74,7 +74,7 @@ ALLOWED = {
         "solution",
     },
     "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
-    "plotting": {"energies", "potentials", "solve", "solution", "diagnostics"},
+    "plotting": {"energies", "potentials", "solve", "solution", "diagnostics", "spins"},
     "cli": {
         "plotting",
         "spins",

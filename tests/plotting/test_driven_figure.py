@@ -1,6 +1,8 @@
 import io
 import re
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +88,15 @@ def test_what_is_not_finite_is_a_gap():
     assert drawn(driven_figure(found).axes[2])["sigma, all"].isnan().tolist() == [False] * 3 + [True] * 2
     fields[0] = torch.nan
     assert png(driven_figure(drive(KineticPlefka(), torch.zeros(2, 2).double(), fields, on_failure="ignore")))
+
+
+def test_what_the_guide_says_of_its_picture():
+    script = Path(__file__).parents[2] / "docs" / "spin_layers" / "driven.py"
+    path = runpy.run_path(str(script))["path"]()
+    turning, staying, weak = slice(10, 17), slice(26, 32), slice(42, 48)
+    lag = path.mismatch[turning]
+    assert float(lag.max() / lag.min()) < 1.01
+    assert bool((path.field_change[turning] > 2 * path.housekeeping[turning]).all())
+    assert bool((path.field_change[staying].abs() < 1e-2 * path.housekeeping[staying]).all())
+    assert bool((path.relaxation_time[weak] > 2 * path.relaxation_time[staying]).all())
+    assert bool((path.housekeeping[weak] > 2 * path.housekeeping[staying]).all())
