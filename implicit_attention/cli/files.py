@@ -32,14 +32,7 @@ def load_patterns(path: Path) -> Tensor:
         InputError: a file that is missing, of another kind, or holds something else than one real (count, D) array.
     """
     name = f"`--data` {path.name}"
-
-    def only(found: list[str]) -> list[str]:
-        if len(found) != 1:
-            listed = ", ".join(map(str, found)) or "none"
-            raise InputError(f"exactly one array, got {len(found)}: {listed}; save the wanted one alone")
-        return found
-
-    (array,) = _read(name, path, (".npy", ".npz", ".pt"), only, "save numbers with numpy.save or torch.save(tensor)")
+    (array,) = _read(name, path, (".npy", ".npz", ".pt"), _only, "save numbers with numpy.save or torch.save(tensor)")
     if array.ndim != 2 or array.shape[1] == 0:
         raise InputError(
             f"{name} must have shape (count, D), got {tuple(array.shape)}; flatten every pattern to one row"
@@ -86,6 +79,33 @@ def load_system(path: Path, *, radius: str, measure: Literal["uniform", "countin
         return SpinSystem(couplings, field.expand(*batch, n, d), beta, radius=length, measure=measure or usual)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: {error}") from None
+
+
+def load_fields(path: Path, system: SpinSystem) -> Tensor:
+    """The fields (T, *batch, N, D) of T steps, for the spins of a system, in its precision.
+
+    Raises:
+        InputError: a file that is missing, of another kind, or whose array does not fit.
+    """
+    name, n, d = f"`--drive` {path.name}", system.num_sites, system.dim
+    (array,) = _read(name, path, (".npy", ".npz"), _only, "save the fields with numpy.save")
+    fields = array[..., None] if array.ndim == 2 and d == 1 else array
+    samples = (*system.batch, n, d)
+    if fields.ndim == 3:
+        fields = fields.reshape(len(fields), *(1,) * len(system.batch), *fields.shape[1:])
+    if fields.ndim == 0 or len(fields) == 0 or fields.shape[1:] not in (samples, (*(1,) * len(system.batch), n, d)):
+        wanted = f"(T, N, D) = (T, {n}, {d})" + (f" or (T, B, N, D) = (T, {samples[0]}, {n}, {d})" * bool(system.batch))
+        remedy = "save the field of every step, T >= 1"
+        raise InputError(f"{name} must have shape {wanted}, got {tuple(array.shape)}; {remedy}")
+    return fields.expand(len(fields), *samples).to(system.field.dtype)
+
+
+def _only(found: list[str]) -> list[str]:
+    """The name of an array that is alone in its file."""
+    if len(found) != 1:
+        listed = ", ".join(map(str, found)) or "none"
+        raise InputError(f"exactly one array, got {len(found)}: {listed}; save the wanted one alone")
+    return found
 
 
 def _read(

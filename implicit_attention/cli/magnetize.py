@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..spins import SpinSystem
 from ..spins.approximation import Approximation
+from ..spins.driven import DrivenPath
 from ..spins.sampling import Samples
 from . import spin_methods
 from .digits import Completions, Digits, complete, load, named
 from .errors import InputError
-from .files import load_system, parse_radius, parse_sweep
+from .files import load_fields, load_system, parse_radius, parse_sweep
 from .progress import Progress
-from .settings import REFERENCES, MagnetizeSettings
+from .settings import DRIVEN, REFERENCES, MagnetizeSettings
 from .spin_methods import SCALARS, Entry
 
 
@@ -33,6 +34,7 @@ class Magnetization:
         magnetizations: (*batch, N, D) by method, NaN for samples without an answer.
         refused: by method, why it does not hold.
         betas, sweep: inverse temperatures, and rows against them.
+        driven, paths: of every method that was driven, plain numbers by step, and its path if it has one.
         samples: of the sampler, if one ran.
         digits, completions: without a file, the images and what was made of their upper halves.
         seconds: of everything.
@@ -46,6 +48,8 @@ class Magnetization:
     refused: dict[str, str]
     betas: Tensor | None
     sweep: list[dict[str, Any]]
+    driven: list[dict[str, Any]]
+    paths: dict[str, DrivenPath]
     samples: Samples | None
     digits: Digits | None
     completions: Completions | None
@@ -66,10 +70,19 @@ def check(settings: MagnetizeSettings) -> None:
     for name in settings.chosen or []:
         if name not in names:
             raise InputError(f"`--methods` must list some of {', '.join(names)}, got {name!r}; try bethe")
+    if settings.drive is not None and settings.chosen is not None and not set(settings.chosen) & set(DRIVEN):
+        required = f"list {' or '.join(DRIVEN)} beside --drive"
+        raise InputError(f"`--methods` must {required}, got {settings.methods!r}; add one, or leave it out")
     if settings.file is not None:
-        _load(settings)
+        system = _load(settings)
+        if settings.drive is not None:
+            load_fields(settings.drive, system)
         return
-    for option, value, usual in (("radius", settings.radius, "sqrt_dim"), ("measure", settings.measure, None)):
+    for option, value, usual in (
+        ("radius", settings.radius, "sqrt_dim"),
+        ("measure", settings.measure, None),
+        ("drive", settings.drive and str(settings.drive), None),
+    ):
         if value != usual:
             raise InputError(f"`--{option}` must come with a FILE, got {value!r}; the digits are Ising spins")
 
@@ -117,6 +130,7 @@ def run(settings: MagnetizeSettings, progress: Progress) -> Magnetization:
     approximations = [entry for entry in entries if isinstance(entry.method, Approximation)]
     betas = None if settings.sweep is None else parse_sweep(settings.sweep).to(system.field.dtype)
     against_beta = [] if betas is None else _sweep(approximations, system, betas, progress)
+    driven, paths = _drive(settings, system, progress)
     completions = None
     if images is not None:
         progress.begin("completing digits")
@@ -124,7 +138,20 @@ def run(settings: MagnetizeSettings, progress: Progress) -> Magnetization:
         _add_rates(rows, images, completions)
     seconds = time.perf_counter() - begin
     return Magnetization(
-        settings, system, equilibrium, rows, found, refused, betas, against_beta, samples, images, completions, seconds
+        settings=settings,
+        system=system,
+        equilibrium=equilibrium,
+        rows=rows,
+        magnetizations=found,
+        refused=refused,
+        betas=betas,
+        sweep=against_beta,
+        driven=driven,
+        paths=paths,
+        samples=samples,
+        digits=images,
+        completions=completions,
+        seconds=seconds,
     )
 
 
@@ -142,6 +169,25 @@ def _sweep(entries: list[Entry], system: SpinSystem, betas: Tensor, progress: Pr
         progress.begin(f"{entry.name} against beta")
         rows.append(spin_methods.sweep(entry, system, betas))
     return rows + [{"method": name, "error": "left out", "message": reason} for name, reason in refused.items()]
+
+
+def _drive(
+    settings: MagnetizeSettings, system: SpinSystem, progress: Progress
+) -> tuple[list[dict[str, Any]], dict[str, DrivenPath]]:
+    """The numbers of every method in the fields of `--drive`, or why it does not hold, and the paths."""
+    if settings.drive is None:
+        return [], {}
+    fields = load_fields(settings.drive, system)
+    wanted = [entry for entry in spin_methods.ENTRIES if entry.name in (settings.chosen or DRIVEN)]
+    entries, refused = spin_methods.applicable([entry for entry in wanted if entry.name in DRIVEN], system)
+    rows, paths = [], {}
+    for entry in entries:
+        progress.begin(f"{entry.name}, driven")
+        row, path = spin_methods.driven(entry, system, fields)
+        rows.append(row)
+        if path is not None:
+            paths[entry.name] = path
+    return rows + [{"method": name, "error": "left out", "message": reason} for name, reason in refused.items()], paths
 
 
 def _reference(found: dict[str, Tensor]) -> str | None:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..plotting import configuration_figure, convergence_figure, phase_figure, rates_figure, retrieval_figure
+from ..plotting import (
+    configuration_figure,
+    convergence_figure,
+    driven_figure,
+    phase_figure,
+    rates_figure,
+    retrieval_figure,
+)
 from .compare import DRAWS, Comparison
 from .contenders import STEP_SIZE, STOP
 from .data import TASKS
@@ -165,11 +172,11 @@ def _choose(rows: Tensor, right: list[Tensor]) -> list[int]:
 
 
 def magnetization_files(result: Magnetization) -> Files:
-    """Of `magnetize`: everything that was found, and up to three figures."""
+    """Of `magnetize`: everything that was found, and its figures."""
     system, images, completions = result.system, result.digits, result.completions
     content = {
         "command": "magnetize",
-        "settings": _options(result.settings, "file")
+        "settings": _options(result.settings, "file", "drive")
         | {
             "source": result.settings.source,
             "sites": system.num_sites,
@@ -190,6 +197,13 @@ def magnetization_files(result: Magnetization) -> Files:
     if result.betas is not None:
         content["sweep"] = {"beta": result.betas, "rows": result.sweep}
         figures["phase.png"] = _phase_figure(result, result.betas)
+    if result.settings.drive is not None:
+        content["drive"] = {"source": result.settings.drive.name, "rows": result.driven}
+        for name, path in result.paths.items():
+            title = f"{result.settings.source} in the fields of {result.settings.drive.name}, {name}"
+            several = ", the first sample" if system.batch.numel() > 1 else ""
+            if system.batch.numel() > 0:
+                figures[f"driven-{name}.png"] = driven_figure(path, title=title + several)
     if images is not None and completions is not None:
         tried = {"completed": len(completions.truth), "completions": completions.rows}
         content["digits"] = images.summary | tried

@@ -10,6 +10,8 @@ from typer import Argument, Option
 
 #: Names of methods of `magnetize` that are no approximations: Monte Carlo, and the exact law of a small chain.
 SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
+#: Names of methods that `--drive` asks.
+DRIVEN = ("plefka-1", "gaussian-field")
 #: Magnetizations are compared with those of the first of these that is there.
 REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
 
@@ -93,6 +95,14 @@ class MagnetizeSettings:
     ] = None
     sweep: Annotated[
         str | None, Option(help="beta=LOW:HIGH:COUNT, draws the phase diagram; the file's beta is not used there.")
+    ] = None
+    drive: Annotated[
+        Path | None,
+        Option(
+            help="An .npy or .npz file with fields (T, N, D), one for every step of synchronous dynamics from m = 0, "
+            "asked of plefka-1 and gaussian-field; FILE's h is not used there.",
+            show_default=False,
+        ),
     ] = None
     radius: Annotated[str, Option(help="Length of a spin: sqrt_dim, bessel or a number.")] = "sqrt_dim"
     measure: Annotated[

@@ -12,7 +12,16 @@ from torch import Tensor
 from .. import spins
 from ..linear import Eigenvalue, extreme_eigenvalues
 from ..solution import SolveReport
-from ..spins import Approximation, SpinSystem, StationaryState, Thermodynamics, stationary_state, thermodynamics
+from ..spins import (
+    Approximation,
+    DrivenPath,
+    SpinSystem,
+    StationaryState,
+    Thermodynamics,
+    drive,
+    stationary_state,
+    thermodynamics,
+)
 from ..spins.dynamics import DynamicalMethod
 from ..spins.exact import LARGEST as LARGEST_CHAIN
 from ..spins.exact import stationary_law
@@ -245,6 +254,31 @@ def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
         return Answer(row | {name: value.masked_fill(failed, torch.nan).tolist() for name, value in numbers.items()})
 
     return _timed(entry.name, answer, max_seconds=0.0).row
+
+
+def driven(entry: Entry, system: SpinSystem, fields: Tensor) -> tuple[dict[str, Any], DrivenPath | None]:
+    """The path of the system's spins in fields (T, *batch, N, D), and its numbers by step, lists of (T, *batch).
+
+    Parts of the entropy production, and what else is asked of stationary states, are NaN where a solve failed.
+    """
+    path: DrivenPath | None = None
+
+    def answer() -> Answer:
+        nonlocal path
+        assert isinstance(entry.method, DynamicalMethod)
+        options: dict[str, Any] = {"beta": system.beta, "radius": system.radius, "on_failure": "ignore"}
+        path = drive(entry.method, system.couplings, fields, **options)
+        assert path.report is not None
+        evidence = evidence_of(path.report)
+        failed = torch.as_tensor(evidence["failed"])
+        asked = ("housekeeping", "field_change", "mismatch", "relaxation_time")
+        path = dataclasses.replace(path, **{name: getattr(path, name).masked_fill(failed, torch.nan) for name in asked})
+        numbers = {name: getattr(path, name) for name in ("entropy_production", *asked)}
+        numbers["mean_length"] = mean_length(path.states[1:], system)
+        lists = {name: value.tolist() for name, value in numbers.items()}
+        return Answer(lists | {"status": evidence["status"], "failed": evidence["failed"]})
+
+    return _timed(entry.name, answer, max_seconds=0.0).row, path
 
 
 def largest_susceptibility(found: Thermodynamics) -> Eigenvalue:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MISSING = "-"
 #: Columns that say what a row is, and all that hold words.
-ROW_NAMES = ("method", "queries", "state")
-WORDS = (*ROW_NAMES, "status")
+ROW_NAMES = ("method", "queries", "state", "step")
+WORDS = ("method", "queries", "state", "status")
 Row = dict[str, Any]
 
 
@@ -157,6 +157,16 @@ MAGNETIZATION = (
     Column("time\nms", "of all these derivatives of F together, once", "seconds", exact_milliseconds),
     Column("status", "with counts where samples differ; the others are CONVERGED", "", status),
 )
+DRIVEN = (
+    Column("sigma", "entropy production per synchronous step", "entropy_production", six_digits),
+    Column("housek.", "its part that keeps spins out of equilibrium", "housekeeping", six_digits),
+    Column("change", "its part on the way to the stationary state of the momentary field", "field_change", six_digits),
+    Column("mismatch", "relative entropy of the state to that state", "mismatch", six_digits),
+    Column("relax.", "steps in which a small deviation from that state falls by 1/e", "relaxation_time", six_digits),
+    Column("|m|", "mean over sites of |m_i|/R", "mean_length", six_digits),
+)
+#: Steps of a driven path that are shown.
+SHOWN_STEPS = 24
 
 
 def magnetization_columns(rows: list[Row], reference: str | None) -> list[Column]:
@@ -322,6 +332,32 @@ def show_magnetization(result: Magnetization, console: Console) -> None:
     # One line each; what to use instead stands in the table, and all of it in the file.
     refused = [f"{name} does not apply: {reason.split('; ')[0]}" for name, reason in result.refused.items()]
     _show(console, method_tables(title, columns, result.rows, console.width), notes, refused)
+    if result.driven:
+        _show_driven(result, console)
+
+
+def _show_driven(result: Magnetization, console: Console) -> None:
+    """Print the steps of every method that was driven: means over samples that have the number."""
+    assert result.settings.drive is not None
+    source, tables, notes = printable(result.settings.drive.name), [], _meanings(DRIVEN)
+    for row in result.driven:
+        if "error" in row:
+            notes.append(f"{row['method']} is not driven: {row['message']}")
+            continue
+        steps = len(row["entropy_production"])
+        shown = range(0, steps, -(-steps // SHOWN_STEPS))
+        if len(shown) < steps:
+            notes.append(f"{len(shown)} of {steps} steps are shown; thermodynamics.json has all")
+        cells = []
+        for step in shown:
+            values = (torch.tensor(row[c.key][step], dtype=torch.float64).flatten() for c in DRIVEN)
+            means = [float(known.mean()) if len(known := value[~value.isnan()]) else None for value in values]
+            texts = (MISSING if v is None else c.form(v) for c, v in zip(DRIVEN, means, strict=True))
+            cells.append([str(step + 1), *texts])
+        headers = ["step", *(column.header for column in DRIVEN)]
+        title = f"{row['method']} in the {steps} fields of {source}, from m = 0; stationary states: {status(row)}"
+        tables += cut_tables(" ".join(title.split()), headers, cells, console.width)
+    _show(console, tables, list(dict.fromkeys(notes)))
 
 
 def _meanings(columns: Iterable[Column]) -> list[str]:

@@ -32,8 +32,8 @@ from .mean_field_map import (
     watch,
     within,
 )
+from .projections import check_sizes
 from .remembering import Remembering
-from .spin import _check_sizes
 
 Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
 Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None
@@ -138,7 +138,7 @@ class MeanFieldAttention(Remembering):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(dim, heads, head_dim, bare)
+        check_sizes(dim, heads, head_dim, bare)
         self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
         self.contraction = _validate.check_number("contraction", contraction, low=0.0, high=1.0, open_low=True)
         _validate.require(self.contraction < 1, "contraction", "be < 1", contraction, "at 1 there may be no solution")

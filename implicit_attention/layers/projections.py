@@ -140,3 +140,18 @@ class Rotary(nn.Module):
 
     def extra_repr(self) -> str:
         return f"base={self.base:g}"
+
+
+def check_sizes(dim: int, heads: int, head_dim: int | None, bare: bool) -> None:
+    """Raise unless a layer can have these sizes."""
+    _validate.check_integer("dim", dim, low=1)
+    _validate.check_integer("heads", heads, low=1)
+    if head_dim is None:
+        remedy = f"use a divisor of {dim}, or pass head_dim"
+        _validate.require(dim % heads == 0, "heads", f"divide dim = {dim}", heads, remedy)
+    else:
+        _validate.check_integer("head_dim", head_dim, low=1)
+    if bare:
+        remedy = "without bare=True there are projections to make heads with"
+        _validate.require(heads == 1, "heads", "be 1 with bare=True", heads, remedy)
+        _validate.require(head_dim in (None, dim), "head_dim", f"be dim = {dim} with bare=True", head_dim, remedy)

@@ -31,7 +31,7 @@ from ..spins import (
 )
 from .cache import Held, KeyValueCache, check_cache
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
-from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta
+from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta, check_sizes
 from .remembering import Remembering
 
 
@@ -111,7 +111,7 @@ class SpinAttention(Remembering):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(dim, heads, head_dim, bare)
+        check_sizes(dim, heads, head_dim, bare)
         self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
         self.causal, self.bare, self.steps = causal, bare, steps
         _validate.check_choice("derivative", derivative, ("explicit", "total"))
@@ -383,20 +383,6 @@ def _with_held(cache: KeyValueCache, state: Tensor) -> Tensor:
     """The state of the tokens so far, (*batch, heads, M, head_dim)."""
     before = None if cache.held is None else cache.held.values
     return state if before is None else torch.cat([before, state], dim=-2)
-
-
-def _check_sizes(dim: int, heads: int, head_dim: int | None, bare: bool) -> None:
-    _validate.check_integer("dim", dim, low=1)
-    _validate.check_integer("heads", heads, low=1)
-    if head_dim is None:
-        remedy = f"use a divisor of {dim}, or pass head_dim"
-        _validate.require(dim % heads == 0, "heads", f"divide dim = {dim}", heads, remedy)
-    else:
-        _validate.check_integer("head_dim", head_dim, low=1)
-    if bare:
-        remedy = "without bare=True there are projections to make heads with"
-        _validate.require(heads == 1, "heads", "be 1 with bare=True", heads, remedy)
-        _validate.require(head_dim in (None, dim), "head_dim", f"be dim = {dim} with bare=True", head_dim, remedy)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Figures, made with matplotlib's `Figure` objects: no global state, no display needed. Save them with `savefig`."""
 
 from .convergence import convergence_figure
+from .driven import driven_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
 from .retrieval import rates_figure, retrieval_figure
 from .spin_blocks import decomposition_figure
@@ -10,6 +11,7 @@ __all__ = [
     "configuration_figure",
     "convergence_figure",
     "decomposition_figure",
+    "driven_figure",
     "maze_figure",
     "phase_figure",
     "rates_figure",

@@ -17,6 +17,7 @@ from .adaptive_tap import AdaTAP
 from .approximation import Answer, Approximation, FixedPointApproximation, LogPartition
 from .bethe import Bethe
 from .decomposition import Decomposition, decompose, extensivity
+from .driven import DrivenPath, drive
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
 from .enumeration import Enumeration
 from .exact import StationaryLaw, stationary_law
@@ -70,6 +71,8 @@ __all__ = [
     "magnetization",
     "stationary_state",
     "StationaryState",
+    "drive",
+    "DrivenPath",
     "decompose",
     "Decomposition",
     "extensivity",

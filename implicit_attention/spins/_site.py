@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,17 @@ from torch import Tensor
 from .._autograd import vjp
 from ..potentials import SphereUnits, SphericalLaw
 from .system import SpinSystem
+
+
+class Spread(NamedTuple):
+    """The matrix tau_i I + slope_i f_i f_i^T of every spin: how it varies, or how it follows its field.
+
+    field: f, (*batch, N, D). tau, slope: (*batch, N).
+    """
+
+    field: Tensor
+    tau: Tensor
+    slope: Tensor
 
 
 class Site:
@@ -41,6 +53,11 @@ class Site:
         return self.response.magnetization(*self.arguments)
 
     @property
+    def spread(self) -> Spread:
+        """Sigma."""
+        return Spread(self.field, self.tau, self.slope)
+
+    @property
     def trace(self) -> Tensor:
         """Tr Sigma, (*batch, N)."""
         return self.dim * self.tau + self.slope * self.squared
@@ -68,13 +85,7 @@ class Site:
 
     def linear_response(self, system: SpinSystem) -> Tensor:
         """beta Tr Sigma_i J_ij Sigma_j, (*batch, N, N); for matrices without the trace, (*batch, N, N, D, D)."""
-        couplings = system.live_couplings
-        if not system.block:
-            return system.beta_over(2) * couplings * pair_traces(self.field, self.tau, self.slope)
-        # Row a of J_ij with the axes (i, j, a, b) meets Sigma_j along b; its column b then Sigma_i along a.
-        at_j = self.field[..., None, :, None, :], self.tau[..., None, :, None], self.slope[..., None, :, None]
-        at_i = self.field[..., :, None, None, :], self.tau[..., :, None, None], self.slope[..., :, None, None]
-        return system.beta_over(4) * stretched(stretched(couplings, *at_j).mT, *at_i).mT
+        return linear_response(system, self.spread, self.spread)
 
     def skew_response(self, system: SpinSystem) -> Tensor:
         """(beta^2/2) J_ij^2 kappa_i ::: kappa_j, (*batch, N, N)."""
@@ -104,9 +115,20 @@ def stretched(v: Tensor, field: Tensor, tau: Tensor, slope: Tensor) -> Tensor:
     return tau[..., None] * v + (slope * (field * v).sum(-1))[..., None] * field
 
 
-def pair_traces(field: Tensor, tau: Tensor, slope: Tensor, second: Tensor | None = None) -> Tensor:
-    """Tr S_i T_j, (*batch, N, N), for S_i = tau_i I + slope_i f_i f_i^T and T_j the same with `second` for tau."""
-    second = tau if second is None else second
-    radial = slope * field.square().sum(-1)
-    both = outer(tau, field.shape[-1] * second + radial) + outer(radial, second)
-    return both + outer(slope, slope) * (field @ field.mT).square()
+def linear_response(system: SpinSystem, after: Spread, before: Spread) -> Tensor:
+    """beta Tr A_i J_ij B_j, (*batch, N, N), of A after and B before a step; for matrices without the trace,
+    (*batch, N, N, D, D)."""
+    couplings = system.live_couplings
+    if not system.block:
+        return system.beta_over(2) * couplings * pair_traces(after, before)
+    # Row a of J_ij with the axes (i, j, a, b) meets B_j along b; its column b then A_i along a.
+    at_j = before.field[..., None, :, None, :], before.tau[..., None, :, None], before.slope[..., None, :, None]
+    at_i = after.field[..., :, None, None, :], after.tau[..., :, None, None], after.slope[..., :, None, None]
+    return system.beta_over(4) * stretched(stretched(couplings, *at_j).mT, *at_i).mT
+
+
+def pair_traces(first: Spread, second: Spread) -> Tensor:
+    """Tr A_i B_j, (*batch, N, N)."""
+    radial = [spread.slope * spread.field.square().sum(-1) for spread in (first, second)]
+    both = outer(first.tau, first.field.shape[-1] * second.tau + radial[1]) + outer(radial[0], second.tau)
+    return both + outer(first.slope, second.slope) * (first.field @ second.field.mT).square()

@@ -15,9 +15,10 @@ from .._types import LinearMap, OnFailure
 from ..potentials import SphericalLaw
 from ..solution import Remedies, SolveReport
 from ..status import Status
-from ._curvature import radius_exceeds_one
+from ._curvature import local_field, radius_exceeds_one
 from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
+from ._site import Spread
 from .approximation import Approximation, Check, LogPartition, ResponseApproximation, SampleProblem
 from .system import SpinSystem, mirrored
 
@@ -75,7 +76,8 @@ class DynamicalMethod(ResponseApproximation):
     A fixed point from which small deviations grow under the closure's own steps has the status UNSTABLE, where
     `check="stability"` asks for it.
 
-    A subclass defines `problem`, `start`, `state_at`, `moments`, and what it cannot do in `check`.
+    A subclass defines `problem`, `start`, `state_at`, `moments`, for `drive` also `spreads`, and what it cannot do in
+    `check` and `check_step`.
 
     Not for use by itself: use `GaussianClosure()` or `KineticPlefka()`, or derive your own closure.
 
@@ -120,6 +122,17 @@ class DynamicalMethod(ResponseApproximation):
         joined = system.at(system.field + others, system.couplings, system.beta)
         joined.held_couplings, joined.held_state = couplings, state
         return joined
+
+    def check_step(self) -> None:
+        """Raise if the problem's map is not the step in time, of magnetizations, that `drive` takes."""
+
+    def spreads(self, system: SpinSystem, m: Tensor, before: Tensor) -> tuple[Spread, Spread]:
+        """(1/beta) dm/df, and the covariance, of spins that have the magnetizations m a step after `before`."""
+        raise NotImplementedError(f"{type(self).__name__} must define spreads(system, m, before)")
+
+    def lone_field(self, system: SpinSystem, m: Tensor, before: Tensor) -> Tensor:
+        """The field in which a lone spin has the magnetization m, to which the step from `before` led."""
+        return local_field(self.response, m, system.beta_over(0), system.radius)[0]
 
     def log_partition(
         self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..potentials import SphereUnits
-from ._site import pair_traces
+from ._site import Spread, linear_response
 from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .system import SpinSystem
@@ -71,7 +71,10 @@ class GaussianClosure(DynamicalMethod):
         return GaussianClosureProblem(system, self.response)
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
-        return Moments(state, self.problem(system).delayed(state))
+        return Moments(state, linear_response(system, *self.spreads(system, state, state)))
+
+    def spreads(self, system: SpinSystem, m: Tensor, before: Tensor) -> tuple[Spread, Spread]:
+        return self.problem(system).spreads(m, before)
 
 
 class GaussianClosureProblem(StepProblem):
@@ -96,13 +99,12 @@ class GaussianClosureProblem(StepProblem):
         gain = self.response.gain(scale * scale * (f.square().sum(-1) + spread), dim)
         return (beta * radius**2 * gain)[..., None] * f
 
-    def delayed(self, m: Tensor) -> Tensor:
-        """D, (*batch, N, N), from a solution m."""
-        f, spread = self.local(m)
+    def spreads(self, m: Tensor, before: Tensor) -> tuple[Spread, Spread]:
+        """(1/beta) dm/df at fixed V, and the covariance C, of spins that have m a step after `before`."""
+        f, spread = self.local(before)
         beta, radius, dim = self.system.beta_over(1), self.system.radius, self.system.dim
         scale = beta * radius
         squared = f.square().sum(-1)
-        # dm/df = beta (tau I + slope f f^T), and C = rest I + slope f f^T.
         if dim == 1:
             tau = radius**2 * _mean_tanh_slope(scale * f[..., 0], scale * scale * spread)
             slope = torch.zeros_like(tau)
@@ -111,7 +113,7 @@ class GaussianClosureProblem(StepProblem):
             tau = radius**2 * self.response.gain(t, dim)
             slope = 2 * (scale * radius) ** 2 * self.response.gain_slope(t, dim)
         rest = (radius**2 - m.square().sum(-1) - slope * squared) / dim
-        return self.system.beta_over(2) * self.system.live_couplings * pair_traces(f, tau, slope, rest)
+        return Spread(f, tau, slope), Spread(f, rest, slope)
 
 
 def _mean_tanh(mean: Tensor, variance: Tensor) -> Tensor:

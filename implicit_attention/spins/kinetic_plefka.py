@@ -14,7 +14,7 @@ from .._types import LinearMap
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
-from ._site import Site
+from ._site import Site, Spread, linear_response
 from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem, contracts
@@ -100,10 +100,22 @@ class KineticPlefka(DynamicalMethod):
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         if self.order == 1:
-            site = Site(self.response, system.live_field + system.coupled(state), system)
-            return Moments(state, site.linear_response(system))
+            return Moments(state, linear_response(system, *self.spreads(system, state, state)))
         site = Site(self.response, state, system)
         return Moments(site.mean, site.linear_response(system) + site.skew_response(system))
+
+    def check_step(self) -> None:
+        required = "give the next magnetizations by one evaluation"
+        received = f"KineticPlefka(order={self.order}), a step of which solves an equation"
+        remedy = "use KineticPlefka(order=1) or GaussianClosure()"
+        _validate.require(self.order == 1, "method", required, received, remedy)
+
+    def spreads(self, system: SpinSystem, m: Tensor, before: Tensor) -> tuple[Spread, Spread]:
+        spread = Site(self.response, self.lone_field(system, m, before), system).spread
+        return spread, spread
+
+    def lone_field(self, system: SpinSystem, m: Tensor, before: Tensor) -> Tensor:
+        return system.live_field + system.coupled(before)
 
 
 class PlefkaProblem(StepProblem):
