@@ -137,14 +137,13 @@ def verdict(runs: Sequence[dict[str, Any]], ours: str, theirs: str) -> str:
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """A row for each layer: what it costs, how good it is, and what the spins gain over it."""
-    rows = [("layer", "parameters", "accuracy, %", "evaluations", "seconds to train", "spins gain, points")]
+    rows = [("layer", "parameters", "accuracy, %", "evaluations", "spins gain, points")]
     for name in LAYERS:
         runs = [run for run in results["runs"] if run["layer"] == name]
         evaluations = f"{statistics.mean(run['evaluations'] for run in runs):.1f}" if "evaluations" in runs[0] else "-"
         points = "-" if name == "spins" else "{:+.1f} +- {:.1f}".format(*gain(results["runs"], "spins", name))
-        seconds = f"{statistics.mean(run['seconds'] for run in runs):.1f}"
         shares = mean_and_std([run["accuracy"] for run in runs])
-        rows.append((name, str(runs[0]["parameters"]), shares, evaluations, seconds, points))
+        rows.append((name, str(runs[0]["parameters"]), shares, evaluations, points))
     return rows
 
 

@@ -1,6 +1,7 @@
 """Every example runs, compares both models, and its page shows the numbers that were measured."""
 
 import ast
+import collections
 import json
 import re
 import runpy
@@ -82,6 +83,30 @@ def test_a_changed_result_is_noticed(monkeypatch, results):
     for run_ in results["examples"]["digits"]["runs"]:
         run_["accuracy"] -= 0.1
     assert script["updated"](PAGE.read_text(), script["tables"](results)) != PAGE.read_text()
+
+
+def test_spins_between_patches_are_what_the_page_says(monkeypatch):
+    names = run(monkeypatch, "digits_spins")
+    found = json.loads((EXAMPLES / "spins.json").read_text())["runs"]
+    assert collections.Counter(each["layer"] for each in found) == dict.fromkeys(names["LAYERS"], 3)
+    assert min(each.get("converged", 1.0) for each in found) == 1.0
+    gains = {name: names["gain"](found, "spins", name) for name in names["LAYERS"] if name != "spins"}
+    better = {name for name, (points, error) in gains.items() if points > error}
+    assert better == {"identity", "one step of spins"}
+    # Without a layer too little is known by far.
+    assert gains["identity"][0] > 20
+    assert abs(gains["softmax"][0]) <= gains["softmax"][1]
+    page = " ".join(PAGE.read_text().split())
+    assert "*spins* are better than identity, as good as softmax with fewer weights, and better than one step" in page
+
+
+def test_a_layer_between_patches_learns_in_a_few_epochs(monkeypatch):
+    names = run(monkeypatch, "digits_spins")
+    softmax, identity = (names["run"](layer, seed=0, epochs=4) for layer in ("softmax", "identity"))
+    assert softmax["accuracy"] > identity["accuracy"] + 0.2
+    spins = names["run"]("one step of spins", seed=0, epochs=1)
+    assert set(spins) == set(softmax)
+    assert "as good as" in names["verdict"]([{**identity, "layer": x} for x in ("a", "b")], "a", "b")
 
 
 def test_the_page_names_every_script():

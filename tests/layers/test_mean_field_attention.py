@@ -552,7 +552,6 @@ def test_gaussian_spins_need_no_correction():
         ({}, KineticPlefka()),
         ({"mixing": "blocks", "sites": 4, "symmetric": True}, TAP()),
     ],
-    ids=str,
 )
 def test_other_methods_couplings_and_heads_are_distilled(options, method):
     torch.manual_seed(0)
@@ -629,7 +628,6 @@ def test_a_sample_that_is_not_finite_changes_no_other(mixing, correction):
         ({"solver": Picard}, TypeError, "`solver` must be None or a Solver"),
         ({"on_failure": "stop"}, ValueError, "`on_failure` must be"),
     ],
-    ids=str,
 )
 def test_wrong_options_are_refused(options, error, match):
     with pytest.raises(error, match=match):

@@ -234,7 +234,6 @@ def test_weights_are_saved():
         {"input": "magnetization", "derivative": "total"},
         {"input": "magnetization", "clip": 0.5, "feed_forward": 5},
     ],
-    ids=str,
 )
 def test_blocks_are_differentiated_exactly(options):
     made = block(4, **options)
@@ -465,7 +464,6 @@ def test_the_other_options_do_what_they_say():
         ({"method": AdaTAP(prior=GaussianUnits()), "input": "magnetization"}, ValueError, "`prior` must have spins of"),
         ({"couplngs": "softmax"}, TypeError, "unexpected keyword argument 'couplngs'"),
     ],
-    ids=str,
 )
 def test_wrong_options_are_refused(options, error, match):
     with pytest.raises(error, match=match):
