@@ -43,6 +43,11 @@ Out = Annotated[
     Path | None, typer.Option(file_okay=False, help="Folder for the raw JSON [default: benchmarks/results].")
 ]
 
+Keep = Annotated[
+    Path | None,
+    typer.Option(file_okay=False, help="Folder that keeps trainings on puzzles; what it has is not trained again."),
+]
+
 
 @app.command()
 def solve(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
@@ -75,12 +80,14 @@ def spin_layers(quick: Quick = False, only: Only = None, repeats: Repeats = None
 
 
 @app.command()
-def usefulness(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+def usefulness(
+    quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None, keep: Keep = None
+) -> None:
     """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, RECIPES: a block repeated until it settles.
 
     DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays.
     """
-    measure("usefulness", quick=quick, only=only, repeats=repeats, out=out)
+    measure("usefulness", quick=quick, only=only, repeats=repeats, out=out, keep=keep)
 
 
 @app.command()
@@ -95,8 +102,10 @@ def report() -> None:
     typer.echo(f"headline written to {headline.README.name}, tables to {guide.PAGE.name}")
 
 
-def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, out: Path | None) -> dict[str, Any]:
-    """Run a suite, print it, and keep it where asked."""
+def measure(
+    name: str, *, quick: bool, only: str | None, repeats: int | None, out: Path | None, **more: Any
+) -> dict[str, Any]:
+    """Run a suite, print it, and keep it where asked; `more` is for this suite alone."""
     suite = SUITES[name]
     metrics = suite.METRICS if only is None else tuple(part.strip().upper() for part in only.split(","))
     unknown = [metric for metric in metrics if metric not in suite.METRICS]
@@ -120,7 +129,7 @@ def measure(name: str, *, quick: bool, only: str | None, repeats: int | None, ou
         console.print(f"[{done}/{total}] {row['name']}: {ratios} ({row['wall_seconds']:.0f} s)", markup=False)
 
     limit = 1.0 if quick else 3.0
-    rows = suite.run(settings, metrics=metrics, repeats=rounds, max_seconds=limit, progress=progress)
+    rows = suite.run(settings, metrics=metrics, repeats=rounds, max_seconds=limit, progress=progress, **more)
     complete = not quick and set(metrics) == set(suite.METRICS)
     options = {"metrics": list(metrics), "repeats": rounds, "max_seconds": limit, "settings": total}
     run = reports.document(name, rows, suite.TARGETS, complete=complete, quick=quick, options=options, where=where)

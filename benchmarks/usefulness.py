@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,15 +132,19 @@ def run(
     repeats: int = 5,
     max_seconds: float = 4.0,
     progress: Callable[[Row], None] = lambda row: None,
+    keep: Path | None = None,
 ) -> list[Row]:
-    """Train every model of these metrics, then time those of a task in turns; `progress` gets each finished row."""
+    """Train every model of these metrics, then time those of a task in turns; `progress` gets each finished row.
+
+    Trainings on puzzles are kept in the folder `keep`.
+    """
     settings = [setting for setting in settings if setting.metric in set(metrics)]
     if settings and (reason := guard.red(TESTS)) is not None:
         return [_refused(setting, reason, progress) for setting in settings]
     trained: dict[str, dict[Model, bytes]] = {name: {} for name in TASKS}
     with one_thread():
         asked = [setting for setting in settings if isinstance(setting, puzzles.Setting)]
-        rows = puzzles.run(asked, repeats=repeats, max_seconds=max_seconds, progress=progress)
+        rows = puzzles.run(asked, repeats=repeats, max_seconds=max_seconds, progress=progress, keep=keep)
         compared = [setting for setting in settings if isinstance(setting, Learned)]
         for setting, (row, weights) in zip(compared, _in_processes(compared), strict=True):
             trained[setting.task][setting.model] = weights

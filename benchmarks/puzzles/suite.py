@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -51,11 +54,21 @@ def settings_of(quick: bool) -> tuple[Setting, ...]:
     return (*(Entry(p, contender) for p in plans for contender in p.contenders), *map(Costs, plans))
 
 
-def run(settings: Iterable[Setting], *, repeats: int, max_seconds: float, progress: Callable[[Row], None]) -> list[Row]:
-    """Train and ask every contender with every seed; then time those of a plan in turns."""
+def run(
+    settings: Iterable[Setting],
+    *,
+    repeats: int,
+    max_seconds: float,
+    progress: Callable[[Row], None],
+    keep: Path | None = None,
+) -> list[Row]:
+    """Train and ask every contender with every seed; then time those of a plan in turns.
+
+    What each of them found is kept in the folder `keep`, so that a run that was ended goes on where it was.
+    """
     settings = list(settings)
     entries = [setting for setting in settings if isinstance(setting, Entry)]
-    done = _trials([(entry.plan, entry.contender, seed) for entry in entries for seed in entry.plan.seeds])
+    done = _trials([(entry.plan, entry.contender, seed) for entry in entries for seed in entry.plan.seeds], keep)
     rows: list[Row] = []
     for setting in settings:
         if isinstance(setting, Entry):
@@ -66,14 +79,30 @@ def run(settings: Iterable[Setting], *, repeats: int, max_seconds: float, progre
     return rows
 
 
-def _trials(jobs: list[Job]) -> Iterator[dict[str, Any]]:
+def _kept(keep: Path | None, plan: Plan, contender: Contender, seed: int) -> dict[str, Any]:
+    """A trial, or what is kept of it if the same was asked."""
+    if keep is None:
+        return trial(plan, contender, seed)
+    name = re.sub(r"[^a-z0-9]+", "-", f"{plan.metric} {contender.name} {seed}".lower())
+    sets = contender.sets or plan.sets
+    asked = repr((contender.recipe, [way.name for way in contender.ways], sets, plan.puzzles, contender.solvers))
+    path = keep / f"{name}.json"
+    if path.exists() and (known := json.loads(path.read_text()))["asked"] == asked:
+        return dict(known["found"])
+    found = trial(plan, contender, seed)
+    keep.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"asked": asked, "found": found}) + "\n")
+    return found
+
+
+def _trials(jobs: list[Job], keep: Path | None = None) -> Iterator[dict[str, Any]]:
     """Runs in the order of the jobs."""
     updates = sum(contender.recipe.updates for _, contender, _ in jobs if contender.recipe is not None)
     if updates < WORTH_A_PROCESS:
-        yield from (trial(*job) for job in jobs)
+        yield from (_kept(keep, *job) for job in jobs)
         return
     workers = min(WORKERS, os.cpu_count() or 1)
     # A forked child could wait forever for a thread of torch that it does not have.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from (future.result() for future in [pool.submit(trial, *job) for job in jobs])
+        yield from (future.result() for future in [pool.submit(_kept, keep, *job) for job in jobs])

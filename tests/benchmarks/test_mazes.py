@@ -490,6 +490,21 @@ def test_what_is_run_side_by_side_is_what_one_process_finds(monkeypatch):
     assert found["ways"] == alone["ways"]
 
 
+def test_what_is_kept_is_not_trained_again(monkeypatch, tmp_path):
+    plan = mazes.PLAN.quick()
+    entries = [contenders.Entry(plan, c) for c in plan.contenders if c.name in ("stack of 12", "no cell")]
+    options = {"repeats": 1, "max_seconds": 0.1, "progress": lambda row: None, "keep": tmp_path}
+    first = suite.run(entries, **options)
+    assert len(list(tmp_path.glob("mazes-*-0.json"))) == 2
+    monkeypatch.setattr(suite, "trial", None)
+    assert json.dumps(suite.run(entries, **options)) == json.dumps(first)
+    monkeypatch.undo()
+    # Another number of puzzles is another question.
+    other = [dataclasses.replace(entry, plan=dataclasses.replace(plan, puzzles=4)) for entry in entries]
+    assert {row["puzzles"] for row in suite.run(other, **options)} == {4}
+    assert json.dumps(suite.run(other, **options)) != json.dumps(first)
+
+
 def test_metrics_of_the_puzzles_come_first():
     assert usefulness.METRICS[: len(suite.METRICS)] == suite.METRICS
     assert {setting.metric for setting in suite.settings_of(True)} == set(suite.METRICS)
