@@ -200,7 +200,7 @@ class SpinAttention(Remembering):
         Raises:
             ValueError: for a layer that is not causal, whose couplings are not "softmax", or that makes `steps`.
         """
-        _validate.require(self.causal, "causal", "be True for a cache", self.causal, "without, every token reads all")
+        _validate.require(self.causal, "causal", "be True for a cache", self.causal, "make the layer with causal=True")
         made = isinstance(self.couplings, SoftmaxCouplings)
         required, received = "be 'softmax' for a cache, which holds keys", type(self.couplings).__name__
         _validate.require(made, "couplings", required, received, "call the layer on all tokens")
