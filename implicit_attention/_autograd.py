@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -192,10 +192,39 @@ def readable(tensor: Tensor, *, wait: bool = False) -> Tensor | None:
     return tensor.detach()
 
 
-def vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[..., Any]]:
-    """torch.func.vjp, (outputs, pullback), with one type."""
-    outputs, pullback = torch.func.vjp(function, *primals)[:2]
-    return outputs, pullback
+def vjp(function: Callable[..., Any], *primals: Tensor, has_aux: bool = False) -> Any:
+    """torch.func.vjp: (outputs, pullback), or (outputs, pullback, aux); under hooks on saved tensors, too."""
+    with _without_hooks():
+        return torch.func.vjp(function, *primals, has_aux=has_aux)
+
+
+def grad(function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """torch.func.grad, under hooks on saved tensors, too."""
+    derivative = torch.func.grad(function, argnums=argnums, has_aux=has_aux)
+
+    def call(*arguments: Tensor) -> Any:
+        with _without_hooks():
+            return derivative(*arguments)
+
+    return call
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """A context without hooks on saved tensors, such as those of torch.utils.checkpoint and save_on_cpu.
+
+    torch.func refuses to run beneath them. What is saved in the context is kept as it is, with the same gradients.
+    """
+    hooks = []
+    if not torch.compiler.is_compiling():
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def jvp_by_vjp(function: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:

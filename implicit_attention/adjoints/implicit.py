@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import (
     exact_precision,
+    grad,
     host_may_look,
     is_batched,
     is_differentiated,
@@ -353,9 +354,7 @@ def _bilinear_gradient(
         _, by_state = vjp(problem.replace(*_filled(tensors, where, floating)).fixed_point_map, z)
         return cast(Tensor, (by_state(left)[0] * right).sum())
 
-    by_z, *by_floating = torch.func.grad(bilinear, argnums=tuple(range(1 + len(where))))(
-        z, *(tensors[i] for i in where)
-    )
+    by_z, *by_floating = grad(bilinear, argnums=tuple(range(1 + len(where))))(z, *(tensors[i] for i in where))
     gradients: list[Tensor | None] = [None] * len(tensors)
     for i, gradient in zip(where, by_floating, strict=True):
         gradients[i] = gradient

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._autograd import check_graph, vjp
+from .._autograd import check_graph, grad, vjp
 from ..fixed_point_map import UserProblem
 from ..problem import Problem
 
@@ -39,7 +38,7 @@ class Energy(Problem, general=True):
             check_graph(self._map_name(), energy, self.energy, z)
             return energy.sum()
 
-        gradient: Tensor = torch.func.grad(total)(z)
+        gradient: Tensor = grad(total)(z)
         return gradient
 
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:

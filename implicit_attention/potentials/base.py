@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import check_graph, sum_to_shape, vjp
+from .._autograd import check_graph, grad, sum_to_shape, vjp
 from .._declared import Declared
 from .._types import LinearMap
 
@@ -117,7 +117,7 @@ class Potential(Declared, general=True):
             check_graph(f"{type(self).__name__}.value", value, self.value, z)
             return value.sum()
 
-        gradient: Tensor = torch.func.grad(total)(z)
+        gradient: Tensor = grad(total)(z)
         return gradient
 
     def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:

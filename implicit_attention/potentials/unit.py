@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import vjp
+from .._autograd import grad, vjp
 
 Hidden: TypeAlias = Float[Tensor, "*batch N H"]
 Vectors: TypeAlias = Float[Tensor, "*batch N D"]
@@ -61,12 +60,12 @@ class Units:
 
     def mean(self, t: Hidden) -> Hidden:
         """K'(t)."""
-        first: Tensor = torch.func.grad(lambda t: self.cumulant(t).sum())(t)
+        first: Tensor = grad(lambda t: self.cumulant(t).sum())(t)
         return first
 
     def variance(self, t: Hidden) -> Hidden:
         """K''(t)."""
-        second: Tensor = torch.func.grad(lambda t: self.mean(t).sum())(t)
+        second: Tensor = grad(lambda t: self.mean(t).sum())(t)
         return second
 
 
@@ -120,7 +119,7 @@ class SiteLaw:
         def total(theta: Tensor, v: Tensor) -> Tensor:
             return self.tilted_log_partition(theta, v, radius).sum()
 
-        m, half_square = torch.func.grad(total, argnums=(0, 1))(theta, v)
+        m, half_square = grad(total, argnums=(0, 1))(theta, v)
         return m, (2 * half_square - m.square().sum(-1)) / theta.shape[-1]
 
     def tilted_covariance(self, theta: Vectors, v: Sites, radius: float) -> TiltMap:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import vjp
+from .._autograd import grad, vjp
 from .._declared import restricted
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
@@ -143,7 +143,7 @@ class Approximation:
             known, adjoint = value.isfinite(), report.adjoint
             return value.masked_fill(~known, 0.0).sum(), (known, report.record)
 
-        by_field, (known, record) = torch.func.grad(log_z, has_aux=True)(system.field)
+        by_field, (known, record) = grad(log_z, has_aux=True)(system.field)
         m = (by_field / system.beta_over(2)).masked_fill(~known[..., None, None], torch.nan)
         return Answer(m, None, SolveReport(record, adjoint))
 

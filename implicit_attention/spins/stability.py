@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import grad
 from .._reporting import check_on_failure, report_failures
 from .._types import LinearMap, OnFailure
 from ..diagnostics import first_fixed_points
@@ -264,7 +265,7 @@ def _branches(
         return value.sum(), value
 
     # log Z is stationary in the state, so that m is its derivative by the field at a fixed state.
-    slope, value = torch.func.grad(log_z, has_aux=True)(field)
+    slope, value = grad(log_z, has_aux=True)(field)
     failed = ~solution.converged | lost
     free = fill(-(value + system.base_measure()) / system.beta_over(0), failed)
     m = fill(slope / system.beta_over(2), failed)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, vjp
+from .._autograd import exact_precision, grad, vjp
 from .._types import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._nonfinite import fill, without_nonfinite
@@ -142,15 +142,11 @@ def thermodynamics(
         return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, found.report.record)
 
     def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = torch.func.grad(
-            log_z, argnums=(0, 1, 2), has_aux=True
-        )
+        derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = grad(log_z, argnums=(0, 1, 2), has_aux=True)
         return derivative(field, couplings, beta)
 
     with exact_precision(field):
-        (by_field, by_couplings, by_beta), pullback, aux = cast(
-            Any, torch.func.vjp(first, field, couplings, beta, has_aux=True)
-        )
+        (by_field, by_couplings, by_beta), pullback, aux = vjp(first, field, couplings, beta, has_aux=True)
         value, lost, record = aux
         nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
         curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
@@ -284,7 +280,7 @@ def _by_couplings(method: Approximation, system: SpinSystem, answer: Answer) -> 
             value = method.value(sound, answer.state)
         return value.masked_fill(nonfinite | ~value.isfinite(), 0.0).sum()
 
-    by_couplings: Tensor = torch.func.grad(log_z)(system.couplings)
+    by_couplings: Tensor = grad(log_z)(system.couplings)
     return by_couplings
 
 
