@@ -126,7 +126,12 @@ def host_may_look(*tensors: Tensor) -> bool:
     - A tensor has a shape but no numbers: on the device meta, or under FakeTensorMode.
     - A tensor is on another device than the CPU: the host would wait until the device has done all that was queued.
     """
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    return not torch._C._are_functorch_transforms_active() and host_may_look_at_constant(*tensors)
+
+
+def host_may_look_at_constant(*tensors: Tensor) -> bool:
+    """The same of tensors such as masks, which inside torch.func are the same for all that it varies."""
+    if torch.compiler.is_compiling() or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         return False
     if torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
         return False

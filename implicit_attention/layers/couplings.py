@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._autograd import at_least_single, host_may_look_at_constant
 from ..spins import LowRank
+from ..spins.system import TILE
 from .projections import Rotary
 
 #: Couplings by name, or any function of the field (*batch, heads, N, head_dim) with values (*batch, heads, N, N).
@@ -89,9 +91,12 @@ class SoftmaxCouplings(Couplings):
         keys = self.keys(field) if keys is None else keys
         q = self._placed(field, self.q_weight, keys.shape[-2] - field.shape[-2])
         pairs = pairs & pairs.mT if self.symmetric else pairs
-        scores = (self.scale * q @ keys.mT).masked_fill(~_normalised_over(pairs), -torch.inf)
-        rows = torch.softmax(scores, -1).masked_fill(~pairs, 0.0)
-        return (rows + rows.mT) / 2 if self.symmetric else rows
+        scores = self.scale * q @ keys.mT
+        if host_may_look_at_constant(pairs) and bool(pairs.any(-1).all()):
+            rows = torch.softmax(scores.masked_fill_(~pairs, -torch.inf), -1)
+        else:
+            rows = torch.softmax(scores.masked_fill(~_normalised_over(pairs), -torch.inf), -1).masked_fill(~pairs, 0.0)
+        return mean_of_orders(rows) if self.symmetric else rows
 
     def _placed(self, field: Tensor, weight: Tensor, first: int) -> Tensor:
         # Outside autocast the field may be in a lower precision than the weights.
@@ -149,9 +154,8 @@ class SymmetricCouplings(Couplings):
         q = field.to(self.weight.dtype) @ self.weight
         if self.rotary is not None:
             q = self.rotary(q, torch.arange(field.shape[-2], device=field.device))
-        scores = self.scale * q @ q.mT
         # Of both orders the same bits, whatever the kernel's order of sums.
-        scores = (scores + scores.mT) / 2
+        scores = mean_of_orders(self.scale * q @ q.mT)
         log_z = torch.logsumexp(scores.masked_fill(~_normalised_over(pairs), -torch.inf), -1) / 2
         return torch.exp((scores - (log_z[..., :, None] + log_z[..., None, :])).masked_fill(~pairs, -torch.inf))
 
@@ -323,6 +327,39 @@ def chosen(
     required = "be False for couplings that are symmetric, by which a token is read by those that it reads"
     _validate.require(not (causal and given.symmetric), "causal", required, causal)
     return given
+
+
+def mean_of_orders(matrices: Tensor) -> Tensor:
+    """(A + A^T)/2, of the same bits in both orders."""
+    large = matrices.device.type == "cpu" and matrices.shape[-1] > TILE and not torch.compiler.is_compiling()
+    return _MeanOfOrders.apply(matrices) if large else (matrices + matrices.mT) / 2  # type: ignore[no-untyped-call]
+
+
+class _MeanOfOrders(torch.autograd.Function):
+    """The same in tiles that stay in the processor's cache, where a matrix read along its columns does not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrices: Tensor) -> Tensor:
+        found, starts = torch.empty_like(matrices), range(0, matrices.shape[-1], TILE)
+        for i, j in itertools.combinations_with_replacement(starts, 2):
+            here, there = (..., slice(i, i + TILE), slice(j, j + TILE)), (..., slice(j, j + TILE), slice(i, i + TILE))
+            found[here] = (matrices[here] + matrices[there].mT).mul_(0.5)
+            found[there] = found[here].mT
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Linear and its own transpose: nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return mean_of_orders(gradient)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return mean_of_orders(tangent)
 
 
 def _drawn(heads: int, head_dim: int, *, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

@@ -13,7 +13,7 @@ from .._autograd import at_least_single, transforms_active, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
 from ..attention.heads import merge_heads, split_heads
-from ..attention.masks import check_key_mask
+from ..attention.masks import check_key_mask, for_heads, pairs_that_read
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..options import SolveOptions
 from ..solution import Solution
@@ -256,40 +256,23 @@ class MeanFieldAttention(Remembering):
             live = key_mask.expand(x.shape[:-1])[..., None, :, None]
         return split_heads(x if self.in_proj is None else self.in_proj(x), self.heads), live
 
-    def _pairs(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        """Which site reads which, (*#batch, #heads, N, N)."""
-        count, batch = field.shape[-2], field.shape[:-3]
-        everything = torch.ones(count, count, dtype=torch.bool, device=field.device)
-        pairs = everything.tril() if self.causal else ~torch.eye(count, dtype=torch.bool, device=field.device)
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                received = getattr(mask, "dtype", type(mask).__name__)
-                raise TypeError(_validate.message("mask", "be boolean, True = i may read j", received))
-            _validate.check_broadcast("mask", mask.shape, (*batch, count, count), "(*batch, N, N)")
-            if self.symmetric and not bool((mask == mask.mT).all()):
-                required = "be symmetric for symmetric couplings"
-                raise ValueError(_validate.message("mask", required, "a pair in one order only"))
-            pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
-        # Of other couplings nothing is lost: what stands at a missing site is 0.
-        if key_mask is not None and isinstance(self.mixing, SoftmaxCouplings):
-            sites = key_mask.unsqueeze(-2) if key_mask.ndim > 1 else key_mask
-            pairs = pairs & sites[..., :, None] & sites[..., None, :]
-        return pairs
-
     @property
     def _block(self) -> bool:
         return self.kind == "blocks"
 
     def _couplings(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        made: Tensor = at_least_single(self.mixing(field, self._pairs(field, mask, key_mask)))
-        if isinstance(self.mixing, SoftmaxCouplings):
-            if not self.symmetric:
-                made = self.limit * made
-                return made
-        elif self.symmetric:
+        # Of other couplings nothing is lost: what stands at a missing site is 0.
+        softmax = isinstance(self.mixing, SoftmaxCouplings)
+        sites = for_heads(key_mask) if key_mask is not None and softmax else None
+        symmetric = "symmetric couplings" if self.symmetric else ""
+        pairs = pairs_that_read(field[..., 0, :, :], mask, sites, causal=self.causal, symmetric=symmetric)
+        made: Tensor = at_least_single(self.mixing(field, pairs))
+        if softmax and not self.symmetric:
+            made = self.limit * made
+            return made
+        if self.symmetric and not softmax:
             made = (made + mirrored(made, block=self._block)) / 2
-        rows, reaction = isinstance(self.mixing, SoftmaxCouplings), self.correction == "exact"
-        return within(made, self.limit, block=self._block, rows=rows, reaction=reaction)
+        return within(made, self.limit, block=self._block, rows=softmax, reaction=self.correction == "exact")
 
     def _weights(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Any, Any, Any, Any]:
         """What the map reads beside state and field, computed once: mixing, its tensors, correction, its tensors."""

@@ -13,7 +13,7 @@ from .._autograd import at_least_single, uncompiled
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
 from ..attention.heads import merge_heads, split_heads
-from ..attention.masks import check_key_mask
+from ..attention.masks import check_key_mask, for_heads, pairs_that_read
 from ..options import SolveOptions
 from ..potentials import AmosResponse, SphericalLaw
 from ..solvers import Picard, Solver
@@ -256,29 +256,16 @@ class SpinAttention(Remembering):
 
     def _pairs(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Which site reads which, (*#batch, #heads, N, N), and which sites exist, (*#batch, 1, N)."""
-        count, sites = x.shape[-2], None if key_mask is None else _for_heads(key_mask)
+        sites = None if key_mask is None else for_heads(key_mask)
         if not self.couplings.pairwise:
             required = f"be None for {type(self.couplings).__name__}, which have no number for each pair"
             _validate.require(mask is None, "mask", required, "a mask", "use key_mask, or couplings='symmetric'")
             return sites, sites
-        everything = torch.ones(count, count, dtype=torch.bool, device=x.device)
-        pairs = everything.tril() if self.causal else ~torch.eye(count, dtype=torch.bool, device=x.device)
-        if isinstance(self.couplings, GivenCouplings) and not self.causal:
-            # What a given function says of a site itself counts.
-            pairs = everything
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                received = getattr(mask, "dtype", type(mask).__name__)
-                raise TypeError(_validate.message("mask", "be boolean, True = i may read j", received))
-            _validate.check_broadcast("mask", mask.shape, (*x.shape[:-2], count, count), "(*batch, N, N)")
-            if self.method.symmetric and not bool((mask == mask.mT).all()):
-                name = type(self.method).__name__
-                required = f"be symmetric for {name}, whose spins act on each other"
-                remedy = "use method=KineticPlefka() or GaussianClosure()"
-                raise ValueError(_validate.message("mask", required, "a pair in one order only", remedy))
-            pairs = pairs & (mask if mask.ndim == 2 else mask.unsqueeze(-3))
-        if sites is not None:
-            pairs = pairs & sites[..., :, None] & sites[..., None, :]
+        symmetric = f"{type(self.method).__name__}, whose spins act on each other" if self.method.symmetric else ""
+        remedy = "use method=KineticPlefka() or GaussianClosure()"
+        # What a given function says of a site itself counts.
+        own = isinstance(self.couplings, GivenCouplings)
+        pairs = pairs_that_read(x, mask, sites, causal=self.causal, own=own, symmetric=symmetric, remedy=remedy)
         return pairs, sites
 
     def _made(self, field: Tensor, pairs: Tensor | None, derivative: str) -> Any:
@@ -301,7 +288,7 @@ class SpinAttention(Remembering):
         pairs = torch.ones(count, total, dtype=torch.bool, device=field.device).tril(total - count)
         sites = None
         if held.key_mask is not None:
-            exist = _for_heads(held.key_mask)
+            exist = for_heads(held.key_mask)
             sites = exist[..., -count:]
             pairs = pairs & sites[..., :, None] & exist[..., None, :]
         return at_least_single(self.couplings(seen, pairs, held.keys)), sites, held
@@ -372,11 +359,6 @@ def _answered(
     if before is not None and isinstance(layer.method, DynamicalMethod):
         system = layer.method.beside(system, couplings[..., :held], before)
     return magnetization(system, layer.method, initial=initial, on_failure=layer.options.on_failure, return_answer=True)
-
-
-def _for_heads(key_mask: Tensor) -> Tensor:
-    """(*batch, N) with an axis for heads."""
-    return key_mask.unsqueeze(-2) if key_mask.ndim > 1 else key_mask
 
 
 def _with_held(cache: KeyValueCache, state: Tensor) -> Tensor:

@@ -54,41 +54,60 @@ def everywhere(verdict: Tensor) -> bool:
     return not is_batched(verdict) and bool(verdict.all())
 
 
-def coupling_bound(system: SpinSystem, *, symmetric: bool) -> Tensor:
-    """An upper bound of the spectral norm of J, (*batch), at the cost of a few products of |J| with one vector.
+def coupling_bound(system: SpinSystem, *, squares: Tensor | None = None, enough: float | Tensor = 0.0) -> Tensor:
+    """An upper bound of the largest eigenvalue of M, M_ij = |J_ij| + squares J_ij^2, (*batch), at little cost.
 
-    For a matrix M without negative entries and any x > 0 no eigenvalue is larger than max_i (M x)_i/x_i. M is |J| for
-    symmetric couplings, else |J|^T |J|. Steps of the power method bring x near to its eigenvector, at which the bound
-    is the eigenvalue.
+    That of |J| bounds the spectral radius of J, which is the norm of symmetric couplings. For a matrix without negative
+    entries and any x > 0 no eigenvalue is larger than max_i (M x)_i/x_i, by which M enlarges max_i |v_i|/x_i at most.
+    For x = 1 it is the largest sum of a row. Where that is not below `enough`, steps of the power method bring x near
+    to the eigenvector, at which the bound is the eigenvalue.
+
+    Args:
+        system: the spins; couplings as matrices count with their norm.
+        squares: (*#batch), for couplings that are a number per pair and not low rank.
+        enough: (*#batch), a bound of what the caller needs.
     """
     if system.low_rank:
         # The larger of both ends: U U^T and the diagonal, both of eigenvalues >= 0, are subtracted from each other.
         factors = system.live_factors.detach()
         diagonal = factors.square().sum(-1).amax(-1)
-        largest = torch.maximum(_perron_bound((factors.mT @ factors).abs(), symmetric=True), diagonal)
+        largest = torch.maximum(_perron_bound((factors.mT @ factors).abs()), diagonal)
         return largest.expand(system.batch)
-    size = system.live_couplings.detach()
-    size = torch.linalg.matrix_norm(size) if system.block else size.abs()
-    found: Tensor = _perron_bound(size, symmetric=symmetric).expand(system.batch)
-    return found
+    couplings = system.live_couplings.detach()
+    if system.block:
+        couplings = torch.linalg.matrix_norm(couplings)
+    sums = torch.linalg.vector_norm(couplings, ord=1, dim=-1) if system.row_sums is None else system.row_sums
+    if squares is not None:
+        sums = sums + squares[..., None] * torch.linalg.vector_norm(couplings, dim=-1).square()
+    bound = _widened(sums.amax(-1))
+    if not everywhere(bound < enough):
+        size = couplings.abs()
+        if squares is not None:
+            size = size + squares[..., None, None] * size.square()
+        bound = torch.minimum(bound, _perron_bound(size))
+    return bound.expand(system.batch)
 
 
-def _perron_bound(size: Tensor, *, symmetric: bool) -> Tensor:
-    """An upper bound of the spectral norm of matrices (*batch, N, N) whose entries are the sizes of others'."""
+def _perron_bound(size: Tensor) -> Tensor:
+    """An upper bound of the largest eigenvalue of matrices (*batch, N, N) without negative entries."""
 
     def product(x: Tensor) -> Tensor:
-        once: Tensor = torch.linalg.vecdot(size, x[..., None, :])
-        twice: Tensor = once if symmetric else torch.linalg.vecdot(size.mT, once[..., None, :])
-        return twice
+        # Of the same bits whatever else is in the batch.
+        summed: Tensor = torch.linalg.vecdot(size, x[..., None, :])
+        return summed
 
     following = product(torch.ones_like(size[..., 0]))
     for _ in range(POWERS):
         largest = following.amax(-1, keepdim=True)
         x = (following / torch.where(largest > 0, largest, 1.0)).clamp(min=LEAST)
         following = product(x)
-    bound = (following / x).amax(-1)
-    widened: Tensor = (bound if symmetric else bound.sqrt()) * (1 + torch.finfo(x.dtype).eps ** 0.5)
-    return widened
+    return _widened((following / x).amax(-1))
+
+
+def _widened(bound: Tensor) -> Tensor:
+    """The bound beyond rounding."""
+    wider: Tensor = bound * (1 + torch.finfo(bound.dtype).eps ** 0.5)
+    return wider
 
 
 def lowest_eigenvalue(product: LinearMap, like: Tensor) -> Tensor:

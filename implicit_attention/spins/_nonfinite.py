@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .._autograd import readable
+from .._autograd import host_may_look, readable
 from .system import SpinSystem
 
 
@@ -24,11 +24,15 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
             sizes = torch.linalg.vector_norm(system.live_factors, dim=-1)
             strongest = sizes * sizes.sum(-1, keepdim=True)
         else:
-            strongest = system.live_couplings.abs().sum((-3, -2, -1) if system.block else -1)
+            strongest = _sums_of_sizes(system.live_couplings, (-3, -2, -1) if system.block else (-1,))
         reach = system.live_field.norm(dim=-1) + system.radius * strongest
         lost = ~(system.beta_over(1) * system.radius * reach).square().isfinite().all(-1)
         if symmetric and readable(lost) is None:
             lost = lost | system.asymmetric()
+        if host_may_look(lost) and not lost.any():
+            sound = system.at(field, couplings, system.beta)
+            sound.row_sums = None if system.low_rank or system.block else strongest
+            return sound, lost
     own = couplings.shape[-system.pair_axes :]
     if couplings.ndim > len(own):
         couplings = fill(couplings.expand(*lost.shape, *own), lost, 0.0)
@@ -38,6 +42,15 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
     if isinstance(beta, Tensor):
         beta = beta.expand(lost.shape).masked_fill(lost, 1.0)
     return system.at(fill(field, lost, 0.0), couplings, beta), lost
+
+
+def _sums_of_sizes(couplings: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """sum |J| over `axes`."""
+    if host_may_look(couplings) and couplings.numel() and bool(couplings.amin() >= 0):
+        # Two such passes take a quarter of the time of one that takes sizes.
+        return couplings.sum(axes)
+    sums: Tensor = torch.linalg.vector_norm(couplings, ord=1, dim=axes)
+    return sums
 
 
 def fill(x: Tensor, samples: Tensor, value: float = torch.nan) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import _validate
 from .._reporting import check_on_failure, report_failures, warn_of_unstable
 from .._types import OnFailure
 from ..problem import widened
-from ..solution import SolveReport
+from ..solution import Record, SolveReport
 from ..status import Status
 from ._nonfinite import fill
 from .approximation import Approximation, Check
@@ -49,3 +50,12 @@ def told(
     if check == "stability":
         warn_of_unstable(on_failure, name, report.status)
     return report
+
+
+def closed_form(value: Tensor) -> SolveReport:
+    """The report of values (*batch) that needed no iteration."""
+    value = value.detach()
+    none = torch.zeros_like(value, dtype=torch.int32)
+    status = torch.where(torch.isfinite(value), int(Status.CONVERGED), int(Status.NONFINITE)).to(torch.int8)
+    zero = torch.zeros_like(value)
+    return SolveReport(Record(status, zero, zero, none, none))

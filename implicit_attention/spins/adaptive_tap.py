@@ -16,7 +16,8 @@ from ..solve import solve
 from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse
-from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition, closed_form
+from ._request import closed_form
+from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
 from .low_rank import woodbury
 from .system import SpinSystem, check_type
 

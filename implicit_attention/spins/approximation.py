@@ -394,12 +394,3 @@ def require_numbers(method: str, system: SpinSystem, remedy: str) -> None:
     required = f"have a number for each pair, (N, N) or (*batch, N, N), for {method}"
     received = f"shape {tuple(system.couplings.shape)}"
     _validate.require(not system.block, "couplings", required, received, remedy)
-
-
-def closed_form(value: Tensor) -> SolveReport:
-    """The report of values (*batch) that needed no iteration."""
-    value = value.detach()
-    none = torch.zeros_like(value, dtype=torch.int32)
-    status = torch.where(torch.isfinite(value), int(Status.CONVERGED), int(Status.NONFINITE)).to(torch.int8)
-    zero = torch.zeros_like(value)
-    return SolveReport(Record(status, zero, zero, none, none))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .approximation import Approximation, LogPartition, closed_form, require_ising
+from ._request import closed_form
+from .approximation import Approximation, LogPartition, require_ising
 from .system import SpinSystem
 
 LARGEST = 20

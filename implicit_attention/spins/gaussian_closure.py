@@ -14,6 +14,7 @@ from ..potentials import SphereUnits
 from ._site import Spread, linear_response
 from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
+from .mean_field import contracts
 from .system import SpinSystem
 
 
@@ -69,6 +70,9 @@ class GaussianClosure(DynamicalMethod):
 
     def problem(self, system: SpinSystem) -> GaussianClosureProblem:
         return GaussianClosureProblem(system, self.response)
+
+    def contracting(self, system: SpinSystem) -> Tensor | None:
+        return None if system.low_rank else contracts(system, self.response, spread=True)
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         return Moments(state, linear_response(system, *self.spreads(system, state, state)))

@@ -87,7 +87,7 @@ class KineticPlefka(DynamicalMethod):
         return m if self.order == 1 else self.response.inverse(m, system.beta_over(0), system.radius)
 
     def contracting(self, system: SpinSystem) -> Tensor | None:
-        return contracts(system, self.response, symmetric=False) if self.order == 1 else None
+        return contracts(system, self.response) if self.order == 1 else None
 
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
         return state if self.order == 1 else self.response.magnetization(state, system.beta_over(0), system.radius)

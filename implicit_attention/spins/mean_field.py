@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -68,16 +69,27 @@ _SOFTEST_AT_ZERO = (SphereUnits, SignUnits, AmosResponse, SaddlePointResponse, L
 
 
 @torch.no_grad()
-def contracts(system: SpinSystem, response: SphericalLaw, *, symmetric: bool) -> Tensor | None:
+def contracts(system: SpinSystem, response: SphericalLaw, *, spread: bool = False) -> Tensor | None:
     """(*batch), whether m -> response(h + J m) is known to contract: there is one solution, to which plain steps lead.
 
-    None if the law is not one of those that are known.
+    With `spread` the field varies as well, V_i = sum_j J_ij^2 (R^2 - |m_j|^2), and m_i = beta R^2 gain(t) f_i with
+    t = (beta R)^2 (|f_i|^2 + V_i). None if the law is not one of those that are known.
     """
     if type(response) not in _SOFTEST_AT_ZERO:
         return None
-    # Of the law's own, also inside torch.vmap.
-    softest = float(response.gain(torch.zeros((), dtype=torch.float64), system.dim)) * system.radius**2
-    certain: Tensor = system.beta_tensor().detach() * softest * coupling_bound(system, symmetric=symmetric) < 1
+    # Of the law's own, also inside torch.vmap. Its gain falls with t, and is convex.
+    zero = torch.zeros((), dtype=torch.float64)
+    gain, slope = float(response.gain(zero, system.dim)), -float(response.gain_slope(zero, system.dim))
+    softest = system.beta_tensor().detach() * (gain * system.radius**2)
+    squares = None
+    if spread and system.dim == 1:
+        # |tanh''| <= 4/3^1.5, half of which is the derivative of <tanh> by the variance.
+        squares = 4 / 3**1.5 * system.radius**4 * system.beta_tensor().detach().square() / softest
+    elif spread:
+        # |gain'| sqrt(t) is below slope sqrt(t) and, as A grows, below gain/(2 sqrt(t)): below their geometric mean.
+        steep = 2 * math.sqrt(slope * gain / 2) * system.radius**4
+        squares = steep * system.beta_tensor().detach().square() / softest
+    certain: Tensor = softest * coupling_bound(system, squares=squares, enough=1 / softest) < 1
     return certain
 
 
@@ -122,11 +134,11 @@ class MeanField(ResponseApproximation):
         return sites - system.beta_over(0) * (state * others).sum((-1, -2)) / 2
 
     def contracting(self, system: SpinSystem) -> Tensor | None:
-        return contracts(system, self.response, symmetric=True)
+        return contracts(system, self.response)
 
     def damping(self, system: SpinSystem) -> Tensor:
         # With t = beta R^2/D |lowest eigenvalue of J| a step falls, by convexity of log Z_1, if it is shorter than 1/t.
-        bound = system.beta_tensor().detach() * system.radius**2 / system.dim * coupling_bound(system, symmetric=True)
+        bound = system.beta_tensor().detach() * system.radius**2 / system.dim * coupling_bound(system)
         near = _power_of_two(bound)
         if everywhere(near >= 0.5):
             return near

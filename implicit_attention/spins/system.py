@@ -24,6 +24,9 @@ from .low_rank import LowRank
 #: `mask=` if they have that.
 CouplingFunction: TypeAlias = Callable[..., "Tensor | LowRank"]
 
+#: Rows of couplings that are read at a time where a part of the matrix stays in the processor's cache.
+TILE = 128
+
 
 class SpinSystem(Declared):
     """Spins s_i in R^D of length R: E(s) = -1/2 sum_ij s_i^T J_ij s_j - sum_i h_i . s_i at inverse temperature beta.
@@ -94,6 +97,8 @@ class SpinSystem(Declared):
         #: Set by `DynamicalMethod.beside`: couplings to sites whose state is known, (*batch, N, M), and that state.
         self.held_couplings: Tensor | None = None
         self.held_state: Tensor | None = None
+        #: Set by `without_nonfinite`, which needs them: sum_j |J_ij| of numbers per pair, (*#batch, N).
+        self.row_sums: Tensor | None = None
         self.field = field
         self.beta = beta
         self.mask = mask
@@ -196,7 +201,8 @@ class SpinSystem(Declared):
         """sum_j J_ij^2 v_j, for a number per pair."""
         if self.low_rank:
             return low_rank.product_of_squares(self.live_factors, v)
-        return self.live_couplings.square() @ v
+        # Rows by rows, whose squares stay in the processor's cache.
+        return torch.cat([rows.square() @ v for rows in torch.split(self.live_couplings, TILE, -2)], -2)
 
     def base_measure(self) -> Tensor:
         """Log of the total weight of all states, (*batch)."""
@@ -210,11 +216,13 @@ class SpinSystem(Declared):
         """The same system with other numbers; couplings do not follow the field."""
         clone = copy.copy(self)
         clone.field, clone.couplings, clone.beta = field, couplings, beta
+        clone.row_sums = None
         return clone
 
     def select(self, index: Tensor) -> Self:
         """The samples `index` (*batch[:-1], K) of the last axis of the batch; couplings do not follow the field."""
         own = {"field": 2, "couplings": self.pair_axes, "beta": 0, "mask": 1, "held_couplings": 2, "held_state": 2}
+        own["row_sums"] = 1
         return restricted(self, index, **own)
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
@@ -229,7 +237,7 @@ class SpinSystem(Declared):
             return
         numbers = readable(self.couplings, wait=wait)
         plain = self.pair_axes == 2 and not is_batched(self.couplings)
-        if numbers is not None and plain and torch.equal(numbers, numbers.mT):
+        if numbers is not None and plain and _equal_to_mirror(numbers):
             # One pass where they were made so.
             return
         found = None if numbers is None else readable(self._asymmetry(), wait=wait)
@@ -286,6 +294,12 @@ def couple(couplings: Tensor, m: Tensor, *, block: bool) -> Tensor:
 def mirrored(couplings: Tensor, *, block: bool) -> Tensor:
     """J_ji^T in the place of J_ij."""
     return (couplings.transpose(-4, -3) if block else couplings).mT
+
+
+def _equal_to_mirror(matrices: Tensor) -> bool:
+    """Whether J_ij = J_ji to the bit, by one look at each pair."""
+    starts = range(0, matrices.shape[-1], TILE)
+    return all(torch.equal(matrices[..., i : i + TILE, i:], matrices[..., i:, i : i + TILE].mT) for i in starts)
 
 
 def check_type(argument: str, value: object, kind: type | tuple[type, ...], requirement: str, remedy: str = "") -> None:

@@ -244,3 +244,40 @@ def test_it_is_near_to_chains_of_vectors(beta, close, naive, second):
 def test_what_it_cannot_do_is_refused(couplings, dim, response, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         stationary_state(SpinSystem(couplings, torch.zeros(2, dim)), GaussianClosure(response=response))
+
+
+@pytest.mark.parametrize("kind", ["any sign", "positive"])
+@pytest.mark.parametrize(
+    ("response", "dim"), [(SphereUnits(), 1), (SphereUnits(), 2), (SphereUnits(), 5), (AmosResponse(), 3)]
+)
+def test_where_steps_are_said_to_contract_no_state_has_a_steeper_step(response, dim, kind):
+    """By the spectral radius of the Jacobian, by differentiation."""
+    method, told = GaussianClosure(response=response), 0
+    for seed in range(60):
+        couplings = (0.3 + 0.02 * seed) * random(4, 4, seed=seed) / 2
+        couplings = couplings.abs() if kind == "positive" else couplings
+        beta, radius = 0.5 + 0.02 * seed, dim**0.5
+        if not bool(method.contracting(SpinSystem(couplings, random(4, dim), beta))):
+            continue
+        told += 1
+        m = random(60, 4, dim, seed=seed + 200)
+        m = 0.999 * radius * m / m.norm(dim=-1, keepdim=True)
+        m[40:] *= random(20, 4, 1, seed=seed).sigmoid()
+        # Fields near zero, where a spin varies most, and others.
+        field = torch.tensor([0.0, 0.3, 2.0]).double().repeat(20)[:, None, None] * random(60, 4, dim) - couplings @ m
+        problem = method.problem(SpinSystem(couplings.expand(60, 4, 4), field, beta))
+
+        def step(flat, problem=problem):
+            return problem.fixed_point_map(flat.reshape(60, 4, dim)).flatten(1)
+
+        jacobian = torch.stack(
+            [torch.func.vjp(step, m.flatten(1))[1](row.expand(60, -1))[0] for row in torch.eye(4 * dim).double()], 1
+        )
+        assert float(torch.linalg.eigvals(jacobian).abs().max()) < 1
+    assert 5 < told < 55
+
+
+def test_squares_of_couplings_are_summed_in_parts():
+    couplings, v = random(2, 300, 300), random(2, 300, 1)
+    system = SpinSystem(couplings, random(2, 300, 3))
+    torch.testing.assert_close(system.coupled_squares(v), couplings.square() @ v, rtol=1e-12, atol=1e-12)

@@ -118,7 +118,7 @@ def test_the_bound_of_the_norm_holds():
 
     for seed in range(20):
         factors = random(5, 7, 2, seed=seed)
-        found = coupling_bound(SpinSystem(LowRank(factors), torch.zeros(5, 7, 1).double()), symmetric=True)
+        found = coupling_bound(SpinSystem(LowRank(factors), torch.zeros(5, 7, 1).double()))
         exact = torch.linalg.matrix_norm(LowRank(factors).dense(), 2)
         assert (found >= exact).all()
         assert (found <= 3 * exact).all()

@@ -22,6 +22,7 @@ from implicit_attention.spins import (
     stationary_state,
     thermodynamics,
 )
+from implicit_attention.spins._nonfinite import without_nonfinite
 from implicit_attention.spins.approximation import Approximation
 from implicit_attention.spins.system import couple
 from implicit_attention.testing.numerics import random
@@ -496,3 +497,25 @@ def test_where_the_host_cannot_look_asymmetric_couplings_lose_their_sample_alone
         assert torch.equal(*slopes)
     spared = KineticPlefka()
     assert bool(stationary_state(SpinSystem(skew, field, 0.4), spared).magnetization.isfinite().all())
+
+
+@pytest.mark.parametrize("where", [(0, 1), (0, 299), (120, 130), (127, 128), (298, 299)])
+def test_one_pair_that_differs_is_seen_wherever_it_stands(where):
+    couplings, field = random(2, 300, 300), random(2, 300, 1)
+    couplings = couplings + couplings.mT
+    SpinSystem(couplings, field).check_symmetric("MeanField")
+    couplings[(1, *where)] += 1.0
+    with pytest.raises(ValueError, match=r"`couplings` must be symmetric .* a difference of 1.0e\+00"):
+        SpinSystem(couplings, field).check_symmetric("MeanField")
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_sums_of_rows_are_of_sizes_and_belong_to_one_system_only(signed):
+    couplings = random(2, 5, 5) if signed else random(2, 5, 5).abs()
+    system = SpinSystem(couplings, random(2, 5, 3), mask=torch.arange(5) < torch.tensor([[4], [5]]))
+    sound, lost = without_nonfinite(system)
+    assert not lost.any()
+    assert system.row_sums is None
+    torch.testing.assert_close(sound.row_sums, system.live_couplings.abs().sum(-1))
+    torch.testing.assert_close(sound.select(torch.tensor([1])).row_sums, sound.row_sums[1:])
+    assert sound.at(sound.field, 2 * couplings, 1.0).row_sums is None

@@ -21,7 +21,8 @@ from implicit_attention.spins import (
     magnetization,
     thermodynamics,
 )
-from implicit_attention.spins.approximation import Approximation, LogPartition, closed_form
+from implicit_attention.spins._request import closed_form
+from implicit_attention.spins.approximation import Approximation, LogPartition
 from implicit_attention.testing.numerics import random
 
 B, N, D = 2, 4, 3
