@@ -3,12 +3,18 @@
 import json
 import re
 import runpy
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import report  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -58,6 +64,42 @@ def test_what_is_said_of_mazes_is_what_the_committed_run_shows():
     assert large["converged"] == 1.0
     assert large["loop"] == 0.0
     assert 25 < found["seconds"] < 40
+
+
+def test_what_is_said_of_stacks_and_solvers_is_what_the_committed_run_shows():
+    (_, run), *_ = report.newest_by_metric("usefulness", ("MAZES",))
+    rows = {row["contender"]: row for row in run["rows"]}
+    tied = rows["tied, 8 to 16 steps drawn"]
+
+    def share(row, way, size):
+        return 100 * statistics.mean(trial["ways"][way][f"depth-first {size}"]["exact"] for trial in row["runs"])
+
+    said = [
+        f"Over three longer trainings {share(tied, 'solved', 9):.1f} % of 9 x 9 and {share(tied, 'solved', 17):.1f} %"
+    ]
+    for count, words in ((12, "of their own weights, trained alike, solves"), (40, "")):
+        row = rows[f"stack of {count}"]
+        small, large = (share(row, f"{count} steps", size) for size in (9, 17))
+        said.append(f"{words} {small:.1f} and {large:.1f} %".strip())
+    said.append(f"of {rows['stack of 40']['parameters'] / tied['parameters']:.0f} times the parameters")
+    assert [each for each in said if each not in " ".join(README.split())] == []
+
+    solvers = [trial["solvers"] for trial in tied["runs"]]
+    page = " ".join((ROOT / "docs" / "equilibrium_blocks.md").read_text().split())
+
+    def mean(name, key="exact", factor=100):
+        return factor * statistics.mean(found[name][key] for found in solvers)
+
+    evaluations = [mean(name, "evaluations_mean", 1) for name in ("Picard", "Anderson, history 1")]
+    said = [
+        f"`Picard` solves {mean('Picard'):.1f} % in {evaluations[0]:.0f} evaluations",
+        f"`Anderson(history=1)` {mean('Anderson, history 1'):.1f} % in {evaluations[1]:.0f}",
+        f"the default `Anderson()` {mean('Anderson, history 5'):.1f} %",
+        f"`Broyden()` {mean('Broyden'):.1f} %",
+        f"{mean('distinct', 'mean', 1):.2f} fixed points",
+    ]
+    assert [each for each in said if each not in page] == []
+    assert all(mean(f"Picard, random start {number}") == 0 for number in (1, 2, 3))
 
 
 def test_the_table_is_that_of_the_committed_run(monkeypatch):
