@@ -102,6 +102,22 @@ def test_what_is_said_of_stacks_and_solvers_is_what_the_committed_run_shows():
     assert all(mean(f"Picard, random start {number}") == 0 for number in (1, 2, 3))
 
 
+def test_what_is_said_of_recipes_is_what_the_committed_run_shows():
+    (_, run), *_ = report.newest_by_metric("usefulness", ("RECIPES",))
+
+    def seeds(recipe, key="exact"):
+        (row,) = (row for row in run["rows"] if row["contender"] == recipe)
+        return [trial["ways"]["solved"]["4 givens"][key] for trial in row["runs"]]
+
+    means = {row["contender"]: statistics.mean(seeds(row["contender"])) for row in run["rows"]}
+    assert max(means, key=means.get) == "loop, drawn, a loss at half the steps too"
+    assert [share > 0.5 for share in seeds("phantom gradient (5)")].count(True) == 1
+    assert all(share < 0.01 for name in means if name.startswith("implicit gradient") for share in seeds(name))
+    bounded = "loop, drawn, linear maps of norm 1 at most"
+    assert min(seeds(bounded, "converged")) > 0.999
+    assert 0.6 < means[bounded] < 0.72
+
+
 def test_the_table_is_that_of_the_committed_run(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["update_readme.py", "--check"])
     with pytest.raises(SystemExit) as end:

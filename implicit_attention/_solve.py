@@ -1,0 +1,136 @@
+"""`solve`: the one door to solver and adjoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _validate
+from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
+from ._reporting import check_on_failure, report_failures
+from ._types import IMPLEMENTATIONS, Impl, OnFailure
+from .adjoints import Adjoint, Implicit, Request, Unrolled
+from .fused import lower, written_out
+from .problem import Problem, randomness, widened
+from .solution import NO_GRADIENT, AdjointReport, Solution, Trace
+from .solvers import Anderson, Solver
+
+
+@uncompiled
+def solve(
+    problem: Problem,
+    initial: Tensor,
+    *,
+    solver: Solver | None = None,
+    adjoint: Adjoint | None = None,
+    impl: Impl = "auto",
+    on_failure: OnFailure = "raise",
+    trace: bool = False,
+) -> Solution:
+    """Find z = f(z) (for an energy: grad E(z) = 0), each problem on its own, with evidence and exact gradients.
+
+    Args:
+        problem: an energy such as `AnchoredEnergy`, a `FixedPointMap`, or any other `Problem`.
+        initial: where to start, (*lead, *event): the last `problem.event_ndim` axes form one problem.
+        solver: default `Anderson()`. Half-precision problems are solved in float32.
+        adjoint: default `Implicit()`, the exact gradient of the solution.
+        impl: "auto" solves by a fused operation where there is one for the problem and the solver, else by the solvers'
+            loop; "reference" always by the loop, with every product written out; "tiled" (by torch's attention kernels,
+            and adjoints in tiles) and "triton" insist on their operation.
+        on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", or "ignore". The same
+            holds for a backward solve. Inside torch.vmap, where the host cannot look, `Solution.status` alone tells.
+        trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems); with
+            `Unrolled()` also the graph of every state, for `Solution.states`.
+
+    Returns:
+        A `Solution`: value, and per problem status, residual of that value, steps and evaluations.
+
+    Raises:
+        ConvergenceError: with on_failure="raise", naming how many problems failed and the first of them.
+        TypeError, ValueError: arguments that do not fit; a tensor that f reads and that requires grad without being
+            declared.
+        UnsupportedImplementation: an `impl` that cannot do it, or is wrong on this machine, and why.
+
+    Not for attention with heads, values and masks: use `equilibrium_attention` or a layer, which call this.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import AnchoredEnergy, LogSumExp, solve
+        >>> keys, query = torch.randn(16, 4), torch.randn(3, 4, requires_grad=True)
+        >>> solution = solve(AnchoredEnergy(LogSumExp(keys, beta=0.5), query, anchor=0.5), query)
+        >>> solution.value.shape, solution.converged.all().item()
+        (torch.Size([3, 4]), True)
+        >>> solution.value.sum().backward()
+        >>> query.grad.shape
+        torch.Size([3, 4])
+
+    Gradients: with respect to every tensor of the problem, as the adjoint says; to `initial` only with `Unrolled()`.
+    """
+    solver = Anderson() if solver is None else solver
+    adjoint = Implicit() if adjoint is None else adjoint
+    for name, value, kind in (("problem", problem, Problem), ("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):
+        if not isinstance(value, kind):
+            hint = (
+                "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)" if name == "problem" else "see the docs"
+            )
+            raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
+    check_on_failure(on_failure)
+    _validate.check_choice("impl", impl, IMPLEMENTATIONS)
+    problem, initial = _checked(problem, initial)
+    solver.check_problem(problem)
+    if impl == "reference":
+        problem = written_out(problem)
+    elif impl != "auto":
+        lower(problem, solver, impl, every_step=trace or isinstance(adjoint, Unrolled))
+    request = Request(problem, initial, solver, impl, trace, AdjointReport(on_failure=on_failure))
+    adjoint.check(request)
+    if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
+        problem.check_undeclared(initial)
+    with exact_precision(initial):
+        outcome = adjoint.run(request)
+    request.report.awaited = outcome.value.requires_grad and not backward_running()
+    solution = Solution(
+        outcome.record,
+        request.report,
+        adjoint.advice(solver.remedies),
+        value=outcome.value,
+        trace=_trace(outcome.trace),
+        course=outcome.states,
+        energy_function=problem.energy if problem.has_energy else None,
+    )
+    if on_failure != "ignore" and not transforms_active():
+        request.report.state_residual = solution.residual
+    if adjoint.needs_solution:
+        request.report.unsolved = solution.failed
+
+    def cause() -> str:
+        wrong = request.report.awaited and adjoint.needs_solution and on_failure == "warn"
+        return randomness(problem, outcome.value) or (NO_GRADIENT if wrong else "")
+
+    report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, cause)
+    return solution
+
+
+def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
+    """Problem and initial state in the precision of the solve, or an error that names what does not fit."""
+    problem.check_state(initial)
+    problem = problem.settled()
+    named = list(problem.named_tensors())
+    for name, tensor in (*named, ("initial", initial)):
+        if tensor.is_complex():
+            raise TypeError(_validate.message(name, "be real", tensor.dtype, "declare its real and imaginary part"))
+        # How often f is evaluated depends on them.
+        _validate.check_numbers(name, tensor, "hopfield_solve and equilibrium_attention answer shapes with shapes")
+    floating = [t.dtype for _, t in named if t.is_floating_point()]
+    if initial.dtype in floating or not floating or not (floating[0] in HALF and initial.dtype == torch.float32):
+        _validate.check_same_kind([*named, ("initial", initial)])
+    problem, (initial,) = widened(problem, initial)
+    _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
+    return problem, initial
+
+
+def _trace(kept: tuple[Tensor, ...]) -> Trace | None:
+    if not kept:
+        return None
+    residual, *energy, num_evals, value = kept
+    return Trace(residual, energy[0] if energy else None, num_evals, value)
