@@ -6,29 +6,33 @@ What most users need is here. More is in the parts of the package, each complete
 libraries), `diagnostics`, `plotting`, `ops` (the fused operations), `testing` (suites for new methods).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .adjoints import Implicit, OneStep, Phantom, Unrolled
-from .attention import equilibrium_attention
-from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
-from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
-from .fixed_point_map import FixedPointMap, PerSample, Shared
-from .layers import (
-    AttentionPooling,
-    Equilibrium,
-    EquilibriumTransformer,
-    ImplicitAttention,
-    KeyValueCache,
-    MemoryLookup,
-    Rotary,
-    tie,
-)
-from .options import SolveOptions
-from .potentials import LogSumExp, Potential, SquaredScores
-from .solution import Solution, SolveReport
-from .solve import solve
-from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard
-from .status import Status
+# Importing the package makes torch.ops.implicit_attention known, which exported programs call.
+from . import ops as ops
+
+if TYPE_CHECKING:
+    from ._solve import solve
+    from .adjoints import Implicit, OneStep, Phantom, Unrolled
+    from .attention import equilibrium_attention
+    from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
+    from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
+    from .fixed_point_map import FixedPointMap, PerSample, Shared
+    from .layers import (
+        AttentionPooling,
+        Equilibrium,
+        EquilibriumTransformer,
+        ImplicitAttention,
+        KeyValueCache,
+        MemoryLookup,
+        Rotary,
+    )
+    from .layers.tie import tie
+    from .options import SolveOptions
+    from .potentials import LogSumExp, Potential, SquaredScores
+    from .solution import Solution, SolveReport
+    from .solvers import Anderson, Broyden, GradientDescent, NewtonKrylov, Picard
+    from .status import Status
 
 __version__ = "0.1.0"
 
@@ -77,17 +81,50 @@ __all__ = [
     "Unrolled",
 ]
 
-#: Public parts of the package that attention does not need: they load when they are asked for.
-_ON_REQUEST = ("diagnostics", "integrations", "plotting", "spins", "testing")
+#: Where the public names are. A module loads when it, or a name that it has, is asked for.
+_NAMES = {
+    "_solve": ("solve",),
+    "adjoints": ("Implicit", "OneStep", "Phantom", "Unrolled"),
+    "attention": ("equilibrium_attention",),
+    "diagnostics": (),
+    "energies": ("AnchoredEnergy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"),
+    "errors": ("ConvergenceError", "ConvergenceWarning", "UnsupportedImplementation"),
+    "fixed_point_map": ("FixedPointMap", "PerSample", "Shared"),
+    "integrations": (),
+    "layers": (
+        "AttentionPooling",
+        "Equilibrium",
+        "EquilibriumTransformer",
+        "ImplicitAttention",
+        "KeyValueCache",
+        "MemoryLookup",
+        "Rotary",
+        "tie",
+    ),
+    "linear": (),
+    "options": ("SolveOptions",),
+    "plotting": (),
+    "potentials": ("LogSumExp", "Potential", "SquaredScores"),
+    "problem": (),
+    "solution": ("Solution", "SolveReport"),
+    "solvers": ("Anderson", "Broyden", "GradientDescent", "NewtonKrylov", "Picard"),
+    "spins": (),
+    "status": ("Status",),
+    "testing": (),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_REQUEST:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return import_module(f".{name}", __name__)
+    if name in _NAMES:
+        return import_module(f".{name}", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_REQUEST})
+    return sorted({*globals(), *_HOME, *(name for name in _NAMES if name[0] != "_")})

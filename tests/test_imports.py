@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import implicit_attention
 
 PACKAGE = Path(implicit_attention.__file__).parent
@@ -24,14 +26,14 @@ ALLOWED = {
     "fused": {"ops", "energies", "potentials", "solvers", "problem", "solution"},
     "adjoints": {"fused", "solvers", "problem", "linear", "solution", "_reporting"},
     "energies": {"potentials", "fixed_point_map", "problem"},
-    "solve": {"fused", "adjoints", "solvers", "problem", "solution", "_reporting"},
+    "_solve": {"fused", "adjoints", "solvers", "problem", "solution", "_reporting"},
     "options": {"solvers", "adjoints", "_reporting"},
     "attention": {
         "options",
         "fused",
         "energies",
         "potentials",
-        "solve",
+        "_solve",
         "solvers",
         "adjoints",
         "problem",
@@ -48,14 +50,14 @@ ALLOWED = {
         "adjoints",
         "linear",
         "fixed_point_map",
-        "solve",
+        "_solve",
         "solution",
         "spins",
     },
     "spins": {
         "diagnostics",
         "potentials",
-        "solve",
+        "_solve",
         "solvers",
         "adjoints",
         "linear",
@@ -73,15 +75,15 @@ ALLOWED = {
         "adjoints",
         "solution",
     },
-    "diagnostics": {"solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
-    "plotting": {"energies", "potentials", "solve", "solution", "diagnostics", "spins"},
+    "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
+    "plotting": {"energies", "potentials", "_solve", "solution", "diagnostics", "spins"},
     "cli": {
         "plotting",
         "spins",
         "diagnostics",
         "energies",
         "potentials",
-        "solve",
+        "_solve",
         "solvers",
         "adjoints",
         "linear",
@@ -168,7 +170,8 @@ def test_operations_are_asked_for_in_two_places():
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] not in ("ops", "testing") and "ops" in imported_parts(path)
     }
-    assert askers == {"fused", "potentials.scored_keys"}
+    # The root only makes them known to torch.
+    assert askers - {""} == {"fused", "potentials.scored_keys"}
 
 
 def test_parts_import_only_what_they_may():
@@ -231,9 +234,9 @@ print(sorted({m[1] for m in new if m[0] == 'implicit_attention' and len(m) > 1})
 """
     libraries, of_torch, parts = (ast.literal_eval(line) for line in run(code).splitlines())
     assert of_torch == []
-    assert set(libraries) - {"numpy"} == {"implicit_attention", "einops", "jaxtyping"}  # jaxtyping loads numpy.typing
-    on_request = {"spins", "integrations", "diagnostics", "plotting", "cli", "__main__", "testing"}
-    assert set(parts) == (set(ALLOWED) | LEAVES) - on_request
+    assert set(libraries) - {"numpy"} == {"implicit_attention", "jaxtyping"}  # jaxtyping loads numpy.typing
+    # The operations, which exported programs call by name; all else loads when it is asked for.
+    assert {"ops"} <= set(parts) <= {"ops", "linear", "solution", "_reporting", *LEAVES}
 
 
 def test_torchdeq_knows_our_solvers_once_they_are_registered_and_not_before():
@@ -241,6 +244,35 @@ def test_torchdeq_knows_our_solvers_once_they_are_registered_and_not_before():
     assert run(f"import torchdeq, implicit_attention.solvers; {look}") == "False"
     register = "from implicit_attention.solvers import register_with_torchdeq; register_with_torchdeq()"
     assert run(f"import implicit_attention; {register}; {look}") == "True"
+
+
+def test_what_is_asked_for_is_loaded_and_kept():
+    code = """
+import sys, implicit_attention
+assert 'implicit_attention.layers' not in sys.modules
+assert 'tie' in dir(implicit_attention) and 'layers' in dir(implicit_attention)
+first = implicit_attention.tie
+assert first is implicit_attention.tie is implicit_attention.layers.tie and callable(first)
+import implicit_attention._solve
+assert implicit_attention.solve is implicit_attention._solve.solve and callable(implicit_attention.solve)
+print('implicit_attention.spins' in sys.modules, implicit_attention.errors.__name__)
+"""
+    assert run(code) == "False implicit_attention.errors"
+    with pytest.raises(AttributeError, match="module 'implicit_attention' has no attribute 'sovle'"):
+        implicit_attention.sovle  # noqa: B018
+
+
+def test_the_root_lists_its_public_names_where_they_are():
+    everything = {name for names in implicit_attention._NAMES.values() for name in names}
+    assert everything == set(implicit_attention.__all__)
+
+
+def test_an_exported_program_finds_its_operation_after_a_bare_import(tmp_path):
+    saved = tmp_path / "layer.pt2"
+    made = "torch.export.export(implicit_attention.ImplicitAttention(8, 2).eval(), (torch.zeros(1, 70, 8),))"
+    run(f"import torch, implicit_attention; torch.export.save({made}, {str(saved)!r})")
+    asked = f"torch.export.load({str(saved)!r}).module()(torch.zeros(1, 70, 8)).shape"
+    assert run(f"import torch, implicit_attention; print(*{asked})") == "1 70 8"
 
 
 def test_public_names_are_there_and_documented():

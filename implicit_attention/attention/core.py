@@ -19,6 +19,7 @@ from .._autograd import (
     uncompiled,
 )
 from .._reporting import report_failures
+from .._solve import solve
 from .._types import Impl
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
@@ -27,7 +28,6 @@ from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
-from ..solve import solve
 from ..solvers import Picard
 from ..status import Status
 from .heads import group_size, split_groups

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._autograd import HALF, at_least_single, is_batched
+from .._solve import solve
 from ..adjoints import Adjoint, Implicit, Unrolled
 from ..fixed_point_map import PerSample, Shared
 from ..linear import GMRES
 from ..options import SolveOptions
 from ..solution import AdjointReport, Record, Solution
-from ..solve import solve
 from ..solvers import Picard, Solver
 from ..status import Status
 from .block_map import BlockMap, BlockProblem

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import _validate
 from .._autograd import at_least_single, transforms_active, uncompiled
+from .._solve import solve
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
 from ..attention.heads import merge_heads, split_heads
@@ -17,7 +18,6 @@ from ..attention.masks import check_key_mask, for_heads, pairs_that_read
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..options import SolveOptions
 from ..solution import Solution
-from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from .couplings import FreeCouplings, SoftmaxCouplings
 from .mean_field_map import (

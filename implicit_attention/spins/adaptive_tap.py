@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._solve import solve
 from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
 from ..solution import Remedies, Solution, SolveReport
-from ..solve import solve
 from ..solvers import NewtonKrylov, Solver
 from ..status import Status
 from ._adaptive_tap import SiteEquations, descended, guarded_inverse

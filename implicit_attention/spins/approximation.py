@@ -14,11 +14,11 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import grad, vjp
 from .._declared import restricted
+from .._solve import solve
 from ..adjoints import Adjoint
 from ..potentials import SphereUnits, SphericalLaw
 from ..problem import Problem
 from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
-from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
 from ._curvature import everywhere

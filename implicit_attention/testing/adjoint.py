@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from .._solve import solve
 from ..adjoints import Adjoint
 from ..energies import AnchoredEnergy, EnergyFunction
 from ..fixed_point_map import FixedPointMap
 from ..potentials import LogSumExp
 from ..problem import Problem
-from ..solve import solve
 from ..solvers import Anderson, Picard, Solver
 from .numerics import dense_gradients, random, relative_error
 

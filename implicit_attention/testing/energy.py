@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._solve import solve
 from ..energies import Energy
 from ..problem import pullback
-from ..solve import solve
 from ..solvers import Anderson
 from .numerics import dense_jacobian, random
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from .._solve import solve
 from ..energies import AnchoredEnergy
 from ..errors import ConvergenceError
 from ..fixed_point_map import FixedPointMap
 from ..potentials import LogSumExp, SquaredScores
 from ..problem import Problem
 from ..solution import Solution
-from ..solve import solve
 from ..solvers import Solver
 from ..status import Status
 from .numerics import random
