@@ -310,10 +310,13 @@ class KernelPotential(KeyPotential):
         found, common = self._described(x)
         if self._in_logs:
             empty = self.state.isneginf().all(-1)
-            logits = (found + self.state).masked_fill(empty[..., None], 0.0)
-            total = logits.logsumexp(-1)
-            shares = (logits - total[..., None]).exp().masked_fill(empty[..., None], 0.0)
-            return Kernel(x, total + common.squeeze(-1), shares, shares, empty)
+            logits = found + self.state.masked_fill(empty[..., None], 0.0)
+            # One exponential for the sum and the shares.
+            top = logits.detach().amax(-1, keepdim=True)
+            terms = (logits - top).exp()
+            total = terms.sum(-1, keepdim=True)
+            shares = terms * total.reciprocal().masked_fill(empty[..., None], 0.0)
+            return Kernel(x, (total.log() + top + common).squeeze(-1), shares, shares, empty)
         terms = found * self.state
         total = terms.sum(-1)
         empty = total == 0
