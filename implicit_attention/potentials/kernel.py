@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import at_least_single, check_graph, host_may_look, vjp
+from .._autograd import HALF, at_least_single, check_graph, host_may_look, vjp
 from .._declared import restricted
 from ._read import check_masks, joined
-from .kernel_features import OWN, running_logsumexp
+from .kernel_features import OWN, Features, running_logsumexp
 from .scored_keys import SMALL_PRODUCT, KeyPotential
 
 # Rows whose pairs are formed at once where a query reads the keys up to its own.
@@ -49,7 +49,7 @@ class KernelPotential(KeyPotential):
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; a mask or bias per query; beta <= 0; features
-            of another shape, or negative ones of keys where the host can look (elsewhere they become NaN).
+            of another shape, or negative ones of keys where the host can look (others become NaN).
 
     Gradients: with respect to z, keys, beta, bias and the features' own tensors, to any order that the features have.
     Those of the keys pass through S: `tensors()` holds both, and `replace` with other keys leaves S as it was.
@@ -85,15 +85,16 @@ class KernelPotential(KeyPotential):
         causal: bool = False,
     ) -> None:
         super().__init__(keys, beta)
-        given: object = features
+        given: Any = features
         if not callable(given):
             required = "be a function of (..., D) with results (..., m)"
             raise TypeError(_validate.message("features", required, repr(given), "for example EluFeatures()"))
         check_masks(mask, bias, keys)
         _check_per_key("mask", mask, keys)
         _check_per_key("bias", bias, keys)
-        # Called, and asked for what else it has.
-        self.features: Any = features
+        # A solve wants one dtype and device of all tensors.
+        own = isinstance(given, Features)
+        self.features: Any = given.replace(*(t.to(keys) for t in given.tensors())) if own else given
         self.mask = mask
         self.bias = bias
         self.causal = causal
@@ -158,13 +159,15 @@ class KernelPotential(KeyPotential):
             A new potential; this one is as it was. The new one holds S but no keys, and has no weights and read-out.
 
         Raises:
-            TypeError, ValueError: as the class; a potential with causal=True, which has an S for each query.
+            TypeError, ValueError: as the class; keys in half precision; causal=True, with which each query has its S.
 
         Gradients: with respect to the keys of both.
         """
         remedy = "make the potential without it: the next query reads all keys"
         _validate.require(not self.causal, "causal", "be False to append keys", True, remedy)
         _validate.check_float_tensor("keys", keys, min_ndim=2)
+        required, remedy = "be in float32 or float64 to append to", "convert them: in half precision S stops growing"
+        _validate.require(keys.dtype not in HALF, "keys", required, keys.dtype, remedy)
         required = f"have the dimension {self.keys.shape[-1]} of those before on its last axis"
         _validate.require(keys.shape[-1] == self.keys.shape[-1], "keys", required, f"shape {tuple(keys.shape)}")
         _validate.check_same_kind([("the keys before", self.keys), ("keys", keys)])
@@ -270,7 +273,7 @@ class KernelPotential(KeyPotential):
             state = state.masked_fill(~self._reached(counted)[..., None], -torch.inf)
         else:
             state = weights.cumsum(-2) if self.causal else weights.sum(-2, keepdim=True)
-        return state.masked_fill(self._reached(bad)[..., None], torch.nan)
+        return state.masked_fill(self._reached(bad)[..., None], torch.nan).to(self.keys.dtype)
 
     def _reached(self, keys: Tensor) -> Tensor:
         """Which queries (*#batch, N or 1) read one of these keys (*#batch, M)."""
@@ -306,22 +309,22 @@ class KernelPotential(KeyPotential):
         return _validate.inside(found, low=0.0), common
 
     def _kernel(self, z: Tensor) -> Kernel:
-        x = self._root * at_least_single(z)
+        x, state = self._root * at_least_single(z), at_least_single(self.state)
         found, common = self._described(x)
         if self._in_logs:
-            empty = self.state.isneginf().all(-1)
-            logits = found + self.state.masked_fill(empty[..., None], 0.0)
+            empty = state.isneginf().all(-1)
+            logits = found + state.masked_fill(empty[..., None], 0.0)
             # One exponential for the sum and the shares.
             top = logits.detach().amax(-1, keepdim=True)
             terms = (logits - top).exp()
             total = terms.sum(-1, keepdim=True)
             shares = terms * total.reciprocal().masked_fill(empty[..., None], 0.0)
             return Kernel(x, (total.log() + top + common).squeeze(-1), shares, shares, empty)
-        terms = found * self.state
+        terms = found * state
         total = terms.sum(-1)
         empty = total == 0
         total = total.masked_fill(empty, 1.0)
-        cotangent = (self.state / total[..., None]).masked_fill(empty[..., None], 0.0)
+        cotangent = (state / total[..., None]).masked_fill(empty[..., None], 0.0)
         return Kernel(x, total.log(), terms / total[..., None], cotangent, empty)
 
     def _value(self, kernel: Kernel) -> Tensor:
@@ -387,13 +390,11 @@ class Kernel(NamedTuple):
 def _check_per_key(name: str, pairs: Tensor | None, keys: Tensor) -> None:
     if pairs is None:
         return
-    _validate.require(
-        pairs.ndim == 1 or pairs.shape[-2] == 1,
-        name,
-        "be the same for all queries, shape (*batch, 1, M)",
-        f"shape {tuple(pairs.shape)}",
+    remedy = (
         "for causal attention use functools.partial(KernelPotential, features=..., causal=True) without a causal mask, "
-        "for other pairs LogSumExp",
+        "for other pairs LogSumExp"
     )
+    required, received = "be the same for all queries, shape (*batch, 1, M)", f"shape {tuple(pairs.shape)}"
+    _validate.require(pairs.ndim == 1 or pairs.shape[-2] == 1, name, required, received, remedy)
     lead = pairs.shape[:-2] if pairs.ndim > 1 else pairs.shape[:0]
     _validate.check_together(name, lead, keys.shape[:-2], "the leading axes of `keys`")

@@ -483,6 +483,16 @@ def test_a_row_has_its_bits_alone(size, name):
             assert torch.equal(alone, whole[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_random_features_take_the_precision_of_the_keys(dtype):
+    keys, x = random(*KEYS, dtype=dtype), random(2, 3, 5, seed=1, dtype=dtype)
+    found = solve(AnchoredEnergy(KernelPotential(keys, 0.7, features=positive()), x, 0.6), x)
+    assert found.converged.all()
+    wide = KernelPotential(keys.double(), 0.7, features=positive())
+    expected = solve(AnchoredEnergy(wide, x.double(), 0.6), x.double()).value
+    assert relative_error(found.value, expected) < (1e-4 if dtype == torch.float32 else 3e-2)
+
+
 def test_layouts_of_keys_and_states():
     """Shared keys, expanded and transposed tensors answer like their copies."""
     keys, z = random(2, 1, 7, 5), random(2, 4, 3, 5, seed=1)
@@ -525,6 +535,8 @@ def test_bad_arguments_are_named():
         make(causal=True).check_state("z", z)
     with pytest.raises(ValueError, match="`causal` must be False to append keys"):
         make(causal=True).append(keys)
+    with pytest.raises(ValueError, match="`keys` must be in float32 or float64 to append to"):
+        make().append(keys.bfloat16())
     with pytest.raises(ValueError, match="`keys` must have the dimension 5"):
         make().append(random(2, 1, 4))
     with pytest.raises(ValueError, match="`dropout_p` must be 0 for KernelPotential"):
