@@ -49,7 +49,7 @@ class KernelPotential(KeyPotential):
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; a mask or bias per query; beta <= 0; features
-            of another shape, or negative ones of keys where the host can look (others become NaN).
+            of another shape, or negative ones of keys where the host can look. Other negative ones become NaN.
 
     Gradients: with respect to z, keys, beta, bias and the features' own tensors, to any order that the features have.
     Those of the keys pass through S: `tensors()` holds both, and `replace` with other keys leaves S as it was.
@@ -57,8 +57,7 @@ class KernelPotential(KeyPotential):
     Reference: Katharopoulos et al. (2020), eq. 5 and 9, for S and the read-out; Choromanski et al. (2021) for random
     features. Phi is the logarithm of the denominator there, over beta.
 
-    Not for few keys, or keys that are to be told apart sharply: use `LogSumExp`, which is exact, convex and no slower
-    for M below about m.
+    Not for few keys, or keys that are to be told apart sharply: use `LogSumExp`, which is convex.
 
     Examples:
         >>> import functools, torch
