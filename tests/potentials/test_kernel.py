@@ -96,7 +96,8 @@ class TestCausalPositive(PotentialContract):
 
 class TestCausalRelu(PotentialContract):
     def make(self, dtype):
-        keys = random(2, 3, 5, dtype=dtype)
+        # Positive: where S is 0, finite differences would make it negative.
+        keys = random(2, 3, 5, dtype=dtype).abs()
         mask = torch.tensor([[[True, True, False]], [[True, False, True]]])
         return KernelPotential(keys, 0.7, features=ReluFeatures(), mask=mask, causal=True)
 
@@ -166,7 +167,7 @@ def test_gradients_reach_what_the_sum_is_made_of(features, causal):
 
     inputs = [t.clone().requires_grad_() for t in (z, keys, beta, bias, values)]
     assert torch.autograd.gradcheck(results, inputs)
-    assert torch.autograd.gradgradcheck(results, inputs)
+    assert torch.autograd.gradgradcheck(results, inputs, fast_mode=True)
 
 
 def test_directions_can_be_learned():
