@@ -63,9 +63,9 @@ class KernelPotential(KeyPotential):
         >>> import functools, torch
         >>> from implicit_attention import ImplicitAttention
         >>> from implicit_attention.potentials import EluFeatures, KernelPotential
-        >>> phi = KernelPotential(torch.eye(3), 8.0, features=EluFeatures())
-        >>> phi.mean(torch.tensor([[0.9, 0.1, 0.0]])).round(decimals=3)
-        tensor([[0.0940, 0.2610, 0.3350]])
+        >>> phi = KernelPotential(2 * torch.eye(3), 1.0, features=EluFeatures())
+        >>> phi.readout(torch.tensor([[1.0, 0.0, -1.0]]), values=torch.eye(3)).round(decimals=3)
+        tensor([[0.4380, 0.3190, 0.2440]])
         >>> linear = functools.partial(KernelPotential, features=EluFeatures())
         >>> ImplicitAttention(8, heads=2, potential=linear)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])
