@@ -13,6 +13,8 @@ from .squared_scores import SquaredScores
 if TYPE_CHECKING:
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
+    from .kernel import KernelPotential
+    from .kernel_features import EluFeatures, PositiveFeatures, ReluFeatures
     from .laws import (
         BernoulliUnits,
         ConstantUnits,
@@ -36,6 +38,10 @@ __all__ = [
     "SoftcapLogSumExp",
     "SquaredScores",
     "SelfAttention",
+    "KernelPotential",
+    "PositiveFeatures",
+    "EluFeatures",
+    "ReluFeatures",
     "GaussianMixture",
     "HiddenUnits",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
@@ -60,6 +66,8 @@ __all__ = [
 _LAZY = {
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
+    "kernel": ("KernelPotential",),
+    "kernel_features": ("EluFeatures", "PositiveFeatures", "ReluFeatures"),
     "softcap": ("SoftcapLogSumExp",),
     "unit": ("SiteLaw", "Units"),
     "sphere": ("SignUnits", "SphereUnits"),
