@@ -22,9 +22,11 @@ if TYPE_CHECKING:
         LaplaceUnits,
         PoissonUnits,
     )
+    from .normalised_scores import NormalisedScores
     from .softcap import SoftcapLogSumExp
     from .sphere import SignUnits, SphereUnits
     from .spherical import AmosResponse, LargeDResponse, SaddlePointResponse, SphericalLaw
+    from .summed_scores import Exponential, Polynomial, units_potential
     from .unit import SiteLaw, Units
 
 __all__ = [
@@ -35,6 +37,10 @@ __all__ = [
     "Softmax1",
     "SoftcapLogSumExp",
     "SquaredScores",
+    "Polynomial",
+    "Exponential",
+    "units_potential",
+    "NormalisedScores",
     "SelfAttention",
     "GaussianMixture",
     "HiddenUnits",
@@ -60,7 +66,9 @@ __all__ = [
 _LAZY = {
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
+    "normalised_scores": ("NormalisedScores",),
     "softcap": ("SoftcapLogSumExp",),
+    "summed_scores": ("Exponential", "Polynomial", "units_potential"),
     "unit": ("SiteLaw", "Units"),
     "sphere": ("SignUnits", "SphereUnits"),
     "spherical": ("AmosResponse", "LargeDResponse", "SaddlePointResponse", "SphericalLaw"),
