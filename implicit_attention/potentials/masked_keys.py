@@ -184,7 +184,8 @@ class MaskedKeys(KeyPotential):
 
     def _bound(self, keys: Tensor, factor: float) -> Tensor:
         """factor beta lambda_max(K^T K), (*batch)."""
-        return factor * self.beta * torch.linalg.matrix_norm(keys, ord=2).square().to(self.keys)
+        largest: Tensor = torch.linalg.matrix_norm(keys, ord=2)
+        return factor * self.beta * largest.square().to(self.keys)
 
 
 class Read(NamedTuple):

@@ -195,8 +195,8 @@ class Polynomial(SummedScores):
 class Exponential(SummedScores):
     """Phi(z) = (1/beta) sum_j exp(beta <k_j, z> + bias_j): log-sum-exp without the logarithm.
 
-    mean(z) = sum_j exp(s_j) k_j, attention whose weights are not normalised. Its keys do not compete: all with a score above
-    0 pull, by more than their own length.
+    mean(z) = sum_j exp(s_j) k_j, attention whose weights are not normalised. Its keys do not compete: all with a score
+    above 0 pull, by more than their own length.
 
     The anchored energy is never bounded below, unless all keys are 0. In float32 it overflows at scores above 88.
 

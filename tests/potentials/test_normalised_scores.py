@@ -65,7 +65,7 @@ def test_printed_numbers():
 def test_its_weights_are_a_layer_norm_over_the_keys_that_are_read(eps):
     keys, z, bias = random(*KEYS), random(2, 3, 5, seed=1), random(2, 3, 7, seed=4)
     mask, beta = empty_row(), (0.5, 1.3)
-    potential = NormalisedScores(keys, torch.tensor(beta).double(), mask=mask, bias=bias, eps=eps)
+    potential = NormalisedScores(keys, torch.tensor(beta, dtype=torch.float64), mask=mask, bias=bias, eps=eps)
     value, mean = potential.evaluate(z)
     for b in range(2):
         for n in range(3):
@@ -171,6 +171,22 @@ def test_what_is_not_read_changes_nothing():
         assert poison == 1e200 or mean[:, 0].isnan().all()
         assert torch.equal(torch.autograd.grad(mean[:, 1:].square().sum(), z)[0][:, 1:], by_z[:, 1:])
         assert NormalisedScores(poisoned, 0.7, mask=mask[:, 1:2]).lipschitz().isfinite().all()
+
+
+def test_keys_in_any_layout():
+    keys, z, mask, expected = random(*KEYS), random(2, 3, 5, seed=1), empty_row(), None
+    strided = torch.zeros(2, 14, 10).double()
+    strided[:, ::2, ::2] = keys
+    for k in (keys, keys.mT.contiguous().mT, strided[:, ::2, ::2]):
+        for x in (z, z.mT.contiguous().mT):
+            potential = NormalisedScores(k, 0.7, mask=mask.mT.contiguous().mT)
+            found = (*potential.evaluate(x), potential.covariance_product(x, x))
+            expected = found if expected is None else expected
+            for got, want in zip(found, expected, strict=True):
+                close(got, want)
+    one = NormalisedScores(keys[:1], 0.7, mask=mask[:1, :1])
+    many = NormalisedScores(keys[:1].expand(2, 7, 5), 0.7, mask=mask[:1, :1].expand(2, 3, 7))
+    close(one.mean(z), many.mean(z))
 
 
 def test_equilibria_and_their_gradients():

@@ -358,6 +358,23 @@ def test_a_score_outside_the_domain_stays_in_its_row(units):
     assert masked.value(z).isfinite().all()
 
 
+@each
+def test_keys_in_any_layout(make):
+    keys, z, mask, expected = keys_of(2, 7, 5), random(2, 3, 5, seed=1), empty_row(), None
+    strided = torch.zeros(2, 14, 10).double()
+    strided[:, ::2, ::2] = keys
+    for k in (keys, keys.mT.contiguous().mT, strided[:, ::2, ::2]):
+        for x in (z, z.mT.contiguous().mT):
+            potential = make(k, 0.7, mask=mask.mT.contiguous().mT)
+            found = (*potential.evaluate(x), potential.covariance_product(x, x))
+            expected = found if expected is None else expected
+            for got, want in zip(found, expected, strict=True):
+                close(got, want)
+    one = make(keys[:1], tensor([0.7]), mask=mask[:1, :1])
+    many = make(keys[:1].expand(2, 7, 5), tensor(0.7).expand(2), mask=mask[:1, :1].expand(2, 3, 7))
+    close(one.mean(z), many.mean(z))
+
+
 # Bounds.
 
 
