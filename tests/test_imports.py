@@ -170,8 +170,10 @@ def test_operations_are_asked_for_in_two_places():
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] not in ("ops", "testing") and "ops" in imported_parts(path)
     }
-    # The root only makes them known to torch.
-    assert askers - {""} == {"fused", "potentials.scored_keys"}
+    # The root only makes them known to torch; the third takes the layout of keys from there, no operation.
+    layout = PACKAGE / "potentials" / "masked_keys.py"
+    assert askers - {""} == {"fused", "potentials.scored_keys", dotted_name(layout)}
+    assert set(re.findall(r"from \.\.ops\.(\w+) import", layout.read_text())) == {"fold", "problem"}
 
 
 def test_parts_import_only_what_they_may():

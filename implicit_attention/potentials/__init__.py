@@ -24,9 +24,11 @@ if TYPE_CHECKING:
         LaplaceUnits,
         PoissonUnits,
     )
+    from .normalised_scores import NormalisedScores
     from .softcap import SoftcapLogSumExp
     from .sphere import SignUnits, SphereUnits
     from .spherical import AmosResponse, LargeDResponse, SaddlePointResponse, SphericalLaw
+    from .summed_scores import Exponential, Polynomial, units_potential
     from .unit import SiteLaw, Units
 
 __all__ = [
@@ -37,6 +39,10 @@ __all__ = [
     "Softmax1",
     "SoftcapLogSumExp",
     "SquaredScores",
+    "Polynomial",
+    "Exponential",
+    "units_potential",
+    "NormalisedScores",
     "SelfAttention",
     "KernelPotential",
     "PositiveFeatures",
@@ -68,7 +74,9 @@ _LAZY = {
     "hidden_units": ("HiddenUnits",),
     "kernel": ("KernelPotential",),
     "kernel_features": ("EluFeatures", "PositiveFeatures", "ReluFeatures"),
+    "normalised_scores": ("NormalisedScores",),
     "softcap": ("SoftcapLogSumExp",),
+    "summed_scores": ("Exponential", "Polynomial", "units_potential"),
     "unit": ("SiteLaw", "Units"),
     "sphere": ("SignUnits", "SphereUnits"),
     "spherical": ("AmosResponse", "LargeDResponse", "SaddlePointResponse", "SphericalLaw"),

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import sum_to_shape
 from .base import CovarianceMap, Potential
-from .unit import Units
+from .unit import Units, check_units
 
 
 class HiddenUnits(Potential):
@@ -54,10 +54,7 @@ class HiddenUnits(Potential):
         _validate.check_float_tensor("weights", weights, min_ndim=2)
         required = "have at least one visible and one hidden unit, shape (*batch, D, H)"
         _validate.require(0 not in weights.shape[-2:], "weights", required, f"shape {tuple(weights.shape)}")
-        if not isinstance(units, Units):
-            raise TypeError(_validate.message("units", "be Units", repr(units), "for example BernoulliUnits(0.5)"))
-        required = "have a largest variance >= 0, infinite if there is none"
-        _validate.require(units.largest_variance >= 0, "units", required, units)
+        check_units(units)
         self.weights = weights
         self.units = units
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .. import _validate
 from .log_sum_exp import LogSumExp
-from .scored_keys import Read, ScoredKeys
+from .masked_keys import Read
+from .scored_keys import ScoredKeys
 
 
 class SoftcapLogSumExp(ScoredKeys):

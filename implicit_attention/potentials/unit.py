@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor
@@ -67,6 +67,14 @@ class Units:
         """K''(t)."""
         second: Tensor = grad(lambda t: self.mean(t).sum())(t)
         return second
+
+
+def check_units(units: Any) -> None:
+    """Raise unless `units` is the law of one hidden unit, with a dimension where it needs one."""
+    if not isinstance(units, Units):
+        raise TypeError(_validate.message("units", "be Units", repr(units), "for example BernoulliUnits(0.5)"))
+    required = "have a largest variance >= 0, infinite if there is none"
+    _validate.require(units.largest_variance >= 0, "units", required, units)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from implicit_attention import (
     Status,
     solve,
 )
-from implicit_attention.potentials import GaussianMixture, HiddenUnits, SignUnits, SoftcapLogSumExp
+from implicit_attention.potentials import GaussianMixture, HiddenUnits, Polynomial, SignUnits, SoftcapLogSumExp
 from implicit_attention.testing.numerics import random, relative_error
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}
@@ -30,6 +30,7 @@ def closed_forms():
         "LogSumExp": (LogSumExp, (keys, 0.7)),
         "SoftcapLogSumExp": (SoftcapLogSumExp, (keys, 0.7, 2.0)),
         "SquaredScores": (SquaredScores, (keys / 10, 0.5)),
+        "Polynomial": (Polynomial, (keys / 10, 0.5)),
         "HiddenUnits": (HiddenUnits, (keys.mT / 4, SignUnits())),
         "GaussianMixture": (GaussianMixture, (keys, square @ square.mT, torch.zeros(70, dtype=torch.float64))),
     }

@@ -1,0 +1,261 @@
+"""Keys with a mask and a bias per query: arguments, layout, what each query reads of them, restriction to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from typing_extensions import Self
+
+from .. import _validate
+from .._autograd import sum_to_shape
+from .._declared import restricted
+from ..ops.fold import SMALL_PRODUCT as SMALL_PRODUCT
+from ..ops.fold import Fold, row_block
+from ..ops.problem import common as common
+from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan
+from .base import CovarianceMap, Potential
+
+# Scores below half of this are lost in rounding beside a bias of this / eps.
+LOST = 64.0
+
+
+class KeyPotential(Potential):
+    """Base of potentials that are sums over keys (*batch, M, D) at inverse temperature beta.
+
+    `beta` is a float or a tensor that broadcasts to *batch.
+    """
+
+    keys: Tensor
+    beta: float | Tensor
+
+    def __init__(self, keys: Tensor, beta: float | Tensor) -> None:
+        _validate.check_float_tensor("keys", keys, min_ndim=2)
+        if keys.shape[-2] == 0:
+            received = f"shape {tuple(keys.shape)}"
+            raise ValueError(_validate.message("keys", "hold at least one key", received, "mask keys out instead"))
+        self.keys = keys
+        remedy = "parametrise it, for example as an exponential"
+        self.beta = _validate.check_per_batch("beta", beta, low=0.0, open_low=True, remedy=remedy)
+        if isinstance(beta, Tensor):
+            _validate.check_same_kind([("keys", keys), ("beta", beta)])
+            _validate.check_together("beta", beta.shape, keys.shape[:-2], "the leading axes of `keys`")
+
+    @property
+    def _row_scale(self) -> float | Tensor:
+        """Beta, shaped to multiply one number per row."""
+        if not isinstance(self.beta, Tensor):
+            return self.beta
+        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None]
+
+    @property
+    def _scale(self) -> float | Tensor:
+        """Beta, shaped to multiply scores or states."""
+        scale = self._row_scale
+        return scale[..., None] if isinstance(scale, Tensor) else scale
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        _validate.check_float_tensor(argument, z, min_ndim=2)
+        if z.shape[-1] != self.keys.shape[-1]:
+            required = f"have the keys' dimension {self.keys.shape[-1]} on its last axis"
+            raise ValueError(_validate.message(argument, required, f"shape {tuple(z.shape)}"))
+        _validate.check_same_kind([("keys", self.keys), (argument, z)])
+        _validate.check_broadcast("keys", self.keys.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
+        _validate.check_fits_batch("beta", self.beta, argument, z)
+
+    def diameter(self) -> Tensor:
+        """The largest distance between two keys of a set, (*batch), or slightly more; blocks, no (M, M, D) tensor."""
+        keys = in_double(self.keys)
+        # Matrix products tell no distance that is small beside the keys themselves.
+        keys = keys - common(keys)
+        blocks = [torch.cdist(part, keys).amax(dim=(-1, -2)) for part in torch.split(keys, 512, dim=-2)]
+        largest = torch.stack(blocks).amax(0) * (1 + 8 * keys.shape[-1] * torch.finfo(keys.dtype).eps)
+        return (largest * (1 + 2 * torch.finfo(self.keys.dtype).eps)).to(self.keys)
+
+
+class MaskedKeys(KeyPotential):
+    """Base of potentials that read each key by its score s_j = beta <k_j, z>, with a mask and a bias of every pair.
+
+    Args:
+        keys: (*batch, M, D).
+        beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
+        mask: boolean, broadcasts to (*batch, N, M); True = the query attends to the key.
+        bias: added to the scores, broadcasts to (*batch, N, M); -inf masks.
+    """
+
+    #: The attributes for which `select` is written out.
+    _held: ClassVar[tuple[str, ...]] = ("keys", "beta", "mask", "bias")
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "*batch M D"],
+        beta: float | Float[Tensor, "*#batch"],
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> None:
+        super().__init__(keys, beta)
+        check_masks(mask, bias, keys)
+        self.mask = mask
+        self.bias = bias
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        super().check_state(argument, z)
+        check_masks_fit(self.mask, self.bias, argument, z, self.keys.shape[-2], "(*batch, N, M)")
+
+    @property
+    def row_block(self) -> int:  # type: ignore[override]
+        keys = self.keys
+        return row_block(keys.shape[-1], keys.shape[-2], keys.dtype) if keys.device.type == "cpu" else super().row_block
+
+    def select(self, index: Tensor) -> Self | None:
+        if not self._has_only(*self._held):
+            return None
+        return self if self.mask is None and self.bias is None else restricted(self, index, mask=1, bias=1)
+
+    # Parts.
+
+    def _read(self, z: Tensor, values: Tensor | None = None) -> Read:
+        """What the mask leaves to be read by states of z's shape."""
+        held = [self.keys] if values is None else [self.keys, values]
+        fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in held))
+        held = [fold.moved(t) for t in held]
+        pairs, attended = joined(*(None if t is None else fold.moved(t) for t in (self.mask, self.bias)))
+        empty = poison = None
+        if attended is not None:
+            empty = ~attended.any(-1)
+            if not surely_finite(*held):
+                held, poison = without_nan(held, attended, z.dtype)
+        held = [fold.rows(t) for t in held]
+        return Read(fold, held[0], held[-1], pairs, empty, poison)
+
+    def _products(self, z: Tensor, read: Read) -> Tensor:
+        """The scores s without function, bias and mask."""
+        return read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
+
+    def _scores_read(self, z: Tensor, read: Read) -> Tensor:
+        """The scores with bias, zeros where the query does not attend to the key."""
+        scores, pairs = self._products(z, read), read.pairs
+        if pairs is not None and pairs.dtype != torch.bool:
+            scores = scores + pairs
+        return read.zero_unread(scores)
+
+    def _covariance_map(
+        self, z: Tensor, read: Read, pull: Tensor, change: Callable[[Tensor], Tensor]
+    ) -> CovarianceMap | None:
+        """`linearize` of mean = sum_j w_j(s) k_j, given w (zero where a key is not read) and dw/ds, which is symmetric.
+
+        None for a subclass that holds more than its class: its tensors would have no gradients.
+        """
+        if not self._has_only(*self._held):
+            return None
+        fold, keys = read.fold, read.keys
+
+        def product(v: Tensor) -> Tensor:
+            return self._scale * fold.restored(fold.product(change(fold.product(fold.moved(v), keys.mT)), keys))
+
+        def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
+            u, scaled, rows = fold.moved(u), fold.moved(self._scale * z), fold.rows
+            changed = change(fold.product(u, keys.mT))
+            by_keys = rows(pull).mT @ rows(u) + rows(changed).mT @ rows(scaled)
+            gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
+            if isinstance(self.beta, Tensor):
+                by_beta = (fold.restored(fold.product(changed, keys)) * z).sum((-1, -2))
+                gradients.append(sum_to_shape(by_beta, self.beta.shape))
+            if self.mask is not None:
+                gradients.append(None)
+            if self.bias is not None:
+                gradients.append(sum_to_shape(fold.restored(changed), self.bias.shape))
+            return tuple(gradients)
+
+        return CovarianceMap(product, pullback)
+
+    def _keys_read(self) -> Tensor:
+        """The keys in float64 without graph, for bounds: zeros where no query reads one or it is not finite."""
+        keys = in_double(self.keys)
+        counts = torch.isfinite(keys).all(-1)
+        attended = joined(self.mask, self.bias)[1]
+        if attended is not None:
+            counts = counts & (attended.any(-2) if attended.ndim > 1 else attended).to(keys.device)
+        return keys.where(counts[..., None], 0.0)
+
+    def _bound(self, keys: Tensor, factor: float) -> Tensor:
+        """factor beta lambda_max(K^T K), (*batch)."""
+        largest: Tensor = torch.linalg.matrix_norm(keys, ord=2)
+        return factor * self.beta * largest.square().to(self.keys)
+
+
+class Read(NamedTuple):
+    """What states read of the keys, in the layout of `fold`.
+
+    Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
+    no key, and NaN for the rows that attend to a key that is not finite.
+    """
+
+    fold: Fold
+    keys: Tensor
+    values: Tensor
+    pairs: Tensor | None
+    empty: Tensor | None
+    poison: Tensor | None
+
+    @property
+    def attended(self) -> Tensor | None:
+        """Which pairs count; None if all do."""
+        return self.pairs if self.pairs is None or self.pairs.dtype == torch.bool else torch.ne(self.pairs, -torch.inf)
+
+    def zero_unread(self, pairs: Tensor) -> Tensor:
+        """Numbers of the pairs (..., N, M), zeros where the query does not attend to the key."""
+        attended = self.attended
+        return pairs if attended is None else pairs.masked_fill(~attended, 0.0)
+
+    def restricted(self, scores: Tensor) -> Tensor:
+        """Scores with the bias, and -inf where the mask is False."""
+        return restricted_to(scores, self.pairs, self.empty)
+
+    def zero_empty(self, values: Tensor, *, rows: bool = False, empty: float = 0.0) -> Tensor:
+        """`empty` for the queries that attend to no key; `rows` if a query has more than one number."""
+        if self.empty is None:
+            return values
+        return values.masked_fill(self.empty[..., None] if rows else self.empty, empty)
+
+    def finish(self, values: Tensor, *, rows: bool = False, empty: float = 0.0) -> Tensor:
+        """`zero_empty`, and NaN for the queries that attend to a key which is not finite, as (*batch, N, ...)."""
+        values = self.zero_empty(values, rows=rows, empty=empty)
+        if self.poison is not None:
+            values = values + (self.poison[..., None] if rows else self.poison)
+        return self.fold.restored(values)
+
+    def settled(self) -> tuple[Read, Tensor | None]:
+        """The same for kernels, and which queries (*#batch, #N, 1) must be read as zeros for that.
+
+        Where all biases of a row are so low that scores are lost beside them, only the largest biases matter. The
+        kernels find that answer but not its gradient, as they weigh by exp(score - logsumexp), which rounds in the same
+        way; a row of -inf has none at all. Without scores such a row is attention to its largest biases, now zeros.
+        """
+        if self.pairs is None:
+            return self, None
+        if self.pairs.dtype == torch.bool:
+            assert self.empty is not None
+            return self._replace(pairs=self.pairs | self.empty[..., None]), None
+        top = self.pairs.detach().amax(-1, keepdim=True)
+        low = top < -LOST / torch.finfo(torch.promote_types(top.dtype, torch.float32)).eps
+        largest = torch.zeros_like(top).where(self.pairs == top, -torch.inf)
+        return self._replace(pairs=largest.where(low, self.pairs)), self.fold.restored(low)
+
+    def centred(self) -> Read:
+        """The same for weights and covariances, which do not change when all keys are shifted, but their rounding."""
+        attended = self.attended
+        if attended is not None:
+            rows = tuple(range(self.fold.kept, attended.ndim - 1))
+            shape = *attended.shape[: self.fold.kept], self.keys.shape[-2]
+            attended = (attended.any(rows) if rows else attended).expand(shape)
+        return self._replace(keys=self.keys - common(self.keys, attended))
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """The same numbers in float64, where the device has it."""
+    return tensor.detach().to("cpu" if tensor.device.type == "mps" else tensor.device, torch.float64)

@@ -1,0 +1,331 @@
+"""Sums of a convex function of every score: polynomials, the exponential, and every law of a hidden unit."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Protocol
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .. import _validate
+from .._autograd import sum_to_shape
+from .base import CovarianceMap
+from .laws import GaussianUnits, PoissonUnits
+from .masked_keys import MaskedKeys, Read
+from .unit import Units, check_units
+
+
+class SummedScores(MaskedKeys):
+    """Base of Phi(z) = (1/beta) sum_j g(s_j) over the keys that z reads, with s_j = beta <k_j, z> + bias_j.
+
+    mean(z) = sum_j g'(s_j) k_j; covariance_product(z, v) = beta sum_j g''(s_j) k_j <k_j, v>.
+
+    A family defines the convex function g as `_summand`, with `_slope` and `_curvature`. A masked key adds nothing,
+    neither g(0) nor g(-inf). There are no weights that sum to one, so that nothing is read out.
+    """
+
+    convex = True
+    select = MaskedKeys.select
+    row_block = MaskedKeys.row_block
+
+    #: An upper bound on g''; infinite if there is none.
+    _largest_curvature: float = math.inf
+    #: Whether g'' comes as near to that as one likes for s -> inf, and g is bounded below.
+    _steepens: bool = True
+
+    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+        """Phi(z), (*batch, N, D) -> (*batch, N)."""
+        return self._sum(*self._scored(z))
+
+    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """sum_j g'(s_j) k_j, (*batch, N, D) -> (*batch, N, D)."""
+        return self._pull(*self._scored(z))
+
+    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        scored = self._scored(z)
+        return self._sum(*scored), self._pull(*scored)
+
+    def covariance_product(
+        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
+    ) -> Float[Tensor, "*batch N D"]:
+        """beta sum_j g''(s_j) k_j <k_j, v>, per row."""
+        read, scores, beta = self._scored(z)
+        fold, keys = read.fold, read.keys
+        weighted = read.zero_unread(self._curvature(scores, beta)) * fold.product(fold.moved(v), keys.mT)
+        return self._scale * read.finish(fold.product(weighted, keys), rows=True)
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        read, scores, beta = self._scored(z)
+        curvature = read.zero_unread(self._curvature(scores, beta))
+        slope = read.zero_unread(self._slope(scores, beta))
+        return self._covariance_map(z, read, slope, lambda change: curvature * change)
+
+    def bounded_below(self, scale: float) -> bool | None:
+        """True if scale sup g'' beta lambda_max(K^T K) < 1, False where the energy falls for ever along a key."""
+        if scale == 0 or super().bounded_below(scale):
+            return True
+        lengths = self._keys_read().square().sum(-1)
+        if not bool(lengths.any()):
+            return True
+        # Along the key alone; the others add what is bounded below.
+        steepness = scale * self._largest_curvature * self._row_scale * lengths.to(self.keys)
+        return False if self._steepens and bool((steepness > 1).any()) else None
+
+    def lipschitz(self) -> Tensor | None:
+        """sup g'' beta lambda_max(K^T K), (*batch); None where g'' is unbounded."""
+        largest = self._largest_curvature
+        return None if math.isinf(largest) else self._bound(self._keys_read(), largest)
+
+    # The function g, for scores and a beta that broadcasts to them.
+
+    def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        """g(s)."""
+        raise NotImplementedError
+
+    def _slope(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        """g'(s)."""
+        raise NotImplementedError
+
+    def _curvature(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        """g''(s)."""
+        raise NotImplementedError
+
+    # Parts.
+
+    def _scored(self, z: Tensor) -> tuple[Read, Tensor, float | Tensor]:
+        """What is read, and the scores and beta in that layout."""
+        read, beta = self._read(z), self._scale
+        return read, self._scores_read(z, read), read.fold.moved(beta) if isinstance(beta, Tensor) else beta
+
+    def _sum(self, read: Read, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return read.finish(read.zero_unread(self._summand(scores, beta)).sum(-1)) / self._row_scale
+
+    def _pull(self, read: Read, scores: Tensor, beta: float | Tensor) -> Tensor:
+        slope = read.zero_unread(self._slope(scores, beta))
+        return read.finish(read.fold.product(slope, read.keys), rows=True)
+
+
+class Polynomial(SummedScores):
+    """Phi(z) = (beta/n) sum_j relu(<k_j, z> + bias_j/beta)^n of degree n: dense associative memory.
+
+    In scores s_j = beta <k_j, z> + bias_j it is (1/beta) sum_j g(s_j) with g(s) = (s^2/n) (s/beta)^(n - 2) for s > 0.
+    mean(z) = beta sum_j relu(...)_j^(n-1) k_j. Degree 2 with beta 1 is the memory of the Energy Transformer, whose
+    energy is -Phi.
+
+    At degree 2 the anchored energy is bounded below while (1 - anchor) beta lambda_max(K^T K) < 1, K the matrix of
+    keys. At a higher degree it is not, unless all keys are 0: keep its states at a fixed length.
+
+    Args:
+        keys: (*batch, M, D).
+        beta: > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
+        degree: n, an integer >= 2.
+        mask: boolean, broadcasts to (*batch, N, M); True = the query reads the key. A masked key adds nothing.
+        bias: added to the scores beta <k_j, z>, broadcasts to (*batch, N, M); -inf masks.
+
+    Raises:
+        TypeError, ValueError: as `LogSumExp`; a degree that is no integer >= 2.
+
+    Gradients: with respect to z, keys, beta and bias, to any order. At a score of 0 the derivative of order `degree`
+    jumps; 0 is taken there.
+
+    Reference: Krotov and Hopfield (2016), rectified polynomials; Hoover et al. (2023), Energy Transformer, degree 2.
+
+    Not for a read-out of values: there are no weights that sum to one, so that layers take readout="state". Not for
+    softmax attention: use `LogSumExp`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.potentials import Polynomial
+        >>> phi = Polynomial(torch.eye(2), beta=1.0, degree=3)
+        >>> phi.mean(torch.tensor([[2.0, -1.0]])), phi.bounded_below(0.5)
+        (tensor([[4., 0.]]), False)
+        >>> ImplicitAttention(8, heads=2, potential=Polynomial, readout="state")(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    declares_all = True
+    _held = (*SummedScores._held, "degree")
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "*batch M D"],
+        beta: float | Float[Tensor, "*#batch"],
+        *,
+        degree: int = 2,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> None:
+        super().__init__(keys, beta, mask=mask, bias=bias)
+        self.degree: int = _validate.check_integer("degree", degree, low=2, remedy="degree 1 pulls all alike")
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        cov, beta, power = super().linearize(z), self.beta, 2 - self.degree
+        if cov is None or power == 0 or not isinstance(beta, Tensor):
+            return cov
+
+        def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
+            by_keys, by_beta, *others = cov.vjp_tensors(u)
+            assert by_beta is not None
+            # At fixed scores the mean goes like beta^(2 - degree).
+            own = sum_to_shape((u * self.mean(z)).sum((-1, -2)), beta.shape)
+            return by_keys, by_beta + power * own / beta, *others
+
+        return CovarianceMap(cov.product, pullback)
+
+    @property
+    def _largest_curvature(self) -> float:  # type: ignore[override]
+        return 1.0 if self.degree == 2 else math.inf
+
+    def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return scores * self._slope(scores, beta) / self.degree
+
+    def _slope(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        above = scores.relu()
+        return above if self.degree == 2 else above * (above / beta).pow(self.degree - 2)
+
+    def _curvature(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        if self.degree == 2:
+            return (scores > 0).to(scores.dtype)
+        return (self.degree - 1) * (scores.relu() / beta).pow(self.degree - 2)
+
+
+class Exponential(SummedScores):
+    """Phi(z) = (1/beta) sum_j exp(beta <k_j, z> + bias_j): log-sum-exp without the logarithm.
+
+    mean(z) = sum_j exp(s_j) k_j, attention whose weights are not normalised. Its keys do not compete: all with a score
+    above 0 pull, by more than their own length.
+
+    The anchored energy is never bounded below, unless all keys are 0. In float32 it overflows at scores above 88.
+
+    Args:
+        keys: (*batch, M, D).
+        beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
+        mask: boolean, broadcasts to (*batch, N, M); True = the query reads the key. A masked key adds nothing.
+        bias: added to the scores beta <k_j, z>, broadcasts to (*batch, N, M); -inf masks.
+
+    Raises:
+        TypeError, ValueError: as `LogSumExp`.
+
+    Gradients: with respect to z, keys, beta and bias, to any order.
+
+    Reference: Demircigil et al. (2017), exponential interaction.
+
+    Not for a read-out of values: there are no weights that sum to one, so that layers take readout="state". Not for
+    states without a bound on their length: use `LogSumExp`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.potentials import Exponential
+        >>> phi = Exponential(torch.eye(2), beta=2.0)
+        >>> phi.value(torch.zeros(1, 2)), phi.bounded_below(0.5)
+        (tensor([1.]), False)
+    """
+
+    declares_all = True
+
+    def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return scores.exp()
+
+    def _slope(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return scores.exp()
+
+    def _curvature(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return scores.exp()
+
+
+class UnitScores(SummedScores):
+    """What `units_potential` makes: g is the cumulant K of a law."""
+
+    declares_all = True
+    _held = (*SummedScores._held, "units")
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "*batch M D"],
+        beta: float | Float[Tensor, "*#batch"],
+        units: Units,
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> None:
+        super().__init__(keys, beta, mask=mask, bias=bias)
+        self.units = units
+
+    def bounded_below(self, scale: float) -> bool | None:
+        return True if self.units.linear_growth else super().bounded_below(scale)
+
+    @property
+    def _largest_curvature(self) -> float:  # type: ignore[override]
+        return self.units.largest_variance
+
+    @property
+    def _steepens(self) -> bool:  # type: ignore[override]
+        return type(self.units) in (GaussianUnits, PoissonUnits)
+
+    def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return self.units.cumulant(scores)
+
+    def _slope(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return self.units.mean(scores)
+
+    def _curvature(self, scores: Tensor, beta: float | Tensor) -> Tensor:
+        return self.units.variance(scores)
+
+
+class _Factory(Protocol):
+    def __call__(
+        self,
+        keys: Float[Tensor, "*batch M D"],
+        beta: float | Float[Tensor, "*#batch"],
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> UnitScores: ...
+
+
+def units_potential(units: Units) -> _Factory:
+    """A factory (keys, beta, *, mask, bias) of the potential of hidden units of any law, one for every key.
+
+    Phi(z) = (1/beta) sum_j K(s_j) with s_j = beta <k_j, z> + bias_j and the law's cumulant K;
+    mean(z) = sum_j K'(s_j) k_j; covariance_product(z, v) = beta sum_j K''(s_j) k_j <k_j, v>.
+    At beta 1 it is `HiddenUnits(keys.mT, units)`, with masks and biases.
+
+    Args:
+        units: the law, for example `BernoulliUnits(0.5)`.
+
+    Returns:
+        What layers take as `potential`, to be called with keys (*batch, M, D), beta > 0 (a float or a tensor that
+        broadcasts to *batch), and by name a boolean mask or a bias that broadcast to (*batch, N, M). A masked key, or
+        one of bias -inf, adds nothing; a low finite bias does not mask, as K may be anything there.
+
+    A row with a score outside the domain of K (`ExponentialUnits`, `LaplaceUnits`) has value and mean NaN; no other row
+    is changed. The anchored energy is bounded below for laws of linear growth, and for others while
+    (1 - anchor) beta max K'' lambda < 1 with lambda the largest eigenvalue of sum_j k_j k_j^T.
+
+    Raises:
+        TypeError, ValueError: units that are no `Units`, or `SphereUnits()` without a dimension; by what is returned,
+            as `LogSumExp`.
+
+    Gradients: with respect to z, keys, beta and bias, to any order.
+
+    Reference: Krotov and Hopfield (2021), for memory neurons that are summed over.
+
+    Not for a read-out of values: there are no weights that sum to one, so that layers take readout="state". Not for
+    units that exclude each other, of which one is on at a time: that is `LogSumExp`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.potentials import SignUnits, units_potential
+        >>> phi = units_potential(SignUnits())(torch.eye(2), beta=2.0)
+        >>> phi.mean(torch.tensor([[0.5, -3.0]]))
+        tensor([[ 0.7616, -1.0000]])
+        >>> layer = ImplicitAttention(8, heads=2, potential=units_potential(SignUnits()), readout="state")
+        >>> layer(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+    """
+    check_units(units)
+    return partial(UnitScores, units=units)
