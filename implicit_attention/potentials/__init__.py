@@ -11,6 +11,7 @@ from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
+    from .entmax import Entmax
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
     from .laws import (
@@ -33,6 +34,7 @@ __all__ = [
     "ReadsOut",
     "LogSumExp",
     "Softmax1",
+    "Entmax",
     "SoftcapLogSumExp",
     "SquaredScores",
     "SelfAttention",
@@ -58,6 +60,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "entmax": ("Entmax",),
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
     "softcap": ("SoftcapLogSumExp",),
