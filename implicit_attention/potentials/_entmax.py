@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import host_may_look, sum_to_shape
+from .._autograd import host_may_look, sum_to_shape, uncompiled
 
 # Numbers that are worked on at a time.
 BLOCK = 2**18
 
 
+@uncompiled
 def entmax(scores: Tensor, a: float | Tensor) -> Tensor:
     """The p that maximises <p, s> + H(p) over the simplex, along the last axis; derivatives of any order.
 
@@ -28,6 +29,7 @@ def entmax(scores: Tensor, a: float | Tensor) -> Tensor:
     return _Weights.apply(scores, a)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def maximum(scores: Tensor, p: Tensor, a: float | Tensor) -> Tensor:
     """<p, s> + H(p) at p = entmax(s), (..., N), whose derivative by s is p; H(p) = (1 - sum p^(1 + a))/(a (1 + a))."""
     return _Maximum.apply(scores, p, a)  # type: ignore[no-any-return, no-untyped-call]
@@ -102,7 +104,7 @@ class _Maximum(torch.autograd.Function):
     def forward(scores: Tensor, p: Tensor, a: float | Tensor) -> Tensor:
         top = scores.amax(-1, keepdim=True)
         # On the support p^a is that of the largest score and a (s - top), so that H needs no power of each p.
-        pull = ((scores - top) * a).clamp_(min=-1).mul_(p).sum(-1, keepdim=True)
+        pull = ((scores - top) * a).clamp(min=-1).mul_(p).sum(-1, keepdim=True)
         rise = torch.expm1(a * p.amax(-1, keepdim=True).log()) / a
         return (top + (pull - rise) / (1 + a)).squeeze(-1)
 
@@ -161,10 +163,10 @@ def _found(scores: Tensor, a: float | Tensor) -> Tensor:
 def _powers(shifted: Tensor, t: Tensor, a: float | Tensor) -> tuple[Tensor, Tensor]:
     """q^(1/a) and q^(1/a - 1) of q = [1 + a s - t]_+; NaN stays."""
     if isinstance(a, float) and a in (0.5, 1.0):
-        q = (shifted * a).sub_(t - 1).clamp_(min=0)
+        q = (shifted * a).sub_(t - 1).relu_()
         return (q, (q > 0).to(q)) if a == 1 else (q.square(), q)
     # As q - 1, since for small a there is little else in it.
-    rest = (a * shifted).clamp_(min=-1) - t
+    rest = (a * shifted).clamp(min=-1) - t
     out = rest <= -1
     rest = rest.masked_fill_(out, 0.0)
     p = (rest.log1p() / a).exp_().masked_fill_(out, 0.0)

@@ -206,7 +206,9 @@ class Entmax(ScoredKeys):
         alpha = _validate.inside(self.alpha, low=1.0, high=2.0, open_low=True)
         return read.fold.moved(at_least_single(alpha)[..., None, None] - 1)
 
-    def _weighed(self, z: Tensor, values: Tensor | None = None, *, centred: bool = False) -> tuple[Read, Tensor, Tensor]:
+    def _weighed(
+        self, z: Tensor, values: Tensor | None = None, *, centred: bool = False
+    ) -> tuple[Read, Tensor, Tensor]:
         """What is read, the scores and the weights; in float32 at least, since bfloat16 finds no threshold."""
         read = self._read(z, values)
         if centred:
