@@ -140,7 +140,7 @@ def _found(scores: Tensor, a: float | Tensor) -> Tensor:
     """Entmax itself."""
     shifted = scores - scores.amax(-1, keepdim=True)
     eps = torch.finfo(scores.dtype).eps
-    # t = a c. The norm |q|_(1/a) of q = [1 + a s - t]_+ is convex and falls in t, and the Newton steps of its root at 1,
+    # t = a c. The norm |q|_(1/a) of q = [1 + a s - t]_+ is convex and falls in t, and Newton steps for its root at 1,
     # which start where it is at least 1, rise to the root. By convexity each takes three quarters off (norm - 1) times
     # slope, which is at most M^2 at the start, and the slope is always at least 1.
     t = torch.zeros_like(shifted[..., :1])

@@ -13,7 +13,7 @@ from .._declared import Withdrawn
 from ._entmax import by_order, entmax, maximum, slopes
 from .base import CovarianceMap
 from .log_sum_exp import LogSumExp
-from .scored_keys import Read, ScoredKeys, common, in_double
+from .scored_keys import Read, ScoredKeys, in_double
 
 
 class Entmax(ScoredKeys):

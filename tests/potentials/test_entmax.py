@@ -1,4 +1,4 @@
-"""Entmax: the potential contract, the numbers of sparse attention by other routes, exact retrieval, and learned orders."""
+"""Entmax: the potential contract, its numbers by other routes, exact retrieval, learned orders."""
 
 import functools
 import math
@@ -326,7 +326,7 @@ def test_equilibria_and_their_gradients():
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
 def test_attention_differentiates_as_an_unrolled_reference(alpha):
     """The reference writes the map out with weights by bisection, and unrolls one more step for the gradient of it."""
-    query, keys = random(2, 2, 3, 4, seed=3).requires_grad_(), (0.6 * random(2, 2, 6, 4, seed=6)).requires_grad_()
+    query, keys = random(2, 2, 3, 4, seed=3).requires_grad_(), (0.3 * random(2, 2, 6, 4, seed=6)).requires_grad_()
     values = random(2, 2, 6, 3, seed=11).requires_grad_()
     inputs, beta, anchor = (query, keys, values), 0.6, 0.5
 
@@ -341,7 +341,7 @@ def test_attention_differentiates_as_an_unrolled_reference(alpha):
         return ((x - tau).where(support, 0.0)) ** round(1 / (alpha - 1))
 
     z = query
-    for _ in range(1000):
+    for _ in range(200):
         z = anchor * query + (1 - anchor) * weights(z) @ keys
     expected = weights(z) @ values
     options = SolveOptions(solver=Anderson(rtol=1e-13, atol=1e-13), adjoint=Implicit(CG(rtol=1e-13)))
