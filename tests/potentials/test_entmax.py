@@ -334,7 +334,7 @@ def test_attention_differentiates_as_an_unrolled_reference(alpha):
         scores = beta * z @ keys.mT
         support = by_bisection(scores.detach(), alpha) > 0
         x = (alpha - 1) * scores
-        n = support.sum(-1, keepdim=True)
+        n = support.double().sum(-1, keepdim=True)
         mean = x.where(support, 0.0).sum(-1, keepdim=True) / n
         spread = (x - mean).square().where(support, 0.0).sum(-1, keepdim=True)
         tau = mean - (1 / n if alpha == 2 else ((1 - spread) / n).sqrt())
