@@ -208,7 +208,8 @@ def check_range(
     inside = ((value > low) if open_low else (value >= low)) & (value <= high) | value.isnan()
     if not bool(inside.all()):
         worst = value.detach()[~inside].flatten()[0].item()
-        bounds = f"{'>' if open_low else '>='} {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
+        opening = "(" if open_low else "["
+        bounds = f"{'>' if open_low else '>='} {low:g}" if math.isinf(high) else f"in {opening}{low:g}, {high:g}]"
         raise ValueError(message(argument, f"be {bounds} everywhere", worst, remedy))
 
 

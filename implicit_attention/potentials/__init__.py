@@ -11,6 +11,7 @@ from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
+    from .entmax import Entmax
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
     from .kernel import KernelPotential
@@ -37,6 +38,7 @@ __all__ = [
     "ReadsOut",
     "LogSumExp",
     "Softmax1",
+    "Entmax",
     "SoftcapLogSumExp",
     "SquaredScores",
     "Polynomial",
@@ -70,6 +72,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "entmax": ("Entmax",),
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
     "kernel": ("KernelPotential",),
