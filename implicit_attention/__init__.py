@@ -8,7 +8,7 @@ libraries), `diagnostics`, `plotting`, `ops` (the fused operations), `testing` (
 
 from typing import TYPE_CHECKING, Any
 
-# Importing the package makes torch.ops.implicit_attention known, which exported programs call.
+# Exported programs call the package's operations, which torch knows once these are imported.
 from . import ops as ops
 
 if TYPE_CHECKING:
