@@ -7,7 +7,8 @@ Per sample of N tokens of width d, in multiplications and additions of matrix pr
 A projection set makes queries, keys, values and the output from the tokens. A pass scores every token against every
 token and sums keys or values with the weights; masked pairs count. A stack of k steps has k of both. An equilibrium has
 one projection set, a pass for every evaluation of its map (the last of which only measures the residual), and one to
-read out the values.
+read out the values. A layer of spins has two maps of width d and two of the width of a head, and half a pass for its
+couplings and for every evaluation: what it couples is what comes out.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from implicit_attention import Anderson, Implicit, ImplicitAttention, Picard, Unrolled
+from implicit_attention.layers import SpinAttention
 from implicit_attention.linear import CG
+from implicit_attention.spins import AmosResponse, KineticPlefka
 
 #: States within 1e-3 of their equilibria, and gradients that are no more exact than their states.
 RTOL = 1e-3
 #: Most evaluations of a query that is solved to tolerance.
 CAP = 100
 
-Kind = Literal["stack", "shared", "budget", "capped", "solved"]
+Kind = Literal["stack", "shared", "budget", "capped", "solved", "spins"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Model:
 
     kind: "stack" and "shared" repeat explicit attention `count` times, with weights of its own for every step or always
         the same; "budget" makes `count` evaluations of one equilibrium, "capped" at most so many, "solved" as many as
-        it needs.
-    group: the number of explicit steps it is held against, 1 for the floor.
+        it needs. "spins" make `count` steps, 0 for as many as they need.
+    group: the number of explicit steps it is held against, 1 for the floor, 0 for none.
     """
 
     kind: Kind
@@ -47,17 +50,33 @@ class Model:
     @property
     def name(self) -> str:
         if self.kind in ("stack", "shared"):
+            if self.count == 0:
+                return "no attention"
             weights = {"stack": ", own weights", "shared": ", shared weights"}[self.kind] if self.count > 1 else ""
             return f"explicit, {self.count} step{'s' if self.count > 1 else ''}{weights}"
         return {
             "budget": f"equilibrium, {self.count} evaluations",
             "capped": f"equilibrium, at most {self.count} evaluations",
             "solved": "equilibrium, solved",
+            "spins": f"spins, {'1 step' if self.count else 'solved'}",
         }[self.kind]
 
     @property
     def explicit(self) -> bool:
         return self.kind in ("stack", "shared")
+
+    @property
+    def stops(self) -> bool:
+        """Whether it ends at a tolerance."""
+        return self.kind in ("capped", "solved") or (self.kind == "spins" and self.count == 0)
+
+    def layer(self, shape: Shape) -> nn.Module:
+        """One layer of it."""
+        if self.kind != "spins":
+            return ImplicitAttention(shape.dim, shape.heads, causal=shape.causal, **self.options())
+        method = KineticPlefka(response=AmosResponse(), rtol=None if self.count else RTOL)
+        options = {"method": method, "steps": self.count or None, "on_failure": "ignore"}
+        return SpinAttention(shape.dim, shape.heads, causal=shape.causal, **options)
 
     def options(self) -> dict[str, Any]:
         """What `ImplicitAttention` is told; a solver makes one evaluation more than steps."""
@@ -94,15 +113,19 @@ def evaluations_for(steps: int, shape: Shape) -> int:
     return (steps - 1) * (shape.length + 2 * shape.dim) // shape.length
 
 
-def models(shape: Shape, groups: tuple[int, ...]) -> tuple[Model, ...]:
-    """The floor, for every k the stacks and equilibria that belong to it, and the equilibrium without a cap."""
+def models(shape: Shape, groups: tuple[int, ...], *, spins: bool = False) -> tuple[Model, ...]:
+    """The floor, for every k the stacks and equilibria that belong to it, and the equilibrium without a cap.
+
+    With `spins` also these, and a model in which no token reads another.
+    """
     made = [Model("stack", 1, 1)]
     for k in groups:
         equal = evaluations_for(k, shape)
         made += [Model("stack", k, k), Model("shared", k, k), Model("budget", k, k)]
         made += [Model("budget", equal, k)] if equal != k else []
         made += [Model("capped", equal, k)]
-    return (*made, Model("solved", 0, 0))
+    beside = (Model("spins", 1, 0), Model("spins", 0, 0), Model("stack", 0, 0)) if spins else ()
+    return (*made, Model("solved", 0, 0), *beside)
 
 
 class Block(nn.Module):
@@ -123,7 +146,7 @@ class Block(nn.Module):
         self.norms, self.attention = nn.ModuleList(), nn.ModuleList()
         for _ in range(layers):
             self.norms.append(nn.LayerNorm(dim))
-            self.attention.append(ImplicitAttention(dim, shape.heads, causal=shape.causal, **model.options()))
+            self.attention.append(model.layer(shape))
 
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
         """Scores of the classes, (batch, N, classes), or (batch, classes) for all tokens together.
@@ -151,6 +174,8 @@ def forward_flops(model: Model, shape: Shape, evaluations: float) -> float:
     """FLOPs of one forward of one sample, given the mean evaluations of a query."""
     if model.explicit:
         return flops(shape, projections=model.count, passes=model.count)
+    if model.kind == "spins":
+        return flops(shape, projections=(1 + 1 / shape.heads) / 2, passes=(evaluations + 1) / 2)
     return flops(shape, projections=1, passes=evaluations + 1)
 
 
@@ -163,5 +188,5 @@ def counted_flops(block: Block, inputs: Tensor) -> float:
     """
     counter = FlopCounterMode(display=False)
     with counter:
-        block(inputs, impl="reference")
+        block(inputs, **({} if block.model.kind == "spins" else {"impl": "reference"}))
     return counter.get_total_flops() / len(inputs)

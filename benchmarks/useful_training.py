@@ -18,6 +18,8 @@ from implicit_attention import Picard, Status
 from .useful_models import RTOL, Block, Model, counted_flops, forward_flops
 from .useful_tasks import IGNORED, Examples, Task
 
+#: What layers have one of for each head; spins have no anchor.
+SCALARS = ("anchor", "beta")
 #: Held-out examples that are scored at once.
 AT_ONCE = 256
 
@@ -103,7 +105,7 @@ def trial(task: Task, model: Model, plan: Plan, seed: int, rate: float) -> tuple
         **{name: score[name] for name in ("evaluations_mean", "evaluations_max", "converged")},
         "anchor_and_beta": None
         if block.model.explicit
-        else [[value.tolist() for value in (a.anchor(), a.beta())] for a in block.attention],
+        else [[getattr(a, name)().tolist() for name in SCALARS if hasattr(a, name)] for a in block.attention],
     }
 
 
@@ -135,7 +137,8 @@ def scored(task: Task, block: Block, examples: Examples) -> dict[str, Any]:
         most = max(most, largest)
         if block.model.kind == "budget":
             block(inputs, solver=Picard(rtol=RTOL, max_steps=block.model.count - 1), on_failure="ignore")
-        converged.append(float(block.attention[0].last_solve.converged.double().mean()) * len(inputs))
+        if not block.model.explicit:
+            converged.append(float(block.attention[0].last_solve.converged.double().mean()) * len(inputs))
     mean_loss = surprise / asked
     return {
         "score": hits / asked if task.score == "accuracy" else mean_loss / math.log(2),
@@ -148,13 +151,15 @@ def scored(task: Task, block: Block, examples: Examples) -> dict[str, Any]:
 
 def evaluations_of(block: Block) -> tuple[float, int]:
     """Mean and largest number of evaluations of a query in the last call; 0 for explicit steps."""
+    if not block.attention:
+        return 0.0, 0
     counts = block.attention[0].last_solve.num_evals
     return float(counts.double().mean()), int(counts.max())
 
 
 def failures(block: Block) -> tuple[int, int]:
     """Solves of the last batch that did not reach their tolerance, forward and backward; a fixed budget has none."""
-    if block.model.kind not in ("capped", "solved"):
+    if not block.model.stops:
         return 0, 0
     evidence = block.attention[0].last_solve
     backward = evidence.adjoint.status

@@ -47,6 +47,8 @@ PLANS = {
     "retrieval": Plan(steps=600, batch=32, rates=(3e-3, 1e-2)),
     "text": Plan(steps=600, batch=32, rates=(1e-2, 3e-2)),
 }
+#: Tasks in which spins stand beside attention.
+SPINS = ("digits", "retrieval")
 #: Trainings run side by side, each in a process with one thread; fewer optimiser steps are not worth the start of one.
 WORKERS, WORTH_A_PROCESS = 2, 2000
 
@@ -61,11 +63,14 @@ NOTES = (
     "values are read out. The budget of k evaluations is followed by the one that costs the FLOPs of k explicit "
     f"steps. `at most`: stops at the relative residual {RTOL:g}, by Anderson() with the gradient of Implicit(), also "
     f"of what has not got there. `solved`: the same, with a cap of {CAP} evaluations.",
+    f"`spins`: SpinAttention with KineticPlefka(order=1) and AmosResponse, m = response(norm(W h) + J m) with J by "
+    f"softmax of the field, one step from m without couplings, or solved to {RTOL:g}. `no attention`: no token reads "
+    "another.",
     "FLOPs of one sample of N tokens: projections x 8 N d^2 + passes x 4 N^2 d + embedding, feed-forward part and "
     "head, the same for all. k explicit steps have k of both; an equilibrium has one set of projections, and a pass "
-    "for each evaluation and for the read-out. Masked pairs count; norms, softmax and Anderson's algebra do not. "
-    "`counted`: by torch.utils.flop_counter over one batch, in the written-out implementation, where a mask widens "
-    "the products, and finished queries wait for others of their block of rows.",
+    "for each evaluation and for the read-out; spins have half of these, and of a pass. Masked pairs count; norms, "
+    "softmax and Anderson's algebra do not. `counted`: by torch.utils.flop_counter over one batch, in the written-out "
+    "implementation, where a mask widens the products, and finished queries wait for others of their block of rows.",
     "Digits: scikit-learn's 1797 images, patches of 2 x 2 as 16 tokens, 1097 to train, 350 to validate, 350 to "
     "test. Retrieval: multi-query associative recall, 4 pairs of a key token and a value token, then 24 keys whose "
     "values are asked for; 32 keys, 16 values. Text: the next character of pydoc_data.topics in windows of 32 that "
@@ -121,7 +126,11 @@ Setting = Learned | Costs | puzzles.Setting
 def settings_of(quick: bool) -> tuple[Setting, ...]:
     groups = GROUPS[:1] if quick else GROUPS
     plans = {task: plan.quick() for task, plan in PLANS.items()} if quick else PLANS
-    compared = [Learned(task, model, plans[task]) for task in TASKS for model in models(load(task, None).shape, groups)]
+    compared = [
+        Learned(task, model, plans[task])
+        for task in TASKS
+        for model in models(load(task, None).shape, groups, spins=task in SPINS)
+    ]
     return (*puzzles.settings_of(quick), *compared, *(Costs(task, plans[task]) for task in TASKS))
 
 
@@ -230,11 +239,11 @@ def costs(setting: Costs, trained: dict[Model, bytes], repeats: int, max_seconds
         function()
         first[name] = time.perf_counter() - start
     times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds)
-    floor = min(trained, key=lambda model: model.count if model.kind == "stack" else CAP)
+    floor = next(model for model in trained if model.group == 1)
     ratios = {
         f"{model.name}, training step": times[f"{model.name} training"].median / times[f"{floor.name} training"].median
         for model in trained
-        if model.kind in ("budget", "solved")
+        if model.kind in ("budget", "solved", "spins")
     }
     return {
         "name": setting.name,

@@ -53,14 +53,14 @@ def inputs_for(shape, count=3):
 # ------------------------------------------------------------------ what is compared
 
 
-@pytest.mark.parametrize("model", models(SHAPE, (2, 4)), ids=lambda model: model.name)
+@pytest.mark.parametrize("model", models(SHAPE, (2, 4), spins=True), ids=lambda model: model.name)
 def test_the_formula_counts_the_flops_that_torch_counts(model):
     for shape, slack in ((SHAPE, 0.0), (CAUSAL, 0.03)):
         block = block_of(model, shape)
         counted = counted_flops(block, inputs_for(shape))
         evaluations, most = evaluations_of(block)
         formula = forward_flops(model, shape, evaluations)
-        if model.kind in ("capped", "solved"):
+        if model.stops:
             # Finished queries wait for others of their block of rows, at worst for the slowest of all.
             assert formula <= counted <= (1 + slack) * forward_flops(model, shape, most)
         else:
@@ -92,16 +92,27 @@ def test_parameters_are_counted():
         (Model("shared", 4, 4), same + layer),
         (Model("budget", 4, 4), same + layer + heads),  # the anchors
         (Model("solved", 0, 0), same + layer + heads),
+        # Maps to and from heads and, in each, to queries and keys; temperatures; norms of the field and of the layer.
+        (Model("spins", 0, 0), same + 2 * dim * dim + 2 * dim * dim // heads + heads + dim // heads + 2 * dim),
+        (Model("stack", 0, 0), same),
     ):
         assert sum(p.numel() for p in Block(model, SHAPE).parameters()) == expected
 
 
 def test_models_of_one_seed_begin_with_the_same_weights():
-    floor, *others = (block_of(model, CAUSAL) for model in models(CAUSAL, (2, 4)))
+    floor, *others = (block_of(model, CAUSAL) for model in models(CAUSAL, (2, 4), spins=True))
     for other in others:
         weights = dict(other.named_parameters())
         for name, value in floor.named_parameters():
-            assert torch.equal(weights[name], value)
+            # Spins have other maps, or there is no layer.
+            if (
+                other.model.count == 0
+                and other.model.kind != "solved"
+                and not name.startswith(("embed", "mlp", "head"))
+            ):
+                continue
+            if other.model.kind != "spins" or not name.startswith("attention"):
+                assert torch.equal(weights[name], value)
 
 
 @pytest.mark.parametrize("kind", ["stack", "shared"])
@@ -443,4 +454,7 @@ def test_the_full_run_has_three_seeds_of_every_task():
     for k in usefulness.GROUPS:
         assert {("stack", k), ("shared", k), ("budget", k), ("capped", k)} <= kinds
     assert {("stack", 1), ("solved", 0)} <= kinds
+    told = {(s.task, s.model.name) for s in nulls if isinstance(s, usefulness.Learned)}
+    beside = ("spins, 1 step", "spins, solved", "no attention")
+    assert all(((task, name) in told) == (task in usefulness.SPINS) for task in useful_tasks.TASKS for name in beside)
     assert len(usefulness.settings_of(True)) < len(full)
