@@ -118,6 +118,12 @@ def test_what_is_said_of_recipes_is_what_the_committed_run_shows():
     assert 0.6 < means[bounded] < 0.72
 
 
+def test_digits_need_no_attention_in_the_committed_run():
+    (_, run), *_ = report.newest_by_metric("usefulness", ("DIGITS",))
+    rows = [row for row in run["rows"] if row["metric"] == "DIGITS" and "model" in row]
+    assert max(rows, key=lambda row: row["evidence"]["score"])["model"]["name"] == "no attention"
+
+
 def test_the_table_is_that_of_the_committed_run(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["update_readme.py", "--check"])
     with pytest.raises(SystemExit) as end:
