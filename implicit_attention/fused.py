@@ -20,8 +20,9 @@ from .errors import UnsupportedImplementation
 from .ops import dispatch, registration
 from .ops.problem import Hopfield, carries
 from .ops.rule import Solved
-from .potentials import LogSumExp
+from .potentials import LogSumExp, Potential
 from .potentials._read import surely_finite, without_nan
+from .potentials.log_sum_exp import OverLogSumExp, as_log_sum_exp
 from .problem import Problem
 from .solution import Record
 from .solvers.iterate import Solver
@@ -46,10 +47,12 @@ class Adjoined(NamedTuple):
 class Lowered:
     """`AnchoredEnergy` of `LogSumExp` as the operations on log-sum-exp energies do it.
 
+    potential: that of the energy, or the `LogSumExp` that computes it from the same tensors.
     rule: the solver's steps and tolerances; None where only the adjoint is asked for.
     """
 
     energy: AnchoredEnergy
+    potential: LogSumExp
     rule: FusedRule | None
     impl: Impl
 
@@ -73,30 +76,34 @@ class Lowered:
         return found.state, found.record
 
     def adjoint(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
-        """The adjoint solve at z by conjugate gradients; None if the bias is to have a gradient, of which it has none.
+        """The adjoint solve at z by conjugate gradients; None for a gradient of the bias that it has not.
+
+        It has that of a bias per key, which is the same for all queries.
 
         A problem that it could not solve has a failing status and an approximate gradient or NaN, but never 0.
         """
-        energy, potential = self.energy, self._potential
-        if potential.bias is not None and potential.bias.requires_grad:
-            return None
+        energy, potential = self.energy, self.potential
         problem = self._isolated()[0]
-        found = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, dispatch.checked(self.impl, problem))
+        bias, by_bias = potential.bias, None
+        if bias is not None and bias.requires_grad:
+            if not is_per_key(bias) or self.impl == "triton":
+                return None
+            by_bias = z.new_zeros(*z.shape[:-2], potential.keys.shape[-2])
+        impl = dispatch.checked(self.impl, problem)
+        found = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, impl, by_bias=by_bias)
         gradients: list[Tensor | None] = [found.by_keys]
         if isinstance(potential.beta, Tensor):
             gradients.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
-        gradients += [None for pairs in (potential.mask, potential.bias) if pairs is not None]
+        if potential.mask is not None:
+            gradients.append(None)
+        if bias is not None:
+            gradients.append(None if by_bias is None else sum_to_shape(by_bias[..., None, :], bias.shape))
         gradients += energy._by_own(found.value, lambda: potential.mean(z))
         return Adjoined(*found[:6], gradients=tuple(gradients))
 
-    @property
-    def _potential(self) -> LogSumExp:
-        assert isinstance(self.energy.potential, LogSumExp)
-        return self.energy.potential
-
     def packed(self) -> Hopfield:
         """The problem as the operations take it, which is made of views."""
-        potential, field = self._potential, self.energy.field
+        potential, field = self.potential, self.energy.field
         pairs = potential.mask if potential.bias is None else potential.bias
         if potential.bias is not None and potential.mask is not None:
             pairs = potential.bias.where(potential.mask, -torch.inf)
@@ -122,10 +129,6 @@ def _poisoned(initial: Tensor, poison: Tensor | None) -> Tensor:
     return initial if poison is None else initial + poison[..., None]
 
 
-#: Exact types of a problem and its potential -> what does their work. A subclass may compute something else.
-TABLE: dict[tuple[type, type], type[Lowered]] = {(AnchoredEnergy, LogSumExp): Lowered}
-
-
 def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bool = False) -> Lowered | None:
     """The operation that does to `problem` what `solver` does, or None if there is none or `impl` is "reference".
 
@@ -143,7 +146,7 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
     insists = impl != "auto"
     lowered, reason = _matched(problem, solver, impl, every_step)
     if insists and lowered is not None:
-        reason = _underivable(lowered._potential)
+        reason = _underivable(lowered.potential, impl)
     if insists and reason is not None:
         raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
     if lowered is None or reason is not None:
@@ -162,13 +165,11 @@ def _matched(
 ) -> tuple[Lowered | None, str | None]:
     """What does the problem, or the reason why nothing does, as "reason; remedy"."""
     potential = getattr(problem, "potential", problem)
-    kind = TABLE.get((type(problem), type(potential)))
-    if kind is None or not isinstance(problem, AnchoredEnergy) or not isinstance(potential, LogSumExp):
-        return None, f"it exists for LogSumExp only, not for {type(potential).__name__}; use impl='auto'"
-    if not (
-        problem._has_only("potential", "field", "anchor") and isinstance(potential, LogSumExp) and potential._is_own()
-    ):
-        return None, "attributes were added to the energy or its potential; use impl='auto'"
+    made_of = as_log_sum_exp(potential) if isinstance(potential, Potential) else None
+    # Of exact types: a subclass may compute something else, and so may attributes that were added.
+    if type(problem) is not AnchoredEnergy or made_of is None or not problem._has_only("potential", "field", "anchor"):
+        names = f"not for {type(problem).__name__} of {type(potential).__name__}"
+        return None, f"it exists for AnchoredEnergy of LogSumExp as they are, {names}; use impl='auto'"
     if every_step:
         return None, "no step is kept, for a trace or for Unrolled(); use trace=False and Implicit(), or impl='auto'"
     rule = None if solver is None else solver.fused_rule(problem)
@@ -178,22 +179,27 @@ def _matched(
     if not carries(problem.field.dtype, problem.anchor):
         digits = f"an anchor of {problem.anchor} leaves 1 - anchor no digits in {problem.field.dtype}"
         return None, f"{digits}; use impl='auto' or float64"
-    return kind(problem, rule, impl), None
+    return Lowered(problem, made_of, rule, impl), None
 
 
-def _underivable(potential: LogSumExp) -> str | None:
+def is_per_key(bias: Tensor) -> bool:
+    """Whether a bias is the same for all queries."""
+    return bias.ndim < 2 or bias.shape[-2] == 1
+
+
+def _underivable(potential: LogSumExp, impl: Impl) -> str | None:
     """Why a named implementation would leave out a derivative that is asked for."""
     if transforms_active():
         return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
     bias = potential.bias
-    if bias is not None and is_differentiated(bias):
+    if bias is not None and is_differentiated(bias) and not (impl == "tiled" and is_per_key(bias)):
         return "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
     return None
 
 
 def written_out(problem: Problem) -> Problem:
     """The same problem with every product of its potential written out, for impl="reference"."""
-    if not isinstance(problem, AnchoredEnergy) or not isinstance(problem.potential, LogSumExp):
+    if not isinstance(problem, AnchoredEnergy) or not isinstance(problem.potential, LogSumExp | OverLogSumExp):
         return problem
     clone = problem.replace(*problem.tensors())
     clone.potential = problem.potential.written_out()

@@ -211,8 +211,13 @@ def _softmax1_mean(z, keys, beta, pairs):
     return scores.softmax(-1)[..., :-1] @ keys
 
 
+def _distance_mean(z, keys, beta, pairs):
+    squares = -column(beta) / 2 * keys.square().sum(-1)[..., None, :]
+    return weights(z, keys, beta, squares if pairs is None else squares + pairs) @ keys
+
+
 #: Potentials with a temperature and a mask.
-MASKED = ("log-sum-exp", "softcap", "softmax1", "sum")
+MASKED = ("log-sum-exp", "softcap", "softmax1", "distance", "sum")
 
 #: name -> potential of (keys, beta, pairs), and its mean at z.
 POTENTIALS = {
@@ -225,6 +230,10 @@ POTENTIALS = {
         _softcap_mean,
     ),
     "softmax1": (lambda keys, beta, pairs: ia.potentials.Softmax1(keys, beta, **split(pairs)), _softmax1_mean),
+    "distance": (
+        lambda keys, beta, pairs: ia.potentials.DistanceLogSumExp(keys, beta, **split(pairs)),
+        _distance_mean,
+    ),
     "sum": (
         lambda keys, beta, pairs: (
             0.5 * ia.LogSumExp(keys, beta, **split(pairs))

@@ -27,6 +27,8 @@ from ..errors import UnsupportedImplementation
 from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
+from ..potentials.log_sum_exp import OverLogSumExp
+from ..potentials.scored_keys import ScoredKeys
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
 from ..status import Status
@@ -140,7 +142,10 @@ def _outside_graph(call: Call) -> Attended:
 def _fits_graph(call: Call) -> bool:
     """Whether the solve may be an operation in the graph of a compiler, if there is one for it."""
     options, adjoint = call.options, call.options.adjoint
-    if call.potential is not LogSumExp or call.return_solution or call.trace or call.return_weights:
+    if call.return_solution or call.trace or call.return_weights:
+        return False
+    make = call.potential
+    if make is not LogSumExp and not (isinstance(make, type) and OverLogSumExp in make.__bases__):
         return False
     if call.keys.shape[-2] == 0 or options.on_failure == "raise" or options.impl == "reference":
         return False
@@ -253,14 +258,19 @@ def _in_single(call: Call) -> Call:
 
 def _potential(call: Call) -> Potential:
     made = made_by(call.potential, call.keys, call.beta, call.mask, call.bias)
-    return made.written_out() if call.options.impl == "reference" and isinstance(made, LogSumExp) else made
+    if call.options.impl == "reference" and isinstance(made, LogSumExp | OverLogSumExp):
+        return made.written_out()
+    return made
 
 
 def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor, Solution | Record] | None:
     options, initial = call.options, call.query if call.initial is None else call.initial
     if in_graph:
         lowered = lower(energy, options.effective_solver, options.impl)
-        return None if lowered is None else lowered.in_graph(initial, options.on_failure)
+        # The operation has no gradient of a bias, which the potential may have made of its keys.
+        if lowered is None or (lowered.potential.bias is not None and lowered.potential.bias.requires_grad):
+            return None
+        return lowered.in_graph(initial, options.on_failure)
     solution = solve(
         energy,
         initial,
@@ -305,7 +315,10 @@ def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:
     if call.values is None or given.values is None:
         return energy.fixed_point_map(call.query)
     dtype, potential, query, values = given.query.dtype, energy.potential, call.query, call.values
-    if dtype in HALF and all(t is None or t.dtype == dtype for t in (given.keys, given.values, given.bias)):
+    # A potential that makes more of its keys and beta than scores is not that of keys and beta in half precision.
+    scores_alone = isinstance(potential, ScoredKeys) and potential.bias is call.bias
+    half = all(t is None or t.dtype == dtype for t in (given.keys, given.values, given.bias))
+    if dtype in HALF and scores_alone and half:
         query, values, beta = given.query, given.values, call.beta
         if isinstance(beta, Tensor):
             # Rounded by itself, a temperature would shift all scores alike.

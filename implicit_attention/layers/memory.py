@@ -14,7 +14,7 @@ from .._autograd import HALF, at_least_single, exact_precision
 from ..attention.core import Call, attend
 from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
-from ..potentials import LogSumExp
+from ..potentials import DistanceLogSumExp, LogSumExp
 from ..solution import SolveReport
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
@@ -223,8 +223,7 @@ class MemoryLookup(Remembering):
         with exact_precision(queries):
             queries, keys = at_least_single(queries), at_least_single(self.patterns)
             beta, anchor = (t.to(queries.dtype) if isinstance(t, Tensor) else t for t in (self._beta(), self.anchor()))
-            potential = LogSumExp(keys, beta, bias=self._bias())
-            return AnchoredEnergy(potential, queries, anchor).energy(queries)
+            return AnchoredEnergy(self._factory()(keys, beta), queries, anchor).energy(queries)
 
     def _ask(self, queries: Tensor, values: Tensor | None, return_solution: bool, options: SolveKeywords) -> Any:
         self._check_queries(queries)
@@ -235,7 +234,7 @@ class MemoryLookup(Remembering):
             self._beta(),
             self.anchor(),
             self.options.override(**options),
-            bias=self._bias(),
+            potential=self._factory(),
             return_solution=return_solution,
         )
         found = attend(call)
@@ -252,15 +251,8 @@ class MemoryLookup(Remembering):
         found: float | Tensor = self.found_beta if self.beta is None else self.beta()
         return found
 
-    def _bias(self) -> Tensor | None:
-        """-beta |k|^2/2, which makes a dot product a distance up to a term that all patterns share.
-
-        In float32 at least: half precision does not hold these numbers.
-        """
-        if self.similarity == "dot":
-            return None
-        squares: Tensor = at_least_single(self.patterns).square().sum(-1)
-        return -self._beta() / 2 * squares
+    def _factory(self) -> type[LogSumExp | DistanceLogSumExp]:
+        return LogSumExp if self.similarity == "dot" else DistanceLogSumExp
 
     @torch.inference_mode(False)
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

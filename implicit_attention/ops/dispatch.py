@@ -70,9 +70,19 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
 
 
 def solve_adjoint(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, rtol: float | None, max_steps: int, impl: Impl
+    problem: Hopfield,
+    state: Tensor,
+    cotangent: Tensor,
+    rtol: float | None,
+    max_steps: int,
+    impl: Impl,
+    *,
+    by_bias: Tensor | None = None,
 ) -> Adjoint:
-    """Solve A u = cotangent, (*batch, N, D), for every query at its state."""
+    """Solve A u = cotangent, (*batch, N, D), for every query at its state.
+
+    by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; the tiles alone know it.
+    """
     if state.numel() == 0:
         return Adjoint.allocated(state.new_zeros, state.shape, problem.keys.shape, state.dtype)
 
@@ -84,10 +94,10 @@ def solve_adjoint(
         rule = AdjointRule.of(rtol, max_steps, problem.keys.dtype)
         return triton_adjoint(problem, state, cotangent, there.mean, there.logsumexp, rule)
 
-    found = _by_triton(impl, "hopfield_adjoint", problem, by_kernel)
+    found = _by_triton(impl, "hopfield_adjoint", problem, by_kernel) if by_bias is None else None
     rule = AdjointRule.of(rtol, max_steps, state.dtype)
     if found is None:
-        return tiled_adjoint(problem, state, cotangent, rule)
+        return tiled_adjoint(problem, state, cotangent, rule, by_bias=by_bias)
     stalled = found.status == Status.STALLED
     if not may_look(state):
         return unanswered(found, stalled)

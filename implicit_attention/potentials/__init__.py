@@ -11,6 +11,7 @@ from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
+    from .distance import DistanceLogSumExp
     from .entmax import Entmax
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .sphere import SignUnits, SphereUnits
     from .spherical import AmosResponse, LargeDResponse, SaddlePointResponse, SphericalLaw
     from .summed_scores import Exponential, Polynomial, units_potential
+    from .tilted import Tilted
     from .unit import SiteLaw, Units
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "ReadsOut",
     "LogSumExp",
     "Softmax1",
+    "DistanceLogSumExp",
     "Entmax",
     "SoftcapLogSumExp",
     "SquaredScores",
@@ -52,6 +55,7 @@ __all__ = [
     "ReluFeatures",
     "GaussianMixture",
     "HiddenUnits",
+    "Tilted",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
     "Units",
     "SiteLaw",
@@ -72,6 +76,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "distance": ("DistanceLogSumExp",),
     "entmax": ("Entmax",),
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
@@ -80,6 +85,7 @@ _LAZY = {
     "normalised_scores": ("NormalisedScores",),
     "softcap": ("SoftcapLogSumExp",),
     "summed_scores": ("Exponential", "Polynomial", "units_potential"),
+    "tilted": ("Tilted",),
     "unit": ("SiteLaw", "Units"),
     "sphere": ("SignUnits", "SphereUnits"),
     "spherical": ("AmosResponse", "LargeDResponse", "SaddlePointResponse", "SphericalLaw"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Self
 
 from .._autograd import sum_to_shape
-from .base import CovarianceMap
+from .base import Composite, CovarianceMap, Potential
 from .scored_keys import ScoredKeys
 
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
@@ -123,3 +124,53 @@ class LogSumExp(ScoredKeys):
     def _is_own(self) -> bool:
         """Whether what is written out for this class is what the object computes: a subclass may compute otherwise."""
         return type(self) is LogSumExp and self._has_only(*self._held)
+
+
+class OverLogSumExp(Composite):
+    """Base of potentials that are `LogSumExp` over keys and biases made of those that they are given.
+
+    The kernels and fused solves of `LogSumExp` are theirs: they read nothing else than their one part.
+    """
+
+    parts: tuple[LogSumExp]
+
+    def written_out(self) -> Self:
+        """The same potential with every product written out, to compare with."""
+        clone = self.replace(*self.tensors())
+        clone.parts = (self.parts[0].written_out(),)
+        return clone
+
+    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+        """Phi(z), (*batch, N, D) -> (*batch, N)."""
+        return self.parts[0].value(z)
+
+    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
+        return self.parts[0].mean(z)
+
+    def covariance_product(
+        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
+    ) -> Float[Tensor, "*batch N D"]:
+        """Hess Phi(z) v, per row."""
+        return self.parts[0].covariance_product(z, v)
+
+    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self.parts[0].evaluate(z)
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        return self.parts[0].linearize(z) if self._has_only("parts") else None
+
+    def bounded_below(self, scale: float) -> bool:
+        return self.parts[0].bounded_below(scale)
+
+    def lipschitz(self) -> Tensor:
+        return self.parts[0].lipschitz()
+
+
+def as_log_sum_exp(potential: Potential) -> LogSumExp | None:
+    """The `LogSumExp` that computes all that the potential does, from the same tensors; None if there is none."""
+    if isinstance(potential, OverLogSumExp) and type(potential).__bases__ == (OverLogSumExp,):
+        if "mean" in vars(type(potential)) or not potential._has_only("parts"):
+            return None
+        (potential,) = potential.parts
+    return potential if isinstance(potential, LogSumExp) and potential._is_own() else None

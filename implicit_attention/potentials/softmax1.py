@@ -6,15 +6,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .base import Composite
-from .log_sum_exp import LogSumExp
+from .. import _validate
+from .log_sum_exp import LogSumExp, OverLogSumExp
 
 
-class Softmax1(Composite):
+class Softmax1(OverLogSumExp):
     """Phi(z) = (1/beta) log(1 + sum_j exp(beta <k_j, z> + bias_j)): log-sum-exp with one more key, 0, of score 0.
 
     mean(z) = sum_j p_j k_j with p_j = exp(s_j)/(1 + sum_i exp(s_i)), whose sum is below 1: the rest attends to nothing.
-    With l the log-sum-exp of the scores it is sigmoid(l) times the softmax mean.
+    It is computed as that: fused solves and kernels are those of `LogSumExp` with one key more.
 
     Args:
         keys: (*batch, M, D), as in `LogSumExp`.
@@ -43,7 +43,6 @@ class Softmax1(Composite):
     """
 
     declares_all = True
-    parts: tuple[LogSumExp]
 
     def __init__(
         self,
@@ -53,51 +52,29 @@ class Softmax1(Composite):
         mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
     ) -> None:
-        super().__init__(LogSumExp(keys, beta, mask=mask, bias=bias))
-
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
-        """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        return self._evaluated(z)[0]
-
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
-        """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
-        return self._evaluated(z)[1]
-
-    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        return self._evaluated(z)
-
-    def covariance_product(self, z: Tensor, v: Tensor) -> Tensor:
-        """Hess Phi(z) v: the covariance of the keys that are attended to, and of attending to one at all."""
-        (softmax,) = self.parts
-        mean, weight, rest = self._attended(z)
-        between = softmax._scale * rest * mean * (mean * v).sum(-1, keepdim=True)
-        return weight * (softmax.covariance_product(z, v) + between)
+        # Arguments are judged, and errors told, as they came.
+        given = LogSumExp(keys, beta, mask=mask, bias=bias)
+        count = keys.shape[-2]
+        super().__init__(
+            LogSumExp(
+                F.pad(keys, (0, 0, 0, 1)),
+                given.beta,
+                mask=None if mask is None else F.pad(mask.expand(*mask.shape[:-1], count), (0, 1), value=True),
+                bias=None if bias is None else F.pad(bias.expand(*bias.shape[:-1], count), (0, 1)),
+            )
+        )
 
     def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
         """p, (*batch, N, M), whose rows sum to less than 1."""
-        return self._attended(z)[1] * self.parts[0].probabilities(z)
+        return self.parts[0].probabilities(z)[..., :-1]
 
     def readout(
         self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
     ) -> Float[Tensor, "*batch N E"]:
         """probabilities(z) V; see `LogSumExp.readout`."""
-        return self._attended(z)[1] * self.parts[0].readout(z, values, dropout_p=dropout_p)
-
-    def bounded_below(self, scale: float) -> bool:
-        return self.parts[0].bounded_below(scale)
-
-    def lipschitz(self) -> Tensor:
-        """That of `LogSumExp` over the keys and 0."""
-        (softmax,) = self.parts
-        return LogSumExp(F.pad(softmax.keys, (0, 0, 0, 1)), softmax.beta).lipschitz()
-
-    def _evaluated(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        (softmax,) = self.parts
-        mean, logsumexp = softmax.readout_with_logsumexp(z, softmax.keys)
-        return -F.logsigmoid(-logsumexp) / softmax._row_scale, logsumexp.sigmoid()[..., None] * mean
-
-    def _attended(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The softmax mean, how much of the attention goes to keys, and how much to nothing."""
-        (softmax,) = self.parts
-        mean, logsumexp = softmax.readout_with_logsumexp(z, softmax.keys)
-        return mean, logsumexp.sigmoid()[..., None], (-logsumexp).sigmoid()[..., None]
+        _validate.check_float_tensor("values", values, min_ndim=2)
+        keys = self.parts[0].keys
+        if values.shape[-2] != keys.shape[-2] - 1:
+            required = f"have one row for each of the {keys.shape[-2] - 1} keys, shape (*batch, M, E)"
+            raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
+        return self.parts[0].readout(z, F.pad(values, (0, 0, 0, 1)), dropout_p=dropout_p)

@@ -117,9 +117,42 @@ def test_a_layer_solves_and_reads_out(readout, dtype):
 @pytest.mark.parametrize("dropout_p", [0.4, 1.0])
 def test_dropout_is_that_of_the_softmax(dropout_p):
     keys, values, z = random(2, 7, 5), random(2, 7, 4, seed=1), random(2, 3, 5, seed=2)
-    phi, softmax = Softmax1(keys, 0.7), LogSumExp(keys, 0.7)
-    share = phi.probabilities(z).sum(-1, keepdim=True)
+    phi, with_null = Softmax1(keys, 0.7), LogSumExp(F.pad(keys, (0, 0, 0, 1)), 0.7)
     torch.manual_seed(0)
     out = phi.readout(z, values, dropout_p=dropout_p)
     torch.manual_seed(0)
-    torch.testing.assert_close(out, share * softmax.readout(z, values, dropout_p=dropout_p))
+    torch.testing.assert_close(out, with_null.readout(z, F.pad(values, (0, 0, 0, 1)), dropout_p=dropout_p))
+    kept = torch.stack([phi.readout(z, values, dropout_p=dropout_p) for _ in range(400)]).mean(0)
+    expected = (0.0 if dropout_p == 1 else 1.0) * phi.readout(z, values)
+    assert (kept - expected).abs().max() < 0.25
+
+
+def test_values_that_do_not_fit_the_keys_are_told_of_the_keys_given():
+    phi, z = Softmax1(random(2, 7, 5), 0.7), random(2, 3, 5)
+    with pytest.raises(ValueError, match="one row for each of the 7 keys"):
+        phi.readout(z, random(2, 8, 4))
+
+
+@pytest.mark.parametrize("impl", ["auto", "tiled"])
+def test_the_fused_operation_solves_it(impl, monkeypatch):
+    tensors = [random(2, 3, 5), random(2, 70, 5, seed=1), torch.tensor([0.5, 0.8]).double()]
+    mask = empty_row(70)
+
+    def found(impl):
+        query, keys, beta = (t.clone().requires_grad_() for t in tensors)
+        energy = AnchoredEnergy(Softmax1(keys, beta, mask=mask), query, 0.4)
+        solution = solve(energy, query.detach(), solver=Anderson(history=1, rtol=1e-12), impl=impl)
+        return [solution.value, *torch.autograd.grad(solution.value.square().sum(), [query, keys, beta])]
+
+    expected = found("reference")
+    monkeypatch.setattr(Softmax1, "evaluate", None)  # the operation asks the potential for nothing
+    monkeypatch.setattr(LogSumExp, "linearize", None)
+    for got, want in zip(found(impl), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
+
+
+def test_a_layer_compiles_into_one_graph():
+    layer, x = ImplicitAttention(8, 2, potential=Softmax1), random(2, 70, 8, dtype=torch.float32)
+    layer.requires_grad_(False)
+    whole = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(x), layer(x))

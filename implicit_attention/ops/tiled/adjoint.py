@@ -73,19 +73,32 @@ class Tile(NamedTuple):
 
 @torch.no_grad()
 def solve_adjoint(
-    problem: Hopfield, state: Tensor, cotangent: Tensor, stop: AdjointRule, *, size: int = TILE
+    problem: Hopfield,
+    state: Tensor,
+    cotangent: Tensor,
+    stop: AdjointRule,
+    *,
+    size: int = TILE,
+    by_bias: Tensor | None = None,
 ) -> Adjoint:
-    """Solve A u = cotangent for every query; what stalls, saddles above all, is finished by MINRES."""
+    """Solve A u = cotangent for every query; what stalls, saddles above all, is finished by MINRES.
+
+    by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key.
+    """
     rows = Rows(problem.to(state.dtype), fused=False).without_common()
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
     g, unit = normalised(g)
     found = Adjoint.allocated(g.new_empty, g.shape, rows.keys.shape, g.dtype)
     found.by_keys.zero_()
+    # One for all queries that have an entry of the batch in common.
+    sums = None if by_bias is None else g.new_zeros(rows.sets, rows.count // rows.length, rows.keys.shape[1])
     for part, entries in tiles(rows, size):
         own = (t.index_select(0, part.ids) for t in (z, g, unit))
-        _solve_tile(part, entries, *own, stop=stop, found=found)
+        _solve_tile(part, entries, *own, stop=stop, found=found, sums=sums)
     per_query = [rows.restored(t[:, : rows.dim] if t.ndim > 1 else t) for t in found[:-1]]
     by_keys = rows.keys_restored(found.by_keys).reshape(problem.keys.shape)
+    if by_bias is not None and sums is not None:
+        by_bias += rows.fold.restored(sums.view(*rows.shape[:-1], -1))
     return Adjoint._make((*per_query, by_keys))
 
 
@@ -104,7 +117,15 @@ def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
 
 @torch.inference_mode()
 def _solve_tile(
-    rows: Rows, entries: Tensor, z: Tensor, g: Tensor, unit: Tensor, *, stop: AdjointRule, found: Adjoint
+    rows: Rows,
+    entries: Tensor,
+    z: Tensor,
+    g: Tensor,
+    unit: Tensor,
+    *,
+    stop: AdjointRule,
+    found: Adjoint,
+    sums: Tensor | None,
 ) -> None:
     """Solve for the cotangents g, each in units of its own power of two, and write what is found in those of all."""
     tile = Tile.of(rows, z)
@@ -145,6 +166,11 @@ def _solve_tile(
     by_keys = torch.bmm(weights.mT, left.view(shape))
     by_keys.baddbmm_(centred.mT, right.view(shape))
     found.by_keys.index_add_(0, entries, by_keys)
+    if sums is not None:
+        # Which rows belong to which entry of the batch, by the share that they have in f.
+        batch = rows.ids.view(shape[:-1]) % (sums.shape[1] * rows.length) // rows.length
+        member = torch.arange(sums.shape[1], device=z.device)[:, None] == batch[:, None]
+        sums.index_add_(0, entries, torch.bmm(share.view(len(entries), 1, -1) * member, centred))
     updates = (u, status, residual * unit, tolerance * unit, steps, blocked, by_beta)
     for whole, part in zip(found, updates, strict=False):
         whole.index_copy_(0, rows.ids, part)
