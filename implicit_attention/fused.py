@@ -47,7 +47,7 @@ class Adjoined(NamedTuple):
 class Lowered:
     """`AnchoredEnergy` of `LogSumExp` as the operations on log-sum-exp energies do it.
 
-    potential: that of the energy, or the `LogSumExp` that computes it from the same tensors.
+    potential: that of the energy, or the `LogSumExp` that computes it.
     rule: the solver's steps and tolerances; None where only the adjoint is asked for.
     """
 
@@ -84,22 +84,35 @@ class Lowered:
         """
         energy, potential = self.energy, self.potential
         problem = self._isolated()[0]
-        bias, by_bias = potential.bias, None
-        if bias is not None and bias.requires_grad:
-            if not is_per_key(bias) or self.impl == "triton":
+        own, by_bias = self._own.bias, None
+        if (own is not None and own.requires_grad) or potential.bias is not own:
+            if (own is not None and own.requires_grad and not is_per_key(own)) or self.impl == "triton":
                 return None
             by_bias = z.new_zeros(*z.shape[:-2], potential.keys.shape[-2])
         impl = dispatch.checked(self.impl, problem)
         found = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, impl, by_bias=by_bias)
-        gradients: list[Tensor | None] = [found.by_keys]
+        by_potential: list[Tensor | None] = [found.by_keys]
         if isinstance(potential.beta, Tensor):
-            gradients.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
+            by_potential.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
         if potential.mask is not None:
-            gradients.append(None)
-        if bias is not None:
-            gradients.append(None if by_bias is None else sum_to_shape(by_bias[..., None, :], bias.shape))
+            by_potential.append(None)
+        if potential.bias is not None:
+            by_potential.append(None if by_bias is None else by_bias[..., None, :])
+        if isinstance(energy.potential, OverLogSumExp):
+            by_potential = list(energy.potential.own_gradients(tuple(by_potential)))
+        if own is not None and by_potential[-1] is not None:
+            by_potential[-1] = sum_to_shape(by_potential[-1], own.shape)
+        gradients = by_potential
         gradients += energy._by_own(found.value, lambda: potential.mean(z))
         return Adjoined(*found[:6], gradients=tuple(gradients))
+
+    @property
+    def _own(self) -> LogSumExp:
+        """The potential that holds the tensors which were given."""
+        given = self.energy.potential
+        found = given.parts[0] if isinstance(given, OverLogSumExp) else given
+        assert isinstance(found, LogSumExp)
+        return found
 
     def packed(self) -> Hopfield:
         """The problem as the operations take it, which is made of views."""
@@ -146,7 +159,7 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
     insists = impl != "auto"
     lowered, reason = _matched(problem, solver, impl, every_step)
     if insists and lowered is not None:
-        reason = _underivable(lowered.potential, impl)
+        reason = _underivable(lowered._own, impl)
     if insists and reason is not None:
         raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
     if lowered is None or reason is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .._autograd import at_least_single
+from .._autograd import at_least_single, sum_to_shape
 from .log_sum_exp import LogSumExp, OverLogSumExp
 
 
@@ -54,22 +56,54 @@ class DistanceLogSumExp(OverLogSumExp):
         mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
     ) -> None:
-        # Arguments are judged, and errors told, as they came.
-        given = LogSumExp(keys, beta, mask=mask, bias=bias)
-        # A key that is not finite says so itself, to the queries that read it; its square would to all.
-        finite = at_least_single(keys.where(torch.isfinite(keys), 0.0))
-        of_keys = -given._scale / 2 * finite.square().sum(-1)[..., None, :]
+        super().__init__(LogSumExp(keys, beta, mask=mask, bias=bias))
+
+    def whole(self) -> LogSumExp:
+        """Log-sum-exp with the bias -beta |k_j|^2/2 of every key, made of the keys as they are now.
+
+        So it is exact where a solve widens half precision, in which the squares have three digits.
+        """
+        made = copy.copy(self.parts[0])
+        of_keys = -made._scale / 2 * self._squares()[..., None, :]
         # Far away is not masked.
-        of_keys = of_keys.clamp(min=torch.finfo(keys.dtype).min).to(keys.dtype)
-        bias = of_keys if bias is None else (bias + of_keys).where(torch.ne(bias, -torch.inf), -torch.inf)
-        super().__init__(LogSumExp(keys, given.beta, mask=mask, bias=bias))
+        of_keys = of_keys.clamp(min=torch.finfo(made.keys.dtype).min).to(made.keys.dtype)
+        bias = made.bias
+        made.bias = of_keys if bias is None else (bias + of_keys).where(torch.ne(bias, -torch.inf), -torch.inf)
+        return made
+
+    def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        (given,) = self.parts
+        *found, by_whole = gradients
+        assert found[0] is not None
+        assert by_whole is not None
+        # What is summed over the queries is all that the squares need.
+        by_key = by_whole.sum(-2)
+        shares = sum_to_shape(-given._row_scale * by_key, given.keys.shape[:-1])
+        found[0] = found[0] + shares[..., None] * self._finite()
+        if isinstance(given.beta, Tensor):
+            assert found[1] is not None
+            found[1] = found[1] - sum_to_shape((by_key * self._squares()).sum(-1) / 2, given.beta.shape)
+        if given.bias is not None:
+            summed = by_whole.shape[-2] == 1 < given.bias.ndim and given.bias.shape[-2] > 1
+            found.append(None if summed else sum_to_shape(by_whole, given.bias.shape))
+        return tuple(found)
+
+    def _finite(self) -> Tensor:
+        """The keys, zeros for numbers that are not finite: a key says so itself, to the queries that read it."""
+        keys = self.parts[0].keys
+        finite: Tensor = at_least_single(keys.where(torch.isfinite(keys), 0.0))
+        return finite
+
+    def _squares(self) -> Tensor:
+        """|k_j|^2, (*batch, M)."""
+        return self._finite().square().sum(-1)
 
     def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
         """softmax(-beta |z - k_j|^2/2 + bias), (*batch, N, M); zeros for a query that attends to no key."""
-        return self.parts[0].probabilities(z)
+        return self.whole().probabilities(z)
 
     def readout(
         self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
     ) -> Float[Tensor, "*batch N E"]:
         """probabilities(z) V; see `LogSumExp.readout`."""
-        return self.parts[0].readout(z, values, dropout_p=dropout_p)
+        return self.whole().readout(z, values, dropout_p=dropout_p)

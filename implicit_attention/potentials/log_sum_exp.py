@@ -127,12 +127,20 @@ class LogSumExp(ScoredKeys):
 
 
 class OverLogSumExp(Composite):
-    """Base of potentials that are `LogSumExp` over keys and biases made of those that they are given.
+    """Base of potentials that are `LogSumExp` over keys and biases made of those that they are given, their one part.
 
-    The kernels and fused solves of `LogSumExp` are theirs: they read nothing else than their one part.
+    The kernels and fused solves of `LogSumExp` are theirs.
     """
 
     parts: tuple[LogSumExp]
+
+    def whole(self) -> LogSumExp:
+        """The `LogSumExp` that computes this potential."""
+        return self.parts[0]
+
+    def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Gradients of the tensors of this potential from those of `whole()`."""
+        return gradients
 
     def written_out(self) -> Self:
         """The same potential with every product written out, to compare with."""
@@ -142,23 +150,24 @@ class OverLogSumExp(Composite):
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        return self.parts[0].value(z)
+        return self.whole().value(z)
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
-        return self.parts[0].mean(z)
+        return self.whole().mean(z)
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess Phi(z) v, per row."""
-        return self.parts[0].covariance_product(z, v)
+        return self.whole().covariance_product(z, v)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        return self.parts[0].evaluate(z)
+        return self.whole().evaluate(z)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        return self.parts[0].linearize(z) if self._has_only("parts") else None
+        cov = self.whole().linearize(z) if self._has_only("parts") else None
+        return None if cov is None else CovarianceMap(cov.product, lambda u: self.own_gradients(cov.vjp_tensors(u)))
 
     def bounded_below(self, scale: float) -> bool:
         return self.parts[0].bounded_below(scale)
@@ -168,9 +177,9 @@ class OverLogSumExp(Composite):
 
 
 def as_log_sum_exp(potential: Potential) -> LogSumExp | None:
-    """The `LogSumExp` that computes all that the potential does, from the same tensors; None if there is none."""
-    if isinstance(potential, OverLogSumExp) and type(potential).__bases__ == (OverLogSumExp,):
-        if "mean" in vars(type(potential)) or not potential._has_only("parts"):
+    """The `LogSumExp` that computes all that the potential does; None if there is none."""
+    if isinstance(potential, OverLogSumExp) and OverLogSumExp in type(potential).__bases__:
+        if not potential._has_only("parts") or not potential.parts[0]._is_own():
             return None
-        (potential,) = potential.parts
+        potential = potential.whole()
     return potential if isinstance(potential, LogSumExp) and potential._is_own() else None
