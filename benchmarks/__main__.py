@@ -12,6 +12,7 @@ from rich.console import Console
 
 from . import attention as attention_suite
 from . import headline
+from . import potentials as potentials_suite
 from . import report as reports
 from . import solve as solve_suite
 from . import spin_layers as spin_layers_suite
@@ -31,6 +32,7 @@ SUITES: dict[str, ModuleType] = {
     "train": train_suite,
     "spins": spins_suite,
     "spin_layers": spin_layers_suite,
+    "potentials": potentials_suite,
     "usefulness": usefulness_suite,
 }
 
@@ -77,6 +79,12 @@ def spins(quick: Quick = False, only: Only = None, repeats: Repeats = None, out:
 def spin_layers(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
     """SPIN, GROWTH, LONG: the spin layer beside explicit attention, by parts and by memory."""
     measure("spin_layers", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
+def potentials(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """FUSED, UNFUSED, KERNEL: the other potentials beside log-sum-exp. DIGITS: layers trained with each."""
+    measure("potentials", quick=quick, only=only, repeats=repeats, out=out)
 
 
 @app.command()

@@ -39,8 +39,12 @@ NOT_COUNTED = PicardCounts(0.0, 0, 0, 0.0)
 
 def peak_of(setting: Setting, name: str) -> dict[str, Any]:
     """Peak bytes of the step above the inputs, measured in a process of its own; or the error that it ended with."""
-    command = [sys.executable, "-m", "benchmarks.memory", json.dumps(dataclasses.asdict(setting)), name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return peak_apart("benchmarks.memory", json.dumps(dataclasses.asdict(setting)), name)
+
+
+def peak_apart(module: str, setting: str, name: str) -> dict[str, Any]:
+    """What `python -m MODULE SETTING STEP` prints as JSON, or the error that it ended with."""
+    done = subprocess.run([sys.executable, "-m", module, setting, name], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         return {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'killed'}"[:300]}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -32,7 +31,7 @@ from implicit_attention.spins import (
 
 from . import guard, memory
 from .environment import default_device
-from .measure import ROOT, Timing, interleaved, once
+from .measure import Timing, interleaved, once
 from .report import Table, number, spread
 from .targets import SPIN_LAYERS as TARGETS
 from .targets import Row
@@ -240,13 +239,7 @@ def remembered(setting: Setting) -> Row:
 
 def peak_of(setting: Setting, name: str) -> dict[str, Any]:
     """Peak bytes of the step above the inputs, measured in a process of its own; or the error that it ended with."""
-    command = [sys.executable, "-m", "benchmarks.spin_layers", json.dumps(dataclasses.asdict(setting)), name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'killed'}"[:300]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return memory.peak_apart("benchmarks.spin_layers", json.dumps(dataclasses.asdict(setting)), name)
 
 
 def step_of(name: str, setting: Setting) -> Callable[[], Any]:

@@ -231,3 +231,39 @@ SPIN_LAYERS = (
     Target("GROWTH", "peak memory of a training step, 40 evaluations / 5", "GROWTH", "worst", "<=", 1.1),
     Target("LONG", "peak memory, low rank / all pairs, N 4096", "LONG", "worst", "<=", 0.1),
 )
+
+_OVER = "{} of `Softmax1` and `DistanceLogSumExp` / of `LogSumExp`"
+
+
+def _named(*starts: str) -> Callable[[Row], bool]:
+    return lambda row: row.get("potential", "").startswith(starts)
+
+
+POTENTIALS = (
+    Target("FUSED", _OVER.format("solve"), "solve", "worst", "<=", 1.1),
+    Target("FUSED", _OVER.format("training step"), "training", "worst", "<=", 1.1),
+    Target(
+        "UNFUSED",
+        "evaluation of `Entmax` / of `LogSumExp`, written out",
+        "evaluation",
+        "worst",
+        "<=",
+        4.0,
+        _named("Ent"),
+    ),
+    Target("UNFUSED", "solve to 1e-6 with `Entmax` / with `LogSumExp`, written out", "solve", "worst", "<=", 1.5),
+    Target("UNFUSED", "the same from noisy keys, anchor 0, beta 1", "retrieval", "worst", "<=", 1.5),
+    Target(
+        "UNFUSED",
+        "evaluation of `Polynomial` and `NormalisedScores` / of `LogSumExp`, written out",
+        "evaluation",
+        "worst",
+        "<=",
+        1.2,
+        _named("Poly", "Norm"),
+    ),
+    Target("KERNEL", "evaluation by 64 features / `LogSumExp`, fused", "evaluation / fused", "worst", "<=", 0.1),
+    Target("KERNEL", "peak memory by 64 features / `LogSumExp`, fused", "memory / fused", "worst", "<=", 0.1),
+    Target("KERNEL", "evaluation by 64 features / written out", "evaluation / written out", "worst", "<=", 0.1),
+    Target("KERNEL", "peak memory by 64 features / written out", "memory / written out", "worst", "<=", 0.1),
+)

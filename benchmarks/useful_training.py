@@ -84,11 +84,11 @@ def trial(task: Task, model: Model, plan: Plan, seed: int, rate: float) -> tuple
     optimizer = torch.optim.AdamW(block.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=plan.steps)
     generator, begin = torch.Generator().manual_seed(seed), time.perf_counter()
-    failed = [0, 0]
+    failed, norms = [0, 0], []
     for _ in range(plan.steps):
         optimizer.zero_grad()
         loss(block, task.draw(plan.batch, generator)).backward()
-        torch.nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(block.parameters(), 1.0)))
         optimizer.step()
         schedule.step()
         failed = [total + more for total, more in zip(failed, failures(block), strict=True)]
@@ -101,11 +101,15 @@ def trial(task: Task, model: Model, plan: Plan, seed: int, rate: float) -> tuple
         "loss": score["loss"],
         "validation": validation["score"],
         "seconds": seconds,
+        "gradient_norm": statistics.mean(norms),
         "failed_in_training": {"forward": failed[0], "backward": failed[1]},
         **{name: score[name] for name in ("evaluations_mean", "evaluations_max", "converged")},
         "anchor_and_beta": None
         if block.model.explicit
-        else [[getattr(a, name)().tolist() for name in SCALARS if hasattr(a, name)] for a in block.attention],
+        else [
+            [torch.as_tensor(getattr(a, name)()).tolist() for name in SCALARS if hasattr(a, name)]
+            for a in block.attention
+        ],
     }
 
 
