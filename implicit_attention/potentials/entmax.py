@@ -13,7 +13,7 @@ from .._declared import Withdrawn
 from ._entmax import by_order, entmax, maximum, slopes
 from .base import CovarianceMap
 from .log_sum_exp import LogSumExp
-from .masked_keys import Read
+from .masked_keys import Read, in_blocks
 from .scored_keys import ScoredKeys, in_double
 
 
@@ -101,15 +101,18 @@ class Entmax(ScoredKeys):
         super().check_state(argument, z)
         _validate.check_fits_batch("alpha", self.alpha, argument, z)
 
+    @in_blocks
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._valued(*self._weighed(z))
 
+    @in_blocks
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         read, _, p = self._weighed(z)
         return _averaged(read, p)
 
+    @in_blocks
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         read, scores, p = self._weighed(z)
         return self._valued(read, scores, p), _averaged(read, p)

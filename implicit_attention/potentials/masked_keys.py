@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import sum_to_shape
+from .._autograd import host_may_look, is_plain, sum_to_shape
 from .._declared import restricted
 from ..ops.fold import SMALL_PRODUCT as SMALL_PRODUCT
 from ..ops.fold import Fold, row_block
@@ -19,6 +21,11 @@ from ..ops.problem import common as common
 from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan
 from .base import CovarianceMap, Potential
 
+_P = TypeVar("_P", bound="MaskedKeys")
+# Pairs that are worked on at a time: what stays in the processor's cache costs a fraction of fresh memory.
+BLOCK = 2**18
+# Axes of one batch entry; the others have none.
+_OWN_AXES = {"keys": 2, "mask": 2, "bias": 2}
 # Scores below half of this are lost in rounding beside a bias of this / eps.
 LOST = 64.0
 
@@ -118,6 +125,38 @@ class MaskedKeys(KeyPotential):
 
     # Parts.
 
+    def _blocks(self, z: Tensor) -> tuple[int, Iterator[tuple[Self, Tensor]]] | None:
+        """The potential and states z in blocks along an axis; None where all of it is one, or is differentiated."""
+        *batch, rows, _ = z.shape
+        pairs = z.shape[:-1].numel() * self.keys.shape[-2]
+        # Rows whose number is no multiple of `row_block` would have other bits in other company.
+        if pairs <= BLOCK or rows % self.row_block or not self._has_only(*self._held):
+            return None
+        if not (is_plain(z, *self.tensors()) and host_may_look(z)):
+            return None
+        axis = next((i for i, size in enumerate(batch) if size > 1), len(batch))
+        whole = z.shape[axis]
+        size = max(BLOCK * whole // pairs, 1)
+        if axis == len(batch):
+            size = max(size // self.row_block, 1) * self.row_block
+        if size >= whole:
+            return None
+        return axis, (
+            (self._narrowed(axis - len(batch), start, min(size, whole - start)), part)
+            for start, part in zip(range(0, whole, size), torch.split(z, size, axis), strict=True)
+        )
+
+    def _narrowed(self, axis: int, start: int, size: int) -> Self:
+        """The same for a part of an axis of the batch, counted from its end, or (0) of the rows."""
+        clone = copy.copy(self)
+        for name in self._held:
+            tensor = getattr(self, name)
+            if isinstance(tensor, Tensor) and (axis < 0 or name in ("mask", "bias")):
+                own = tensor.ndim - _OWN_AXES.get(name, 0) + axis
+                if own >= 0 and tensor.shape[own] > 1:
+                    setattr(clone, name, tensor.narrow(own, start, size))
+        return clone
+
     def _read(self, z: Tensor, values: Tensor | None = None) -> Read:
         """What the mask leaves to be read by states of z's shape."""
         held = [self.keys] if values is None else [self.keys, values]
@@ -186,6 +225,22 @@ class MaskedKeys(KeyPotential):
         """factor beta lambda_max(K^T K), (*batch)."""
         largest: Tensor = torch.linalg.matrix_norm(keys, ord=2)
         return factor * self.beta * largest.square().to(self.keys)
+
+
+def in_blocks(evaluate: Callable[[_P, Tensor], Any]) -> Callable[[_P, Tensor], Any]:
+    """A method of states, (*batch, N, D) -> tensors (*batch, N, ...), taken block by block where nothing tracks it."""
+
+    @functools.wraps(evaluate)
+    def in_parts(self: _P, z: Tensor) -> Any:
+        if (blocks := self._blocks(z)) is None:
+            return evaluate(self, z)
+        axis, parts = blocks
+        found = [in_parts(potential, part) for potential, part in parts]
+        if isinstance(found[0], Tensor):
+            return torch.cat(found, axis)
+        return tuple(torch.cat(results, axis) for results in zip(*found, strict=True))
+
+    return in_parts
 
 
 class Read(NamedTuple):

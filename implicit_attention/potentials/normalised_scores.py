@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _validate
 from .base import CovarianceMap
-from .masked_keys import MaskedKeys, Read
+from .masked_keys import MaskedKeys, Read, in_blocks
 
 
 class NormalisedScores(MaskedKeys):
@@ -68,14 +68,17 @@ class NormalisedScores(MaskedKeys):
         super().__init__(keys, beta, mask=mask, bias=bias)
         self.eps: float = _validate.check_number("eps", eps, low=0.0)
 
+    @in_blocks
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._length(*self._normalised(z))
 
+    @in_blocks
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_j w_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         return self._pull(*self._normalised(z))
 
+    @in_blocks
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         normalised = self._normalised(z)
         return self._length(*normalised), self._pull(*normalised)

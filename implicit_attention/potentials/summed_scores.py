@@ -13,7 +13,7 @@ from .. import _validate
 from .._autograd import sum_to_shape
 from .base import CovarianceMap
 from .laws import GaussianUnits, PoissonUnits
-from .masked_keys import MaskedKeys, Read
+from .masked_keys import MaskedKeys, Read, in_blocks
 from .unit import Units, check_units
 
 
@@ -35,14 +35,17 @@ class SummedScores(MaskedKeys):
     #: Whether g'' comes as near to that as one likes for s -> inf, and g is bounded below.
     _steepens: bool = True
 
+    @in_blocks
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._sum(*self._scored(z))
 
+    @in_blocks
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_j g'(s_j) k_j, (*batch, N, D) -> (*batch, N, D)."""
         return self._pull(*self._scored(z))
 
+    @in_blocks
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         scored = self._scored(z)
         return self._sum(*scored), self._pull(*scored)
