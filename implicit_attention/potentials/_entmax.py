@@ -10,12 +10,14 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._autograd import host_may_look, sum_to_shape, uncompiled
 
 # Numbers that are worked on at a time.
 BLOCK = 2**18
+LOG2 = math.log(2)
 
 
 @uncompiled
@@ -145,19 +147,18 @@ def _found(scores: Tensor, a: float | Tensor) -> Tensor:
     # slope, which is at most M^2 at the start, and the slope is always at least 1.
     t = torch.zeros_like(shifted[..., :1])
     bits = math.log2(scores.shape[-1]) - math.log2(eps) / 2
-    for _ in range(math.ceil(bits) + 2):
+    steps = math.ceil(bits) + 2
+    for left in reversed(range(steps + 1)):
         p, w = _powers(shifted, t, a)
         total = p.sum(-1, keepdim=True)
         step = total.pow(1 - a) * torch.expm1(a * total.log()) / w.sum(-1, keepdim=True)
         moves = step > 4 * eps * (a + t)
-        if host_may_look(step) and not bool(moves.any()):
+        if left == 0 or (host_may_look(step) and not bool(moves.any())):
             break
         # A row that is done stays, however many steps others take.
         t = torch.where(moves, t + step, t)
-    p, _ = _powers(shifted, t, a)
-    p = p / p.sum(-1, keepdim=True)
     # The reciprocals of smaller numbers are infinite.
-    return p.masked_fill_(p < torch.finfo(p.dtype).tiny, 0.0)
+    return F.threshold(p / total, torch.finfo(p.dtype).tiny, 0.0)
 
 
 def _powers(shifted: Tensor, t: Tensor, a: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -165,12 +166,11 @@ def _powers(shifted: Tensor, t: Tensor, a: float | Tensor) -> tuple[Tensor, Tens
     if isinstance(a, float) and a in (0.5, 1.0):
         q = (shifted * a).sub_(t - 1).relu_()
         return (q, (q > 0).to(q)) if a == 1 else (q.square(), q)
-    # As q - 1, since for small a there is little else in it.
-    rest = (a * shifted).clamp(min=-1) - t
-    out = rest <= -1
-    rest = rest.masked_fill_(out, 0.0)
-    p = (rest.log1p() / a).exp_().masked_fill_(out, 0.0)
-    return p, p / (1 + rest)
+    # As q - 1, since for small a there is little else in it. The logarithm of 0 is -inf, whose power is 0: no number is
+    # masked, which costs more than all the rest.
+    rest = (a * shifted).sub_(t).clamp(min=-1)
+    p = (rest.log1p() * (1 / (a * LOG2))).exp2_()
+    return p, p / rest.add_(1).clamp(min=torch.finfo(rest.dtype).tiny)
 
 
 def _keep(ctx: Any, a: float | Tensor, p: Tensor) -> None:
