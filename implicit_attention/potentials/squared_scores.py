@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from ._rays import Ray, finite, quadratic_ray, spectral_norm, steeper
 from ._read import check_masks
+from .masked_keys import in_double
 from .scored_keys import SMALL_PRODUCT, KeyPotential
 
 
@@ -93,10 +94,13 @@ class SquaredScores(KeyPotential):
         """Whether scale beta lambda_max(K^T K) < 1 for every batch entry."""
         return bool((scale * self.lipschitz() < 1).all())
 
+    def falling_ray(self) -> Ray:
+        """The eigenvector of lambda_max(K^T K), from scale 1/(beta lambda_max) on."""
+        return steeper(quadratic_ray(finite(in_double(self._counted()))), self.beta)
+
     def lipschitz(self) -> Tensor:
         """beta lambda_max(K^T K), (*batch)."""
-        largest: Tensor = torch.linalg.matrix_norm(self._counted().detach(), ord=2)
-        return self.beta * largest.square()
+        return self.beta * spectral_norm(self._counted()).square()
 
     def _counted(self) -> Tensor:
         """The keys, those that do not count as zeros."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
+from ._rays import Ray, faster_ray, quadratic_ray, steeper
 from .base import CovarianceMap
-from .laws import GaussianUnits, PoissonUnits
+from .laws import units_ray
 from .masked_keys import MaskedKeys, Read
 from .unit import Units, check_units
 
@@ -32,8 +33,6 @@ class SummedScores(MaskedKeys):
 
     #: An upper bound on g''; infinite if there is none.
     _largest_curvature: float = math.inf
-    #: Whether g'' comes as near to that as one likes for s -> inf, and g is bounded below.
-    _steepens: bool = True
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
@@ -63,15 +62,16 @@ class SummedScores(MaskedKeys):
         return self._covariance_map(z, read, slope, lambda change: curvature * change)
 
     def bounded_below(self, scale: float) -> bool | None:
-        """True if scale sup g'' beta lambda_max(K^T K) < 1, False where the energy falls for ever along a key."""
-        if scale == 0 or super().bounded_below(scale):
+        """True if scale sup g'' beta lambda_max(K^T K) < 1, False where the energy falls for ever along a ray."""
+        if scale == 0 or super().bounded_below(scale) or not bool(self._keys_read().any()):
             return True
-        lengths = self._keys_read().square().sum(-1)
-        if not bool(lengths.any()):
-            return True
-        # Along the key alone; the others add what is bounded below.
-        steepness = scale * self._largest_curvature * self._row_scale * lengths.to(self.keys)
-        return False if self._steepens and bool((steepness > 1).any()) else None
+        ray = self.falling_ray()
+        return False if ray is not None and bool((scale > ray.limit).any()) else None
+
+    @property
+    def _read_together(self) -> bool:
+        """Whether every query reads the same keys, as far as shapes tell."""
+        return all(pairs is None or pairs.ndim == 1 or pairs.shape[-2] == 1 for pairs in (self.mask, self.bias))
 
     def lipschitz(self) -> Tensor | None:
         """sup g'' beta lambda_max(K^T K), (*batch); None where g'' is unbounded."""
@@ -179,6 +179,13 @@ class Polynomial(SummedScores):
     def _largest_curvature(self) -> float:  # type: ignore[override]
         return 1.0 if self.degree == 2 else math.inf
 
+    def falling_ray(self) -> Ray:
+        """Of degree 2 a direction that many keys share, found by ascent; else the longest key, at every scale."""
+        keys = self._keys_read()
+        if self.degree > 2:
+            return faster_ray(keys)
+        return steeper(quadratic_ray(keys, rectified=True, together=self._read_together), self.beta)
+
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return scores * self._slope(scores, beta) / self.degree
 
@@ -226,6 +233,10 @@ class Exponential(SummedScores):
 
     declares_all = True
 
+    def falling_ray(self) -> Ray:
+        """The longest key, at every scale."""
+        return faster_ray(self._keys_read())
+
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return scores.exp()
 
@@ -261,9 +272,9 @@ class UnitScores(SummedScores):
     def _largest_curvature(self) -> float:  # type: ignore[override]
         return self.units.largest_variance
 
-    @property
-    def _steepens(self) -> bool:  # type: ignore[override]
-        return type(self.units) in (GaussianUnits, PoissonUnits)
+    def falling_ray(self) -> Ray | None:
+        """That of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
+        return units_ray(self.units, self._keys_read, self.beta, together=self._read_together)
 
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return self.units.cumulant(scores)

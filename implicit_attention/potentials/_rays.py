@@ -1,0 +1,113 @@
+"""Rays along which |z|^2/2 - scale Phi(z) falls without end, for potentials that grow like |z|^2 or faster."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+# The largest rectified growth has no closed form.
+ASCENT_STEPS = 30
+
+
+class Ray(NamedTuple):
+    """Where the energy falls, per batch entry, in float64 and without graph.
+
+    direction: (*batch, D), of length 1, or zeros where no ray is known.
+    limit: (*batch), |z|^2/2 - scale Phi(z) falls along the direction at least like -|z|^2 for every scale above it; 0
+        where Phi grows faster than |z|^2, infinite where no ray is known.
+    """
+
+    direction: Tensor
+    limit: Tensor
+
+
+def quadratic_ray(keys: Tensor, *, rectified: bool = False, together: bool = True) -> Ray:
+    """That of a Phi which grows like sum_j <k_j, z>^2/2, or, `rectified`, like the same sum over positive <k_j, z>.
+
+    Args:
+        keys: (*batch, M, D), float64 and finite.
+        together: whether one query reads all keys; if not, each key is taken by itself.
+    """
+    if not together:
+        return _ray(_longest(keys), keys.square().sum(-1).amax(-1))
+    # Scaled, as squares of large keys overflow.
+    size = keys.abs().amax((-1, -2), keepdim=True)
+    scaled = keys / torch.where(size > 0, size, 1.0)
+    direction = torch.linalg.eigh(scaled.mT @ scaled).eigenvectors[..., -1]
+    if rectified:
+        # The growth is convex, so that no step to the top of its linearisation lowers it. Each start may lead elsewhere.
+        direction = torch.stack([direction, -direction, _longest(scaled)])
+        for _ in range(ASCENT_STEPS):
+            direction = _unit((_scores(scaled, direction).relu()[..., None] * scaled).sum(-2))
+    scores = _scores(scaled, direction)
+    steepness = (scores.relu() if rectified else scores).square().sum(-1)
+    if rectified:
+        steepness, best = steepness.max(0)
+        direction = direction.gather(0, best[None, ..., None].expand(1, *direction.shape[1:]))[0]
+    return _ray(direction, steepness * size[..., 0, 0].square())
+
+
+def faster_ray(keys: Tensor) -> Ray:
+    """That of a Phi which grows faster than |z|^2 along every key (*batch, M, D): the longest, at every scale."""
+    direction = _longest(keys)
+    return Ray(direction, torch.where(direction.any(-1), 0.0, torch.inf).to(keys))
+
+
+@overload
+def steeper(ray: Ray, weight: float | Tensor) -> Ray: ...
+@overload
+def steeper(ray: Ray | None, weight: float | Tensor) -> Ray | None: ...
+def steeper(ray: Ray | None, weight: float | Tensor) -> Ray | None:
+    """That of weight Phi, for a weight >= 0, or one per batch entry."""
+    if ray is None:
+        return None
+    direction, limit = ray
+    limit = limit / torch.as_tensor(weight).detach().to(limit)
+    return Ray(direction.expand(*limit.shape, -1), limit)
+
+
+def first_to_fall(rays: Iterable[Ray | None]) -> Ray | None:
+    """Per batch entry, the ray of the lowest limit."""
+    return functools.reduce(_lower, rays, None)
+
+
+def _lower(a: Ray | None, b: Ray | None) -> Ray | None:
+    if a is None or b is None:
+        return b if a is None else a
+    first = (a.limit <= b.limit)[..., None]
+    return Ray(torch.where(first, a.direction, b.direction), torch.minimum(a.limit, b.limit))
+
+
+def spectral_norm(matrix: Tensor) -> Tensor:
+    """The largest singular value, (*batch, K, D) -> (*batch), without graph; entries that are not finite are zeros."""
+    norm: Tensor = torch.linalg.matrix_norm(finite(matrix.detach()), ord=2)
+    return norm
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """Zeros where an entry is not finite: LAPACK would raise for the sake of one batch entry."""
+    return tensor.where(tensor.isfinite(), 0.0)
+
+
+def _ray(direction: Tensor, steepness: Tensor) -> Ray:
+    # Infinite where all keys are 0.
+    return Ray(direction, 1 / steepness)
+
+
+def _scores(keys: Tensor, direction: Tensor) -> Tensor:
+    return (keys @ direction[..., None]).squeeze(-1)
+
+
+def _longest(keys: Tensor) -> Tensor:
+    """The direction of the longest key, (*batch, D)."""
+    index = keys.square().sum(-1).argmax(-1)[..., None, None]
+    return _unit(keys.gather(-2, index.expand(*keys.shape[:-2], 1, keys.shape[-1])).squeeze(-2))
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / torch.where(length > 0, length, 1.0)
