@@ -9,6 +9,8 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from .._autograd import at_least_single
+
 # The largest rectified growth has no closed form.
 ASCENT_STEPS = 30
 
@@ -39,7 +41,7 @@ def quadratic_ray(keys: Tensor, *, rectified: bool = False, together: bool = Tru
     scaled = keys / torch.where(size > 0, size, 1.0)
     direction = torch.linalg.eigh(scaled.mT @ scaled).eigenvectors[..., -1]
     if rectified:
-        # The growth is convex, so that no step to the top of its linearisation lowers it. Each start may lead elsewhere.
+        # The growth is convex: no step to the top of its linearisation lowers it. Each start may lead elsewhere.
         direction = torch.stack([direction, -direction, _longest(scaled)])
         for _ in range(ASCENT_STEPS):
             direction = _unit((_scores(scaled, direction).relu()[..., None] * scaled).sum(-2))
@@ -84,8 +86,8 @@ def _lower(a: Ray | None, b: Ray | None) -> Ray | None:
 
 def spectral_norm(matrix: Tensor) -> Tensor:
     """The largest singular value, (*batch, K, D) -> (*batch), without graph; entries that are not finite are zeros."""
-    norm: Tensor = torch.linalg.matrix_norm(finite(matrix.detach()), ord=2)
-    return norm
+    norm: Tensor = torch.linalg.matrix_norm(finite(at_least_single(matrix.detach())), ord=2)
+    return norm.to(matrix.dtype)
 
 
 def finite(tensor: Tensor) -> Tensor:
