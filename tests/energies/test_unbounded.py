@@ -144,8 +144,10 @@ def test_neighbours_are_solved_as_they_are_alone(solver):
     both = AnchoredEnergy(SquaredScores(keys, beta), field, 0.3, unbounded="ignore")
     solution = solve(both, field, solver=solver, on_failure="ignore")
     alone = solve(AnchoredEnergy(SquaredScores(keys[:1], beta[:1]), field[:1], 0.3), field[:1], solver=solver)
-    assert torch.equal(solution.value[:1], alone.value)
+    # To rounding, as rows that end earlier leave the others in products of another size.
+    torch.testing.assert_close(solution.value[:1], alone.value, rtol=1e-14, atol=1e-15)
     assert torch.equal(solution.status[:1], alone.status)
+    assert torch.equal(solution.num_steps[:1], alone.num_steps)
 
 
 @pytest.mark.parametrize("name", ["newton", "broyden", "anderson"])
@@ -184,7 +186,8 @@ def test_the_message_says_what_happened_and_what_helps():
     for words in ("an energy without a lower bound fell without end", "lower beta or raise the anchor"):
         assert words in solution.message(0, 0)
     assert torch.isfinite(solution.value).all()
-    assert torch.equal(solution.residual, (energy.fixed_point_map(solution.value) - solution.value).norm(dim=-1))
+    residual = (energy.fixed_point_map(solution.value) - solution.value).norm(dim=-1)
+    torch.testing.assert_close(solution.residual, residual, rtol=1e-12, atol=0)
 
 
 class Bowl(Potential):
