@@ -21,7 +21,8 @@ MARGIN = 1e-6
 #: Tensors as they were: which objects, and how often torch had written to each.
 Versions: TypeAlias = tuple[tuple["weakref.ref[Tensor]", int], ...]
 
-_asked: weakref.WeakKeyDictionary[Potential, tuple[Versions, Ray | None]] = weakref.WeakKeyDictionary()
+# Up to which scale, and what was answered.
+_asked: weakref.WeakKeyDictionary[Potential, tuple[Versions, float, Ray]] = weakref.WeakKeyDictionary()
 
 
 def falls(potential: Potential, anchor: float | Tensor) -> Tensor | None:
@@ -38,7 +39,7 @@ def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: OnFai
     _validate.check_choice("unbounded", unbounded, ("raise", "warn", "ignore"))
     ray, tensors = None, [*potential.tensors(), *([anchor] if isinstance(anchor, Tensor) else [])]
     if potential.event_ndim == 1 and host_may_look(*tensors):
-        ray = _remembered(potential)
+        ray = _remembered(potential, _largest_scale(anchor))
     if ray is None:
         return False
     if not _any_falls(ray, anchor):
@@ -66,22 +67,29 @@ def _beyond(ray: Ray, anchor: float | Tensor) -> Tensor:
     return torch.where(torch.as_tensor(pull, device=ray.limit.device) > 0, pull / ray.limit, 0.0).nan_to_num(0.0)
 
 
-def _remembered(potential: Potential) -> Ray | None:
+def _largest_scale(anchor: float | Tensor) -> float:
+    if not isinstance(anchor, Tensor):
+        return 1 - anchor
+    return float(1 - anchor.detach().amin()) if anchor.numel() else 0.0
+
+
+def _remembered(potential: Potential, scale: float) -> Ray | None:
     tensors = potential.tensors()
     if any(t.is_inference() for t in tensors):
         # What is written to these is not counted.
-        return potential.falling_ray()
+        return potential.falling_ray(scale)
     known = _asked.get(potential)
     if known is not None:
-        versions, ray = known
-        if len(versions) == len(tensors) and all(
+        versions, asked, ray = known
+        same = len(versions) == len(tensors) and all(
             held() is t and count == t._version for (held, count), t in zip(versions, tensors, strict=True)
-        ):
+        )
+        if same and scale <= asked:
             return ray
-    ray = potential.falling_ray()
-    if ray is not None:
-        _asked[potential] = tuple((weakref.ref(t), t._version) for t in tensors), ray
-    return ray
+    found = potential.falling_ray(scale)
+    if found is not None:
+        _asked[potential] = tuple((weakref.ref(t), t._version) for t in tensors), scale, found
+    return found
 
 
 def _told(potential: Potential, ray: Ray, anchor: float | Tensor) -> str:

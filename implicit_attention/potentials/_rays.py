@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .._autograd import at_least_single
+from .._autograd import at_least_single, host_may_look
 
 # The largest rectified growth has no closed form.
 ASCENT_STEPS = 30
@@ -27,30 +27,43 @@ class Ray(NamedTuple):
     limit: Tensor
 
 
-def quadratic_ray(keys: Tensor, *, rectified: bool = False, together: bool = True) -> Ray:
-    """That of a Phi which grows like sum_j <k_j, z>^2/2, or, `rectified`, like the same sum over positive <k_j, z>.
+def quadratic_ray(
+    keys: Tensor,
+    strength: float | Tensor,
+    scale: float | Tensor,
+    *,
+    rectified: bool = False,
+    together: bool = True,
+) -> Ray:
+    """That of a Phi which grows like (strength/2) sum_j <k_j, z>^2, the sum over the positive <k_j, z> if `rectified`.
 
     Args:
         keys: (*batch, M, D), float64 and finite.
+        strength: >= 0, a float or a tensor that broadcasts to *batch.
+        scale: where a matrix norm tells the host that nothing falls up to this scale, no ray is looked for.
         together: whether one query reads all keys; if not, each key is taken by itself.
     """
+    strength = torch.as_tensor(strength).detach().to(keys)
     if not together:
-        return _ray(_longest(keys), keys.square().sum(-1).amax(-1))
+        return _ray(_longest(keys), strength * keys.square().sum(-1).amax(-1))
     # Scaled, as squares of large keys overflow.
     size = keys.abs().amax((-1, -2), keepdim=True)
     scaled = keys / torch.where(size > 0, size, 1.0)
-    direction = torch.linalg.eigh(scaled.mT @ scaled).eigenvectors[..., -1]
-    if rectified:
+    strength, gram = strength * size[..., 0, 0].square(), scaled.mT @ scaled
+    if _all_bounded(strength * torch.linalg.matrix_norm(gram), scale):
+        return _ray(torch.zeros_like(gram[..., 0]), torch.zeros_like(strength))
+    eigenvalues, axes = torch.linalg.eigh(gram)
+    direction, steepness = axes[..., -1], eigenvalues[..., -1]
+    if rectified and not _all_bounded(strength * steepness, scale):
         # The growth is convex: no step to the top of its linearisation lowers it. Each start may lead elsewhere.
         direction = torch.stack([direction, -direction, _longest(scaled)])
         for _ in range(ASCENT_STEPS):
-            direction = _unit((_scores(scaled, direction).relu()[..., None] * scaled).sum(-2))
-    scores = _scores(scaled, direction)
-    steepness = (scores.relu() if rectified else scores).square().sum(-1)
-    if rectified:
-        steepness, best = steepness.max(0)
+            direction = _unit((_rectified(scaled, direction)[..., None, :] @ scaled).squeeze(-2))
+        steepness, best = _rectified(scaled, direction).square().sum(-1).max(0)
         direction = direction.gather(0, best[None, ..., None].expand(1, *direction.shape[1:]))[0]
-    return _ray(direction, steepness * size[..., 0, 0].square())
+    elif rectified:
+        direction, steepness = torch.zeros_like(direction), torch.zeros_like(steepness)
+    return _ray(direction, strength * steepness)
 
 
 def faster_ray(keys: Tensor) -> Ray:
@@ -96,12 +109,16 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def _ray(direction: Tensor, steepness: Tensor) -> Ray:
-    # Infinite where all keys are 0.
-    return Ray(direction, 1 / steepness)
+    return Ray(direction.expand(*steepness.shape, -1), torch.where(steepness > 0, 1 / steepness, torch.inf))
 
 
-def _scores(keys: Tensor, direction: Tensor) -> Tensor:
-    return (keys @ direction[..., None]).squeeze(-1)
+def _all_bounded(steepness: Tensor, scale: float | Tensor) -> bool:
+    part = scale * steepness
+    return host_may_look(part) and bool((part < 1).all())
+
+
+def _rectified(keys: Tensor, direction: Tensor) -> Tensor:
+    return (keys @ direction[..., None]).squeeze(-1).relu()
 
 
 def _longest(keys: Tensor) -> Tensor:

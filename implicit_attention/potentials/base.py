@@ -144,8 +144,8 @@ class Potential(Declared, general=True):
         bound = self.lipschitz()
         return True if bound is not None and bool((scale * bound < 1).all()) else None
 
-    def falling_ray(self) -> Ray | None:
-        """Where |z|^2/2 - scale Phi(z) certainly falls without end, and from which scale on; None if not known."""
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        """Where |z|^2/2 - s Phi(z) certainly falls without end, for which s; asked up to a scale. None if not known."""
         return None
 
     def lipschitz(self) -> Tensor | None:
@@ -279,8 +279,8 @@ class Scaled(Composite):
         # That it is not bounded at the largest weight says nothing of the others.
         return answer if answer or not isinstance(self.weight, Tensor) or self.weight.numel() == 1 else None
 
-    def falling_ray(self) -> Ray | None:
-        return steeper(self.parts[0].falling_ray(), self.weight)
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        return steeper(self.parts[0].falling_ray(scale * self.weight), self.weight)
 
     def lipschitz(self) -> Tensor | None:
         bound = self.parts[0].lipschitz()
@@ -327,9 +327,9 @@ class Sum(Composite):
         share = scale * max(len(others), 1) * (1 + 1e-6)
         return True if all(part.bounded_below(share) for part in others) else super().bounded_below(scale)
 
-    def falling_ray(self) -> Ray | None:
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
         # Beside convex parts alone, which are above a linear function.
-        return first_to_fall(part.falling_ray() for part in self.parts) if self.convex else None
+        return first_to_fall(part.falling_ray(scale) for part in self.parts) if self.convex else None
 
     def lipschitz(self) -> Tensor | None:
         found = [part.lipschitz() for part in self.parts]

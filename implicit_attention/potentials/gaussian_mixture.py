@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -168,7 +170,7 @@ class GaussianMixture(Potential):
         """Whether scale lambda_max(Sigma_n) < 1 for every component: G grows like the widest one."""
         return bool((scale * _eigenvalues(self.covariances)[..., -1] < 1).all())
 
-    def falling_ray(self) -> Ray:
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
         """The widest axis of the widest component, from scale 1/lambda_max on."""
         matrices = in_double(self.covariances)
         # Of a matrix that is not finite no part is known, and none falls.

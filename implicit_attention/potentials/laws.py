@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ._rays import Ray, faster_ray, quadratic_ray, steeper
+from ._rays import Ray, faster_ray, quadratic_ray
 from .unit import SiteLaw, TiltMap, Units, require_dimension
 
 
@@ -368,9 +368,14 @@ class ConstantUnits(Units):
 
 
 def units_ray(
-    units: Units, keys: Callable[[], Tensor], beta: float | Tensor = 1.0, *, together: bool = True
+    units: Units,
+    keys: Callable[[], Tensor],
+    beta: float | Tensor,
+    scale: float | Tensor,
+    *,
+    together: bool = True,
 ) -> Ray | None:
     """That of (1/beta) sum_j K(beta <k_j, z>) for the cumulant K of a law; `keys` are asked for only where needed."""
     if type(units) is GaussianUnits:
-        return steeper(steeper(quadratic_ray(keys(), together=together), beta), units.largest_variance)
+        return quadratic_ray(keys(), beta * units.largest_variance, scale, together=together)
     return faster_ray(keys()) if type(units) is PoissonUnits else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from ._rays import Ray, finite, quadratic_ray, spectral_norm, steeper
+from ._rays import Ray, finite, quadratic_ray, spectral_norm
 from ._read import check_masks
 from .masked_keys import in_double
 from .scored_keys import SMALL_PRODUCT, KeyPotential
@@ -94,9 +96,9 @@ class SquaredScores(KeyPotential):
         """Whether scale beta lambda_max(K^T K) < 1 for every batch entry."""
         return bool((scale * self.lipschitz() < 1).all())
 
-    def falling_ray(self) -> Ray:
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
         """The eigenvector of lambda_max(K^T K), from scale 1/(beta lambda_max) on."""
-        return steeper(quadratic_ray(finite(in_double(self._counted()))), self.beta)
+        return quadratic_ray(finite(in_double(self._counted())), self.beta, scale)
 
     def lipschitz(self) -> Tensor:
         """beta lambda_max(K^T K), (*batch)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
-from ._rays import Ray, faster_ray, quadratic_ray, steeper
+from ._rays import Ray, faster_ray, quadratic_ray
 from .base import CovarianceMap
 from .laws import units_ray
 from .masked_keys import MaskedKeys, Read
@@ -65,7 +65,7 @@ class SummedScores(MaskedKeys):
         """True if scale sup g'' beta lambda_max(K^T K) < 1, False where the energy falls for ever along a ray."""
         if scale == 0 or super().bounded_below(scale) or not bool(self._keys_read().any()):
             return True
-        ray = self.falling_ray()
+        ray = self.falling_ray(scale)
         return False if ray is not None and bool((scale > ray.limit).any()) else None
 
     @property
@@ -179,12 +179,12 @@ class Polynomial(SummedScores):
     def _largest_curvature(self) -> float:  # type: ignore[override]
         return 1.0 if self.degree == 2 else math.inf
 
-    def falling_ray(self) -> Ray:
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
         """Of degree 2 a direction that many keys share, found by ascent; else the longest key, at every scale."""
         keys = self._keys_read()
         if self.degree > 2:
             return faster_ray(keys)
-        return steeper(quadratic_ray(keys, rectified=True, together=self._read_together), self.beta)
+        return quadratic_ray(keys, self.beta, scale, rectified=True, together=self._read_together)
 
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return scores * self._slope(scores, beta) / self.degree
@@ -233,7 +233,7 @@ class Exponential(SummedScores):
 
     declares_all = True
 
-    def falling_ray(self) -> Ray:
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
         """The longest key, at every scale."""
         return faster_ray(self._keys_read())
 
@@ -272,9 +272,9 @@ class UnitScores(SummedScores):
     def _largest_curvature(self) -> float:  # type: ignore[override]
         return self.units.largest_variance
 
-    def falling_ray(self) -> Ray | None:
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
         """That of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
-        return units_ray(self.units, self._keys_read, self.beta, together=self._read_together)
+        return units_ray(self.units, self._keys_read, self.beta, scale, together=self._read_together)
 
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return self.units.cumulant(scores)

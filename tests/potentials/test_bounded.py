@@ -229,15 +229,20 @@ def test_an_option_turns_the_refusal_into_a_warning():
 def test_a_set_of_keys_is_asked_once(monkeypatch):
     asked = []
     falling_ray = SquaredScores.falling_ray
-    monkeypatch.setattr(SquaredScores, "falling_ray", lambda self: asked.append(self) or falling_ray(self))
+    monkeypatch.setattr(SquaredScores, "falling_ray", lambda self, s=math.inf: asked.append(s) or falling_ray(self, s))
     keys, field = 0.1 * random(2, 7, 5), random(2, 3, 5)
     potential = SquaredScores(keys, 1.0)
     for anchor in (0.0, 0.3, tensor([0.1, 0.2])):
         energy = AnchoredEnergy(potential, field, anchor)
-    # The solve does not ask again.
+    # Nor at a solve, nor for rows of it.
     assert energy.falls() is None
     assert energy.select(torch.tensor([[0], [1]])).falls() is None
-    assert len(asked) == 1
+    assert asked == [1.0]
+    # What was asked up to a scale says nothing of larger ones.
+    other = SquaredScores(keys * 3, 1.0)
+    AnchoredEnergy(other, field, 0.9)
+    with pytest.raises(ValueError, match="a lower bound"):
+        AnchoredEnergy(other, field, 0.0)
     keys *= 100
     with pytest.raises(ValueError, match="a lower bound"):
         AnchoredEnergy(potential, field)
