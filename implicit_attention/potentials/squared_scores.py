@@ -27,7 +27,8 @@ class SquaredScores(KeyPotential):
         mask: boolean over keys, broadcasts to (*batch, 1, M); True = the key counts.
         bias: not supported (there is no exponential that it could shift); must be None.
 
-    The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; see `bounded_below`.
+    The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; beyond that, `AnchoredEnergy` refuses
+    it.
 
     Gradients: with respect to z, keys and beta, to any order.
 

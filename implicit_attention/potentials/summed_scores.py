@@ -115,7 +115,8 @@ class Polynomial(SummedScores):
     energy is -Phi.
 
     At degree 2 the anchored energy is bounded below while (1 - anchor) beta lambda_max(K^T K) < 1, K the matrix of
-    keys. At a higher degree it is not, unless all keys are 0: keep its states at a fixed length.
+    keys. At a higher degree it is not, unless all keys are 0: keep its states at a fixed length. `AnchoredEnergy`
+    refuses what is certain to fall, unless its option `unbounded` says otherwise.
 
     Args:
         keys: (*batch, M, D).
@@ -205,7 +206,8 @@ class Exponential(SummedScores):
     mean(z) = sum_j exp(s_j) k_j, attention whose weights are not normalised. Its keys do not compete: all with a score
     above 0 pull, by more than their own length.
 
-    The anchored energy is never bounded below, unless all keys are 0. In float32 it overflows at scores above 88.
+    The anchored energy is never bounded below, unless all keys are 0: `AnchoredEnergy` refuses it. In float32 it
+    overflows at scores above 88.
 
     Args:
         keys: (*batch, M, D).

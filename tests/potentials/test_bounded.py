@@ -8,7 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from implicit_attention import AnchoredEnergy, ConvergenceWarning, LogSumExp, SquaredScores, equilibrium_attention
+from implicit_attention import (
+    AnchoredEnergy,
+    ConvergenceWarning,
+    GradientDescent,
+    LogSumExp,
+    SquaredScores,
+    equilibrium_attention,
+    solve,
+)
 from implicit_attention.energies import _bounds
 from implicit_attention.potentials import (
     EluFeatures,
@@ -290,6 +298,16 @@ def test_a_subclass_with_another_value_has_no_ray():
             return super().value(z) / 2
 
     assert Halved(KEYS, 1.0).falling_ray() is None
+
+
+def test_a_subclass_of_the_energy_may_give_it_a_bound():
+    class Confined(AnchoredEnergy):
+        def energy(self, z):
+            return super().energy(z) + z.square().sum(-1).square()
+
+    energy = Confined(SquaredScores(KEYS, 1.0), random(2, 3, 5))
+    assert energy.falls() is None
+    assert solve(energy, energy.field, solver=GradientDescent(step_size=0.02, max_steps=2000)).converged.all()
 
 
 def test_softmax_attention_asks_nothing(monkeypatch):
