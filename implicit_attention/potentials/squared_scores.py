@@ -27,8 +27,7 @@ class SquaredScores(KeyPotential):
         mask: boolean over keys, broadcasts to (*batch, 1, M); True = the key counts.
         bias: not supported (there is no exponential that it could shift); must be None.
 
-    The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; beyond that, `AnchoredEnergy` refuses
-    it.
+    The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; `AnchoredEnergy` refuses it beyond.
 
     Gradients: with respect to z, keys and beta, to any order.
 
