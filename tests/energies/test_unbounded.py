@@ -207,3 +207,19 @@ def test_no_energy_is_read_for_potentials_without_a_ray(potential, monkeypatch):
     monkeypatch.setattr(AnchoredEnergy, "evaluate", watched)
     solve(AnchoredEnergy(potential, random(3, 5)), random(3, 5), solver=Picard(damping=0.1), on_failure="ignore")
     assert set(reads) == {False}
+
+
+@pytest.mark.parametrize("make", [SquaredScores, Polynomial, Exponential], ids=lambda make: make.__name__)
+def test_gradients_in_torch_func_are_those_of_autograd(make):
+    keys, field = 0.1 * keys_of(torch.float64), random(2, 6, 5, seed=3)
+    inputs = (keys, torch.tensor([0.5, 0.6]).double(), torch.tensor([0.3, 0.4]).double())
+
+    def loss(keys, beta, anchor):
+        energy = AnchoredEnergy(make(keys, beta), field, anchor, unbounded="ignore")
+        return solve(energy, field, solver=Anderson(rtol=1e-12), adjoint=Implicit()).value.square().sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
+    tracked = [t.clone().requires_grad_() for t in inputs]
+    expected = torch.autograd.grad(loss(*tracked), tracked)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert torch.autograd.gradcheck(loss, tracked, fast_mode=True)
