@@ -54,6 +54,8 @@ _OF_ALL = (
     "select",
     "row_block",
     "plain_steps_descend",
+    "falls",
+    "curves_down",
 )
 
 
@@ -144,6 +146,14 @@ class Problem(Declared, general=True):
     def lipschitz(self) -> Tensor | None:
         """A Lipschitz constant of f over all states, per batch entry (*lead[:-1]), or None if none is known."""
         return None
+
+    def falls(self) -> Tensor | None:
+        """Whether the energy certainly falls without end, per batch entry (*lead[:-1]); None if none is known to."""
+        return None
+
+    def curves_down(self, z: Tensor) -> Tensor:
+        """Whether the energy has negative curvature at z where it `falls`, (*lead), so that z is near no minimum."""
+        raise NotImplementedError(f"{type(self).__name__} defines falls() and must define curves_down(z)")
 
     def select(self, index: Tensor) -> Self | None:
         """The problems `index` (*lead[:-1], K) of the last leading axis, or None if that cannot be had."""

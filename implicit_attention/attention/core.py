@@ -20,7 +20,7 @@ from .._autograd import (
 )
 from .._reporting import report_failures
 from .._solve import solve
-from .._types import Impl
+from .._types import Impl, OnFailure
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
@@ -89,6 +89,7 @@ class Call(NamedTuple):
         trace: keep the course of the iteration in the solution.
         return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
         return_weights: whether the attention weights are asked for.
+        unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
     """
 
     query: Tensor
@@ -106,6 +107,7 @@ class Call(NamedTuple):
     trace: bool = False
     return_solution: bool = False
     return_weights: bool = False
+    unbounded: OnFailure = "raise"
 
 
 def attend(call: Call) -> Attended:
@@ -217,7 +219,8 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
     with exact_precision(given.query):
         call = _in_single(given)
         potential = _potential(call)
-        energy = AnchoredEnergy(potential, call.query, call.anchor)
+        unbounded = "ignore" if call.options.explicit else call.unbounded
+        energy = AnchoredEnergy(potential, call.query, call.anchor, unbounded=unbounded)
         if call.values is not None or call.return_weights:
             reads_out(potential)
         if call.options.explicit:

@@ -13,8 +13,10 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import check_graph, sum_to_shape
 from .._declared import restricted
+from .._types import OnFailure
 from ..potentials import Potential
 from ..problem import Evaluation, Linearization, Problem
+from ._bounds import check_bounded, falls
 from .base import Energy
 
 
@@ -98,9 +100,14 @@ class AnchoredEnergy(Anchored, Energy):
             is that of the problem: 1 for queries, each on its own, 2 for the tokens of a sample together.
         field: the queries x, (*batch, N, D).
         anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
+        unbounded: what to do about an energy that certainly falls without end along a ray, where the host can look at
+            the tensors at no cost (on a CPU, outside of torch.func and torch.compile): "raise", "warn" or "ignore". A
+            solve of such an energy may still find a local minimum or a saddle; if it runs away, its status is DIVERGED.
+            A potential is asked once, and again only where its tensors have changed.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not fit; an anchor outside [0, 1].
+        TypeError, ValueError: shapes, dtypes or devices that do not fit; an anchor outside [0, 1]; an energy without a
+            lower bound.
 
     Gradients: with respect to field, anchor and the potential's tensors, to any order.
 
@@ -117,12 +124,16 @@ class AnchoredEnergy(Anchored, Energy):
     """
 
     declares_all = True
+    # Whether the rays of the potential were looked at, and the energy falls along none of them.
+    _checked: bool = False
 
     def __init__(
         self,
         potential: Potential,
         field: Float[Tensor, "*batch N D"],
         anchor: float | Float[Tensor, "*#batch"] = 0.0,
+        *,
+        unbounded: OnFailure = "raise",
     ) -> None:
         if not isinstance(potential, Potential):
             raise TypeError(
@@ -133,6 +144,10 @@ class AnchoredEnergy(Anchored, Energy):
         potential.check_state("field", field)
         self.potential = potential
         super().__init__(field, anchor)
+        # A subclass that changes the energy may give it a bound.
+        known = type(self).falls is AnchoredEnergy.falls
+        if check_bounded(potential, self.anchor, unbounded if known else "ignore"):
+            self._checked = True
 
     @property
     def event_ndim(self) -> int:  # type: ignore[override]
@@ -188,7 +203,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     def linearize(self, z: Tensor) -> Linearization:
         cov = self.potential.linearize(z)
-        if cov is None or not self._has_only("potential", "field", "anchor"):
+        if cov is None or not self._is_own():
             return super().linearize(z)
 
         def product(v: Tensor) -> Tensor:
@@ -200,13 +215,25 @@ class AnchoredEnergy(Anchored, Energy):
 
         return Linearization(product, product, pullback)
 
+    def falls(self) -> Tensor | None:
+        return None if self._checked else falls(self.potential, self.anchor)
+
+    def curves_down(self, z: Tensor) -> Tensor:
+        ray = self.potential.falling_ray()
+        assert ray is not None
+        along = ray.direction.to(z)[..., None, :].expand(z.shape)
+        return (along * self.hessian_product(z, along)).sum(-1) < 0
+
+    def _is_own(self) -> bool:
+        return self._has_only("potential", "field", "anchor", *(["_checked"] if self._checked else []))
+
     def lipschitz(self) -> Tensor | None:
         bound = self.potential.lipschitz()
         return None if bound is None else (1 - self.anchor) * bound
 
     def select(self, index: Tensor) -> Self | None:
         potential = self.potential.select(index)
-        if potential is None or self.event_ndim != 1 or not self._has_only("potential", "field", "anchor"):
+        if potential is None or self.event_ndim != 1 or not self._is_own():
             return None
         clone = restricted(self, index, field=1)
         clone.potential = potential

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
+from .._types import OnFailure
 from ..attention.core import Call, attend
 from ..attention.heads import merge_heads
 from ..attention.masks import mask_and_bias
@@ -54,6 +55,8 @@ class ImplicitAttention(Remembering):
             back).
         projection_bias: whether the projections have biases.
         bare: no projections and one head: the energy itself, over raw inputs; values are the context.
+        unbounded: what to do about keys and a potential whose energy falls without end, see `AnchoredEnergy`. Asked at
+            every call, as each has its keys; potentials that grow like |z|, as softmax attention, cost nothing.
         device: of the parameters.
         dtype: of the parameters.
         **options: how equilibria are found and differentiated, see `SolveOptions`.
@@ -103,6 +106,7 @@ class ImplicitAttention(Remembering):
         rotary: Rotary | None = None,
         projection_bias: bool = False,
         bare: bool = False,
+        unbounded: OnFailure = "raise",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[SolveKeywords],
@@ -129,6 +133,8 @@ class ImplicitAttention(Remembering):
             raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
         self.causal, self.dropout, self.rotary = causal, dropout, rotary
+        _validate.check_choice("unbounded", unbounded, ("raise", "warn", "ignore"))
+        self.unbounded: OnFailure = unbounded
         self.options = SolveOptions().override(**options)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
@@ -220,6 +226,7 @@ class ImplicitAttention(Remembering):
             mask=pairs,
             bias=bias,
             potential=self.potential,
+            unbounded=self.unbounded,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
             initial=None if cache is None else cache.start(query),
@@ -336,7 +343,13 @@ class ImplicitAttention(Remembering):
 
     def extra_repr(self) -> str:
         parts = [f"{self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
-        usual = {"kv_heads": self.heads, "context_dim": self.dim, "readout": "values", "dropout": 0.0}
+        usual = {
+            "kv_heads": self.heads,
+            "context_dim": self.dim,
+            "readout": "values",
+            "dropout": 0.0,
+            "unbounded": "raise",
+        }
         parts += [
             f"{name}={getattr(self, name)!r}" for name, default in usual.items() if getattr(self, name) != default
         ]

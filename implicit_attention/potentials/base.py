@@ -16,6 +16,7 @@ from .. import _validate
 from .._autograd import check_graph, grad, sum_to_shape, vjp
 from .._declared import Declared
 from .._types import LinearMap
+from ._rays import Ray, first_to_fall, spectral_norm, steeper
 
 
 class CovarianceMap(NamedTuple):
@@ -42,6 +43,7 @@ _OF_BOTH = (
     "evaluate",
     "linearize",
     "bounded_below",
+    "falling_ray",
     "lipschitz",
     "select",
     "row_block",
@@ -141,6 +143,10 @@ class Potential(Declared, general=True):
         """
         bound = self.lipschitz()
         return True if bound is not None and bool((scale * bound < 1).all()) else None
+
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        """Where |z|^2/2 - s Phi(z) certainly falls without end, for which s; asked up to a scale. None if not known."""
+        return None
 
     def lipschitz(self) -> Tensor | None:
         """An upper bound on |Hess Phi(z)| over all z, per batch entry, or None if none is known."""
@@ -273,6 +279,9 @@ class Scaled(Composite):
         # That it is not bounded at the largest weight says nothing of the others.
         return answer if answer or not isinstance(self.weight, Tensor) or self.weight.numel() == 1 else None
 
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        return steeper(self.parts[0].falling_ray(scale * self.weight), self.weight)
+
     def lipschitz(self) -> Tensor | None:
         bound = self.parts[0].lipschitz()
         return None if bound is None else self._times(bound, 0)
@@ -317,6 +326,10 @@ class Sum(Composite):
         others = [part for part in self.parts if not part.bounded_below(math.inf)]
         share = scale * max(len(others), 1) * (1 + 1e-6)
         return True if all(part.bounded_below(share) for part in others) else super().bounded_below(scale)
+
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        # Beside convex parts alone, which are above a linear function.
+        return first_to_fall(part.falling_ray(scale) for part in self.parts) if self.convex else None
 
     def lipschitz(self) -> Tensor | None:
         found = [part.lipschitz() for part in self.parts]
@@ -375,16 +388,11 @@ class Mapped(Composite):
 
     def bounded_below(self, scale: float) -> bool | None:
         # |z| >= |W z|/|W|.
-        return self.parts[0].bounded_below(scale * float(self._norm().square().amax())) or None
+        return self.parts[0].bounded_below(scale * float(spectral_norm(self.matrix).square().amax())) or None
 
     def lipschitz(self) -> Tensor | None:
         bound = self.parts[0].lipschitz()
-        return None if bound is None else self._norm().square() * bound
-
-    def _norm(self) -> Tensor:
-        """The largest singular value of W, per batch entry."""
-        norm: Tensor = torch.linalg.matrix_norm(self.matrix.detach(), ord=2)
-        return norm
+        return None if bound is None else spectral_norm(self.matrix).square() * bound
 
 
 def _total(terms: Iterable[Tensor]) -> Tensor:

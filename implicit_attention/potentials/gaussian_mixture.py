@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -10,7 +12,9 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import host_may_look, sum_to_shape, transforms_active
 from .._types import LinearMap
+from ._rays import Ray
 from .base import CovarianceMap, Potential
+from .masked_keys import in_double
 from .scored_keys import common
 
 
@@ -165,6 +169,19 @@ class GaussianMixture(Potential):
     def bounded_below(self, scale: float) -> bool:
         """Whether scale lambda_max(Sigma_n) < 1 for every component: G grows like the widest one."""
         return bool((scale * _eigenvalues(self.covariances)[..., -1] < 1).all())
+
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
+        """The widest axis of the widest component, from scale 1/lambda_max on."""
+        matrices = in_double(self.covariances)
+        # Of a matrix that is not finite no part is known, and none falls.
+        known = matrices.isfinite().all(-1).all(-1)[..., None, None]
+        widths, axes = torch.linalg.eigh(((matrices + matrices.mT) / 2).where(known, 0.0))
+        # A component of weight 0 is none.
+        widths = widths[..., -1].where(in_double(self.log_weights) > -torch.inf, 0.0)
+        largest, widest = widths.max(-1)
+        axes = axes[..., -1].expand(*widths.shape, -1)
+        direction = axes.gather(-2, widest[..., None, None].expand(*widest.shape, 1, axes.shape[-1])).squeeze(-2)
+        return Ray(direction, 1 / largest)
 
 
 def _average(weights: Tensor, pushed: Tensor) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape
+from ._rays import Ray, finite, spectral_norm
 from .base import CovarianceMap, Potential
+from .laws import units_ray
+from .masked_keys import in_double
 from .unit import Units, check_units
 
 
@@ -109,9 +111,12 @@ class HiddenUnits(Potential):
         bound = self.lipschitz()
         return bound is not None and bool((scale * bound < 1).all())
 
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        """That of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
+        return units_ray(self.units, lambda: finite(in_double(self.weights)).mT, 1.0, scale)
+
     def lipschitz(self) -> Tensor | None:
         """max K'' lambda_max(W W^T), (*batch); None for units without a largest variance."""
         if math.isinf(self.units.largest_variance):
             return None
-        largest: Tensor = torch.linalg.matrix_norm(self.weights.detach(), ord=2)
-        return self.units.largest_variance * largest.square()
+        return self.units.largest_variance * spectral_norm(self.weights).square()

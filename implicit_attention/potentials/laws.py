@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
+from ._rays import Ray, faster_ray, quadratic_ray
 from .unit import SiteLaw, TiltMap, Units, require_dimension
 
 
@@ -363,3 +365,17 @@ class ConstantUnits(Units):
 
     def variance(self, t: Tensor) -> Tensor:
         return 0 * t
+
+
+def units_ray(
+    units: Units,
+    keys: Callable[[], Tensor],
+    beta: float | Tensor,
+    scale: float | Tensor,
+    *,
+    together: bool = True,
+) -> Ray | None:
+    """That of (1/beta) sum_j K(beta <k_j, z>) for the cumulant K of a law; `keys` are asked for only where needed."""
+    if type(units) is GaussianUnits:
+        return quadratic_ray(keys(), beta * units.largest_variance, scale, together=together)
+    return faster_ray(keys()) if type(units) is PoissonUnits else None

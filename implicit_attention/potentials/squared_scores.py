@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+import math
+
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from ._rays import Ray, finite, quadratic_ray, spectral_norm
 from ._read import check_masks
+from .masked_keys import in_double
 from .scored_keys import SMALL_PRODUCT, KeyPotential
 
 
@@ -24,7 +27,7 @@ class SquaredScores(KeyPotential):
         mask: boolean over keys, broadcasts to (*batch, 1, M); True = the key counts.
         bias: not supported (there is no exponential that it could shift); must be None.
 
-    The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; see `bounded_below`.
+    The energy is bounded below only while (1 - anchor) beta lambda_max(K^T K) < 1; `AnchoredEnergy` refuses it beyond.
 
     Gradients: with respect to z, keys and beta, to any order.
 
@@ -93,10 +96,13 @@ class SquaredScores(KeyPotential):
         """Whether scale beta lambda_max(K^T K) < 1 for every batch entry."""
         return bool((scale * self.lipschitz() < 1).all())
 
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
+        """The eigenvector of lambda_max(K^T K), from scale 1/(beta lambda_max) on."""
+        return quadratic_ray(finite(in_double(self._counted())), self.beta, scale)
+
     def lipschitz(self) -> Tensor:
         """beta lambda_max(K^T K), (*batch)."""
-        largest: Tensor = torch.linalg.matrix_norm(self._counted().detach(), ord=2)
-        return self.beta * largest.square()
+        return self.beta * spectral_norm(self._counted()).square()
 
     def _counted(self) -> Tensor:
         """The keys, those that do not count as zeros."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
+from ._rays import Ray, faster_ray, quadratic_ray
 from .base import CovarianceMap
-from .laws import GaussianUnits, PoissonUnits
+from .laws import units_ray
 from .masked_keys import MaskedKeys, Read, in_blocks
 from .unit import Units, check_units
 
@@ -32,8 +33,6 @@ class SummedScores(MaskedKeys):
 
     #: An upper bound on g''; infinite if there is none.
     _largest_curvature: float = math.inf
-    #: Whether g'' comes as near to that as one likes for s -> inf, and g is bounded below.
-    _steepens: bool = True
 
     @in_blocks
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
@@ -66,15 +65,16 @@ class SummedScores(MaskedKeys):
         return self._covariance_map(z, read, slope, lambda change: curvature * change)
 
     def bounded_below(self, scale: float) -> bool | None:
-        """True if scale sup g'' beta lambda_max(K^T K) < 1, False where the energy falls for ever along a key."""
-        if scale == 0 or super().bounded_below(scale):
+        """True if scale sup g'' beta lambda_max(K^T K) < 1, False where the energy falls for ever along a ray."""
+        if scale == 0 or super().bounded_below(scale) or not bool(self._keys_read().any()):
             return True
-        lengths = self._keys_read().square().sum(-1)
-        if not bool(lengths.any()):
-            return True
-        # Along the key alone; the others add what is bounded below.
-        steepness = scale * self._largest_curvature * self._row_scale * lengths.to(self.keys)
-        return False if self._steepens and bool((steepness > 1).any()) else None
+        ray = self.falling_ray(scale)
+        return False if ray is not None and bool((scale > ray.limit).any()) else None
+
+    @property
+    def _read_together(self) -> bool:
+        """Whether every query reads the same keys, as far as shapes tell."""
+        return all(pairs is None or pairs.ndim == 1 or pairs.shape[-2] == 1 for pairs in (self.mask, self.bias))
 
     def lipschitz(self) -> Tensor | None:
         """sup g'' beta lambda_max(K^T K), (*batch); None where g'' is unbounded."""
@@ -118,7 +118,8 @@ class Polynomial(SummedScores):
     energy is -Phi.
 
     At degree 2 the anchored energy is bounded below while (1 - anchor) beta lambda_max(K^T K) < 1, K the matrix of
-    keys. At a higher degree it is not, unless all keys are 0: keep its states at a fixed length.
+    keys. At a higher degree it is not, unless all keys are 0: keep its states at a fixed length. `AnchoredEnergy`
+    refuses what is certain to fall, unless its option `unbounded` says otherwise.
 
     Args:
         keys: (*batch, M, D).
@@ -182,6 +183,13 @@ class Polynomial(SummedScores):
     def _largest_curvature(self) -> float:  # type: ignore[override]
         return 1.0 if self.degree == 2 else math.inf
 
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
+        """Of degree 2 a direction that many keys share, found by ascent; else the longest key, at every scale."""
+        keys = self._keys_read()
+        if self.degree > 2:
+            return faster_ray(keys)
+        return quadratic_ray(keys, self.beta, scale, rectified=True, together=self._read_together)
+
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return scores * self._slope(scores, beta) / self.degree
 
@@ -201,7 +209,8 @@ class Exponential(SummedScores):
     mean(z) = sum_j exp(s_j) k_j, attention whose weights are not normalised. Its keys do not compete: all with a score
     above 0 pull, by more than their own length.
 
-    The anchored energy is never bounded below, unless all keys are 0. In float32 it overflows at scores above 88.
+    The anchored energy is never bounded below, unless all keys are 0: `AnchoredEnergy` refuses it. In float32 it
+    overflows at scores above 88.
 
     Args:
         keys: (*batch, M, D).
@@ -228,6 +237,10 @@ class Exponential(SummedScores):
     """
 
     declares_all = True
+
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
+        """The longest key, at every scale."""
+        return faster_ray(self._keys_read())
 
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return scores.exp()
@@ -264,9 +277,9 @@ class UnitScores(SummedScores):
     def _largest_curvature(self) -> float:  # type: ignore[override]
         return self.units.largest_variance
 
-    @property
-    def _steepens(self) -> bool:  # type: ignore[override]
-        return type(self.units) in (GaussianUnits, PoissonUnits)
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        """That of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
+        return units_ray(self.units, self._keys_read, self.beta, scale, together=self._read_together)
 
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return self.units.cumulant(scores)

@@ -226,10 +226,12 @@ def _loop(
     num_evals = best.record.num_evals
     traced: list[Any] = []
     point: Iteration | None = None
+    falls, floor = rows.falls(), None
     # What fused operations return, which keep no other state: as the energy falls, it is the best of all.
     descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     for index in range(solver.max_steps + 1):
-        energy = trace_energy or solver.needs_energy(rows.problem, index)
+        energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
+        before = point
         point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event, point)
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
@@ -238,11 +240,12 @@ def _loop(
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
         broken = candidates & ~finite
-        if solver.fixed_budget:
-            converged, settled = None, broken
-        else:
-            converged = candidates & finite & (point.residual <= tolerance)
-            settled = converged | broken
+        converged = None if solver.fixed_budget else candidates & finite & (point.residual <= tolerance)
+        if falls is not None:
+            floor = _floor(falls, point) if floor is None else floor
+            fallen = active & _below(floor, point, accepted)
+            broken = broken | (fallen if converged is None else fallen & ~converged)
+        settled = broken if converged is None else converged | broken
         best = _improve(best, point, tolerance, candidates, converged, num_evals, descends)
         if not (host_may_look(settled) and not bool(settled.any())):
             if converged is not None:
@@ -258,8 +261,8 @@ def _loop(
             if not bool(active.any()):
                 break
             if (order := rows.compaction(active, point.z, point.mapped)) is not None:
-                state, point, active, accepted, num_evals, best = rows.take(
-                    order, best, (state, point, active, accepted, num_evals)
+                state, point, active, accepted, num_evals, falls, floor, best = rows.take(
+                    order, best, (state, point, active, accepted, num_evals, falls, floor)
                 )
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
@@ -273,6 +276,11 @@ def _loop(
             active = active & ~update.stalled
     # Evaluations that did not improve a problem were spent on it all the same.
     best = _finish(best, active, solver.exhausted)
+    if falls is not None and solver.exhausted == Status.MAX_STEPS and before is not None and point is not None:
+        # More steps would not help where the energy curves downwards; near a minimum they would.
+        downward = ((point.z - before.z) * (point.r - before.r)).sum(-1) > 0
+        downward = downward | rows.problem.curves_down(unflat(point.z, event))
+        best = _finish(best, active & falls & downward, Status.DIVERGED)
     return best._replace(record=best.record._replace(num_evals=num_evals)), traced
 
 
@@ -302,6 +310,24 @@ def _evaluate(
     residual = torch.linalg.vector_norm(r, dim=-1)
     tolerance = solver.atol + solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
     return Iteration(z, mapped, r, residual, value, index, event), tolerance
+
+
+def _floor(falls: Tensor, point: Iteration) -> Tensor:
+    """The energy (*lead) below which a problem that `falls` without end is given up; NaN for the others.
+
+    Where it starts sets the scale: a minimum 1/eps^2 times as deep shares no digit with it. Of problems that are not
+    certain to fall this would not be true: the start may be near a saddle, and tell nothing of the minimum.
+    """
+    assert point.energy is not None
+    scale = point.energy.abs() + point.z.square().sum(-1) + point.residual.square()
+    level = point.energy - scale / torch.finfo(point.z.dtype).eps ** 2
+    return torch.where(falls, level, torch.nan).detach()
+
+
+def _below(floor: Tensor, point: Iteration, accepted: Tensor) -> Tensor:
+    """Where the energy is below the floor; of a step that is refused, which may have jumped over a minimum, if -inf."""
+    assert point.energy is not None
+    return (accepted & (point.energy < floor)) | (floor.isfinite() & (point.energy == -torch.inf))
 
 
 def _nothing_yet(z: Tensor, energy: bool) -> Best:

@@ -224,7 +224,7 @@ CHANGES = {
     "head_dim": 6, "kv_heads": 2, "context_dim": None, "potential": None, "anchor": 0.9, "beta": 2.0,
     "readout": "state", "values_inside": True, "causal": True, "dropout": 0.5, "qk_norm": "rms", "rotary": Rotary(),
     "projection_bias": True, "bare": None, "solver": Broyden(rtol=1e-2), "adjoint": None, "impl": None,
-    "max_steps": 0, "on_failure": None, "dtype": torch.float32,
+    "max_steps": 0, "on_failure": None, "unbounded": None, "dtype": torch.float32,
 }  # fmt: skip
 
 
@@ -257,6 +257,10 @@ def test_options_that_show_elsewhere():
 
     quadratic = layer(potential=SquaredScores, readout="state", beta=0.01)
     assert not torch.equal(quadratic(x), layer(readout="state", beta=0.01)(x))
+    falling = {"potential": SquaredScores, "readout": "state", "beta": 99.0, "on_failure": "ignore"}
+    with pytest.raises(ValueError, match="a lower bound"):
+        layer(**falling)(x)
+    layer(unbounded="ignore", **falling)(x)
     for norm in ("rms", "layer"):
         assert not torch.equal(layer(qk_norm=norm)(x), layer()(x))
     assert not torch.equal(layer(qk_norm="rms")(x), layer(qk_norm="layer")(x))

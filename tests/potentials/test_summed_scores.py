@@ -402,8 +402,12 @@ def test_bounds_of_degree_2():
     keys = torch.eye(5)[None]
     assert (Polynomial(keys, 0.9).bounded_below(1.0), Polynomial(keys, 1.1).bounded_below(1.0)) == (True, False)
     assert Polynomial(keys, 1.1).bounded_below(0.8) is True
-    # One key twice: each alone is short enough, together they may not be.
-    assert Polynomial(torch.cat([keys, keys], -2), 0.9).bounded_below(1.0) is None
+    # One key twice: each alone is short enough, together they are not.
+    twice = torch.cat([keys, keys], -2)
+    assert (Polynomial(twice, 0.9).bounded_below(1.0), Polynomial(twice, 0.49).bounded_below(1.0)) == (False, True)
+    # Unless no query reads both; then nothing is known.
+    halves = torch.arange(10) // 5 == torch.arange(2)[:, None]
+    assert Polynomial(twice, 0.9, mask=halves).bounded_below(1.0) is None
     close(Polynomial(random(2, 7, 5), 0.3).lipschitz(), SquaredScores(random(2, 7, 5), 0.3).lipschitz())
     per_entry = Polynomial(keys.expand(2, 5, 5), torch.tensor([0.5, 1.1]))
     assert (per_entry.bounded_below(0.9), per_entry.bounded_below(1.0)) == (True, False)
