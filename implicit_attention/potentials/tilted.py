@@ -11,6 +11,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import sum_to_shape
 from .._declared import restricted
+from ._rays import Ray
 from .base import Composite, CovarianceMap, Potential
 
 
@@ -96,6 +97,9 @@ class Tilted(Composite):
         return (
             True if self.parts[0].bounded_below(math.inf) or self.parts[0].bounded_below(scale * (1 + 1e-6)) else None
         )
+
+    def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
+        return self.parts[0].falling_ray(scale)
 
     def lipschitz(self) -> Tensor | None:
         return self.parts[0].lipschitz()
