@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from implicit_attention import AnchoredEnergy, Anderson
+from implicit_attention import AnchoredEnergy, Anderson, Potential, potentials
 from implicit_attention.fused import lower
 from implicit_attention.plotting import landscape_figure
 from implicit_attention.potentials import (
@@ -177,3 +177,11 @@ def test_what_the_page_says_of_every_potential():
         assert bounded in bounds(phi, other), name
         lowered = lower(AnchoredEnergy(phi, x, anchor=1.0), Anderson(), "auto")
         assert fused == ("no" if lowered is None else "yes"), name
+
+
+def test_every_potential_has_a_section():
+    public = {name: getattr(potentials, name) for name in potentials.__all__}
+    known = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, Potential)}
+    # The base, and what has a page of its own.
+    known = known - {"Potential", "SelfAttention"} | {"units_potential"}
+    assert known - set(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE)) == set()
