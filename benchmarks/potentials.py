@@ -63,7 +63,7 @@ NOTES = (
     "DIGITS: one block around `ImplicitAttention(readout='state')` trained on digits with each potential, as in "
     "`usefulness`: learning rate by validation, three seeds. `gradient`: mean norm of all gradients before clipping in "
     " training. `evaluations` of a query and `converged` on held-out digits; failures in training, of so many "
-    "solves. The quadratic ones have a small beta: at that of the others they are not bounded below.",
+    "solves. The quadratic ones have beta .002 and anchor .9: with those of the others they are not bounded below.",
 )
 
 
@@ -110,6 +110,8 @@ KERNELS: dict[str, Factory] = {
     "KernelPotential, elu + 1": partial(KernelPotential, features=EluFeatures()),
     "KernelPotential, ReLU": partial(KernelPotential, features=ReluFeatures()),
 }
+#: Where the quadratic ones stay bounded below while their keys grow.
+NEAR = {"beta": 0.002, "anchor": 0.9}
 #: Trained: name -> factory and options of the layer.
 TRAINED: dict[str, tuple[Factory, dict[str, Any]]] = {
     "LogSumExp": (LogSumExp, {}),
@@ -118,8 +120,8 @@ TRAINED: dict[str, tuple[Factory, dict[str, Any]]] = {
     "SoftcapLogSumExp, cap 5": (partial(SoftcapLogSumExp, cap=5.0), {}),
     "Entmax, alpha 1.5": (Entmax, {}),
     "Entmax, alpha 2": (partial(Entmax, alpha=2.0), {}),
-    "SquaredScores, beta .005": (SquaredScores, {"beta": 0.005}),
-    "Polynomial, degree 2, beta .005": (Polynomial, {"beta": 0.005}),
+    "SquaredScores, beta .002": (SquaredScores, NEAR),
+    "Polynomial, degree 2, beta .002": (Polynomial, NEAR),
     "Polynomial, degree 3": (partial(Polynomial, degree=3), {}),
     "Exponential": (Exponential, {}),
     "units_potential, Bernoulli": (units_potential(BernoulliUnits(0.5)), {}),

@@ -2,6 +2,7 @@
 
 from .convergence import convergence_figure
 from .driven import driven_figure
+from .landscapes import landscape_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
 from .retrieval import rates_figure, retrieval_figure
 from .spin_blocks import decomposition_figure
@@ -12,6 +13,7 @@ __all__ = [
     "convergence_figure",
     "decomposition_figure",
     "driven_figure",
+    "landscape_figure",
     "maze_figure",
     "phase_figure",
     "rates_figure",
