@@ -117,6 +117,10 @@ class AnchoredEnergy(Anchored, Energy):
     """
 
     declares_all = True
+    #: The attributes for which `select` is written out.
+    _held: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
+    #: The factor of |z|^2.
+    _square: ClassVar[float] = 0.5
 
     def __init__(
         self,
@@ -157,7 +161,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     def _energy(self, z: Tensor, value: Tensor) -> Tensor:
         self.potential.check_value(value, z)
-        pull = z / 2 if self._forgets else z / 2 - self._anchor * self.field
+        pull = self._square * z if self._forgets else self._square * z - self._anchor * self.field
         anchor = self._anchor
         if isinstance(anchor, Tensor):
             # As many axes as the values have.
@@ -206,7 +210,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     def select(self, index: Tensor) -> Self | None:
         potential = self.potential.select(index)
-        if potential is None or self.event_ndim != 1 or not self._has_only("potential", "field", "anchor"):
+        if potential is None or self.event_ndim != 1 or not self._has_only(*self._held):
             return None
         clone = restricted(self, index, field=1)
         clone.potential = potential

@@ -230,6 +230,7 @@ def _loop(
     descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index)
+        z = flat(rows.problem.retract(unflat(z, event)), event)
         point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event, point)
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
