@@ -30,8 +30,8 @@ class Epanechnikov(Energy):
     E(f(z)) <= E(z) - |f(z) - z|^2/(2 (1 + eps/W)), and end after finitely many, exactly: f is constant in a cell, so
     that a solution is the mean of the keys in range, dz/dk_j = w_j/W I for these and 0 for others, and dz/dbeta = 0.
 
-    A state with no key in range (or with every key masked) has E = -(1/beta) log eps, at eps 0 infinity, and gradient 0.
-    It stays where it is, with the residual 0 and the status OUT_OF_RANGE, a failure; its gradients are 0.
+    A state with no key in range (or with every key masked) has E = -(1/beta) log eps (at eps 0 infinity) and gradient
+    0. It stays where it is, with the residual 0 and the status OUT_OF_RANGE, a failure; its gradients are 0.
 
     Args:
         keys: (*batch, M, D).
@@ -146,6 +146,7 @@ class Epanechnikov(Energy):
         bias = None if read.pairs is None or read.pairs.dtype == torch.bool else read.pairs
         scores = read.zero_unread(kernel if bias is None else kernel + bias)
         poison = torch.where(torch.isfinite(scores).all(-1), 0.0, torch.nan).to(z.dtype)
+        poison = poison if read.poison is None else poison + read.poison
         inside = kernel > 0 if read.attended is None else (kernel > 0) & read.attended
         alone = ~inside.any(-1)
         # Rows without a key get finite numbers, which are replaced below.

@@ -85,7 +85,7 @@ class SphereEnergy(AnchoredEnergy):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
-        """Whether df/dz is symmetric at solutions: of tokens that see each other each row has a factor r/|g| of its own."""
+        """Whether df/dz is symmetric at solutions: not of tokens together, where each has a factor r/|g| itself."""
         return self.potential.event_ndim == 1
 
     @property
@@ -160,7 +160,7 @@ class SphereEnergy(AnchoredEnergy):
             whole = z.detach().abs().amax(-1, keepdim=True)
             nothing = largest <= 4 * torch.finfo(z.dtype).eps * whole
             centred, largest = centred.masked_fill(nothing, 0.0), largest.masked_fill(nothing, 0.0)
-        # Squares neither overflow nor vanish: the largest entry is 1. Nothing is divided by 0, nor differentiated there.
+        # The largest entry becomes 1, so that squares neither overflow nor vanish. Of 0 no root is taken.
         size = largest.masked_fill(largest == 0, 1.0)
         scaled = centred / size
         norm = (scaled.square().sum(-1, keepdim=True) + (largest == 0)).sqrt()
