@@ -28,8 +28,8 @@ class SphereEnergy(AnchoredEnergy):
 
     A state off the sphere stands for r z/|z|: energy, gradient and map are those of that state, and `solve` returns
     states on the sphere, to rounding (solvers of SciPy and torchdeq: to their tolerance). z = 0 has no direction; the
-    first step leads from there to f(0). Where g = 0 every direction is as good: z is stationary, stays, and depends on
-    no tensor. If both are 0 the row is NONFINITE.
+    first step leads from there to f(0). Where g = 0, as for a query that may read no key at anchor 0, z is stationary
+    and stays; its direction counts as a constant. If both are 0 the row is NONFINITE.
 
     Args:
         potential: Phi, such as `LogSumExp(keys, beta)`. With `event_ndim` 2 every token has length r.
@@ -118,7 +118,9 @@ class SphereEnergy(AnchoredEnergy):
 
     def _map(self, mean: Tensor, z: Tensor) -> Tensor:
         mapped = self.retract(super()._map(mean, z))
-        stays = z.detach()
+        # A constant direction: I - df/dz is not singular there.
+        radius = self._radius
+        stays = z.detach() * (radius / radius.detach()) if isinstance(radius, Tensor) else z.detach()
         stays = stays.where((stays != 0).any(-1, keepdim=True), torch.nan)
         return mapped.where((mapped != 0).any(-1, keepdim=True), stays)
 

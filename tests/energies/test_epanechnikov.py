@@ -68,6 +68,20 @@ class TestEverything(EpanechnikovContract):
         return Epanechnikov(random(2, 7, 5), beta, 0.3, mask=mask, bias=random(2, 3, 7, seed=5))
 
 
+class TestFoldedBatch(EpanechnikovContract):
+    # One set of keys per head for all samples: an axis that is kept comes after one that is folded into rows.
+    shape = (2, 4, 3, 5)
+
+    def make(self):
+        beta = torch.tensor([[0.05], [0.08]], dtype=torch.float64)
+        return Epanechnikov(random(1, 4, 7, 5), beta, 0.01)
+
+    def test_select_takes_problems(self):
+        energy, z = self.make(), self.state()
+        chosen = energy.select(torch.tensor([2, 0]).expand(2, 4, 2))
+        torch.testing.assert_close(chosen.fixed_point_map(z[..., [2, 0], :]), energy.fixed_point_map(z)[..., [2, 0], :])
+
+
 class TestSharedKeys(EpanechnikovContract):
     # Keys without a batch: the axes of the batch are folded into rows.
     def make(self):
