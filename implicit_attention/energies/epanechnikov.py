@@ -11,8 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from ..ops.problem import common
-from ..potentials.masked_keys import MaskedKeys
+from ..potentials.masked_keys import MaskedKeys, common
 from ..problem import Evaluation, Linearization, pullback
 from .base import Energy
 

@@ -50,10 +50,10 @@ class SphereEnergy(AnchoredEnergy):
         >>> import torch
         >>> from implicit_attention import SquaredScores, solve
         >>> from implicit_attention.energies import SphereEnergy
-        >>> keys, start = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.ones(1, 2)
+        >>> keys, start = torch.tensor([[3.0, 3.0], [1.0, -1.0]]), torch.tensor([[1.0, 0.0]])
         >>> energy = SphereEnergy(SquaredScores(keys, beta=1.0), start, radius=2.0)
         >>> solve(energy, start).value.round(decimals=2)
-        tensor([[2., 0.]])
+        tensor([[1.4100, 1.4100]])
     """
 
     declares_all = True
