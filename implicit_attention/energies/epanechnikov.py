@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from ..potentials.masked_keys import MaskedKeys, common
+from ..potentials.masked_keys import MaskedKeys, Read, common
 from ..problem import Evaluation, Linearization, pullback
 from .base import Energy
 
@@ -91,24 +91,24 @@ class Epanechnikov(Energy):
 
     def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """f(z), the mean of the keys in range; z where there are none."""
-        return self._shifted(z, self._cell(z))
+        return self._cell(z).mean(z)
 
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
         cell = self._cell(z)
-        return Evaluation(self._shifted(z, cell), self._energy(cell) if energy else None)
+        return Evaluation(cell.mean(z), self._energy(cell) if energy else None)
 
     def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Grad E(z) = a (z - m)."""
         cell = self._cell(z)
-        return self._steepness(cell) * (z - self._shifted(z, cell))
+        return cell.steepness(self.eps)[..., None] * (z - cell.mean(z))
 
     def hessian_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess E(z) v = a v + beta grad E <grad E, v>."""
         cell = self._cell(z)
-        steepness = self._steepness(cell)
-        gradient = steepness * (z - self._shifted(z, cell))
+        steepness = cell.steepness(self.eps)[..., None]
+        gradient = steepness * (z - cell.mean(z))
         return steepness * v + self.memory._scale * gradient * (gradient * v).sum(-1, keepdim=True)
 
     def linearize(self, z: Tensor) -> Linearization:
@@ -116,7 +116,8 @@ class Epanechnikov(Energy):
         return Linearization(torch.zeros_like, torch.zeros_like, lambda u: pullback(self, z, u))
 
     def outside(self, z: Tensor) -> Tensor:
-        return self._cell(z).alone
+        cell = self._cell(z)
+        return cell.read.fold.restored(cell.alone)
 
     def select(self, index: Tensor) -> Self | None:
         memory = self.memory.select(index)
@@ -143,43 +144,66 @@ class Epanechnikov(Energy):
         half = fold.moved(scale) / 2 if isinstance(scale, Tensor) else scale / 2
         kernel = 1 - half * (squares - 2 * fold.product(moved, keys.mT))
         bias = None if read.pairs is None or read.pairs.dtype == torch.bool else read.pairs
-        scores = read.zero_unread(kernel if bias is None else kernel + bias)
-        poison = torch.where(torch.isfinite(scores).all(-1), 0.0, torch.nan).to(z.dtype)
+        low, high = torch.aminmax(
+            read.zero_unread(kernel.detach() if bias is None else (kernel + bias).detach()), dim=-1
+        )
+        poison = torch.where((low > -torch.inf) & (high < torch.inf), 0.0, torch.nan).to(z.dtype)
         poison = poison if read.poison is None else poison + read.poison
         inside = kernel > 0 if read.attended is None else (kernel > 0) & read.attended
-        alone = ~inside.any(-1)
-        # Rows without a key get finite numbers, which are replaced below.
-        none = alone[..., None]
-        logits = torch.zeros_like(kernel) if bias is None else bias.expand_as(kernel)
-        logits = logits.masked_fill(~inside, -torch.inf).masked_fill(none, 0.0)
-        weighted = logits + kernel.where(inside, 1.0).log()
-        total = weighted.logsumexp(-1)
-        if self.eps > 0:
-            total = torch.logaddexp(total, torch.full_like(total, math.log(self.eps)))
-        nothing = math.log(self.eps) if self.eps > 0 else -torch.inf
-        mean = fold.product(logits.softmax(-1), read.keys) + poison[..., None]
-        weight = logits.logsumexp(-1) - total
-        total = total.masked_fill(alone, nothing) + poison
-        steepness = weight.exp().masked_fill(alone, 0.0) + poison
-        return _Cell(*map(fold.restored, (mean, total, steepness, alone & (poison == 0))))
+        return _Cell(read, kernel, inside, ~inside.any(-1) & (poison == 0), bias, poison)
 
     def _energy(self, cell: _Cell) -> Tensor:
-        return -cell.total / self.memory._row_scale
-
-    def _shifted(self, z: Tensor, cell: _Cell) -> Tensor:
-        return z.where(cell.alone[..., None], cell.mean)
-
-    def _steepness(self, cell: _Cell) -> Tensor:
-        return cell.steepness[..., None]
+        return -cell.read.fold.restored(cell.log_sum(self.eps)) / self.memory._row_scale
 
 
 class _Cell(NamedTuple):
-    """What states (*batch, N, D) have in range.
+    """What states have in range, in the layout of `read`.
 
-    The mean of the keys, log S, a = W/S with the sum W of the weights, and whether there is none.
+    1 - (beta/2) |z - k|^2 and whether that is in range, (..., N, M), which states have nothing there, a bias if there is
+    one, and NaN for states that read what is not finite.
     """
 
-    mean: Tensor
-    total: Tensor
-    steepness: Tensor
+    read: Read
+    kernel: Tensor
+    inside: Tensor
     alone: Tensor
+    bias: Tensor | None
+    poison: Tensor
+
+    def mean(self, z: Tensor) -> Tensor:
+        """m, and z where there is none, (*batch, N, D)."""
+        if self.bias is None:
+            near = self.inside.to(z.dtype)
+            weights = near / self._count()[..., None]
+        else:
+            weights = self._logits(self.bias).softmax(-1)
+        fold = self.read.fold
+        mean = fold.product(weights, self.read.keys) + self.poison[..., None]
+        return z.where(fold.restored(self.alone)[..., None], fold.restored(mean))
+
+    def log_sum(self, eps: float) -> Tensor:
+        """log S; log eps where nothing is in range."""
+        if self.bias is None:
+            total = (self.kernel.where(self.inside, 0.0).sum(-1) + eps).masked_fill(self._none(), 1.0).log()
+        else:
+            total = (self._logits(self.bias) + self.kernel.where(self.inside, 1.0).log()).logsumexp(-1)
+            total = torch.logaddexp(total, torch.full_like(total, math.log(eps))) if eps > 0 else total
+        return total.masked_fill(self._none(), math.log(eps) if eps > 0 else -torch.inf) + self.poison
+
+    def steepness(self, eps: float) -> Tensor:
+        """a = W/S, and 0 where nothing is in range, (*batch, N)."""
+        weight = self._count().log() if self.bias is None else self._logits(self.bias).logsumexp(-1)
+        steepness = (weight - self.log_sum(eps).masked_fill(self._none(), 0.0)).exp()
+        return self.read.fold.restored(steepness.masked_fill(self._none(), 0.0) + self.poison)
+
+    def _none(self) -> Tensor:
+        return self.alone | self.poison.isnan()
+
+    def _count(self) -> Tensor:
+        """The number of keys in range, at least 1 to divide by."""
+        return self.inside.sum(-1).clamp(min=1).to(self.kernel.dtype)
+
+    def _logits(self, bias: Tensor) -> Tensor:
+        """log w of the keys in range, -inf for others; zeros where nothing is in range, to be replaced."""
+        logits = bias.expand_as(self.kernel).masked_fill(~self.inside, -torch.inf)
+        return logits.masked_fill(self._none()[..., None], 0.0)
