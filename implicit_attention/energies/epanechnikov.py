@@ -133,16 +133,13 @@ class Epanechnikov(Energy):
         # Matrix products tell no distance that is small beside the keys themselves.
         centre = common(read.keys)
         moved, keys = fold.moved(z), read.keys - centre
-        between = (1,) * (moved.ndim - keys.ndim)
-
-        def beside(t: Tensor) -> Tensor:
-            """(*kept, X, Y) with the axes that are folded."""
-            return t.reshape(*t.shape[:-2], *between, *t.shape[-2:])
-
-        moved = moved - beside(centre)
-        squares = moved.square().sum(-1, keepdim=True) + beside(keys.square().sum(-1)[..., None, :])
-        half = fold.moved(scale) / 2 if isinstance(scale, Tensor) else scale / 2
-        kernel = 1 - half * (squares - 2 * fold.product(moved, keys.mT))
+        moved = moved - centre.reshape(*centre.shape[:-2], *(1,) * (moved.ndim - keys.ndim), *centre.shape[-2:])
+        half = fold.moved(scale) / 2 if isinstance(scale, Tensor) else torch.full_like(moved[..., :1], scale / 2)
+        # 1 - (beta/2) (|z|^2 - 2 <z, k> + |k|^2) as one product, which saves passes over the pairs.
+        offset, half = 1 - half * moved.square().sum(-1, keepdim=True), half.expand(*moved.shape[:-1], 1)
+        squares = keys.square().sum(-1, keepdim=True)
+        left = torch.cat([2 * half * moved, offset, -half], dim=-1)
+        kernel = fold.product(left, torch.cat([keys, torch.ones_like(squares), squares], dim=-1).mT)
         bias = None if read.pairs is None or read.pairs.dtype == torch.bool else read.pairs
         low, high = torch.aminmax(
             read.zero_unread(kernel.detach() if bias is None else (kernel + bias).detach()), dim=-1
@@ -150,7 +147,8 @@ class Epanechnikov(Energy):
         poison = torch.where((low > -torch.inf) & (high < torch.inf), 0.0, torch.nan).to(z.dtype)
         poison = poison if read.poison is None else poison + read.poison
         inside = kernel > 0 if read.attended is None else (kernel > 0) & read.attended
-        return _Cell(read, kernel, inside, ~inside.any(-1) & (poison == 0), bias, poison)
+        count = inside.to(z.dtype).sum(-1)
+        return _Cell(read, kernel, inside, count.clamp(min=1), (count == 0) & (poison == 0), bias, poison)
 
     def _energy(self, cell: _Cell) -> Tensor:
         return -cell.read.fold.restored(cell.log_sum(self.eps)) / self.memory._row_scale
@@ -159,26 +157,24 @@ class Epanechnikov(Energy):
 class _Cell(NamedTuple):
     """What states have in range, in the layout of `read`.
 
-    1 - (beta/2) |z - k|^2 and whether that is in range, (..., N, M), which states have nothing there, a bias if there is
-    one, and NaN for states that read what is not finite.
+    1 - (beta/2) |z - k|^2 and whether that is in range, (..., N, M), for how many keys it is, which states have none, a
+    bias if there is one, and NaN for states that read what is not finite.
     """
 
     read: Read
     kernel: Tensor
     inside: Tensor
+    number: Tensor
     alone: Tensor
     bias: Tensor | None
     poison: Tensor
 
     def mean(self, z: Tensor) -> Tensor:
         """m, and z where there is none, (*batch, N, D)."""
-        if self.bias is None:
-            near = self.inside.to(z.dtype)
-            weights = near / self._count()[..., None]
-        else:
-            weights = self._logits(self.bias).softmax(-1)
         fold = self.read.fold
-        mean = fold.product(weights, self.read.keys) + self.poison[..., None]
+        weights = self.inside.to(z.dtype) if self.bias is None else self._logits(self.bias).softmax(-1)
+        mean = fold.product(weights, self.read.keys)
+        mean = (mean / self.number[..., None] if self.bias is None else mean) + self.poison[..., None]
         return z.where(fold.restored(self.alone)[..., None], fold.restored(mean))
 
     def log_sum(self, eps: float) -> Tensor:
@@ -192,16 +188,12 @@ class _Cell(NamedTuple):
 
     def steepness(self, eps: float) -> Tensor:
         """a = W/S, and 0 where nothing is in range, (*batch, N)."""
-        weight = self._count().log() if self.bias is None else self._logits(self.bias).logsumexp(-1)
+        weight = self.number.log() if self.bias is None else self._logits(self.bias).logsumexp(-1)
         steepness = (weight - self.log_sum(eps).masked_fill(self._none(), 0.0)).exp()
         return self.read.fold.restored(steepness.masked_fill(self._none(), 0.0) + self.poison)
 
     def _none(self) -> Tensor:
         return self.alone | self.poison.isnan()
-
-    def _count(self) -> Tensor:
-        """The number of keys in range, at least 1 to divide by."""
-        return self.inside.sum(-1).clamp(min=1).to(self.kernel.dtype)
 
     def _logits(self, bias: Tensor) -> Tensor:
         """log w of the keys in range, -inf for others; zeros where nothing is in range, to be replaced."""
