@@ -116,19 +116,21 @@ def test_ground_truth(beta, value, mean, solver):
     assert energy.gradient(solution.value).abs().max() < 1e-15
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 0.4])
 @pytest.mark.parametrize("shape", [(2, 7, 3), (1, 7, 3), (7, 3)], ids=["own", "one", "shared"])
-def test_energy_map_and_hessian_are_those_of_the_definition(eps, shape):
+def test_energy_map_and_hessian_are_those_of_the_definition(eps, shape, biased):
     keys, z, v = random(*shape), random(2, 6, 3, seed=1), random(2, 6, 3, seed=2)
     bias, mask = random(2, 6, 7, seed=5), random(2, 6, 7, seed=6) > -0.8
-    energy = Epanechnikov(keys, 0.3, eps, mask=mask, bias=bias)
-    value, mean, steepness = naive(keys.expand(2, 7, 3), 0.3, eps, z, bias.exp() * mask)
+    weights = (bias.exp() if biased else 1.0) * mask
+    energy = Epanechnikov(keys, 0.3, eps, mask=mask, bias=bias if biased else None)
+    value, mean, steepness = naive(keys.expand(2, 7, 3), 0.3, eps, z, weights)
     torch.testing.assert_close(energy._cell(z).steepness(eps), steepness, rtol=1e-12, atol=1e-13)
     assert not bool(energy.outside(z).any())
     torch.testing.assert_close(energy.energy(z), value, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(energy.fixed_point_map(z), mean, rtol=1e-12, atol=1e-13)
     h = 1e-6
-    ahead, behind = (naive(keys.expand(2, 7, 3), 0.3, eps, z + s * h * v, bias.exp() * mask) for s in (1, -1))
+    ahead, behind = (naive(keys.expand(2, 7, 3), 0.3, eps, z + s * h * v, weights) for s in (1, -1))
     slope = (energy.gradient(z) * v).sum(-1)
     torch.testing.assert_close(slope, (ahead[0] - behind[0]) / (2 * h), rtol=1e-7, atol=1e-8)
     curve = (ahead[0] - 2 * value + behind[0]) / h**2
@@ -233,6 +235,10 @@ def test_nan_in_one_row_or_in_a_masked_key_touches_no_other():
     torch.testing.assert_close(solution.value[[0, 2]].detach(), expected.expand(2, 2))
     (by_keys,) = torch.autograd.grad(solution.value[0].sum(), held)
     assert bool(torch.isfinite(by_keys).all())
+    bias = torch.zeros(3, 4, dtype=torch.float64)
+    bias[0, 0], bias[1, 3], bias[2, 3] = torch.nan, torch.inf, -torch.inf
+    solution = solve(Epanechnikov(KEYS, 1.0, bias=bias), START.expand(3, 2).contiguous(), on_failure="ignore")
+    assert solution.status.tolist() == [Status.NONFINITE, Status.NONFINITE, 0]
     for bad in (torch.nan, torch.inf):
         keys = KEYS.clone()
         keys[0, 0] = bad
