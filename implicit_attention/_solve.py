@@ -12,8 +12,9 @@ from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
-from .solution import NO_GRADIENT, AdjointReport, Solution, Trace
+from .solution import NO_GRADIENT, AdjointReport, Record, Solution, Trace
 from .solvers import Anderson, Solver
+from .status import Status
 
 
 @uncompiled
@@ -88,11 +89,12 @@ def solve(
         problem.check_undeclared(initial)
     with exact_precision(initial):
         outcome = adjoint.run(request)
+    outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
     request.report.awaited = outcome.value.requires_grad and not backward_running()
     solution = Solution(
         outcome.record,
         request.report,
-        adjoint.advice(solver.remedies),
+        adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: problem.if_outside}),
         value=outcome.value,
         trace=_trace(outcome.trace),
         course=outcome.states,
@@ -127,6 +129,14 @@ def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:
     problem, (initial,) = widened(problem, initial)
     _validate.check_same_kind([*problem.named_tensors(), ("initial", initial)])
     return problem, initial
+
+
+def _judged(problem: Problem, value: Tensor, record: Record) -> Record:
+    """The record, OUT_OF_RANGE where f leaves a state as it is without solving anything."""
+    outside = problem.outside(value.detach())
+    if outside is None:
+        return record
+    return record._replace(status=record.status.masked_fill(record.converged & outside, int(Status.OUT_OF_RANGE)))
 
 
 def _trace(kept: tuple[Tensor, ...]) -> Trace | None:

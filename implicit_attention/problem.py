@@ -95,10 +95,14 @@ class Problem(Declared, general=True):
     symmetric: bool = False
     #: Whether there is an energy whose negative gradient is f(z) - z.
     has_energy: bool = False
+    #: Whether it is that only after multiplication by a number > 0 that depends on z (mean shift, steps on a sphere):
+    #: E then tells whether a step descends, but not how far it should.
+    steps_rescaled: bool = False
     #: Rows are padded to multiples of this, so that a row's bits do not depend on how many others there are. Torch's
     #: kernels promise nothing there; attention was measured to give a row the same bits for all multiples of 32.
     row_block: int = 32
-    #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed, so that plain steps need no test.
+    #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed (with `steps_rescaled`: times a number > 0 that depends on
+    #: z), so that plain steps need no test.
     plain_steps_descend: bool = False
     #: Whether f is known to compute each problem by itself. What others do with a part of the problems is compared with
     #: what they do with all before any is left out, and their adjoints keep all together.
@@ -142,6 +146,20 @@ class Problem(Declared, general=True):
             return transposed(v) if self.symmetric else jvp_by_vjp(self.fixed_point_map, (z,), (v,))
 
         return Linearization(product, transposed, lambda u: pullback(self, z, u))
+
+    def retract(self, z: Tensor) -> Tensor:
+        """The state of this problem's domain that stands for z, such as that on a sphere: where the loop evaluates f.
+
+        The loop returns such states only. f, E and their derivatives at z are those at the state that stands for it.
+        """
+        return z
+
+    #: What to do about a state that is `outside`.
+    if_outside: str = ""
+
+    def outside(self, z: Tensor) -> Tensor | None:
+        """Which states (*lead) f leaves where they are without solving anything; None where that cannot happen."""
+        return None
 
     def lipschitz(self) -> Tensor | None:
         """A Lipschitz constant of f over all states, per batch entry (*lead[:-1]), or None if none is known."""

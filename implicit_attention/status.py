@@ -53,5 +53,5 @@ _SENTENCES = {
     Status.DIVERGED: "the iteration left the finite numbers, or an energy without a lower bound fell without end; the "
     "best state, after {steps} steps, has residual {residual:.1e}",
     Status.NONFINITE: "the problem reads a NaN or an infinity: its map is not finite at the initial state",
-    Status.OUT_OF_RANGE: "solved (residual {residual:.1e}), but where the approximation does not hold",
+    Status.OUT_OF_RANGE: "solved (residual {residual:.1e}), but out of the range of the approximation or energy",
 }

@@ -22,6 +22,7 @@ class VmappedProblem(Problem):
         self.symmetric = inner.symmetric
         self.plain_steps_descend = inner.plain_steps_descend
         self.has_energy = inner.has_energy
+        self.steps_rescaled = inner.steps_rescaled
 
     def _vmap(self, method: str, z: Tensor) -> Tensor:
         def call(z: Tensor, *tensors: Tensor) -> Tensor:
@@ -32,6 +33,9 @@ class VmappedProblem(Problem):
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self._vmap("fixed_point_map", z)
+
+    def retract(self, z: Tensor) -> Tensor:
+        return self._vmap("retract", z)
 
     def energy(self, z: Tensor) -> Tensor:
         return self._vmap("energy", z)

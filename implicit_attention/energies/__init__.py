@@ -1,7 +1,30 @@
 """Energies: problems grad E(z) = 0 with their value, gradient and Hessian."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .anchored import AnchoredEnergy
 from .base import Energy, EnergyFunction
 from .self_attention import RepeatedSelfAttention, SelfAttentionEnergy
 
-__all__ = ["AnchoredEnergy", "Energy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"]
+if TYPE_CHECKING:
+    from .epanechnikov import Epanechnikov
+    from .sphere import SphereEnergy
+
+__all__ = [
+    "AnchoredEnergy",
+    "Energy",
+    "EnergyFunction",
+    "Epanechnikov",
+    "RepeatedSelfAttention",
+    "SelfAttentionEnergy",
+    "SphereEnergy",
+]
+
+_LAZY = {"Epanechnikov": "epanechnikov", "SphereEnergy": "sphere"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

@@ -126,6 +126,10 @@ class AnchoredEnergy(Anchored, Energy):
     declares_all = True
     # Whether the rays of the potential were looked at, and the energy falls along none of them.
     _checked: bool = False
+    #: The attributes for which `select` is written out.
+    _held: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
+    #: The factor of |z|^2.
+    _square: ClassVar[float] = 0.5
 
     def __init__(
         self,
@@ -145,8 +149,7 @@ class AnchoredEnergy(Anchored, Energy):
         self.potential = potential
         super().__init__(field, anchor)
         # A subclass that changes the energy may give it a bound.
-        known = type(self).falls is AnchoredEnergy.falls
-        if check_bounded(potential, self.anchor, unbounded if known else "ignore"):
+        if type(self).falls is AnchoredEnergy.falls and check_bounded(potential, self.anchor, unbounded):
             self._checked = True
 
     @property
@@ -172,7 +175,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     def _energy(self, z: Tensor, value: Tensor) -> Tensor:
         self.potential.check_value(value, z)
-        pull = z / 2 if self._forgets else z / 2 - self._anchor * self.field
+        pull = self._square * z if self._forgets else self._square * z - self._anchor * self.field
         anchor = self._anchor
         if isinstance(anchor, Tensor):
             # As many axes as the values have.
@@ -225,7 +228,7 @@ class AnchoredEnergy(Anchored, Energy):
         return (along * self.hessian_product(z, along)).sum(-1) < 0
 
     def _is_own(self) -> bool:
-        return self._has_only("potential", "field", "anchor", *(["_checked"] if self._checked else []))
+        return tuple(name for name in vars(self) if name != "_checked") == self._held
 
     def lipschitz(self) -> Tensor | None:
         bound = self.potential.lipschitz()

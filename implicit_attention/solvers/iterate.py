@@ -232,6 +232,7 @@ def _loop(
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point
+        z = flat(rows.problem.retract(unflat(z, event)), event)
         point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event, point)
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)

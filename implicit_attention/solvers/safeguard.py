@@ -153,7 +153,7 @@ class Safeguarded(Solver):
         if guard == "none":
             return finite | ~state.accelerated
         if guard == "energy":
-            good = self._descends(state, point)
+            good = self._descends(problem, state, point)
         else:
             good = point.residual < (1.0 if problem.symmetric else self.growth) * state.residual
             # Nothing is better than 0, and a step from there that is given up would leave plain ones in its place.
@@ -163,7 +163,7 @@ class Safeguarded(Solver):
             return (good & finite) | ~state.accelerated
         return good & finite
 
-    def _descends(self, state: Memory, point: Iteration) -> Tensor:
+    def _descends(self, problem: Problem, state: Memory, point: Iteration) -> Tensor:
         assert point.energy is not None
         assert state.energy is not None
         assert state.direction is not None
@@ -174,6 +174,10 @@ class Safeguarded(Solver):
         measured = state.energy - point.energy
         # -grad E = r, so this is the fall of E along the step up to third order, free of cancellation.
         trapezoid = state.length * ((state.r + point.r) * state.direction).sum(-1) / 2
+        if problem.steps_rescaled:
+            # What r promises is in other units than E, of which only the sign of the change counts.
+            resolved = measured.abs() > ENERGY_SLACK * rounding
+            return torch.where(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
         resolved = required > ENERGY_SLACK * rounding
         return torch.where(resolved, measured >= required - rounding, trapezoid >= required)
 
