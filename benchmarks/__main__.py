@@ -101,13 +101,14 @@ def usefulness(
 @app.command()
 def report() -> None:
     """Rewrite, from the newest runs, tables and figures of the README beside this, the headline of the top one, and the
-    tables of the guide to equilibrium blocks."""
+    tables of the guide to equilibrium blocks and of the page of potentials."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **ways_to_tell(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     headline.rewrite()
     guide.rewrite()
-    typer.echo(f"headline written to {headline.README.name}, tables to {guide.PAGE.name}")
+    potentials_suite.rewrite()
+    typer.echo(f"headline written to {headline.README.name}, tables to {guide.PAGE.name}, {potentials_suite.PAGE.name}")
 
 
 def measure(

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,18 +40,20 @@ from implicit_attention.potentials import (
 
 from . import guard, memory
 from .measure import interleaved, once
-from .report import Table, number, spread
+from .report import HERE, RESULTS, Table, between, markdown_table, newest_by_metric, number, spread
 from .targets import POTENTIALS as TARGETS
 from .targets import Row
 from .useful_models import Model
 from .useful_tasks import Task, digits
 from .useful_training import Plan, trial
 
-__all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
+__all__ = ["COMPOSED", "METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
 
+COMPOSED = True
 METRICS = ("FUSED", "UNFUSED", "KERNEL", "DIGITS")
 TESTS = ("tests/potentials/test_entmax.py", "tests/potentials/test_distance.py", "tests/potentials/test_softmax1.py")
 FEATURES = 64
+PAGE = HERE.parent / "docs" / "potentials.md"
 Factory = Callable[..., Potential]
 
 NOTES = (
@@ -408,6 +411,17 @@ def _learned_cells(found: dict[str, Any]) -> list[str]:
         ("-" if percent[2] is None else f"{percent[2]:.1f}"),
         *failed,
     ]
+
+
+def rewrite(page: Path = PAGE, folder: Path = RESULTS) -> None:
+    """Put what the newest run of DIGITS says into the page of potentials."""
+    content = "Not run yet."
+    for path, run in newest_by_metric("potentials", ("DIGITS",), folder):
+        (table,) = tables(run)
+        content = (
+            f"{markdown_table(table.header, table.lines)}\n\n{NOTES[-1]}\n\nFrom `benchmarks/results/{path.name}`."
+        )
+    between(page, "<!-- potentials: python -m benchmarks report -->", "<!-- end of potentials -->", content)
 
 
 if __name__ == "__main__":

@@ -64,3 +64,13 @@ def test_the_tables_hold_all_of_a_run(rows):
     assert [line[0] for line in made["digits"].lines] == [row["potential"] for row in rows if row["metric"] == "DIGITS"]
     refused = {**rows[-1], "evidence": {"error": "`potential` must be bounded below"}, "ratios": {"accuracy": None}}
     assert potentials.tables({"rows": [refused]})[0].lines[0][1] == "refused"
+
+
+def test_the_page_of_potentials_is_what_the_newest_run_says(tmp_path):
+    text = potentials.PAGE.read_text()
+    copy = tmp_path / "page.md"
+    copy.write_text(text)
+    potentials.rewrite(copy)
+    assert copy.read_text() == text
+    potentials.rewrite(copy, tmp_path)
+    assert "Not run yet." in copy.read_text()
