@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -20,41 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Potential, SquaredScores, solve
+from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Potential, solve
 from implicit_attention.potentials import (
-    BernoulliUnits,
     DistanceLogSumExp,
-    EluFeatures,
     Entmax,
-    Exponential,
     KernelPotential,
     NormalisedScores,
     Polynomial,
-    PositiveFeatures,
-    ReluFeatures,
-    SignUnits,
-    SoftcapLogSumExp,
     Softmax1,
-    units_potential,
 )
 
 from . import guard, memory
 from .measure import interleaved, once
+from .potentials_trained import BESIDE, TRAINED, Factory, cells, learned, positive
 from .report import HERE, RESULTS, Table, between, markdown_table, newest_by_metric, number, spread
 from .targets import POTENTIALS as TARGETS
 from .targets import Row
-from .useful_models import Model
-from .useful_tasks import Task, digits
-from .useful_training import Plan, trial
 
 __all__ = ["COMPOSED", "METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
 
 COMPOSED = True
 METRICS = ("FUSED", "UNFUSED", "KERNEL", "DIGITS")
 TESTS = ("tests/potentials/test_entmax.py", "tests/potentials/test_distance.py", "tests/potentials/test_softmax1.py")
-FEATURES = 64
 PAGE = HERE.parent / "docs" / "potentials.md"
-Factory = Callable[..., Potential]
 
 NOTES = (
     "FUSED: solve (relative residual 1e-4, anchor .5) and training step, Gaussian keys, beta 1/sqrt(D), over those of "
@@ -105,40 +91,6 @@ FACTORIES: dict[str, Factory] = {
     "NormalisedScores": NormalisedScores,
 }
 FUSED = ("Softmax1", "DistanceLogSumExp")
-#: Features of heads of the width that `DIGITS` has.
-KERNELS: dict[str, Factory] = {
-    "KernelPotential, positive features": lambda keys, beta, **pairs: KernelPotential(
-        keys, beta, features=_positive(keys), **pairs
-    ),
-    "KernelPotential, elu + 1": partial(KernelPotential, features=EluFeatures()),
-    "KernelPotential, ReLU": partial(KernelPotential, features=ReluFeatures()),
-}
-#: Where the quadratic ones stay bounded below while their keys grow.
-NEAR = {"beta": 0.002, "anchor": 0.9}
-#: Trained: name -> factory and options of the layer.
-TRAINED: dict[str, tuple[Factory, dict[str, Any]]] = {
-    "LogSumExp": (LogSumExp, {}),
-    "Softmax1": (Softmax1, {}),
-    "DistanceLogSumExp": (DistanceLogSumExp, {}),
-    "SoftcapLogSumExp, cap 5": (partial(SoftcapLogSumExp, cap=5.0), {}),
-    "Entmax, alpha 1.5": (Entmax, {}),
-    "Entmax, alpha 2": (partial(Entmax, alpha=2.0), {}),
-    "SquaredScores, beta .002": (SquaredScores, NEAR),
-    "Polynomial, degree 2, beta .002": (Polynomial, NEAR),
-    "Polynomial, degree 3": (partial(Polynomial, degree=3), {}),
-    "Exponential": (Exponential, {}),
-    "units_potential, Bernoulli": (units_potential(BernoulliUnits(0.5)), {}),
-    "units_potential, sign": (units_potential(SignUnits()), {}),
-    "NormalisedScores": (NormalisedScores, {}),
-    **{name: (make, {}) for name, make in KERNELS.items()},
-}
-#: Beside them: what costs one step, and nothing.
-BESIDE = {"one explicit step": Model("stack", 1, 1), "no attention": Model("stack", 0, 0)}
-
-
-def _positive(keys: Tensor) -> PositiveFeatures:
-    """The same features for all keys of this width."""
-    return PositiveFeatures(keys.shape[-1], FEATURES, generator=torch.Generator().manual_seed(0))
 
 
 def settings_of(quick: bool, device: str | None = None) -> tuple[Setting, ...]:
@@ -179,7 +131,7 @@ def run(
         # Trainings take no time of each other on two cores, and none is timed.
         with multiprocessing.get_context("spawn").Pool(2) as pool:
             begin = time.perf_counter()
-            for setting, found in zip(trained, pool.imap(learned, trained), strict=True):
+            for setting, found in zip(trained, pool.imap(_learned, trained), strict=True):
                 rows.append(_row(setting, found, begin))
                 progress(rows[-1])
                 begin = time.perf_counter()
@@ -189,6 +141,10 @@ def run(
 
 def _row(setting: Setting, found: Row, begin: float) -> Row:
     return {"name": setting.name, **dataclasses.asdict(setting), **found, "wall_seconds": time.perf_counter() - begin}
+
+
+def _learned(setting: Setting) -> Row:
+    return learned(setting.potential, setting.steps)
 
 
 def _failed(reason: str) -> Row:
@@ -293,7 +249,7 @@ def step_of(name: str, setting: Setting) -> Callable[[], Any]:
     """One evaluation of the mean: by `features`, by `log-sum-exp`, or by that `written out`."""
     query, keys, beta = tensors(setting)
     if name == "features":
-        phi: Potential = KernelPotential(keys, beta, features=_positive(keys))
+        phi: Potential = KernelPotential(keys, beta, features=positive(keys))
     else:
         softmax = LogSumExp(keys, beta)
         phi = softmax.written_out() if name == "written out" else softmax
@@ -312,53 +268,6 @@ def main(argument: str, name: str) -> None:
     before = memory.begin(setting.device)
     step()
     print(json.dumps({"peak_bytes": memory.peak(setting.device) - before, "baseline_bytes": before}))
-
-
-# Training.
-
-
-@dataclasses.dataclass(frozen=True)
-class Of(Model):
-    """The solved equilibrium with a potential, read out as it is: not every potential has weights."""
-
-    potential: str = "LogSumExp"
-
-    def options(self) -> dict[str, Any]:
-        make, options = TRAINED[self.potential]
-        return {**super().options(), "potential": make, "readout": "state", **options}
-
-
-def learned(setting: Setting) -> Row:
-    """Three trainings on digits with the best of two learning rates, or why there are none."""
-    torch.set_num_threads(1)
-    quick = setting.steps < 100
-    task: Task = digits(validation=64, test=64) if quick else digits()
-    plan = Plan(steps=setting.steps, batch=32, rates=(3e-3, 1e-2))
-    plan = dataclasses.replace(plan.quick(), steps=setting.steps) if quick else plan
-    model = BESIDE.get(setting.potential) or Of("solved", 0, 0, potential=setting.potential)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trained = {rate: trial(task, model, plan, plan.seeds[0], rate)[1] for rate in plan.rates}
-            best = max(trained, key=lambda rate: trained[rate]["validation"])
-            runs = [trained[best]] + [trial(task, model, plan, seed, best)[1] for seed in plan.seeds[1:]]
-    except ValueError as error:
-        return {"evidence": {"error": str(error)}, "seconds": {}, "ratios": {"accuracy": None}}
-    scores = [run["score"] for run in runs]
-    evidence = {
-        "accuracy": statistics.mean(scores),
-        "accuracy_std": statistics.stdev(scores) if len(scores) > 1 else None,
-        "learning_rate": best,
-        "solves": len(runs) * plan.steps * plan.batch * task.shape.length * task.shape.heads,
-        **{
-            name: statistics.mean(run[name] for run in runs)
-            for name in ("gradient_norm", "evaluations_mean", "evaluations_max")
-        },
-        **{f"failed_{kind}": sum(run["failed_in_training"][kind] for run in runs) for kind in ("forward", "backward")},
-        "converged": None if model.explicit else statistics.mean(run["converged"] for run in runs),
-        "runs": runs,
-    }
-    return {"evidence": evidence, "seconds": {}, "ratios": {"accuracy": evidence["accuracy"]}}
 
 
 # Tables.
@@ -391,26 +300,9 @@ def tables(run: dict[str, Any]) -> list[Table]:
             "failed forward",
             "backward",
         ]
-        lines = [[row["potential"], *_learned_cells(row["evidence"])] for row in trained]
+        lines = [[row["potential"], *cells(row["evidence"])] for row in trained]
         made.append(Table("digits", "DIGITS: trained with each potential, held-out digits:", header, lines))
     return made
-
-
-def _learned_cells(found: dict[str, Any]) -> list[str]:
-    if "error" in found:
-        return ["refused", *["-"] * 6]
-    percent = [found[name] and 100 * found[name] for name in ("accuracy", "accuracy_std", "converged")]
-    solves = found["solves"]
-    failed = (f"{found[f'failed_{kind}']} of {solves}" for kind in ("forward", "backward"))
-    rest = [found["gradient_norm"], found["evaluations_mean"] or None]
-    if percent[2] is None:
-        failed = iter("--")
-    return [
-        f"{percent[0]:.1f}",
-        *("-" if x is None else f"{x:.2g}" for x in (percent[1], *rest)),
-        ("-" if percent[2] is None else f"{percent[2]:.1f}"),
-        *failed,
-    ]
 
 
 def rewrite(page: Path = PAGE, folder: Path = RESULTS) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks import potentials, targets
+from benchmarks.potentials_trained import KERNELS
 
 SMALL = {"batch": 1, "heads": 2, "length": 24, "dim": 8, "steps": 2}
 
@@ -25,7 +26,7 @@ def rows():
         potentials.Setting("DIGITS", name, **SMALL)
         for name in ("no attention", "Softmax1", "KernelPotential, positive features")
     ]
-    return rows + [{**dataclasses.asdict(setting), **potentials.learned(setting)} for setting in trained]
+    return rows + [{**dataclasses.asdict(setting), **potentials._learned(setting)} for setting in trained]
 
 
 def test_every_target_has_its_ratio(rows):
@@ -42,9 +43,7 @@ def test_solves_that_are_timed_have_converged(rows):
 
 def test_every_potential_of_the_settings_is_known():
     for setting in potentials.settings_of(quick=False):
-        assert setting.potential in {**potentials.FACTORIES, **potentials.KERNELS, **potentials.TRAINED} | dict(
-            potentials.BESIDE
-        )
+        assert setting.potential in {**potentials.FACTORIES, **KERNELS, **potentials.TRAINED} | dict(potentials.BESIDE)
 
 
 def test_trainings_tell_what_they_did(rows):
