@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -55,7 +57,7 @@ def natural_parameter(
         tensor([[ 0.3000, -0.1000]])
     """
     potential_wide, wide = _checked(potential, m)
-    return _inverted(potential_wide, wide, solver)[0].to(m.dtype)
+    return _inverted(potential_wide, wide, solver).to(m.dtype)
 
 
 def conjugate(
@@ -94,11 +96,29 @@ def conjugate(
         tensor([-0.6931])
     """
     potential_wide, wide = _checked(potential, m)
-    eta, short = _inverted(potential_wide, wide, solver)
-    # At the solution d/d eta is 0, but a residual of rounding divided by a small curvature is not. Its value is taken
-    # out of the first derivative; higher ones see how it changes.
-    still = (short * (eta - eta.detach())).sum(-1)
-    return ((wide * eta).sum(-1) - potential_wide.value(eta) - still).to(m.dtype)
+    eta = _inverted(potential_wide, wide, solver)
+    eta = _Stationary.apply(eta)
+    return ((wide * eta).sum(-1) - potential_wide.value(eta)).to(m.dtype)
+
+
+class _Stationary(torch.autograd.Function):
+    """A state where the derivative of what is made of it is 0: exactly so, with the derivatives of that derivative.
+
+    What rounding leaves of it would be divided by the curvature, which may be small, or 0 in some directions.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(state: Tensor) -> Tensor:
+        return state.view_as(state)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent - cotangent.detach()
 
 
 class _Matching(Energy):
@@ -136,8 +156,7 @@ def _checked(potential: Potential, m: Tensor) -> tuple[Potential, Tensor]:
     return wide, target
 
 
-def _inverted(potential: Potential, m: Tensor, solver: Solver | None) -> tuple[Tensor, Tensor]:
-    """Eta, and without graph how much mean(eta) falls short of m."""
+def _inverted(potential: Potential, m: Tensor, solver: Solver | None) -> Tensor:
     if solver is None:
         solver = NewtonKrylov(rtol=0.0, atol=1e-12 if m.dtype == torch.float64 else 1e-5)
     problem, initial = _Matching(potential, m), torch.zeros_like(m)
@@ -153,10 +172,10 @@ def _inverted(potential: Potential, m: Tensor, solver: Solver | None) -> tuple[T
     # Beside a long eta the solver's f(eta) - eta rounds to 0: outside the hull, where eta runs away.
     failed = solution.failed | ~(short.norm(dim=-1) <= 2 * solution.tolerance)
     if transforms_active():
-        return eta.where(~failed[..., None], torch.nan), short
+        return eta.where(~failed[..., None], torch.nan)
     if bool(failed.any()):
         _explain(potential, m.detach(), eta.detach(), short, failed)
-    return eta, short
+    return eta
 
 
 def _explain(potential: Potential, m: Tensor, eta: Tensor, short: Tensor, failed: Tensor) -> None:
@@ -164,21 +183,26 @@ def _explain(potential: Potential, m: Tensor, eta: Tensor, short: Tensor, failed
     remedy = "pass a convex combination of the keys that the row attends to, such as a mean of the potential"
     if type(potential) in (LogSumExp, Entmax):
         assert isinstance(potential, LogSumExp | Entmax)
-        direction = eta / eta.norm(dim=-1, keepdim=True)
-        longest = potential.keys.detach().nan_to_num().norm(dim=-1).amax(-1, keepdim=True)
-        along = direction @ potential.keys.detach().mT
+        keys = potential.keys.detach()
+        rounding = (
+            8
+            * m.shape[-1]
+            * torch.finfo(m.dtype).eps
+            * (m.norm(dim=-1) + keys.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max())
+        )
         attended = joined(potential.mask, potential.bias)[1]
-        if attended is not None:
-            # A row without keys has the mean 0.
-            along = along.where(attended, -torch.inf).where(attended.any(-1, keepdim=True), 0.0)
-        reach = along.amax(-1)
-        beyond = (m * direction).sum(-1) - reach
-        rounding = 8 * m.shape[-1] * torch.finfo(m.dtype).eps * (m.norm(dim=-1) + longest)
-        outside = failed & (beyond > rounding)
-        if bool(outside.any()):
-            where = tuple(outside.nonzero()[0].tolist())
-            received = f"a row {where} that lies {beyond[where].item():.3g} beyond them all along {direction[where]}"
-            raise ValueError(_validate.message("m", "lie in the convex hull of the keys", received, remedy))
+        for direction in (torch.nn.functional.normalize(d, dim=-1) for d in (eta, short)):
+            along = direction @ keys.mT
+            if attended is not None:
+                # A row without keys has the mean 0.
+                along = along.where(attended, -torch.inf).where(attended.any(-1, keepdim=True), 0.0)
+            beyond = (m * direction).sum(-1) - along.amax(-1)
+            outside = failed & (beyond > rounding)
+            if bool(outside.any()):
+                where = tuple(outside.nonzero()[0].tolist())
+                towards = [round(u, 4) for u in direction[where].tolist()]
+                received = f"a row {where} that lies {beyond[where].item():.3g} beyond them all along {towards}"
+                raise ValueError(_validate.message("m", "lie in the convex hull of the keys", received, remedy))
     where = tuple(failed.nonzero()[0].tolist())
     gap, length = short[where].norm().item(), eta[where].norm().item()
     raise ConvergenceError(

@@ -72,7 +72,9 @@ def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tenso
         bent = (change * potential.covariance_product(b + node * change, change)).sum(axes)
         integral = integral + weight * (1 - node) * bent
     with torch.no_grad():
-        rounding = _ROUNDING * torch.finfo(a.dtype).eps * (end.abs() + start.abs() + (mean * change).abs().sum(axes))
+        # Of both values, and of the sums that they are made of, which may cancel.
+        size = end.abs() + start.abs() + (mean.abs() * (a.abs() + b.abs())).sum(axes)
+        rounding = _ROUNDING * torch.finfo(a.dtype).eps * size
         agree = (integral - difference).abs() <= rounding
     return torch.where(agree, integral, difference)
 
@@ -148,6 +150,22 @@ def contrastive_loss(
         tensor([0.2395])
         >>> torch.nn.functional.cross_entropy(eta @ keys.T, torch.tensor([0]))
         tensor(0.2395)
+
+        Weights of the points are `log_weights`. Boosting: examples x_i with labels t_i = +-1, of which the model so far
+        makes the scores f_i, are the points -t_i x_i of weight exp(-t_i f_i); Phi(eta) is the log of the exponential
+        loss after a step eta of a linear model, its responsibilities AdaBoost's next weights. A conjugate prior
+        exp(<xi, eta> - nu G(eta)) over points eta_n: n data points of sum s tilt it by s, and raise nu by n.
+
+        >>> from implicit_attention.potentials import GaussianMixture
+        >>> x, t, f = torch.tensor([[1.0], [2.0], [-1.0]]), torch.tensor([1.0, -1.0, -1.0]), torch.zeros(3)
+        >>> boosting = GaussianMixture(-t[:, None] * x, torch.zeros(1, 1), log_weights=-t * f)
+        >>> boosting.responsibilities(torch.tensor([[0.5]])).round(decimals=3)
+        tensor([[0.1540, 0.6910, 0.1540]])
+        >>> etas, xi, nu = torch.tensor([[-1.0], [0.0], [1.0]]), torch.tensor([0.5]), 2.0
+        >>> coin = LogSumExp(torch.tensor([[0.0], [1.0]]), beta=1.0)
+        >>> prior = GaussianMixture(etas, torch.zeros(1, 1), log_weights=etas @ xi - nu * coin.value(etas))
+        >>> prior.responsibilities(torch.zeros(1, 1)).round(decimals=3)
+        tensor([[0.2220, 0.4200, 0.3580]])
     """
     _check_rows(potential)
     potential.check_state("eta", eta)
