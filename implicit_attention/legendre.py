@@ -97,8 +97,8 @@ def conjugate(
     """
     potential_wide, wide = _checked(potential, m)
     eta = _inverted(potential_wide, wide, solver)
-    eta = _Stationary.apply(eta)
-    return ((wide * eta).sum(-1) - potential_wide.value(eta)).to(m.dtype)
+    at: Tensor = _Stationary.apply(eta)  # type: ignore[no-untyped-call]
+    return ((wide * at).sum(-1) - potential_wide.value(at)).to(m.dtype)
 
 
 class _Stationary(torch.autograd.Function):

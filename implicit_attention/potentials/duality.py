@@ -165,7 +165,7 @@ def contrastive_loss(
         >>> coin = LogSumExp(torch.tensor([[0.0], [1.0]]), beta=1.0)
         >>> prior = GaussianMixture(etas, torch.zeros(1, 1), log_weights=etas @ xi - nu * coin.value(etas))
         >>> prior.responsibilities(torch.zeros(1, 1)).round(decimals=3)
-        tensor([[0.2220, 0.4200, 0.3580]])
+        tensor([[0.4670, 0.3610, 0.1720]])
     """
     _check_rows(potential)
     potential.check_state("eta", eta)
