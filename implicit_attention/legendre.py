@@ -39,6 +39,7 @@ def natural_parameter(
     Raises:
         ValueError: m outside the hull, with a direction that proves it (`LogSumExp` and `Entmax`); a potential that is
             not convex, or whose rows are coupled; shapes, dtypes or devices that do not fit.
+            Inside torch.vmap such rows are NaN.
         ConvergenceError: another m whose residual |mean(eta) - m| stays above the tolerance, such as means that no
             state of another potential has.
 

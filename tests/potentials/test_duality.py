@@ -150,8 +150,13 @@ def test_conjugate_is_minus_the_entropy_near_and_on_the_boundary():
         if gap >= 1e-8:
             eta = natural_parameter(PHI, p @ POINTS)
             close(PHI.probabilities(eta), p, rtol=1e-4 if gap < 1e-4 else 1e-8)
-    # The corners themselves.
-    close(conjugate(PHI, POINTS), torch.zeros(3, dtype=torch.float64), atol=1e-10)
+    # The corners themselves, and edges, in sixteen dimensions too.
+    keys = random(200, 16)
+    corners = keys[keys.norm(dim=-1).topk(5).indices]
+    for phi, ends in ((PHI, POINTS), (LogSumExp(keys, 0.25), corners)):
+        nothing = torch.zeros(len(ends), dtype=torch.float64)
+        close(conjugate(phi, ends), nothing, atol=1e-10)
+        close(conjugate(phi, (ends + ends.roll(1, 0)) / 2), nothing - math.log(2) / phi.beta, atol=1e-10)
 
 
 def test_conjugate_against_the_most_even_weights():
@@ -247,6 +252,8 @@ def test_the_hull_is_that_of_the_keys_that_are_attended_to():
     close(conjugate(masked, inside), tensor([-math.log(2), 0.0]))
     with pytest.raises(ValueError, match=r"got a row \(1,\)"):
         conjugate(masked, inside + tensor([[0.0], [1e-3]]))
+    rows = torch.func.vmap(lambda m: conjugate(PHI, m))(torch.stack([PHI.mean(ETA), tensor([[5.0, 0.0]])]))
+    printed(rows, tensor([[-1.055536652715], [math.nan]]), equal_nan=True)
     # Where no direction is known to separate, the residual that is left.
     with pytest.raises(ConvergenceError, match=r"no natural parameter was found for 1 of 2 means.*row \(0,\).*; pass"):
         conjugate(Softmax1(POINTS, 1.0), tensor([[5.0, 0.0], [0.1, 0.1]]))
