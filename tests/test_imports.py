@@ -27,6 +27,8 @@ ALLOWED = {
     "adjoints": {"fused", "solvers", "problem", "linear", "solution", "_reporting"},
     "energies": {"potentials", "fixed_point_map", "problem"},
     "_solve": {"fused", "adjoints", "solvers", "problem", "solution", "_reporting"},
+    # Public in `potentials`, which knows its names alone.
+    "legendre": {"_solve", "energies", "potentials", "problem", "solvers"},
     "options": {"solvers", "adjoints", "_reporting"},
     "attention": {
         "options",

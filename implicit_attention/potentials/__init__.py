@@ -12,6 +12,7 @@ from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
     from .distance import DistanceLogSumExp
+    from .duality import bregman, contrastive_loss, fisher, jensen_bound, renormalise
     from .entmax import Entmax
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         LaplaceUnits,
         PoissonUnits,
     )
+    from .mixture import as_distribution
     from .normalised_scores import NormalisedScores
     from .softcap import SoftcapLogSumExp
     from .sphere import SignUnits, SphereUnits
@@ -56,6 +58,15 @@ __all__ = [
     "GaussianMixture",
     "HiddenUnits",
     "Tilted",
+    # Potentials as log-partition functions of laws.
+    "as_distribution",
+    "bregman",
+    "conjugate",
+    "contrastive_loss",
+    "fisher",
+    "jensen_bound",
+    "natural_parameter",
+    "renormalise",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
     "Units",
     "SiteLaw",
@@ -77,11 +88,15 @@ __all__ = [
 
 _LAZY = {
     "distance": ("DistanceLogSumExp",),
+    # By `solve`, and therefore above this package: known here by name alone.
+    ".legendre": ("conjugate", "natural_parameter"),
+    "duality": ("bregman", "contrastive_loss", "fisher", "jensen_bound", "renormalise"),
     "entmax": ("Entmax",),
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
     "kernel": ("KernelPotential",),
     "kernel_features": ("EluFeatures", "PositiveFeatures", "ReluFeatures"),
+    "mixture": ("as_distribution",),
     "normalised_scores": ("NormalisedScores",),
     "softcap": ("SoftcapLogSumExp",),
     "summed_scores": ("Exponential", "Polynomial", "units_potential"),
