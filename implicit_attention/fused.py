@@ -182,7 +182,7 @@ def _matched(
     # Of exact types: a subclass may compute something else, and so may attributes that were added.
     if type(problem) is not AnchoredEnergy or made_of is None or not problem._has_only("potential", "field", "anchor"):
         names = f"not for {type(problem).__name__} of {type(potential).__name__}"
-        return None, f"it exists for AnchoredEnergy of LogSumExp as they are, {names}; use impl='auto'"
+        return None, f"it exists for AnchoredEnergy of LogSumExp, {names} (or with added attributes); use impl='auto'"
     if every_step:
         return None, "no step is kept, for a trace or for Unrolled(); use trace=False and Implicit(), or impl='auto'"
     rule = None if solver is None else solver.fused_rule(problem)

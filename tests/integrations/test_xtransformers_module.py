@@ -233,7 +233,7 @@ def test_wrong_kinds_are_refused():
         EquilibriumAttend(HEADS)(q, q, q, mask=torch.ones(B, N))
     with pytest.raises(ValueError, match="`attn_bias` must be None with softclamp_logits=True"):
         EquilibriumAttend(HEADS, softclamp_logits=True)(q, q, q, attn_bias=torch.zeros(N, N))
-    with pytest.raises(UnsupportedImplementation, match="LogSumExp only"):
+    with pytest.raises(UnsupportedImplementation, match="AnchoredEnergy of LogSumExp"):
         EquilibriumAttend(HEADS, softclamp_logits=True, impl="tiled")(q, q, q)
     for options in ({"scale": 0.0}, {"dropout": 2.0}, {"anchor": 1.5}, {"logit_softclamp_value": -1.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
