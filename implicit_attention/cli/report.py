@@ -162,7 +162,8 @@ def _rates(comparison: Comparison) -> Figure:
     curves = {task: {s: rates(of(entries, task, s)) for s in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
     levels = {task: {state: rates(of(entries, task, state))[0] for state in NEAREST} for task in TASKS}
     source = "scikit-learn's digits" if settings.data is None else settings.data.name
-    title = f"Retrieval of {settings.patterns} patterns ({source}); {settings.other_potential}stars: each method's own best beta"
+    what = f"Retrieval of {settings.patterns} patterns ({source})"
+    title = f"{what}; {settings.other_potential}stars: each method's own best beta"
     return rates_figure(torch.tensor(betas_of(entries)), curves, levels, title=title)
 
 
