@@ -45,10 +45,11 @@ def pattern_bound(beta: Tensor, count: int, length: Tensor, separation: Tensor) 
     return bound.where(bound <= 1 / (2 * beta * length), torch.inf)
 
 
-def capacity(beta: float, factor: float, dim: int, failure: float) -> tuple[float, float]:
+def capacity(beta: float, factor: float, dim: int, failure: float) -> tuple[float | None, float]:
     """(N, c) of theorem 3: N = sqrt(p) c^((d - 1)/4) random patterns of length K sqrt(d - 1) in d dimensions.
 
-    All of them are stored with a probability of at least 1 - p. The theorem holds for c >= (2/sqrt p)^(4/(d - 1)).
+    All of them are stored with a probability of at least 1 - p. The theorem holds for c >= (2/sqrt p)^(4/(d - 1)); N is
+    None where it does not.
 
     Args:
         beta: inverse temperature.
@@ -61,7 +62,8 @@ def capacity(beta: float, factor: float, dim: int, failure: float) -> tuple[floa
     a = 2 / (dim - 1) * (1 + math.log(2 * beta * factor**2 * failure * (dim - 1)))
     b = 2 * factor**2 * beta / 5
     c = b / float(lambertw(math.exp(a + math.log(b))).real)
-    return math.sqrt(failure) * c ** ((dim - 1) / 4), c
+    holds = c >= (2 / math.sqrt(failure)) ** (4 / (dim - 1))
+    return math.sqrt(failure) * c ** ((dim - 1) / 4) if holds else None, c
 
 
 def at_ratio(keys: Tensor, ratio: float | Tensor) -> Tensor:

@@ -62,12 +62,6 @@ class Comparison:
 
 def check(settings: CompareSettings) -> None:
     """Raise `InputError` for the first option that cannot be used."""
-    if settings.suite == "distribution":
-        for name in ("potential", "patterns", "beta", "anchor", "data", "device", "dtype"):
-            given, usual = getattr(settings, name), getattr(CompareSettings, name)
-            if given != usual:
-                why = "which samples a Gaussian and uses log-sum-exp at beta 1 in float64"
-                raise InputError(f"`--{name}` must be left out with --suite distribution, {why}; got {given}")
     choice(settings.potential_name)
     beta = inverse_temperature(settings)
     if not (beta > 0 and math.isfinite(beta)):

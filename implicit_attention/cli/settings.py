@@ -31,8 +31,7 @@ class CompareSettings:
     retrieval at nine inverse temperatures, `--beta`/4 to 64 `--beta`, beside the nearest stored pattern.
 
     `--suite retrieval` compares potentials in place of solvers: how many patterns each of them stores, from how far it
-    finds them, and the published bounds. `--suite distribution` repeats attention among tokens that are samples of a
-    Gaussian, beside the closed form of their mean, covariance and entropy.
+    finds them, and the published bounds.
     """
 
     command: ClassVar[str] = "compare"
@@ -64,9 +63,7 @@ class CompareSettings:
             show_default="log-sum-exp; all of them in --suite retrieval",
         ),
     ] = None
-    suite: Annotated[Literal["solvers", "retrieval", "distribution"], Option(help="What is compared; see above.")] = (
-        "solvers"
-    )
+    suite: Annotated[Literal["solvers", "retrieval"], Option(help="What is compared; see above.")] = "solvers"
 
     @property
     def needs_digits(self) -> bool:

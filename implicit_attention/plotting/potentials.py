@@ -29,7 +29,7 @@ def potentials_figure(
     Args:
         panels: by title, rows with `method`, `at` (the point), `mean` (the rate, in [0, 1]) and perhaps `refused`.
         bounds: `near_threshold`, rows with `ratio` and for every bound `worst` and `median`; `capacity`, rows with
-            `beta`, `K`, `dim`, `p`, `promised` and `shares` of `count` and `all_stored`.
+            `beta`, `K`, `dim`, `p`, `promised` (None: nothing is proved) and `shares` of `count` and `all_stored`.
         title: above the grids.
 
     Returns:
@@ -68,14 +68,26 @@ def _grid(axes: Any, name: str, rows: Sequence[Mapping[str, Any]], methods: Sequ
             row = shown.get((method, at))
             if row is None:
                 continue
-            text = "refused" if "refused" in row else f"{row['mean']:.2f}".removeprefix("0").removesuffix(".00")
-            color = "white" if row["mean"] > 0.6 else "0.25" if row["mean"] > 0 else "0.6"
-            axes.text(j, i, "0" if text == "" else text, ha="center", va="center", fontsize=8, color=color)
+            color = "white" if row["mean"] > 0.6 else "0.25" if row["mean"] > 0 else "0.45"
+            axes.text(j, i, _cell(row), ha="center", va="center", fontsize=8, color=color)
     axes.set_title(name, fontsize=9)
     axes.set_xticks(range(len(points)), [f"{at:g}" for at in points], fontsize=8)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    """The rate; where nothing is retrieved, how many states point at the right pattern at least."""
+    if "refused" in row:
+        return "refused"
+    if row["mean"] > 0 or "named" not in row:
+        return _share(row["mean"])
+    return f"0 ({_share(row['named'])}){' x' * bool(row.get('failed'))}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0f}" if f"{value:.2f}" in ("0.00", "1.00") else f"{value:.2f}".removeprefix("0")
 
 
 def _finish(axes: Any, title: str, x: str, y: str) -> None:
@@ -124,9 +136,9 @@ def _capacity(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         counts, shares = [s["count"] for s in row["shares"]], [s["all_stored"] for s in row["shares"]]
         color, what = COLORS[index], f"d {row['dim']}, K {row['K']:g}"
         axes.plot(counts, shares, color=color, marker=MARKERS[index], ms=4, label=f"{what}: measured")
-        axes.axvline(
-            row["promised"], color=color, ls="--", lw=1.3, label=f"{what}: proved for N = {row['promised']:.1f}"
-        )
+        if row["promised"] is not None:
+            label = f"{what}: proved for N = {row['promised']:.1f}"
+            axes.axvline(row["promised"], color=color, ls="--", lw=1.3, label=label)
     if rows:
         axes.set_xscale("log")
         axes.set_ylim(-0.03, 1.05)
