@@ -19,6 +19,7 @@ from .data import Sample, draw, load_digits, noise_of
 from .errors import InputError
 from .evaluate import evaluate, prepare
 from .files import load_patterns
+from .potentials import choice, inverse_temperature
 from .progress import Progress
 from .retrieval import FACTORS, Rates, examples, sweep
 from .settings import CompareSettings
@@ -61,8 +62,10 @@ class Comparison:
 
 def check(settings: CompareSettings) -> None:
     """Raise `InputError` for the first option that cannot be used."""
-    if not (settings.beta > 0 and math.isfinite(settings.beta)):
-        raise InputError(f"`--beta` must be > 0 and finite, got {settings.beta:g}; it is an inverse temperature, try 8")
+    choice(settings.potential_name)
+    beta = inverse_temperature(settings)
+    if not (beta > 0 and math.isfinite(beta)):
+        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; it is an inverse temperature, try 8")
     if not 0 <= settings.anchor <= 1:
         raise InputError(f"`--anchor` must be in [0, 1], got {settings.anchor:g}; 0 is retrieval")
     remedy = "use cpu, cuda or cuda:N"
@@ -109,12 +112,19 @@ def run(settings: CompareSettings, progress: Progress) -> Comparison:
     drawn = draw(data, patterns=settings.patterns, queries=count, noise=noise, draws=DRAWS, seed=settings.seed)
     drawn = drawn.to(device, getattr(torch, settings.dtype))
     sample = drawn.first(settings.queries)
+    name, beta = settings.potential_name, inverse_temperature(settings)
     rows, solutions = [], {}
     with _threads(settings) as threads:
         methods = contenders(settings.descents)
+        if settings.other_potential:
+            methods = [dataclasses.replace(m, name=m.name.replace("one-step softmax", "one step")) for m in methods]
         steps = len(methods) + 1
         progress.begin("reference in float64", 0, steps)
-        task = prepare(sample, beta=settings.beta, anchor=settings.anchor, seed=settings.seed)
+        try:
+            task = prepare(sample, beta=beta, anchor=settings.anchor, potential=name, seed=settings.seed)
+        except ValueError as error:
+            remedy = "--suite retrieval tries a potential at every beta, and says at which it is refused"
+            raise InputError(f"`--potential {name}` at beta {beta:g} is refused: {error}; {remedy}") from None
         for index, method in enumerate(methods):
             progress.begin(method.name, index + 1, steps)
             row, solution = evaluate(method, task, repeats=settings.repeats, max_seconds=settings.max_seconds)

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import AnchoredEnergy, LogSumExp, Solution, Status, solve
+from .. import Solution, Status, solve
 from ..adjoints import Implicit
 from ..diagnostics import distinct_fixed_points, smallest_curvature
+from ..energies import Energy
 from ..linear import CG
 from ..solvers import Anderson, Solver
 from .contenders import STOP, Contender
 from .data import TASKS, Sample
 from .measure import error_row, median_times, peak_memory
+from .potentials import energy_of
 
 #: A query is retrieved when the returned state is this near to its pattern, relative to the pattern's length.
 SUCCESS = 1e-2
@@ -43,16 +45,10 @@ class Task:
     """
 
     sample: Sample
-    energy: Callable[[Tensor, Tensor], AnchoredEnergy]
+    energy: Callable[[Tensor, Tensor], Energy]
     reference: Tensor
     weights: Tensor
     gradient: Tensor
-
-
-def energy_of(keys: Tensor, queries: Tensor, usable: Tensor, *, beta: float, anchor: float) -> AnchoredEnergy:
-    """The energy of retrieval; patterns that are not usable are masked, so that no query reads them."""
-    mask = None if bool(usable.all()) else usable[..., None, :]
-    return AnchoredEnergy(LogSumExp(keys, beta, mask=mask), queries, anchor)
 
 
 def relative_error(z: Tensor, targets: Tensor) -> Tensor:
@@ -62,7 +58,7 @@ def relative_error(z: Tensor, targets: Tensor) -> Tensor:
     return error
 
 
-def prepare(sample: Sample, *, beta: float, anchor: float, seed: int) -> Task:
+def prepare(sample: Sample, *, beta: float, anchor: float, potential: str, seed: int) -> Task:
     """The task with its reference: the fixed points in float64 and the exact gradient there.
 
     Queries that are not finite, and those for which the reference itself does not converge, have weight 0.
@@ -72,7 +68,7 @@ def prepare(sample: Sample, *, beta: float, anchor: float, seed: int) -> Task:
     weights = torch.randn(sample.queries.shape, generator=generator, dtype=torch.float64).to(sample.keys.device)
     finite = sample.finite
     keys = exact.keys.clone().requires_grad_()
-    energy = partial(energy_of, usable=sample.usable, beta=beta, anchor=anchor)
+    energy = partial(energy_of, usable=sample.usable, beta=beta, anchor=anchor, potential=potential)
     solution = solve(
         energy(keys, exact.queries[finite]),
         exact.queries[finite],
@@ -110,7 +106,7 @@ def evaluate(
     return row, solution
 
 
-def _reached(task: Task, energy: AnchoredEnergy, solution: Solution) -> dict[str, Any]:
+def _reached(task: Task, energy: Energy, solution: Solution) -> dict[str, Any]:
     sample, z = task.sample, solution.value.detach()
     with torch.no_grad():
         mapped = energy.fixed_point_map(z.to(sample.queries.dtype)).to(z.dtype)

@@ -26,6 +26,7 @@ from .compare import DRAWS, Comparison
 from .contenders import STEP_SIZE, STOP
 from .data import TASKS
 from .evaluate import SUCCESS
+from .potentials import inverse_temperature
 from .retrieval import EQUILIBRIUM, NEAREST, ONE, TWO, betas_of, of, retrieved, summary
 from .settings import REFERENCES, SAMPLER
 
@@ -95,6 +96,8 @@ def comparison_files(comparison: Comparison) -> Files:
         "command": "compare",
         "settings": _options(settings)
         | {
+            "potential": settings.potential_name,
+            "beta": inverse_temperature(settings),
             "queries_per_task": settings.queries,
             "data": "scikit-learn digits" if settings.data is None else settings.data.name,
             "noise": comparison.noise,
@@ -111,13 +114,14 @@ def comparison_files(comparison: Comparison) -> Files:
         },
         "rows": comparison.rows,
         "retrieval": comparison.retrieval,
-        "summary": summary(comparison.retrieval, settings.beta),
+        "summary": summary(comparison.retrieval, inverse_temperature(settings)),
         "status_counts": {row["method"]: row.get("status", {"ERROR": 1}) for row in comparison.rows},
         "unusable_patterns": comparison.unusable,
         "queries_without_exact_gradient": comparison.untrusted,
         "seconds": comparison.seconds,
     }
-    what = f"{settings.patterns} patterns, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype}"
+    beta, anchor = inverse_temperature(settings), settings.anchor
+    what = f"{settings.patterns} patterns, {settings.other_potential}beta {beta:g}, anchor {anchor:g}, {settings.dtype}"
     figures = {
         "convergence.png": _convergence(comparison, what),
         "rates.png": _rates(comparison),
@@ -158,7 +162,8 @@ def _rates(comparison: Comparison) -> Figure:
     curves = {task: {s: rates(of(entries, task, s)) for s in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
     levels = {task: {state: rates(of(entries, task, state))[0] for state in NEAREST} for task in TASKS}
     source = "scikit-learn's digits" if settings.data is None else settings.data.name
-    title = f"Retrieval of {settings.patterns} patterns ({source}); stars: each method's own best beta"
+    what = f"Retrieval of {settings.patterns} patterns ({source})"
+    title = f"{what}; {settings.other_potential}stars: each method's own best beta"
     return rates_figure(torch.tensor(betas_of(entries)), curves, levels, title=title)
 
 

@@ -13,8 +13,9 @@ from .. import solve
 from ..solvers import Anderson
 from .contenders import STOP
 from .data import TASKS, Sample
-from .evaluate import SUCCESS, energy_of, relative_error
-from .settings import CompareSettings
+from .evaluate import SUCCESS, relative_error
+from .potentials import energy_of, inverse_temperature
+from .settings import LOG_SUM_EXP, CompareSettings
 
 #: Multiples of `--beta` at which retrieval is tried.
 FACTORS = tuple(2.0**power for power in range(-2, 7))
@@ -34,12 +35,12 @@ Rates = list[dict[str, Any]]
 
 
 @torch.no_grad()
-def states(sample: Sample, *, beta: float, anchor: float) -> dict[str, Tensor]:
+def states(sample: Sample, *, beta: float, anchor: float, potential: str = LOG_SUM_EXP) -> dict[str, Tensor]:
     """What every method makes of all queries, (*draws, N, D) each.
 
     All solvers have one equilibrium, up to their tolerance: Anderson stands for them.
     """
-    energy = energy_of(sample.keys, sample.queries, sample.usable, beta=beta, anchor=anchor)
+    energy = energy_of(sample.keys, sample.queries, sample.usable, beta=beta, anchor=anchor, potential=potential)
     one = energy.fixed_point_map(sample.queries)
     solution = solve(energy, sample.queries, solver=Anderson(**STOP), on_failure="ignore")
     return {ONE: one, TWO: energy.fixed_point_map(one), EQUILIBRIUM: solution.value}
@@ -76,13 +77,20 @@ def sweep(drawn: Sample, settings: CompareSettings, part: Callable[[int, int], N
         part: is told how many of how many betas are done.
     """
     found: list[tuple[str, float | None, Tensor]] = []
+    refused: dict[float | None, str] = {}
 
     def add(made: dict[str, Tensor], beta: float | None) -> None:
         found.extend((name, beta, retrieved(z, drawn)) for name, z in made.items())
 
     for done, factor in enumerate(FACTORS):
         part(done, len(FACTORS))
-        add(states(drawn, beta=factor * settings.beta, anchor=settings.anchor), factor * settings.beta)
+        beta = factor * inverse_temperature(settings)
+        try:
+            add(states(drawn, beta=beta, anchor=settings.anchor, potential=settings.potential_name), beta)
+        except ValueError as error:
+            # An energy without a lower bound has no answer: nothing is retrieved.
+            refused[beta] = str(error)
+            add(dict.fromkeys((ONE, TWO, EQUILIBRIUM), torch.full_like(drawn.queries, torch.nan)), beta)
     add(nearest(drawn), None)
     entries = []
     for task, rows in zip(TASKS, drawn.parts, strict=True):
@@ -90,7 +98,9 @@ def sweep(drawn: Sample, settings: CompareSettings, part: Callable[[int, int], N
             rates = hit[..., rows].double().mean(-1)
             mean, std = float(rates.mean()), float(rates.std())
             entry = {"task": task, "state": name, "beta": sharpness, "rates": rates.tolist(), "mean": mean, "std": std}
-            if settings.has_reference and sharpness == settings.beta and (task, name) in REFERENCE:
+            if sharpness in refused:
+                entry["refused"] = refused[sharpness]
+            if settings.has_reference and sharpness == inverse_temperature(settings) and (task, name) in REFERENCE:
                 expected, deviation = REFERENCE[task, name]
                 deviations = (mean - expected) / deviation
                 entry |= {"reference_mean": expected, "reference_std": deviation}
@@ -107,15 +117,16 @@ def retrieved(z: Tensor, sample: Sample) -> Tensor:
 def examples(sample: Sample, entries: Rates, settings: CompareSettings) -> dict[str, Tensor]:
     """States (N, D) of one draw to look at: one step at `--beta`, and methods at their own best betas."""
 
-    def at_best(state: str) -> Tensor:
-        parts = []
-        for task, rows in zip(TASKS, sample.parts, strict=True):
-            beta = best(entries, task, state)["beta"]
-            parts.append(states(sample, beta=beta, anchor=settings.anchor)[state][rows])
-        return torch.cat(parts)
+    def at(beta: float, state: str) -> Tensor:
+        return states(sample, beta=beta, anchor=settings.anchor, potential=settings.potential_name)[state]
 
+    def at_best(state: str) -> Tensor:
+        rows = zip(TASKS, sample.parts, strict=True)
+        return torch.cat([at(best(entries, task, state)["beta"], state)[part] for task, part in rows])
+
+    own = inverse_temperature(settings)
     return {
-        f"{ONE},\nbeta {settings.beta:g}": states(sample, beta=settings.beta, anchor=settings.anchor)[ONE],
+        f"{ONE},\nbeta {own:g}": at(own, ONE),
         f"{ONE},\nbest beta": at_best(ONE),
         f"{EQUILIBRIUM},\nbest beta": at_best(EQUILIBRIUM),
         "nearest,\nknown entries": nearest(sample)[NEAREST[-1]],

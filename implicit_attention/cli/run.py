@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from . import report, table
@@ -23,19 +24,24 @@ def run(settings: CompareSettings | MagnetizeSettings | MazeSettings) -> None:
         return maze.run(settings)
     require_modules("rich", "matplotlib", *(("sklearn",) if settings.needs_digits else ()))
     command: Any
-    if isinstance(settings, CompareSettings):
-        from . import compare as command
-    else:
+    if isinstance(settings, MagnetizeSettings):
         from . import magnetize as command
-    command.check(settings)
+
+        command.check(settings)
+        line, show, files = table.magnetize_line, table.show_magnetization, report.magnetization_files
+    else:
+        from . import compare
+
+        compare.check(settings)
+        if settings.suite == "solvers":
+            command = compare
+            line, show, files = table.compare_line, table.show_comparison, report.comparison_files
+        else:
+            command = import_module(f".suite_{settings.suite}", __package__)
+            line, show, files = command.line, command.show, command.files
     out = settings.out
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
-    line, show, files = (
-        (table.compare_line, table.show_comparison, report.comparison_files)
-        if isinstance(settings, CompareSettings)
-        else (table.magnetize_line, table.show_magnetization, report.magnetization_files)
-    )
     with Progress(line) as progress:
         result = command.run(settings, progress)
         progress.begin("figures")

@@ -12,6 +12,8 @@ from typer import Argument, Option
 SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
 #: Names of methods that `--drive` asks.
 DRIVEN = ("plefka-1", "gaussian-field")
+#: The potential of softmax attention.
+LOG_SUM_EXP = "log-sum-exp"
 #: Magnetizations are compared with those of the first of these that is there.
 REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
 
@@ -27,28 +29,55 @@ class CompareSettings:
     Compares one step of softmax attention, unrolled gradient descent, Picard, Anderson, Broyden, Newton-Krylov and
     torchdeq's Anderson and Broyden: evaluations, residual, saddles, retrieval, gradient error, time and memory. Then
     retrieval at nine inverse temperatures, `--beta`/4 to 64 `--beta`, beside the nearest stored pattern.
+
+    `--suite retrieval` compares potentials in place of solvers: how many patterns each of them stores, from how far it
+    finds them, and the published bounds.
     """
 
     command: ClassVar[str] = "compare"
 
     patterns: Annotated[int, Option(min=1, help="Number of patterns to store.")] = 200
-    beta: Annotated[float, Option(help="Inverse temperature, > 0; it multiplies the scores <pattern, z>.")] = 8.0
+    beta: Annotated[
+        float | None,
+        Option(
+            help="Inverse temperature, > 0; it multiplies the scores <pattern, z>.",
+            show_default="8 for log-sum-exp; else the potential's own",
+        ),
+    ] = None
     anchor: Annotated[float, Option(help="Weight of the query in the energy, in [0, 1]; 0 is retrieval.")] = 0.0
     device: Annotated[str, Option(help="cpu, cuda or cuda:N.")] = "cpu"
     dtype: Annotated[Literal["float32", "float64", "bfloat16", "float16"], Option(help="Type of all numbers.")] = (
         "float32"
     )
     seed: Annotated[int, seed_option("patterns and noise")] = 0
-    out: Annotated[Path, Option(help="Folder for compare.json and three pictures.")] = Path("compare")
+    out: Annotated[Path, Option(help="Folder for compare.json, or SUITE.json, and pictures.")] = Path("compare")
     quick: Annotated[bool, Option("--quick", help="Fewer queries and repeats, in a few seconds.")] = False
     data: Annotated[
         Path | None,
         Option(help="Your patterns, .npy, .npz or .pt of shape (count, D), instead of scikit-learn's digits."),
     ] = None
+    potential: Annotated[
+        str | None,
+        Option(
+            help="Whose equilibrium is solved for: softmax1, entmax, polynomial-2, ...; a wrong name lists all.",
+            show_default="log-sum-exp; all of them in --suite retrieval",
+        ),
+    ] = None
+    suite: Annotated[Literal["solvers", "retrieval"], Option(help="What is compared; see above.")] = "solvers"
 
     @property
     def needs_digits(self) -> bool:
         return self.data is None
+
+    @property
+    def potential_name(self) -> str:
+        """The potential whose equilibrium all solvers are asked for."""
+        return self.potential or LOG_SUM_EXP
+
+    @property
+    def other_potential(self) -> str:
+        """For titles: the potential where it is not softmax attention's."""
+        return "" if self.potential_name == LOG_SUM_EXP else f"{self.potential_name}, "
 
     @property
     def queries(self) -> int:
@@ -72,7 +101,8 @@ class CompareSettings:
     @property
     def has_reference(self) -> bool:
         """Whether retrieval rates of these settings were measured independently."""
-        return self.needs_digits and (self.patterns, self.beta, self.anchor) == (200, 8.0, 0.0)
+        softmax = self.potential_name == LOG_SUM_EXP and self.beta in (None, 8.0)
+        return self.needs_digits and softmax and (self.patterns, self.anchor) == (200, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from .contenders import STEP_SIZE, STOP
 from .errors import printable
+from .potentials import inverse_temperature
 from .retrieval import EQUILIBRIUM, NEAREST, Rates, best, betas_of, of, summary
 
 if TYPE_CHECKING:
@@ -240,8 +241,9 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     threads = f"; {comparison.threads} thread{'s' * (comparison.threads > 1)}" if settings.device == "cpu" else ""
     title = (
         f"{source}: {settings.patterns} patterns, {settings.queries} half-masked + {settings.queries} noisy "
-        f"queries, beta {settings.beta:g}, anchor {settings.anchor:g}, {settings.dtype} on {settings.device}\n"
-        f"one tolerance for all: |f(z) - z| <= {STOP['atol']:g} + {STOP['rtol']:g} |f(z)|, "
+        f"queries, beta {inverse_temperature(settings):g}, anchor {settings.anchor:g}, {settings.dtype} "
+        f"on {settings.device}\n"
+        f"{settings.other_potential}one tolerance for all: |f(z) - z| <= {STOP['atol']:g} + {STOP['rtol']:g} |f(z)|, "
         f"at most {STOP['max_steps']} steps{threads}"
     )
     return method_tables(title, COMPARISON, comparison.rows, width)
@@ -254,9 +256,9 @@ def retrieval_tables(entries: Rates, width: int) -> list[Table]:
     for task, state in dict.fromkeys((e["task"], e["state"]) for e in entries):
         rates = {e["beta"]: f"{e['mean']:.3f}".removeprefix("0") for e in of(entries, task, state)}
         top = best(entries, task, state)
-        own = MISSING if top["beta"] is None else f"{top['beta']:g}"
+        own = MISSING if top["beta"] is None else f"{top['beta']:.3g}"
         rows.append([task, state, f"{top['mean']:.3f} +- {top['std']:.3f}", own, *(rates.get(b, "") for b in betas)])
-    headers = ["queries", "state", "best +- std", "at beta", *(f"{beta:g}" for beta in betas)]
+    headers = ["queries", "state", "best +- std", "at beta", *(f"{beta:.3g}" for beta in betas)]
     title = f"retrieval rate over {len(entries[0]['rates'])} draws: best, and at each beta"
     return cut_tables(title, headers, rows, width)
 
@@ -286,7 +288,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     if comparison.untrusted:
         notes.append(f"{comparison.untrusted} queries left out of the gradient: no exact fixed point was found")
     _show(console, comparison_tables(comparison, console.width), notes)
-    entries, beta = comparison.retrieval, comparison.settings.beta
+    entries, beta = comparison.retrieval, inverse_temperature(comparison.settings)
     _show(console, retrieval_tables(entries, console.width), retrieval_notes(entries))
     console.print(summary(entries, beta), style="bold", markup=False)
     console.print()

@@ -4,6 +4,7 @@ from .convergence import convergence_figure
 from .driven import driven_figure
 from .landscapes import landscape_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
+from .potentials import potentials_figure
 from .retrieval import rates_figure, retrieval_figure
 from .spin_blocks import decomposition_figure
 from .spins import configuration_figure, phase_figure
@@ -16,6 +17,7 @@ __all__ = [
     "landscape_figure",
     "maze_figure",
     "phase_figure",
+    "potentials_figure",
     "rates_figure",
     "retrieval_figure",
     "save_maze_gif",

@@ -1,0 +1,145 @@
+"""What potentials store and from how far they find it, beside what is proved of log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import _validate
+from .style import COLORS, MARKERS, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Names of measured lengths over their bounds, as they are drawn.
+BOUNDS = {
+    "step": "step: |f(z) - k| (theorem 5)",
+    "contraction": "step: |f(z) - k*|/|z - k*| (theorem 4)",
+    "pattern": "fixed point: |k* - k| (theorem 5)",
+}
+
+
+def potentials_figure(
+    panels: Mapping[str, Sequence[Mapping[str, Any]]], bounds: Mapping[str, Any], *, title: str = "Retrieval"
+) -> Figure:
+    """Retrieval rates as grids, a row per potential and a column per point of the curve; below them the bounds.
+
+    Not for one potential at many temperatures: use `rates_figure`.
+
+    Args:
+        panels: by title, rows with `method`, `at` (the point), `mean` (the rate, in [0, 1]) and perhaps `refused`.
+        bounds: `near_threshold`, rows with `ratio` and for every bound `worst` and `median`; `capacity`, rows with
+            `beta`, `K`, `dim`, `p`, `promised` (None: nothing is proved) and `shares` of `count` and `all_stored`.
+        title: above the grids.
+
+    Returns:
+        A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Examples:
+        >>> from implicit_attention.plotting import potentials_figure
+        >>> rows = [{"method": "entmax", "at": n, "mean": rate} for n, rate in ((10, 1.0), (100, 0.5))]
+        >>> figure = potentials_figure({"digits": rows}, {"near_threshold": [], "capacity": []})
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['1', '.50']
+    """
+    _validate.require(len(panels) > 0, "panels", "hold at least one grid", "none")
+    methods = list(dict.fromkeys(row["method"] for rows in panels.values() for row in rows))
+    height = 0.9 + 0.24 * len(methods)
+    figure = new_figure(max(3.6 * len(panels), 12), height + 4.6, title, fontsize=11)
+    upper, lower = figure.subfigures(2, 1, height_ratios=[height, 4.0])
+    grids: Any = upper.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (name, rows) in zip(grids, panels.items(), strict=True):
+        _grid(axes, name, rows, methods)
+    grids[0].set_yticks(range(len(methods)), methods, fontsize=9)
+    left, middle, right = lower.subplots(1, 3)
+    _fixed_points(left, bounds["near_threshold"])
+    _steps(middle, bounds["near_threshold"])
+    _capacity(right, bounds["capacity"])
+    return figure
+
+
+def _grid(axes: Any, name: str, rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> None:
+    points = list(dict.fromkeys(row["at"] for row in rows))
+    shown = {(row["method"], row["at"]): row for row in rows}
+    rates = [[float(shown[m, at]["mean"]) if (m, at) in shown else float("nan") for at in points] for m in methods]
+    axes.imshow(rates, cmap="Blues", vmin=0, vmax=1.15, aspect="auto")
+    for i, method in enumerate(methods):
+        for j, at in enumerate(points):
+            row = shown.get((method, at))
+            if row is None:
+                continue
+            color = "white" if row["mean"] > 0.6 else "0.25" if row["mean"] > 0 else "0.45"
+            axes.text(j, i, _cell(row), ha="center", va="center", fontsize=8, color=color)
+    axes.set_title(name, fontsize=9)
+    axes.set_xticks(range(len(points)), [f"{at:g}" for at in points], fontsize=8)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    """The rate; where nothing is retrieved, how many states point at the right pattern at least."""
+    if "refused" in row:
+        return "refused"
+    if row["mean"] > 0 or "named" not in row:
+        return _share(row["mean"])
+    return f"0 ({_share(row['named'])}){' x' * bool(row.get('failed'))}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0f}" if f"{value:.2f}" in ("0.00", "1.00") else f"{value:.2f}".removeprefix("0")
+
+
+def _finish(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _fixed_points(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    ratios = [row["ratio"] for row in rows]
+    for index, which in enumerate(("worst", "median")):
+        values = [row["fixed_point"][which] for row in rows]
+        axes.plot(ratios, values, color=COLORS[index], marker=MARKERS[index], ms=4, label=f"{which} pattern")
+    if rows:
+        axes.set_yscale("log")
+        axes.plot([1, max(ratios)], [1, 1], color="black", lw=1.5, ls="--", label="proved: below this")
+        axes.axvline(1, color="0.5", lw=0.8)
+    _finish(
+        axes,
+        "Is the fixed point at the pattern?",
+        "separation of the pattern / threshold",
+        "distance / the allowed 1/(beta N M)",
+    )
+
+
+def _steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    ratios = [row["ratio"] for row in rows]
+    for index, (key, label) in enumerate(BOUNDS.items()):
+        values = [row[key]["worst"] or float("nan") for row in rows]
+        axes.plot(ratios, values, color=COLORS[index], marker=MARKERS[index], ms=4, label=label)
+    if rows:
+        axes.set_yscale("log")
+        axes.axhline(1, color="black", lw=1.5, ls="--", label="proved: below this")
+        axes.axvline(1, color="0.5", lw=0.8)
+    _finish(axes, "How loose are the error bounds?", "separation of the pattern / threshold", "worst measured / bound")
+
+
+def _capacity(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for index, row in enumerate(rows):
+        counts, shares = [s["count"] for s in row["shares"]], [s["all_stored"] for s in row["shares"]]
+        color, what = COLORS[index], f"d {row['dim']}, K {row['K']:g}"
+        axes.plot(counts, shares, color=color, marker=MARKERS[index], ms=4, label=f"{what}: measured")
+        if row["promised"] is not None:
+            label = f"{what}: proved for N = {row['promised']:.1f}"
+            axes.axvline(row["promised"], color=color, ls="--", lw=1.3, label=label)
+    if rows:
+        axes.set_xscale("log")
+        axes.set_ylim(-0.03, 1.05)
+    _finish(axes, "Random patterns, beta 1 (theorem 3)", "number of patterns N", "share of sets with all N stored")
