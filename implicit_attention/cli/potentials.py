@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..energies import AnchoredEnergy, Energy
+from ..energies import AnchoredEnergy, Energy, Epanechnikov, SphereEnergy
 from ..potentials import (
     BernoulliUnits,
     ConstantUnits,
+    DistanceLogSumExp,
     EluFeatures,
     Entmax,
     Exponential,
@@ -72,11 +73,15 @@ def _random_features(keys: Tensor, beta: float, **options: Any) -> KernelPotenti
     return KernelPotential(keys, beta, features=features, **options)
 
 
+def _plain(keys: Tensor, beta: float, mask: Tensor | None) -> LogSumExp:
+    return LogSumExp(keys, beta, mask=mask)
+
+
 #: By name. To add one: its line, and its name in docs/compare.md.
 POTENTIALS: dict[str, Choice] = {
     LOG_SUM_EXP: _of(LogSumExp),
     "softmax1": _of(Softmax1),
-    # "distance": _of(DistanceLogSumExp),
+    "distance": _of(DistanceLogSumExp),
     "entmax": _of(Entmax),
     "sparsemax": _of(partial(Entmax, alpha=2.0)),
     "softcap": _of(partial(SoftcapLogSumExp, cap=SOFTCAP)),
@@ -96,8 +101,9 @@ POTENTIALS: dict[str, Choice] = {
     "kernel-positive": _of(_random_features, 2.0**-5),
     "kernel-elu": _of(partial(KernelPotential, features=EluFeatures())),
     "kernel-relu": _of(partial(KernelPotential, features=ReluFeatures())),
-    # "sphere": Choice(lambda k, x, b, a, m: SphereEnergy(LogSumExp(k, b, mask=m), x, a, radius=...)),
-    # "epanechnikov": Choice(lambda k, x, b, a, m: Epanechnikov(k, b, mask=m), 2.0**-5),
+    # States as long as a typical pattern.
+    "sphere": Choice(lambda k, x, b, a, m: SphereEnergy(_plain(k, b, m), x, a, radius=float(k.norm(dim=-1).median()))),
+    "epanechnikov": Choice(lambda k, x, b, a, m: Epanechnikov(k, b, mask=m), 2.0**-5),
 }
 
 
