@@ -16,7 +16,8 @@ def separations(keys: Tensor) -> Tensor:
     scores = keys @ keys.mT
     own = scores.diagonal(dim1=-2, dim2=-1)
     others = scores.masked_fill(torch.eye(keys.shape[-2], dtype=torch.bool, device=keys.device), -torch.inf)
-    return own - others.amax(-1)
+    lead: Tensor = own - others.amax(-1)
+    return lead
 
 
 def longest(keys: Tensor) -> Tensor:
@@ -98,4 +99,5 @@ def random_patterns(sets: int, count: int, dim: int, *, length: float, spread: f
     keys = (1 - spread) * centre / centre.norm(dim=-1, keepdim=True) + spread * around / around.norm(
         dim=-1, keepdim=True
     )
-    return length * keys / keys.norm(dim=-1, keepdim=True)
+    patterns: Tensor = length * keys / keys.norm(dim=-1, keepdim=True)
+    return patterns

@@ -84,7 +84,7 @@ POTENTIALS: dict[str, Choice] = {
     "distance": _of(DistanceLogSumExp),
     "entmax": _of(Entmax),
     "sparsemax": _of(partial(Entmax, alpha=2.0)),
-    "softcap": _of(partial(SoftcapLogSumExp, cap=SOFTCAP)),
+    "softcap": _of(partial(SoftcapLogSumExp, cap=SOFTCAP), 2.0**-3),
     "normalised-scores": _of(NormalisedScores),
     "squared-scores": _of(SquaredScores, 2.0**-13),
     "polynomial-2": _of(Polynomial, 2.0**-13),

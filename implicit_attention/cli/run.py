@@ -24,6 +24,9 @@ def run(settings: CompareSettings | MagnetizeSettings | MazeSettings) -> None:
         return maze.run(settings)
     require_modules("rich", "matplotlib", *(("sklearn",) if settings.needs_digits else ()))
     command: Any
+    line: Any
+    show: Any
+    files: Any
     if isinstance(settings, MagnetizeSettings):
         from . import magnetize as command
 

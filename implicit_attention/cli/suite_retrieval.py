@@ -257,7 +257,7 @@ def _stored(beta: float, factor: float, dim: int, failure: float, *, sets: int, 
     The balls end half-way to the nearest other pattern.
     """
     promised, c = capacity(beta, factor, dim, failure)
-    proved = {} if promised is None else {math.floor(promised)}
+    proved = [] if promised is None else [math.floor(promised)]
     counts = sorted({*proved, *(2**power for power in range(1, 11))})
     shares = []
     for count in counts:
@@ -306,7 +306,7 @@ def files(suite: RetrievalSuite) -> tuple[str, dict[str, Any], dict[str, Figure]
 
 
 def _title(settings: CompareSettings, data: str, curve: str) -> str:
-    what = "random patterns of length sqrt(D - 1)" if data == "random" else data
+    what = "random patterns" if data == "random" else data
     if curve == CAPACITY:
         return f"{what}, half-masked\nnumber of patterns stored"
     return f"{what}, {settings.patterns} stored\nnoise / root mean square"

@@ -46,7 +46,8 @@ def potentials_figure(
     methods = list(dict.fromkeys(row["method"] for rows in panels.values() for row in rows))
     height = 0.9 + 0.24 * len(methods)
     figure = new_figure(max(3.6 * len(panels), 12), height + 4.6, title, fontsize=11)
-    upper, lower = figure.subfigures(2, 1, height_ratios=[height, 4.0])
+    parts: Any = figure.subfigures(2, 1, height_ratios=[height, 4.0])
+    upper, lower = parts
     grids: Any = upper.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (name, rows) in zip(grids, panels.items(), strict=True):
         _grid(axes, name, rows, methods)
@@ -97,7 +98,7 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -135,11 +136,15 @@ def _capacity(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for index, row in enumerate(rows):
         counts, shares = [s["count"] for s in row["shares"]], [s["all_stored"] for s in row["shares"]]
         color, what = COLORS[index], f"d {row['dim']}, K {row['K']:g}"
-        axes.plot(counts, shares, color=color, marker=MARKERS[index], ms=4, label=f"{what}: measured")
+        axes.plot(counts, shares, color=color, marker=MARKERS[index], ms=4, label=what)
         if row["promised"] is not None:
-            label = f"{what}: proved for N = {row['promised']:.1f}"
-            axes.axvline(row["promised"], color=color, ls="--", lw=1.3, label=label)
+            axes.axvline(row["promised"], color=color, ls="--", lw=1.3)
     if rows:
         axes.set_xscale("log")
         axes.set_ylim(-0.03, 1.05)
-    _finish(axes, "Random patterns, beta 1 (theorem 3)", "number of patterns N", "share of sets with all N stored")
+    _finish(
+        axes,
+        "Random patterns, beta 1; dashed: N of theorem 3",
+        "number of patterns N",
+        "share of sets with all N stored",
+    )
