@@ -11,6 +11,7 @@ from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
+    from .bounded_tilts import ExponentialUnits, LaplaceUnits
     from .entmax import Entmax
     from .gaussian_mixture import GaussianMixture
     from .hidden_units import HiddenUnits
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
         BernoulliUnits,
         ConstantUnits,
         DiscreteUnits,
-        ExponentialUnits,
         GaussianUnits,
-        LaplaceUnits,
         PoissonUnits,
     )
     from .normalised_scores import NormalisedScores
@@ -72,6 +71,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "bounded_tilts": ("ExponentialUnits", "LaplaceUnits"),
     "entmax": ("Entmax",),
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),
