@@ -11,6 +11,15 @@ from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
+    from .boltzmann import RestrictedBoltzmannMachine
+    from .boltzmann_learning import (
+        LikelihoodGradient,
+        LogPartitionEstimate,
+        annealed_importance_sampling,
+        contrastive_divergence,
+        exact_gradient,
+        persistent_gradient,
+    )
     from .bounded_tilts import ExponentialUnits, LaplaceUnits
     from .entmax import Entmax
     from .gaussian_mixture import GaussianMixture
@@ -51,6 +60,14 @@ __all__ = [
     "ReluFeatures",
     "GaussianMixture",
     "HiddenUnits",
+    # Boltzmann machines, and their learning.
+    "RestrictedBoltzmannMachine",
+    "LikelihoodGradient",
+    "LogPartitionEstimate",
+    "annealed_importance_sampling",
+    "contrastive_divergence",
+    "exact_gradient",
+    "persistent_gradient",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
     "Units",
     "SiteLaw",
@@ -71,6 +88,15 @@ __all__ = [
 ]
 
 _LAZY = {
+    "boltzmann": ("RestrictedBoltzmannMachine",),
+    "boltzmann_learning": (
+        "LikelihoodGradient",
+        "LogPartitionEstimate",
+        "annealed_importance_sampling",
+        "contrastive_divergence",
+        "exact_gradient",
+        "persistent_gradient",
+    ),
     "bounded_tilts": ("ExponentialUnits", "LaplaceUnits"),
     "entmax": ("Entmax",),
     "gaussian_mixture": ("GaussianMixture",),
