@@ -158,7 +158,7 @@ def picture(samples: dict[str, Tensor], path: Path) -> None:
     """Rows of images: data, and what each model draws."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 2.2 * len(samples)), layout="constrained")
+    figure = Figure(figsize=(9, 1.2 * len(samples)), layout="constrained")
     for axes, (name, drawn) in zip(figure.subplots(len(samples)), samples.items(), strict=True):
         grid = torch.nn.functional.pad(drawn.reshape(2, 20, 8, 8), (1, 1, 1, 1)).transpose(1, 2).reshape(20, 200)
         axes.imshow(-grid, cmap="gray", vmin=-1, vmax=1)
