@@ -161,7 +161,7 @@ def picture(samples: dict[str, Tensor], path: Path) -> None:
     figure = Figure(figsize=(9, 1.2 * len(samples)), layout="constrained")
     for axes, (name, drawn) in zip(figure.subplots(len(samples)), samples.items(), strict=True):
         grid = torch.nn.functional.pad(drawn.reshape(2, 20, 8, 8), (1, 1, 1, 1)).transpose(1, 2).reshape(20, 200)
-        axes.imshow(-grid, cmap="gray", vmin=-1, vmax=1)
+        axes.imshow(-grid.numpy(), cmap="gray", vmin=-1, vmax=1)
         axes.set_title("held-out digits" if name == "data" else f"samples: {name}", loc="left", fontsize=10)
         axes.set_axis_off()
     path.parent.mkdir(exist_ok=True)
