@@ -14,15 +14,15 @@ from torch import Tensor
 def separations(keys: Tensor) -> Tensor:
     """k_i . k_i - max_{j != i} k_j . k_i for every pattern, (*batch, N)."""
     scores = keys @ keys.mT
-    own = scores.diagonal(dim1=-2, dim2=-1)
+    own: Tensor = scores.diagonal(dim1=-2, dim2=-1)
     others = scores.masked_fill(torch.eye(keys.shape[-2], dtype=torch.bool, device=keys.device), -torch.inf)
-    lead: Tensor = own - others.amax(-1)
-    return lead
+    return own - others.amax(-1)
 
 
 def longest(keys: Tensor) -> Tensor:
     """M, the length of the longest pattern, (*batch,)."""
-    return keys.norm(dim=-1).amax(-1)
+    lengths: Tensor = torch.linalg.vector_norm(keys, dim=-1)
+    return lengths.amax(-1)
 
 
 def separation_threshold(beta: Tensor, count: int, length: Tensor) -> Tensor:

@@ -190,7 +190,8 @@ def _measure(settings: CompareSettings, name: str, point: _Point) -> dict[str, A
         nothing = {"rates": [0.0] * size["draws"], "mean": 0.0, "std": 0.0, "named": 0.0, "beta": None, "status": {}}
         return row | nothing | {"refused": refusals[0]["message"], "refusals": refusals}
     best = max(tried, key=lambda entry: (entry["mean"], entry["named"]))
-    failed = not {"CONVERGED", "UNSTABLE"} & set(best["status"])
+    seen: Any = best["status"]
+    failed = not {"CONVERGED", "UNSTABLE"} & set(seen)
     return row | best | {"failed": failed, "tried": tried, "status_of_all_betas": dict(status), "refusals": refusals}
 
 

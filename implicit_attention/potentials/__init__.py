@@ -11,6 +11,16 @@ from .softmax1 import Softmax1
 from .squared_scores import SquaredScores
 
 if TYPE_CHECKING:
+    from .boltzmann import RestrictedBoltzmannMachine
+    from .boltzmann_learning import (
+        LikelihoodGradient,
+        LogPartitionEstimate,
+        annealed_importance_sampling,
+        contrastive_divergence,
+        exact_gradient,
+        persistent_gradient,
+    )
+    from .bounded_tilts import ExponentialUnits, LaplaceUnits
     from .distance import DistanceLogSumExp
     from .duality import bregman, contrastive_loss, fisher, jensen_bound, renormalise
     from .entmax import Entmax
@@ -22,9 +32,7 @@ if TYPE_CHECKING:
         BernoulliUnits,
         ConstantUnits,
         DiscreteUnits,
-        ExponentialUnits,
         GaussianUnits,
-        LaplaceUnits,
         PoissonUnits,
     )
     from .mixture import as_distribution
@@ -67,6 +75,14 @@ __all__ = [
     "jensen_bound",
     "natural_parameter",
     "renormalise",
+    # Boltzmann machines, and their learning.
+    "RestrictedBoltzmannMachine",
+    "LikelihoodGradient",
+    "LogPartitionEstimate",
+    "annealed_importance_sampling",
+    "contrastive_divergence",
+    "exact_gradient",
+    "persistent_gradient",
     # Laws of one unit, for `HiddenUnits(weights, units)` and, of those that are a `SiteLaw`, `AdaTAP(prior=)`.
     "Units",
     "SiteLaw",
@@ -91,6 +107,16 @@ _LAZY = {
     # By `solve`, and therefore above this package: known here by name alone.
     ".legendre": ("conjugate", "natural_parameter"),
     "duality": ("bregman", "contrastive_loss", "fisher", "jensen_bound", "renormalise"),
+    "boltzmann": ("RestrictedBoltzmannMachine",),
+    "boltzmann_learning": (
+        "LikelihoodGradient",
+        "LogPartitionEstimate",
+        "annealed_importance_sampling",
+        "contrastive_divergence",
+        "exact_gradient",
+        "persistent_gradient",
+    ),
+    "bounded_tilts": ("ExponentialUnits", "LaplaceUnits"),
     "entmax": ("Entmax",),
     "gaussian_mixture": ("GaussianMixture",),
     "hidden_units": ("HiddenUnits",),

@@ -1,12 +1,12 @@
 """Laws of a unit that is a number: K(t) = log of the mean of exp(t h) with its derivatives, one class per law.
 
 Hidden units of a Boltzmann machine take all of them (`Units`). Sites of a spin system take those that answer to a
-quadratic term as well (`SiteLaw`). Units of fixed length are in `sphere`.
+quadratic term as well (`SiteLaw`). Units of fixed length are in `sphere`, those whose K is
+infinite beyond a tilt in `bounded_tilts`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class GaussianUnits(Units, SiteLaw):
 
     Args:
         mean: <h> at t = 0; the attribute is `center`, as `mean` is K'.
-        variance: >= 0; the attribute is `spread`, as `variance` is K''.
+        variance: >= 0, a number, or a tuple with one for each unit, the last axis of t; the attribute is `spread`, as
+            `variance` is K''.
 
     Examples:
         >>> import torch
@@ -44,27 +45,44 @@ class GaussianUnits(Units, SiteLaw):
     """
 
     center: float
-    spread: float
+    spread: float | tuple[float, ...]
 
-    def __init__(self, mean: float = 0.0, variance: float = 1.0) -> None:
+    def __init__(self, mean: float = 0.0, variance: float | tuple[float, ...] = 1.0) -> None:
         object.__setattr__(self, "center", _validate.check_number("mean", mean))
-        object.__setattr__(self, "spread", _validate.check_number("variance", variance, low=0.0))
+        if isinstance(variance, tuple | list):
+            spread = tuple(_validate.check_number("variance", each, low=0.0) for each in variance)
+            _validate.require(len(spread) > 0, "variance", "have at least one entry", variance)
+        else:
+            spread = _validate.check_number("variance", variance, low=0.0)
+        object.__setattr__(self, "spread", spread)
 
     def __repr__(self) -> str:
         return f"GaussianUnits(mean={self.center}, variance={self.spread})"
 
     @property
     def largest_variance(self) -> float:
-        return self.spread
+        return max(self.spread) if isinstance(self.spread, tuple) else self.spread
+
+    def spread_of(self, t: Tensor) -> float | Tensor:
+        """The variance as a factor of t: a number, or one for each entry of the last axis, (H,)."""
+        if not isinstance(self.spread, tuple):
+            return self.spread
+        required = f"have {len(self.spread)} entries on the last axis, one for each variance of the units"
+        _validate.require(t.shape[-1:] == (len(self.spread),), "t", required, f"shape {tuple(t.shape)}")
+        return t.new_tensor(self.spread)
 
     def cumulant(self, t: Tensor) -> Tensor:
-        return t * (self.center + self.spread * t / 2)
+        return t * (self.center + self.spread_of(t) * t / 2)
 
     def mean(self, t: Tensor) -> Tensor:
-        return self.center + self.spread * t
+        return self.center + self.spread_of(t) * t
 
     def variance(self, t: Tensor) -> Tensor:
-        return torch.full_like(t, self.spread)
+        return torch.ones_like(t) * self.spread_of(t)
+
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        noise = torch.empty_like(t).normal_(generator=generator)
+        return self.mean(t) + self.variance(t).sqrt() * noise
 
     def check(self, argument: str, dim: int, radius: float) -> None:
         required = "be GaussianUnits() of mean 0 and variance 1 as the law of a site"
@@ -133,6 +151,11 @@ class DiscreteUnits(Units, SiteLaw):
     def variance(self, t: Tensor, v: Tensor | float = 0.0) -> Tensor:
         x, weights = self._weights(t, v)
         return _covariance(weights, x, x)
+
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        x, weights = self._weights(t, 0.0)
+        # The first of waiting times with rates p_k is that of the state k with probability p_k.
+        return x[(torch.empty_like(weights).exponential_(generator=generator) / weights).argmin(-1)]
 
     def check(self, argument: str, dim: int, radius: float) -> None:
         require_dimension(self, argument, dim, 1, "use SphereUnits() or GaussianUnits() for vectors")
@@ -222,23 +245,19 @@ class BernoulliUnits(Units):
     def variance(self, t: Tensor) -> Tensor:
         return torch.sigmoid(t + self._logit) * torch.sigmoid(-t - self._logit)
 
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        return torch.bernoulli(self.mean(t), generator=generator)
+
     @property
     def _logit(self) -> float:
         return math.log(self.p) - math.log1p(-self.p)
 
 
-class _PositiveParameter(Units):
-    """A law whose one parameter, a rate or a scale, is > 0."""
-
-    def __post_init__(self) -> None:
-        _validate.store_plain(self)
-        for field in dataclasses.fields(self):
-            _validate.check_number(field.name, getattr(self, field.name), low=0.0, open_low=True)
-
-
 @dataclass(frozen=True)
-class PoissonUnits(_PositiveParameter):
+class PoissonUnits(Units):
     """h = 0, 1, 2, ...: K = rate (e^t - 1).
+
+    `sample` is NaN from the mean 2^53 on, where counts have no numbers of their own.
 
     Not for Gaussian visible units, whose law cannot be normalised against it: use `BernoulliUnits`.
 
@@ -254,6 +273,10 @@ class PoissonUnits(_PositiveParameter):
 
     rate: float
 
+    def __post_init__(self) -> None:
+        _validate.store_plain(self)
+        _validate.check_number("rate", self.rate, low=0.0, open_low=True)
+
     def cumulant(self, t: Tensor) -> Tensor:
         return self.rate * torch.expm1(t)
 
@@ -263,70 +286,11 @@ class PoissonUnits(_PositiveParameter):
     def variance(self, t: Tensor) -> Tensor:
         return self.mean(t)
 
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        return torch.poisson(self.mean(t), generator=generator)
 
-@dataclass(frozen=True)
-class ExponentialUnits(_PositiveParameter):
-    """h > 0 of density rate exp(-rate h): K = -log(1 - t/rate) for t < rate, else NaN.
-
-    Not for weights that grow without bound, which leave the domain of K: use `BernoulliUnits`.
-
-    Args:
-        rate: > 0.
-
-    Examples:
-        >>> import torch
-        >>> from implicit_attention.potentials import ExponentialUnits
-        >>> ExponentialUnits(2.0).mean(torch.tensor([0.0, 1.0, 2.0]))
-        tensor([0.5000, 1.0000,    nan])
-    """
-
-    rate: float
-
-    def cumulant(self, t: Tensor) -> Tensor:
-        return -torch.log1p(-self._inside(t) / self.rate)
-
-    def mean(self, t: Tensor) -> Tensor:
-        return (self.rate - self._inside(t)).reciprocal()
-
-    def variance(self, t: Tensor) -> Tensor:
-        return self.mean(t).square()
-
-    def _inside(self, t: Tensor) -> Tensor:
-        return torch.where(t < self.rate, t, torch.nan)
-
-
-@dataclass(frozen=True)
-class LaplaceUnits(_PositiveParameter):
-    """h of density exp(-|h|/scale)/(2 scale): K = -log(1 - scale^2 t^2) for |t| < 1/scale, else NaN.
-
-    Not for weights that grow without bound, which leave the domain of K: use `SignUnits`.
-
-    Args:
-        scale: > 0.
-
-    Examples:
-        >>> import torch
-        >>> from implicit_attention.potentials import LaplaceUnits
-        >>> LaplaceUnits(0.5).mean(torch.tensor([0.0, 1.0, -2.0]))
-        tensor([0.0000, 0.6667,    nan])
-    """
-
-    scale: float
-
-    def cumulant(self, t: Tensor) -> Tensor:
-        return -torch.log1p(-self._inside(t).square())
-
-    def mean(self, t: Tensor) -> Tensor:
-        x = self._inside(t)
-        return 2 * self.scale * x / (1 - x.square())
-
-    def variance(self, t: Tensor) -> Tensor:
-        square = self._inside(t).square()
-        return 2 * self.scale**2 * (1 + square) / (1 - square).square()
-
-    def _inside(self, t: Tensor) -> Tensor:
-        x = self.scale * t
-        return torch.where(x.abs() < 1, x, torch.nan)
+    def _can_draw(self, t: Tensor) -> Tensor:
+        return self.mean(t) < 2**53
 
 
 @dataclass(frozen=True)
@@ -366,6 +330,9 @@ class ConstantUnits(Units):
     def variance(self, t: Tensor) -> Tensor:
         return 0 * t
 
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        return torch.full_like(t, self.value)
+
 
 def units_ray(
     units: Units,
@@ -377,5 +344,7 @@ def units_ray(
 ) -> Ray | None:
     """That of (1/beta) sum_j K(beta <k_j, z>) for the cumulant K of a law; `keys` are asked for only where needed."""
     if type(units) is GaussianUnits:
-        return quadratic_ray(keys(), beta * units.largest_variance, scale, together=together)
+        found = keys()
+        roots = found.new_tensor(units.spread).sqrt()
+        return quadratic_ray(found * roots[..., None], beta, scale, together=together)
     return faster_ray(keys()) if type(units) is PoissonUnits else None

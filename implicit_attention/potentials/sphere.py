@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import at_least_single
 from . import _bessel
+from ._cosine import one_minus_cosine
 from .spherical import Site, SphericalLaw, covariance_times
 from .unit import SiteLaw, TiltMap, Units, require_dimension
 
@@ -83,6 +84,12 @@ class SphereUnits(SphericalLaw, SiteLaw, Units):
     def variance(self, t: Tensor) -> Tensor:
         return self.radial_gain(at_least_single(t).square(), self._known_dim).to(t.dtype)
 
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        # Numbers from [0, 1) come in steps of eps/2, 0 included.
+        level = torch.empty_like(t).uniform_(generator=generator).clamp_(min=torch.finfo(t.dtype).eps / 2)
+        below = one_minus_cosine(t.abs(), self._known_dim, generator, level)
+        return torch.where(t < 0, below - 1, 1 - below)
+
     def tilted_log_partition(self, theta: Tensor, v: Tensor, radius: float) -> Tensor:
         return self.log_partition(theta, 1.0, radius) + v * radius**2 / 2
 
@@ -137,6 +144,9 @@ class SignUnits(SphereUnits):
 
     def variance(self, t: Tensor) -> Tensor:
         return 4 * torch.sigmoid(2 * t) * torch.sigmoid(-2 * t)
+
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        return 2 * torch.bernoulli(torch.sigmoid(2 * t), generator=generator) - 1
 
     def _at(self, dim: int) -> SphericalLaw:
         return self

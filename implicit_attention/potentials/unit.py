@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import grad, vjp
+from .._autograd import at_least_single, exact_precision, grad, vjp
 
 Hidden: TypeAlias = Float[Tensor, "*batch N H"]
 Vectors: TypeAlias = Float[Tensor, "*batch N D"]
@@ -67,6 +68,60 @@ class Units:
         """K''(t)."""
         second: Tensor = grad(lambda t: self.mean(t).sum())(t)
         return second
+
+    @torch.no_grad()
+    def sample(self, t: Hidden, *, generator: torch.Generator | None = None) -> Hidden:
+        """One number h for every t, drawn from the tilted law rho(h) exp(t h - K(t)), whose mean is K'(t).
+
+        Args:
+            t: the tilts, any shape.
+            generator: where randomness comes from, on the device of t. The same state gives the same numbers; None is
+                torch's own.
+
+        Returns:
+            The shape, dtype and device of t; NaN where K(t) is not finite. Half precision is drawn in float32.
+
+        Raises:
+            TypeError, ValueError: t that is no floating-point tensor; a generator that is none, or of another device.
+            NotImplementedError: a law of yours without `_draw`.
+
+        Gradients: none.
+
+        Not for averages over h: `mean` and `variance` are exact.
+
+        Examples:
+            >>> import torch
+            >>> from implicit_attention.potentials import SignUnits
+            >>> SignUnits().sample(torch.tensor([-50.0, 50.0, torch.nan]))
+            tensor([-1.,  1., nan])
+        """
+        _validate.check_float_tensor("t", t)
+        check_generator(generator, "t", t)
+        with exact_precision(t):
+            wide = at_least_single(t)
+            known = self._can_draw(wide)
+            # No law is asked for a tilt that it does not have: torch's samplers raise for NaN.
+            return self._draw(wide.where(known, 0.0), generator).where(known, torch.nan).to(t.dtype)
+
+    def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
+        """`sample` for tilts at which K is finite, in at least single precision."""
+        raise NotImplementedError(f"{type(self).__name__} must define _draw(t, generator) to be sampled")
+
+    def _can_draw(self, t: Tensor) -> Tensor:
+        """Where the tilted law exists."""
+        return self.cumulant(t).isfinite()
+
+
+def check_generator(generator: torch.Generator | None, argument: str, like: Tensor) -> None:
+    """Raise unless `generator` is None or a torch.Generator on the device of `like`, which is called `argument`."""
+    if generator is None:
+        return
+    remedy = f'pass torch.Generator("{like.device}").manual_seed(0)'
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(_validate.message("generator", "be a torch.Generator or None", repr(generator), remedy))
+    same = generator.device.type == like.device.type and generator.device.index in (None, like.device.index)
+    required = f"be on the device of `{argument}` ({like.device})"
+    _validate.require(same, "generator", required, generator.device, remedy)
 
 
 def check_units(units: Any) -> None:

@@ -314,3 +314,14 @@ def test_softmax_attention_asks_nothing(monkeypatch):
     monkeypatch.setattr(_bounds, "_beyond", None)
     x = random(2, 3, 5)
     equilibrium_attention(x, x, x)
+
+
+def test_units_of_different_variance_fall_along_the_wide_ones():
+    # max variance |k|^2 of either alone would be 4 * 9: neither falls before 1 / 9.
+    keys = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
+    units = GaussianUnits(0.0, (1.0, 4.0))
+    for phi in (units_potential(units)(keys, 1.0), HiddenUnits(keys.mT, units)):
+        ray = phi.falling_ray()
+        torch.testing.assert_close(ray.limit, torch.tensor(1 / 9, dtype=torch.float64))
+        torch.testing.assert_close(ray.direction.abs(), torch.tensor([1.0, 0.0], dtype=torch.float64))
+        AnchoredEnergy(phi, torch.zeros(1, 2, dtype=torch.float64), 0.9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,12 +10,8 @@ from torch import Tensor
 
 from ... import _validate
 from ..._autograd import at_least_single, exact_precision
+from ...potentials._cosine import one_minus_cosine
 from ..system import check_type
-
-# A proposal is refused with probability < 0.35: after this many rounds all are accepted, NaN at once.
-ROUNDS = 200
-# Rounds for few spins try several proposals at once: what they cost is the number of calls, not of numbers.
-WIDTH = 512
 
 
 class Noise(NamedTuple):
@@ -122,7 +117,7 @@ def unit_spins(pull: Tensor, noise: Noise, generator: torch.Generator) -> Tensor
     # Below this the law is uniform to rounding, and pull/kappa would not be a unit vector.
     directed = kappa > torch.finfo(pull.dtype).tiny ** 0.5
     axis = pull / kappa.masked_fill(~directed, 1.0).unsqueeze(-2)
-    below = _below_one(kappa, noise.level) if dim == 3 else _below_one_by_rejection(kappa, dim, generator)
+    below = one_minus_cosine(kappa, dim, generator, noise.level)
     local = torch.cat([(1 - below).unsqueeze(-2), (below * (2 - below)).sqrt().unsqueeze(-2) * noise.tangent], dim=-2)
     return torch.where(directed.unsqueeze(-2), _turned(local, axis), local)
 
@@ -143,49 +138,3 @@ def _turned(local: Tensor, axis: Tensor) -> Tensor:
     turned = along * axis - sign * local
     turned[..., :1, :] += sign * along
     return turned
-
-
-def _below_one(kappa: Tensor, level: Tensor) -> Tensor:
-    """1 - cosine for D = 3, where cosines have the density exp(kappa w): their distribution function is inverted."""
-    floor = kappa.clamp_min(torch.finfo(kappa.dtype).tiny ** 0.5)
-    return -torch.log1p(level * torch.expm1(-2 * floor)) / floor
-
-
-def _below_one_by_rejection(kappa: Tensor, dim: int, generator: torch.Generator) -> Tensor:
-    """1 - cosine for any D > 1, where cosines have the density exp(kappa w) (1 - w^2)^((D - 3)/2)."""
-    flat = kappa.flatten()
-    found = torch.empty_like(flat)
-    left = torch.arange(len(flat), device=flat.device)
-    for _ in range(ROUNDS):
-        if not len(left):
-            return found.view_as(kappa)
-        value, accepted = _proposals(flat[left], dim, max(1, WIDTH // len(left)), generator)
-        first = accepted.to(torch.uint8).argmax(0, keepdim=True)
-        some = accepted.any(0)
-        found[left[some]] = value.gather(0, first)[0, some]
-        left = left[~some]
-    raise RuntimeError(f"no proposal was accepted in {ROUNDS} rounds; this is a bug")
-
-
-def _proposals(kappa: Tensor, dim: int, tries: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Values of 1 - cosine, (tries, n), and which of them are accepted.
-
-    With 1 - w = 2 b G/(G' + b G) for G = 1 - X, G' = 1 + X and X the cosine of a uniform direction, the envelope
-    touches at w = x_0 = (1 - b)/(1 + b). Wood's formulas, written for 1 - w and 1 - x_0.
-    """
-    u = kappa.new_empty(3, tries, len(kappa)).uniform_(generator=generator)
-    tilt = 2 * kappa / (dim - 1)
-    root = (1 + tilt * tilt).sqrt()
-    b = 1 / (tilt + root)
-    x0 = b * (tilt + tilt * tilt / (1 + root)) / (1 + b)
-    y0 = 2 * b / (1 + b)
-    # Two coordinates of a uniform direction have length r and angle 2 psi; 1 - r = q/(1 + r) with q = 1 - r^2.
-    q = u[0].log().mul_(2 / (dim - 2)).exp_() if dim > 2 else torch.zeros_like(u[0])
-    r = (1 - q).sqrt()
-    near = q / (1 + r) + 2 * r * (math.pi / 2 * u[1]).sin().square()
-    # Where 2 - near loses digits, it is small against b near, or the proposal far out and refused.
-    value = 2 * b * near / (2 - near + b * near)
-    part = value / y0
-    logarithm = kappa * y0 * (1 - part) + (dim - 1) * torch.log1p(x0 / (1 + x0) * (part - 1))
-    # Written so that NaN is accepted: it would otherwise be tried for ever.
-    return value, ~(logarithm < u[2].log())
