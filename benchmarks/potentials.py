@@ -48,10 +48,10 @@ NOTES = (
     "(`written_out()`); `solve`: to 1e-6 over its solve with impl='reference', with anchor .5 and beta 1/sqrt(D), and "
     "(`retrieval`) with anchor 0 and beta 1 from keys with noise.",
     "KERNEL: the mean at one state, 64 features, N = M = 4096, over that of `LogSumExp`, fused and written out; peak "
-    "memory above the inputs, each in a process of its own.",
+    "memory above the inputs, each in a process of its own; the answer alone is all that the fused one needs.",
     "DIGITS: one block around `ImplicitAttention(readout='state')` trained on digits with each potential, as in "
     "`usefulness`: learning rate by validation, three seeds. `gradient`: mean norm of all gradients before clipping in "
-    " training. `evaluations` of a query and `converged` on held-out digits; failures in training, of so many "
+    "training. `evaluations` of a query and `converged` on held-out digits; failures in training, of so many "
     "solves. The quadratic ones have beta .002 and anchor .9: with those of the others they are not bounded below.",
 )
 

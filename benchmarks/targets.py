@@ -240,8 +240,8 @@ def _named(*starts: str) -> Callable[[Row], bool]:
 
 
 POTENTIALS = (
-    Target("FUSED", _OVER.format("solve"), "solve", "worst", "<=", 1.1),
-    Target("FUSED", _OVER.format("training step"), "training", "worst", "<=", 1.1),
+    Target("FUSED", _OVER.format("solve"), "solve", "worst", "<=", 1.1, _metric("FUSED")),
+    Target("FUSED", _OVER.format("training step"), "training", "worst", "<=", 1.1, _metric("FUSED")),
     Target(
         "UNFUSED",
         "evaluation of `Entmax` / of `LogSumExp`, written out",
@@ -251,7 +251,15 @@ POTENTIALS = (
         4.0,
         _named("Ent"),
     ),
-    Target("UNFUSED", "solve to 1e-6 with `Entmax` / with `LogSumExp`, written out", "solve", "worst", "<=", 1.5),
+    Target(
+        "UNFUSED",
+        "solve to 1e-6 with `Entmax` / with `LogSumExp`, written out, anchor .5",
+        "solve",
+        "worst",
+        "<=",
+        1.5,
+        _named("Ent"),
+    ),
     Target("UNFUSED", "the same from noisy keys, anchor 0, beta 1", "retrieval", "worst", "<=", 1.5),
     Target(
         "UNFUSED",
