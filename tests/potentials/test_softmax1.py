@@ -156,3 +156,32 @@ def test_a_layer_compiles_into_one_graph():
     layer.requires_grad_(False)
     whole = torch.compile(layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "mean", "product", "equilibrium"),
+    [
+        (
+            LogSumExp,
+            1.056325512801,
+            (0.391204117751, -0.168394524133),
+            (0.102241420, -0.827617778),
+            (0.353115500501, -0.097287651525),
+        ),
+        (
+            Softmax1,
+            1.180674378675,
+            (0.324636522853, -0.139740381815),
+            (0.115004917, -0.699772544),
+            (0.290757987043, -0.100732140029),
+        ),
+    ],
+)
+def test_printed_numbers(make, value, mean, product, equilibrium):
+    keys = torch.tensor([[1.0, 0.5], [-0.5, 1.2], [0.3, -1.0], [-1.0, -0.4]], dtype=torch.float64)
+    z, v = (torch.tensor([row], dtype=torch.float64) for row in ((0.6, -0.3), (0.5, -1.0)))
+    phi = make(keys, 1.5)
+    found = solve(AnchoredEnergy(phi, z, 0.3), z, solver=Anderson(rtol=1e-13, atol=1e-13)).value
+    for got, printed in ((phi.mean(z), mean), (phi.covariance_product(z, v), product), (found, equilibrium)):
+        torch.testing.assert_close(got, torch.tensor([printed], dtype=torch.float64), rtol=0, atol=6e-10)
+    assert phi.value(z).item() == pytest.approx(value, abs=6e-13)
