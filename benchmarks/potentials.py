@@ -52,7 +52,7 @@ NOTES = (
     "DIGITS: one block around `ImplicitAttention(readout='state')` trained on digits with each potential, as in "
     "`usefulness`: learning rate by validation, three seeds. `gradient`: mean norm of all gradients before clipping in "
     "training. `evaluations` of a query and `converged` on held-out digits; failures in training, of so many "
-    "solves. The quadratic ones have beta .002 and anchor .9: with those of the others they are not bounded below.",
+    "solves. The quadratic ones have beta .001 and anchor .95: with those of the others they are not bounded below.",
 )
 
 

@@ -46,7 +46,7 @@ KERNELS: dict[str, Factory] = {
     "KernelPotential, ReLU": partial(KernelPotential, features=ReluFeatures()),
 }
 #: Where the quadratic ones stay bounded below while their keys grow.
-NEAR = {"beta": 0.002, "anchor": 0.9}
+NEAR = {"beta": 0.001, "anchor": 0.95}
 #: Trained: name -> factory and options of the layer.
 TRAINED: dict[str, tuple[Factory, dict[str, Any]]] = {
     "LogSumExp": (LogSumExp, {}),
@@ -55,8 +55,8 @@ TRAINED: dict[str, tuple[Factory, dict[str, Any]]] = {
     "SoftcapLogSumExp, cap 5": (partial(SoftcapLogSumExp, cap=5.0), {}),
     "Entmax, alpha 1.5": (Entmax, {}),
     "Entmax, alpha 2": (partial(Entmax, alpha=2.0), {}),
-    "SquaredScores, beta .002": (SquaredScores, NEAR),
-    "Polynomial, degree 2, beta .002": (Polynomial, NEAR),
+    "SquaredScores, beta .001": (SquaredScores, NEAR),
+    "Polynomial, degree 2, beta .001": (Polynomial, NEAR),
     "Polynomial, degree 3": (partial(Polynomial, degree=3), {}),
     "Exponential": (Exponential, {}),
     "units_potential, Bernoulli": (units_potential(BernoulliUnits(0.5)), {}),
