@@ -63,6 +63,8 @@ class Comparison:
 def check(settings: CompareSettings) -> None:
     """Raise `InputError` for the first option that cannot be used."""
     choice(settings.potential_name)
+    if settings.suite == "distribution":
+        _refuse_unused(settings)
     beta = inverse_temperature(settings)
     if not (beta > 0 and math.isfinite(beta)):
         raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; it is an inverse temperature, try 8")
@@ -79,6 +81,15 @@ def check(settings: CompareSettings) -> None:
     if (device.index or 0) >= count:
         received = f"{settings.device!r} with {count} CUDA devices here"
         raise InputError(f"`--device` must be present, got {received}; use --device cpu")
+
+
+def _refuse_unused(settings: CompareSettings) -> None:
+    """Raise `InputError` for an option that `--suite distribution` would ignore."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name not in ("suite", "seed", "out", "quick") and value != field.default:
+            required = "be left out in --suite distribution, which draws its own tokens in float64"
+            raise InputError(f"`--{field.name}` must {required}, got {value}; only --seed, --out and --quick are used")
 
 
 def load(settings: CompareSettings) -> Tensor:

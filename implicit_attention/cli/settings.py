@@ -31,7 +31,8 @@ class CompareSettings:
     retrieval at nine inverse temperatures, `--beta`/4 to 64 `--beta`, beside the nearest stored pattern.
 
     `--suite retrieval` compares potentials in place of solvers: how many patterns each of them stores, from how far it
-    finds them, and the published bounds.
+    finds them, and the published bounds. `--suite distribution` needs no patterns: tokens as samples of a Gaussian
+    under repeated attention, and W_q^T W_k of layers trained on digits beside the inverse covariance.
     """
 
     command: ClassVar[str] = "compare"
@@ -63,7 +64,9 @@ class CompareSettings:
             show_default="log-sum-exp; all of them in --suite retrieval",
         ),
     ] = None
-    suite: Annotated[Literal["solvers", "retrieval"], Option(help="What is compared; see above.")] = "solvers"
+    suite: Annotated[Literal["solvers", "retrieval", "distribution"], Option(help="What is compared; see above.")] = (
+        "solvers"
+    )
 
     @property
     def needs_digits(self) -> bool:

@@ -1,6 +1,7 @@
 """Figures, made with matplotlib's `Figure` objects: no global state, no display needed. Save them with `savefig`."""
 
 from .convergence import convergence_figure
+from .distribution import distribution_figure
 from .driven import driven_figure
 from .landscapes import landscape_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
@@ -13,6 +14,7 @@ __all__ = [
     "configuration_figure",
     "convergence_figure",
     "decomposition_figure",
+    "distribution_figure",
     "driven_figure",
     "landscape_figure",
     "maze_figure",

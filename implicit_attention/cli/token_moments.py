@@ -1,0 +1,106 @@
+"""Tokens as samples of a Gaussian, and their moments under repeated attention: of samples, and in closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from .. import LogSumExp
+from ..potentials import renormalise
+
+#: Attention alone, plus the token itself, and that moved back to the first mean and covariance.
+ATTENTION, RESIDUAL, RENORMALISED = "attention", "+ residual", "+ renormalise"
+WAYS = (ATTENTION, RESIDUAL, RENORMALISED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """Tokens eta ~ N(mean, covariance) whose keys are x = Sigma eta, scored by <eta, x>.
+
+    Attributes:
+        name: what is said of it.
+        mean: (D,).
+        covariance: (D, D), a multiple of Sigma^-1; once Sigma^-1 itself it is the law of Shim (2022), theorem 1.
+        sigma: (D, D), symmetric.
+    """
+
+    name: str
+    mean: Tensor
+    covariance: Tensor
+    sigma: Tensor
+
+
+def law(name: str, mu: Tensor, sigma: Tensor, spread: float = 1.0) -> Law:
+    """The law N(Sigma^-1 mu, spread Sigma^-1)."""
+    return Law(name, torch.linalg.solve(sigma, mu), spread * torch.linalg.inv(sigma), sigma)
+
+
+def laws(seed: int) -> list[Law]:
+    """The theorem's own numbers, and narrow tokens in four dimensions, whose scores are small."""
+    mu, sigma = torch.tensor([0.5, -1.0]), torch.tensor([[1.2, 0.3], [0.3, 0.8]])
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
+    spectrum = torch.tensor([0.5, 0.8, 1.2, 2.0], dtype=torch.float64)
+    centre = 0.1 * torch.randn(4, generator=generator, dtype=torch.float64)
+    return [
+        law("D = 2, covariance Sigma^-1", mu.double(), sigma.double()),
+        law("D = 4, covariance Sigma^-1 / 4", centre, basis @ torch.diag(spectrum) @ basis.mT, 0.25),
+    ]
+
+
+def sample(law: Law, *, seeds: int, count: int, seed: int) -> Tensor:
+    """Tokens (seeds, count, D), float64."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(seeds, count, len(law.mean), generator=generator, dtype=torch.float64)
+    return law.mean + noise @ torch.linalg.cholesky(law.covariance).mT
+
+
+def step(law: Law, x: Tensor, way: str) -> Tensor:
+    """One attention of all tokens over all tokens: softmax(<eta_i, Sigma eta_j>) times Sigma eta_j."""
+    moved: Tensor = LogSumExp(x @ law.sigma, 1.0).mean(x)
+    if way != ATTENTION:
+        moved = x + moved
+    return renormalise(moved, law.mean, law.covariance) if way == RENORMALISED else moved
+
+
+def start(law: Law) -> tuple[Tensor, Tensor]:
+    """Mean, and variances along the eigenvectors of Sigma in ascending order of its eigenvalues."""
+    basis = torch.linalg.eigh(law.sigma)[1]
+    return law.mean, (basis * (law.covariance @ basis)).sum(0)
+
+
+def closed_form(law: Law, mean: Tensor, variances: Tensor, way: str) -> tuple[Tensor, Tensor]:
+    """Mean and variances, as of `start`, of infinitely many Gaussian tokens after a step.
+
+    Keys are N(Sigma m, Sigma C Sigma), so attention is the affine map eta -> Sigma m + Sigma C Sigma eta; its matrix
+    commutes with C. As eigenvalues, no variance is lost to rounding beside a larger one.
+    """
+    if way == RENORMALISED:
+        return start(law)
+    eigenvalues, basis = torch.linalg.eigh(law.sigma)
+    factors = eigenvalues.square() * variances + (0.0 if way == ATTENTION else 1.0)
+    matrix = basis @ torch.diag(factors) @ basis.mT
+    return law.sigma @ mean + matrix @ mean, factors.square() * variances
+
+
+def spread(law: Law, variances: Tensor) -> Tensor:
+    """The covariance that has these variances along the eigenvectors of Sigma."""
+    basis = torch.linalg.eigh(law.sigma)[1]
+    return basis @ torch.diag(variances) @ basis.mT
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (*batch, D), covariance (*batch, D, D) of tokens (*batch, N, D), divided by N, and its eigenvalues."""
+    mean = x.mean(-2)
+    centred = (x - mean[..., None, :]) / math.sqrt(x.shape[-2])
+    # The roots of small eigenvalues are found beside large ones, the eigenvalues themselves would not be.
+    return mean, centred.mT @ centred, torch.linalg.svdvals(centred).square()
+
+
+def entropy(eigenvalues: Tensor) -> Tensor:
+    """1/2 log det(2 pi e C) in nats, from the eigenvalues of C; -inf where one of them is 0."""
+    values: Tensor = (2 * math.pi * math.e * eigenvalues).log().sum(-1) / 2
+    return values

@@ -1,0 +1,118 @@
+"""Is W_q^T W_k of a layer that was trained on digits the inverse covariance of its tokens?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data import load_digits
+
+DIM, HEADS, BATCH, RATE = 16, 2, 64, 3e-3
+TRAINED, INITIAL, ROTATED, IDENTITY = "trained", "before training", "rotated at random", "identity matrix"
+COMPARED = (TRAINED, INITIAL, ROTATED, IDENTITY)
+TRAIN = 1397
+
+
+class DigitsClassifier(nn.Module):
+    """Patches (B, 16, 4) are embedded, attend to each other once with a residual connection, and vote.
+
+    Each head has queries and keys of all DIM dimensions, so that W_q^T W_k can have full rank. There is no layer norm,
+    after which the tokens' covariance would have no inverse.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, DIM)
+        self.positions = nn.Parameter(torch.randn(16, DIM))
+        self.query, self.key, self.value = (nn.Linear(DIM, HEADS * DIM, bias=False) for _ in range(3))
+        self.out, self.classes = nn.Linear(HEADS * DIM, DIM), nn.Linear(DIM, 10)
+
+    def tokens(self, patches: Tensor) -> Tensor:
+        """What attention gets, (B, 16, DIM)."""
+        embedded: Tensor = self.embedding(patches)
+        return embedded + self.positions
+
+    def forward(self, patches: Tensor) -> Tensor:
+        x = self.tokens(patches)
+        q, k, v = (
+            project(x).unflatten(-1, (HEADS, DIM)).transpose(-2, -3) for project in (self.query, self.key, self.value)
+        )
+        read = nn.functional.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
+        scores: Tensor = self.classes((x + self.out(read)).relu().mean(-2))
+        return scores
+
+    def score_matrices(self) -> Tensor:
+        """W_q^T W_k / sqrt(DIM) of every head, (HEADS, DIM, DIM): the score of tokens h, g is h^T (this) g."""
+        q, k = (layer.weight.detach().double().unflatten(0, (HEADS, DIM)) for layer in (self.query, self.key))
+        return q.mT @ k / DIM**0.5
+
+
+def alignment(matrix: Tensor, other: Tensor) -> Tensor:
+    """The cosine <A, B>/(|A| |B|) of matrices; the distance after the best factor is sqrt(1 - cosine^2)."""
+    product: Tensor = (matrix * other).sum((-1, -2))
+    return product / (torch.linalg.matrix_norm(matrix) * torch.linalg.matrix_norm(other))
+
+
+def measure(matrices: Tensor, covariance: Tensor) -> dict[str, float]:
+    """How far matrices (heads, D, D) are from the inverse covariance, averaged over heads.
+
+    In the tokens' own coordinates the directions of least variance decide; whitened, where the inverse covariance is
+    the identity, all count the same.
+    """
+    cosine = alignment(matrices, torch.linalg.inv(covariance))
+    eigenvalues, basis = torch.linalg.eigh(covariance)
+    root = basis @ torch.diag(eigenvalues.sqrt()) @ basis.mT
+    whitened = alignment(root @ matrices @ root, torch.eye(len(covariance), dtype=covariance.dtype))
+    return {
+        "alignment": float(cosine.mean()),
+        "distance": float((1 - cosine.square()).clamp(min=0).sqrt().mean()),
+        "whitened_alignment": float(whitened.mean()),
+    }
+
+
+def rotated(matrices: Tensor, generator: torch.Generator) -> Tensor:
+    """The matrices between random orthogonal ones: the same singular values, so the same norms."""
+    noise = torch.randn(2, *matrices.shape, generator=generator, dtype=matrices.dtype)
+    left, right = torch.linalg.qr(noise).Q
+    return left @ matrices @ right
+
+
+def train(seed: int, *, steps: int) -> list[dict[str, Any]]:
+    """Train one classifier; a row for its score matrices and for each of the controls."""
+    from sklearn import datasets
+
+    images = load_digits().float()
+    labels = torch.from_numpy(datasets.load_digits().target)
+    patches = images.reshape(-1, 4, 2, 4, 2).transpose(2, 3).reshape(-1, 16, 4)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(labels), generator=generator)
+    learned, held = order[:TRAIN], order[TRAIN:]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DigitsClassifier()
+    initial, initial_covariance = model.score_matrices(), _covariance(model, patches[learned])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    for _ in range(steps):
+        index = learned[torch.randint(len(learned), (BATCH,), generator=generator)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(patches[index]), labels[index]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        accuracy = float((model(patches[held]).argmax(-1) == labels[held]).double().mean())
+    covariance, final = _covariance(model, patches[learned]), model.score_matrices()
+    identity = torch.eye(DIM, dtype=torch.float64).expand_as(final)
+    compared = {
+        TRAINED: (final, covariance),
+        INITIAL: (initial, initial_covariance),
+        ROTATED: (rotated(final, generator), covariance),
+        IDENTITY: (identity, covariance),
+    }
+    shared = {"seed": seed, "accuracy": accuracy, "condition": float(torch.linalg.cond(covariance))}
+    return [{"matrix": name} | shared | measure(*pair) for name, pair in compared.items()]
+
+
+@torch.no_grad()
+def _covariance(model: DigitsClassifier, patches: Tensor) -> Tensor:
+    return model.tokens(patches).double().flatten(0, 1).mT.cov(correction=0)
