@@ -40,13 +40,14 @@ def law(name: str, mu: Tensor, sigma: Tensor, spread: float = 1.0) -> Law:
 
 def laws(seed: int) -> list[Law]:
     """The theorem's own numbers, and narrow tokens in four dimensions, whose scores are small."""
-    mu, sigma = torch.tensor([0.5, -1.0]), torch.tensor([[1.2, 0.3], [0.3, 0.8]])
+    mu = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    sigma = torch.tensor([[1.2, 0.3], [0.3, 0.8]], dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
     spectrum = torch.tensor([0.5, 0.8, 1.2, 2.0], dtype=torch.float64)
     centre = 0.1 * torch.randn(4, generator=generator, dtype=torch.float64)
     return [
-        law("D = 2, covariance Sigma^-1", mu.double(), sigma.double()),
+        law("D = 2, covariance Sigma^-1", mu, sigma),
         law("D = 4, covariance Sigma^-1 / 4", centre, basis @ torch.diag(spectrum) @ basis.mT, 0.25),
     ]
 
@@ -55,7 +56,8 @@ def sample(law: Law, *, seeds: int, count: int, seed: int) -> Tensor:
     """Tokens (seeds, count, D), float64."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(seeds, count, len(law.mean), generator=generator, dtype=torch.float64)
-    return law.mean + noise @ torch.linalg.cholesky(law.covariance).mT
+    tokens: Tensor = law.mean + noise @ torch.linalg.cholesky(law.covariance).mT
+    return tokens
 
 
 def step(law: Law, x: Tensor, way: str) -> Tensor:
@@ -89,7 +91,8 @@ def closed_form(law: Law, mean: Tensor, variances: Tensor, way: str) -> tuple[Te
 def spread(law: Law, variances: Tensor) -> Tensor:
     """The covariance that has these variances along the eigenvectors of Sigma."""
     basis = torch.linalg.eigh(law.sigma)[1]
-    return basis @ torch.diag(variances) @ basis.mT
+    covariance: Tensor = basis @ torch.diag(variances) @ basis.mT
+    return covariance
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,14 +45,16 @@ class DigitsClassifier(nn.Module):
 
     def score_matrices(self) -> Tensor:
         """W_q^T W_k / sqrt(DIM) of every head, (HEADS, DIM, DIM): the score of tokens h, g is h^T (this) g."""
-        q, k = (layer.weight.detach().double().unflatten(0, (HEADS, DIM)) for layer in (self.query, self.key))
-        return q.mT @ k / DIM**0.5
+        q, k = (layer.weight.detach().double().view(HEADS, DIM, DIM) for layer in (self.query, self.key))
+        scores: Tensor = q.mT @ k / DIM**0.5
+        return scores
 
 
 def alignment(matrix: Tensor, other: Tensor) -> Tensor:
     """The cosine <A, B>/(|A| |B|) of matrices; the distance after the best factor is sqrt(1 - cosine^2)."""
     product: Tensor = (matrix * other).sum((-1, -2))
-    return product / (torch.linalg.matrix_norm(matrix) * torch.linalg.matrix_norm(other))
+    cosine: Tensor = product / (torch.linalg.matrix_norm(matrix) * torch.linalg.matrix_norm(other))
+    return cosine
 
 
 def measure(matrices: Tensor, covariance: Tensor) -> dict[str, float]:
@@ -76,7 +78,8 @@ def rotated(matrices: Tensor, generator: torch.Generator) -> Tensor:
     """The matrices between random orthogonal ones: the same singular values, so the same norms."""
     noise = torch.randn(2, *matrices.shape, generator=generator, dtype=matrices.dtype)
     left, right = torch.linalg.qr(noise).Q
-    return left @ matrices @ right
+    turned: Tensor = left @ matrices @ right
+    return turned
 
 
 def train(seed: int, *, steps: int) -> list[dict[str, Any]]:
@@ -97,7 +100,8 @@ def train(seed: int, *, steps: int) -> list[dict[str, Any]]:
     for _ in range(steps):
         index = learned[torch.randint(len(learned), (BATCH,), generator=generator)]
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(patches[index]), labels[index]).backward()
+        loss = nn.functional.cross_entropy(model(patches[index]), labels[index])
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
         accuracy = float((model(patches[held]).argmax(-1) == labels[held]).double().mean())

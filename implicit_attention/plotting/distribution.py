@@ -47,7 +47,8 @@ def distribution_figure(
     _validate.require(len(rows) > 0, "rows", "hold at least one row", "none")
     laws = list(dict.fromkeys(row["law"] for row in rows))
     figure = new_figure(max(5.2 * len(laws), 10.4), 8.4, title, fontsize=11)
-    upper, lower = figure.subfigures(2, 1)
+    parts: Any = figure.subfigures(2, 1)
+    upper, lower = parts
     for index, (axes, law) in enumerate(zip(upper.subplots(1, len(laws), squeeze=False)[0], laws, strict=True)):
         _entropy(axes, [row for row in rows if row["law"] == law], law, legend=index == 0)
     left, right = lower.subplots(1, 2)
