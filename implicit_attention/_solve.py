@@ -79,6 +79,7 @@ def solve(
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
+    problem.check_solver(solver)
     if impl == "reference":
         problem = written_out(problem)
     elif impl != "auto":

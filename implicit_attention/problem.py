@@ -32,11 +32,13 @@ class Linearization(NamedTuple):
 
     jvp: v -> J v; vjp: u -> J^T u; vjp_tensors: u -> (df/dt)^T u for each t of `problem.tensors()`
     (None for tensors that are not floating-point, and maybe for those that do not require grad where others do).
+    outer: of a problem with a metric, v -> H v for the symmetric H in J = H M; else None.
     """
 
     jvp: LinearMap
     vjp: LinearMap
     vjp_tensors: Callable[[Tensor], tuple[Tensor | None, ...]]
+    outer: LinearMap | None = None
 
 
 class Evaluation(NamedTuple):
@@ -54,6 +56,11 @@ _OF_ALL = (
     "select",
     "row_block",
     "plain_steps_descend",
+    "has_metric",
+    "divergence",
+    "metric_product",
+    "metric_root_product",
+    "outer_product",
     "falls",
     "curves_down",
 )
@@ -95,14 +102,17 @@ class Problem(Declared, general=True):
     symmetric: bool = False
     #: Whether there is an energy whose negative gradient is f(z) - z.
     has_energy: bool = False
+    #: Whether that holds in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0, and df/dz = H M with a
+    #: symmetric H. Then `divergence`, `metric_product` and `metric_root_product` are defined, and `Linearization.outer`.
+    has_metric: bool = False
     #: Whether it is that only after multiplication by a number > 0 that depends on z (mean shift, steps on a sphere):
     #: E then tells whether a step descends, but not how far it should.
     steps_rescaled: bool = False
     #: Rows are padded to multiples of this, so that a row's bits do not depend on how many others there are. Torch's
     #: kernels promise nothing there; attention was measured to give a row the same bits for all multiples of 32.
     row_block: int = 32
-    #: Whether E(f(z)) <= E(z) - |f(z) - z|^2/2 is guaranteed (with `steps_rescaled`: times a number > 0 that depends on
-    #: z), so that plain steps need no test.
+    #: Whether E(f(z)) <= E(z) - divergence(z, f(z)) is guaranteed, |f(z) - z|^2/2 without a metric (with
+    #: `steps_rescaled`: times a number > 0 that depends on z), so that plain steps need no test.
     plain_steps_descend: bool = False
     #: Whether f is known to compute each problem by itself. What others do with a part of the problems is compared with
     #: what they do with all before any is left out, and their adjoints keep all together.
@@ -153,6 +163,27 @@ class Problem(Declared, general=True):
         The loop returns such states only. f, E and their derivatives at z are those at the state that stands for it.
         """
         return z
+
+    def divergence(self, z: Tensor, mapped: Tensor) -> Tensor:
+        """By how much the plain step from z to f(z) lowers E where it descends, (*lead): |f(z) - z|^2/2."""
+        event = tuple(range(-self.event_ndim, 0))
+        square = (mapped - z).square()
+        return (square.sum(event) if event else square) / 2
+
+    def metric_product(self, z: Tensor, v: Tensor) -> Tensor:
+        """M(z) v with the metric M of the problem, the identity for most."""
+        return v
+
+    def metric_root_product(self, z: Tensor, v: Tensor) -> Tensor:
+        """M(z)^(1/2) v, with the symmetric root."""
+        return v
+
+    def outer_product(self, z: Tensor, v: Tensor) -> Tensor:
+        """H v, where df/dz = H M."""
+        return self.linearize(z).jvp(v)
+
+    def check_solver(self, solver: Any) -> None:
+        """Raise if the problem cannot be solved by this solver."""
 
     #: What to do about a state that is `outside`.
     if_outside: str = ""

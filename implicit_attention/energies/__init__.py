@@ -9,6 +9,7 @@ from .self_attention import RepeatedSelfAttention, SelfAttentionEnergy
 
 if TYPE_CHECKING:
     from .epanechnikov import Epanechnikov
+    from .legendre import LegendreEnergy, PublishedDynamics
     from .sphere import SphereEnergy
 
 __all__ = [
@@ -16,12 +17,19 @@ __all__ = [
     "Energy",
     "EnergyFunction",
     "Epanechnikov",
+    "LegendreEnergy",
+    "PublishedDynamics",
     "RepeatedSelfAttention",
     "SelfAttentionEnergy",
     "SphereEnergy",
 ]
 
-_LAZY = {"Epanechnikov": "epanechnikov", "SphereEnergy": "sphere"}
+_LAZY = {
+    "Epanechnikov": "epanechnikov",
+    "LegendreEnergy": "legendre",
+    "PublishedDynamics": "legendre",
+    "SphereEnergy": "sphere",
+}
 
 
 def __getattr__(name: str) -> Any:

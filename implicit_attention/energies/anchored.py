@@ -20,46 +20,19 @@ from ._bounds import check_bounded, falls
 from .base import Energy
 
 
-class Anchored(Problem):
-    """A problem z = anchor x + (1 - anchor) g(z): what holds the field x and the anchor.
+class Fielded(Problem):
+    """A problem that holds a field of the shape of its states, which no other of its problems reads.
 
     Args:
-        field: x, (*batch, N, D).
-        anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
+        field: (*batch, N, D).
     """
 
     #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
     declares_all: ClassVar[bool] = False
 
-    def __init__(self, field: Tensor, anchor: float | Tensor) -> None:
+    def __init__(self, field: Tensor) -> None:
         _validate.check_float_tensor("field", field, min_ndim=2)
-        remedy = "parametrise it by a sigmoid"
         self.field = field
-        self.anchor: float | Tensor = _validate.check_per_batch("anchor", anchor, low=0.0, high=1.0, remedy=remedy)
-        _validate.check_fits_batch("anchor", anchor, "field", field)
-
-    @property
-    def _anchor(self) -> float | Tensor:
-        """The anchor, shaped to multiply states."""
-        if not isinstance(self.anchor, Tensor):
-            return self.anchor
-        return _validate.inside(self.anchor, low=0.0, high=1.0)[..., None, None]
-
-    @property
-    def _forgets(self) -> bool:
-        """Whether the field is not read at all, so that what it holds does not matter."""
-        return not isinstance(self.anchor, Tensor) and self.anchor == 0
-
-    def _anchored(self, mean: Tensor) -> Tensor:
-        """anchor x + (1 - anchor) mean."""
-        return mean if self._forgets else between(mean, self.field, self._anchor)
-
-    def _by_own(self, u: Tensor, mean: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        """(df/dt)^T u for the field, and for the anchor if it is a tensor; `mean` is asked for only then."""
-        by_field = self._anchor * u
-        if not isinstance(self.anchor, Tensor):
-            return (by_field,)
-        return by_field, sum_to_shape((u * (self.field - mean())).sum((-1, -2)), self.anchor.shape)
 
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
@@ -86,6 +59,44 @@ class Anchored(Problem):
         _validate.require(
             z.shape == self.field.shape, "initial", f"have the field's shape {tuple(self.field.shape)}", tuple(z.shape)
         )
+
+
+class Anchored(Fielded):
+    """A problem z = anchor x + (1 - anchor) g(z): what holds the field x and the anchor.
+
+    Args:
+        field: x, (*batch, N, D).
+        anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
+    """
+
+    def __init__(self, field: Tensor, anchor: float | Tensor) -> None:
+        super().__init__(field)
+        remedy = "parametrise it by a sigmoid"
+        self.anchor: float | Tensor = _validate.check_per_batch("anchor", anchor, low=0.0, high=1.0, remedy=remedy)
+        _validate.check_fits_batch("anchor", anchor, "field", field)
+
+    @property
+    def _anchor(self) -> float | Tensor:
+        """The anchor, shaped to multiply states."""
+        if not isinstance(self.anchor, Tensor):
+            return self.anchor
+        return _validate.inside(self.anchor, low=0.0, high=1.0)[..., None, None]
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether the field is not read at all, so that what it holds does not matter."""
+        return not isinstance(self.anchor, Tensor) and self.anchor == 0
+
+    def _anchored(self, mean: Tensor) -> Tensor:
+        """anchor x + (1 - anchor) mean."""
+        return mean if self._forgets else between(mean, self.field, self._anchor)
+
+    def _by_own(self, u: Tensor, mean: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        """(df/dt)^T u for the field, and for the anchor if it is a tensor; `mean` is asked for only then."""
+        by_field = self._anchor * u
+        if not isinstance(self.anchor, Tensor):
+            return (by_field,)
+        return by_field, sum_to_shape((u * (self.field - mean())).sum((-1, -2)), self.anchor.shape)
 
 
 class AnchoredEnergy(Anchored, Energy):

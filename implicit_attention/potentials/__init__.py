@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .hidden_units import HiddenUnits
     from .kernel import KernelPotential
     from .kernel_features import EluFeatures, PositiveFeatures, ReluFeatures
+    from .layer_norm import LayerNormPotential
     from .laws import (
         BernoulliUnits,
         ConstantUnits,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from .spherical import AmosResponse, LargeDResponse, SaddlePointResponse, SphericalLaw
     from .summed_scores import Exponential, Polynomial, units_potential
     from .tilted import Tilted
+    from .token_attention import TokenAttention
+    from .token_memory import TokenMemory
     from .unit import SiteLaw, Units
 
 __all__ = [
@@ -59,6 +62,9 @@ __all__ = [
     "units_potential",
     "NormalisedScores",
     "SelfAttention",
+    "TokenAttention",
+    "TokenMemory",
+    "LayerNormPotential",
     "KernelPotential",
     "PositiveFeatures",
     "EluFeatures",
@@ -122,11 +128,14 @@ _LAZY = {
     "hidden_units": ("HiddenUnits",),
     "kernel": ("KernelPotential",),
     "kernel_features": ("EluFeatures", "PositiveFeatures", "ReluFeatures"),
+    "layer_norm": ("LayerNormPotential",),
     "mixture": ("as_distribution",),
     "normalised_scores": ("NormalisedScores",),
     "softcap": ("SoftcapLogSumExp",),
     "summed_scores": ("Exponential", "Polynomial", "units_potential"),
     "tilted": ("Tilted",),
+    "token_attention": ("TokenAttention",),
+    "token_memory": ("TokenMemory",),
     "unit": ("SiteLaw", "Units"),
     "sphere": ("SignUnits", "SphereUnits"),
     "spherical": ("AmosResponse", "LargeDResponse", "SaddlePointResponse", "SphericalLaw"),
