@@ -18,6 +18,8 @@ __all__ = [
     "EquilibriumTransformer",
     "tie",
     "contractive",
+    "EnergyTransformer",
+    "EnergyLayerNorm",
     "SpinAttention",
     "SpinTransformerBlock",
     "SpinTransformer",
@@ -32,6 +34,8 @@ __all__ = [
 
 #: Name -> the module that has it: spins load when they are asked for.
 _LAZY = {
+    "EnergyLayerNorm": "energy_transformer",
+    "EnergyTransformer": "energy_transformer",
     "SpinAttention": "spin",
     "SpinTransformerBlock": "spin_transformer",
     "SpinTransformer": "spin_transformer",
