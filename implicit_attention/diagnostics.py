@@ -77,7 +77,7 @@ def diagnose(problem: Problem, solution: Solution, *, steps: int = 30) -> Diagno
     z = solution.value.detach()
     problem, _ = widened(problem)
     nowhere = torch.full_like(solution.residual, torch.nan)
-    curvature = smallest_curvature(problem, z, steps=steps) if problem.symmetric else nowhere
+    curvature = smallest_curvature(problem, z, steps=steps) if _has_curvature(problem) else nowhere
     potential = getattr(problem, "potential", None)
     return Diagnosis(
         spectral_radius=spectral_radius(problem, z, steps=steps),
@@ -112,7 +112,7 @@ def spectral_radius(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Te
         tensor([0.0620, 0.0620])
     """
     matvec, start = _jacobian(problem, z)
-    if problem.symmetric:
+    if _has_curvature(problem):
         low, high = extreme_eigenvalues(matvec, start, steps)
         return torch.maximum(low.value.abs(), high.value.abs())
     return arnoldi_radius(matvec, start, steps)
@@ -121,6 +121,8 @@ def spectral_radius(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Te
 @torch.no_grad()
 def smallest_curvature(problem: Problem, z: Tensor, *, steps: int = 30) -> Float[Tensor, "*lead"]:
     """Estimate the smallest eigenvalue of I - df/dz, for an energy of its Hessian, per problem.
+
+    Of an energy with a metric M, where df/dz = H M, it is that of I - M^(1/2) H M^(1/2), the Hessian in the metric.
 
     Not for maps that are no gradient: use `spectral_radius`.
 
@@ -144,7 +146,7 @@ def smallest_curvature(problem: Problem, z: Tensor, *, steps: int = 30) -> Float
         True
     """
     _validate.require(
-        problem.symmetric,
+        _has_curvature(problem),
         "problem",
         "have a symmetric Jacobian (an energy)",
         type(problem).__name__,
@@ -369,13 +371,18 @@ def jacobian_penalty(
     return total / samples
 
 
+def _has_curvature(problem: Problem) -> bool:
+    """Whether I - df/dz is a Hessian, at least in a metric."""
+    return problem.symmetric or problem.has_metric
+
+
 def _negligible(z: Tensor) -> float:
     """Curvature that rounding alone can make."""
     return 1e3 * torch.finfo(z.dtype).eps
 
 
 def _jacobian(problem: Problem, z: Tensor) -> tuple[LinearMap, Tensor]:
-    """v -> J v on (*lead, n), and a fixed random start."""
+    """v -> J v on (*lead, n), symmetric where the problem has a metric, and a fixed random start."""
     problem, (z,) = widened(problem, z.detach())
     event = z.shape[z.ndim - problem.event_ndim :]
     with exact_precision(z):
@@ -384,8 +391,14 @@ def _jacobian(problem: Problem, z: Tensor) -> tuple[LinearMap, Tensor]:
     start = torch.randn(event.numel(), generator=generator, dtype=torch.float64).to(z)
     lead = z.shape[: z.ndim - problem.event_ndim]
 
+    def jacobian(v: Tensor) -> Tensor:
+        if linear.outer is None:
+            return linear.jvp(v)
+        # M^(1/2) H M^(1/2), symmetric and with the eigenvalues of J = H M.
+        return problem.metric_root_product(z, linear.outer(problem.metric_root_product(z, v)))
+
     def product(v: Tensor) -> Tensor:
         with exact_precision(v):
-            return flat(linear.jvp(unflat(v, event)), event)
+            return flat(jacobian(unflat(v, event)), event)
 
     return product, start.expand(*lead, event.numel())

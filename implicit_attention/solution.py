@@ -93,7 +93,7 @@ class AdjointReport:
 
     Attributes:
         status: (*lead), int8 codes of `Status`; UNSTABLE where the solution has negative curvature.
-        residual, tolerance: (*lead), of the linear system.
+        residual, tolerance: (*lead), of the linear system; of an energy with a metric of the symmetric one.
         num_steps: (*lead), matrix-vector products.
         negative_curvature: (*lead), whether a direction of negative curvature was met.
         gradient_error: (*lead), an estimate, to first order, of the relative error of the gradient that comes from the

@@ -43,7 +43,8 @@ class Implicit(Adjoint):
     Args:
         linear_solver: method for the linear system: `CG()`, `MINRES()`, `GMRES()` or `Neumann()` with their tolerances,
             which are relative to the cotangent. None is CG for symmetric problems (energies) and GMRES for others, with
-            rtol 1e-5 in float32 and 1e-10 in float64, or what rounding of the answer itself leaves, if that is more.
+            rtol 1e-5 in float32 and 1e-10 in float64, or what rounding of the answer itself leaves, if that is more. CG
+            and MINRES solve the symmetric system M^(1/2) (I - J^T) M^(-1/2) of an energy with a metric M.
             Where CG meets negative curvature the problem sits on a saddle: MINRES finishes, status UNSTABLE.
 
         fallback: the adjoint of problems that have not converged, `Phantom(5)` or `OneStep()`; each other one keeps the
@@ -102,7 +103,8 @@ class Implicit(Adjoint):
 
     def check(self, request: Request) -> None:
         solver, problem = request.solver, request.problem
-        if self.linear_solver is not None and self.linear_solver.symmetric and not problem.symmetric:
+        symmetric = problem.symmetric or problem.has_metric
+        if self.linear_solver is not None and self.linear_solver.symmetric and not symmetric:
             raise ValueError(
                 _validate.message(
                     "linear_solver",

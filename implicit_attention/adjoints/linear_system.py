@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,6 +133,41 @@ def rows_of(tensor: Tensor, index: Tensor | None) -> Tensor:
     return tensor if index is None else pick(tensor, index)
 
 
+class _System(NamedTuple):
+    """x - product(x) = rhs, with states (*lead, *event); the answer is lift(x)."""
+
+    product: LinearMap
+    rhs: Tensor
+    lift: LinearMap
+
+    @classmethod
+    def of(
+        cls, method: LinearSolver[Any], problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, transpose: bool
+    ) -> _System:
+        """The system of a method: for one that needs symmetry, where J = H M with a metric M, that of M^(1/2) H M^(1/2).
+
+        (I - M H) u = c is u = c + M^(1/2) y with (I - M^(1/2) H M^(1/2)) y = M^(1/2) H c, and (I - H M) x = c is
+        x = c + H M^(1/2) y with the right-hand side M^(1/2) c.
+        """
+        if not (method.symmetric and problem.has_metric):
+            return cls(linear.vjp if transpose else linear.jvp, rhs, lambda x: x)
+        outer = linear.outer
+        assert outer is not None
+
+        def root(v: Tensor) -> Tensor:
+            return problem.metric_root_product(z, v)
+
+        given = root(outer(rhs) if transpose else rhs)
+        return cls(lambda v: root(outer(root(v))), given, lambda y: rhs + (root(y) if transpose else outer(root(y))))
+
+    def flat(self, problem: Problem) -> tuple[LinearMap, Tensor]:
+        """The map v -> v - product(v) on (*lead, n), and the right-hand side in that shape."""
+        shape = self.rhs.shape
+        lead = shape[: len(shape) - problem.event_ndim]
+        flat = self.rhs.reshape(*lead, shape[len(lead) :].numel())
+        return lambda v: v - self.product(v.reshape(shape)).reshape(v.shape), flat
+
+
 def _solve(
     method: LinearSolver[Any],
     problem: Problem,
@@ -143,10 +178,10 @@ def _solve(
     tape: Tape | None = None,
 ) -> Adjoined:
     """The answer; with its gradients where the last product with a `tape` gave them."""
-    matvec, flat = _flat_system(linear.vjp if transpose else linear.jvp, problem, rhs)
-    both = None if tape is None else _flat_system(tape.vjp_both, problem, rhs)[0]
-    solution = method.solve(matvec, flat, check=both)
-    size = _norm(rhs, problem.event_ndim)
+    system = _System.of(method, problem, linear, z, rhs, transpose)
+    both = None if tape is None else system._replace(product=tape.vjp_both).flat(problem)[0]
+    solution = method.solve(*system.flat(problem), check=both)
+    size = _norm(system.rhs, problem.event_ndim)
     tolerance = method.atol + method.rtol * size
     answer = Adjoined(
         solution.value.reshape(rhs.shape),
@@ -158,25 +193,18 @@ def _solve(
         tape.gradients if tape is not None and solution.checked else (),
     )
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
-        answer = _finish_with_minres(method, problem, linear, z, rhs, answer)
+        answer = _finish_with_minres(method, problem, z, rhs, transpose, system, answer)
     stalled = answer.status == Status.STALLED
-    if host_may_look(stalled) and not bool(stalled.any()):
-        # There is nothing to forgive.
-        return answer
-    found = _norm(answer.value, problem.event_ndim)
-    status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, found, size)
-    return answer._replace(status=status, tolerance=tolerance)
-
-
-def _flat_system(product: LinearMap, problem: Problem, rhs: Tensor) -> tuple[LinearMap, Tensor]:
-    """The map v -> v - J v on (*lead, n), and the right-hand side in that shape."""
-    lead = rhs.shape[: rhs.ndim - problem.event_ndim]
-    flat = rhs.reshape(*lead, rhs.shape[len(lead) :].numel())
-    return lambda v: v - product(v.reshape(rhs.shape)).reshape(v.shape), flat
+    if not (host_may_look(stalled) and not bool(stalled.any())):
+        # There is something to forgive.
+        found = _norm(answer.value, problem.event_ndim)
+        status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, found, size)
+        answer = answer._replace(status=status, tolerance=tolerance)
+    return answer._replace(value=system.lift(answer.value))
 
 
 def _finish_with_minres(
-    method: CG, problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, first: Adjoined
+    method: CG, problem: Problem, z: Tensor, rhs: Tensor, transpose: bool, system: _System, first: Adjoined
 ) -> Adjoined:
     """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
     saddle = first.negative_curvature
@@ -186,11 +214,12 @@ def _finish_with_minres(
     if part is None or index is None:
         index, part = None, problem
     else:
-        linear = part.linearize(rows_of(z, index))
+        rows = rows_of(z, index)
+        system = _System.of(again, part, part.linearize(rows), rows, rows_of(rhs, index), transpose)
     chosen = saddle if index is None else saddle.gather(-1, index)
     mask = chosen.reshape((*chosen.shape, *(1,) * problem.event_ndim))
-    given = torch.where(mask, rows_of(rhs, index), 0.0)
-    second = again.solve(*_flat_system(linear.vjp, part, given))
+    system = system._replace(rhs=torch.where(mask, system.rhs, 0.0))
+    second = again.solve(*system.flat(part))
     status = torch.where(second.converged, int(Status.UNSTABLE), second.status.to(torch.int64)).to(torch.int8)
 
     num_steps = rows_of(first.num_steps, index) + second.num_steps
@@ -206,7 +235,7 @@ def _finish_with_minres(
 def _default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
     # Tighter than any forward tolerance in use, and within reach of the precision.
     rtol = 1e-5 if dtype == torch.float32 else 1e-10
-    return CG(rtol=rtol) if problem.symmetric else GMRES(rtol=rtol)
+    return CG(rtol=rtol) if problem.symmetric or problem.has_metric else GMRES(rtol=rtol)
 
 
 def _norm(states: Tensor, event_ndim: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..problem import Problem
+from ..problem import Linearization, Problem
 
 
 class VmappedProblem(Problem):
@@ -23,13 +23,15 @@ class VmappedProblem(Problem):
         self.plain_steps_descend = inner.plain_steps_descend
         self.has_energy = inner.has_energy
         self.steps_rescaled = inner.steps_rescaled
+        self.has_metric = inner.has_metric
 
-    def _vmap(self, method: str, z: Tensor) -> Tensor:
-        def call(z: Tensor, *tensors: Tensor) -> Tensor:
-            result: Tensor = getattr(self._rebuild(*tensors), method)(z)
+    def _vmap(self, method: str, *states: Tensor) -> Tensor:
+        def call(*given: Tensor) -> Tensor:
+            states_of_one, tensors = given[: len(states)], given[len(states) :]
+            result: Tensor = getattr(self._rebuild(*tensors), method)(*states_of_one)
             return result
 
-        return torch.vmap(call, in_dims=(0, *self.in_dims))(z, *self.mapped_tensors)
+        return torch.vmap(call, in_dims=(*(0 for _ in states), *self.in_dims))(*states, *self.mapped_tensors)
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
         return self._vmap("fixed_point_map", z)
@@ -39,3 +41,19 @@ class VmappedProblem(Problem):
 
     def energy(self, z: Tensor) -> Tensor:
         return self._vmap("energy", z)
+
+    def divergence(self, z: Tensor, mapped: Tensor) -> Tensor:
+        return self._vmap("divergence", z, mapped)
+
+    def metric_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return self._vmap("metric_product", z, v)
+
+    def metric_root_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return self._vmap("metric_root_product", z, v)
+
+    def outer_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return self._vmap("outer_product", z, v)
+
+    def linearize(self, z: Tensor) -> Linearization:
+        linear = super().linearize(z)
+        return linear._replace(outer=lambda v: self.outer_product(z, v)) if self.has_metric else linear

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look
 from ..problem import Problem
-from ._rows import rows_where
+from ._rows import flat, rows_where, unflat
 from .iterate import Iteration, Solver, Update
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
@@ -35,12 +35,17 @@ class Proposal(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The last accepted point, the step tried from it (if it may be tried again), and what the method remembers."""
+    """The last accepted point, the step tried from it (if it may be tried again), and what the method remembers.
+
+    force: -grad E there, and promise: by how much the plain step would lower E, where that is not r and |r|^2/2.
+    """
 
     z: Tensor
     r: Tensor
     residual: Tensor
     energy: Tensor | None
+    force: Tensor | None
+    promise: Tensor | None
     direction: Tensor | None
     length: Tensor
     accelerated: Tensor
@@ -53,13 +58,13 @@ class Safeguarded(Solver):
 
     Not for use as it is: use `Anderson()`, `Broyden()` or `NewtonKrylov()`, or write one by defining `propose`.
 
-    The guard decides what is kept. "energy": E must fall by |r|^2/4 (for a shortened step in proportion); where E
-    cannot resolve that in the given precision, by the trapezoid rule on its gradient. "residual": |r| must fall.
-    "none": every finite state is kept. "auto" is "energy" for energies and "residual" for other maps. A rejected step
-    is replaced by the plain one, f(z), and the history of that problem starts anew; a plain step that is not certain
-    to descend (`problem.plain_steps_descend`) is tested too, and halved until it does. Where E curves downwards along
-    the last step, the next one is four plain steps long. Where plain steps are certain to descend, the last of
-    a budget is one.
+    The guard decides what is kept. "energy": E must fall by |r|^2/4, with a metric by half of `problem.divergence` (for
+    a shortened step in proportion); where E cannot resolve that in the given precision, by the trapezoid rule on its
+    gradient. "residual": |r| must fall. "none": every finite state is kept. "auto" is "energy" for energies and
+    "residual" for other maps. A rejected step is replaced by the plain one, f(z), and the history of that problem
+    starts anew; a plain step that is not certain to descend (`problem.plain_steps_descend`) is tested too, and halved
+    until it does. Where E curves downwards along the last step, the next one is four plain steps long. Where plain
+    steps are certain to descend, the last of a budget is one.
 
     Examples:
         >>> import torch
@@ -107,7 +112,12 @@ class Safeguarded(Solver):
 
     def _stretches(self, problem: Problem) -> bool:
         """Whether steps are stretched where E curves downwards."""
-        return self._guard(problem) == "energy" and problem.symmetric and not self.backtracks
+        has_curvature = problem.symmetric or problem.has_metric
+        return self._guard(problem) == "energy" and has_curvature and not self.backtracks
+
+    def _weighs(self, problem: Problem) -> bool:
+        """Whether steps are compared in the metric of the problem."""
+        return problem.has_metric and self._guard(problem) == "energy"
 
     def plain_start(self, problem: Problem) -> int:
         """Number of first steps that are plain and that the method does not learn from."""
@@ -143,7 +153,8 @@ class Safeguarded(Solver):
         energy = unknown if self._guard(problem) == "energy" else None
         plain = torch.zeros_like(unknown, dtype=torch.bool)
         direction = z if self._keeps_step(problem) else None
-        return Memory(z, z, unknown, energy, direction, unknown, plain, self.init_history(z))
+        force, promise = (z, unknown) if self._weighs(problem) else (None, None)
+        return Memory(z, z, unknown, energy, force, promise, direction, unknown, plain, self.init_history(z))
 
     def accept(self, problem: Problem, state: Memory, point: Iteration) -> Tensor | None:
         if point.step <= self._warm_up(problem):
@@ -167,13 +178,20 @@ class Safeguarded(Solver):
         assert point.energy is not None
         assert state.energy is not None
         assert state.direction is not None
-        square = state.residual.square()
-        slope = (state.r * state.direction).sum(-1)
-        required = DESCENT * state.length * torch.where(state.accelerated & (not self.backtracks), square, slope)
+        before, now, accelerated = state.r, point.r, state.accelerated & (not self.backtracks)
+        if state.force is None or state.promise is None:
+            slope = (state.r * state.direction).sum(-1)
+            required = DESCENT * state.length * torch.where(accelerated, state.residual.square(), slope)
+        else:
+            before, now = state.force, _weighed(problem, point, point.r)
+            slope = (before * state.direction).sum(-1)
+            # A plain step of a metric that grows along it may be promised more than any part of it can hold.
+            plain = slope if self.backtracks else torch.minimum(2 * state.promise, slope)
+            required = DESCENT * state.length * torch.where(accelerated, 2 * state.promise, plain)
         rounding = torch.finfo(point.z.dtype).eps * torch.maximum(point.energy.abs(), state.energy.abs())
         measured = state.energy - point.energy
-        # -grad E = r, so this is the fall of E along the step up to third order, free of cancellation.
-        trapezoid = state.length * ((state.r + point.r) * state.direction).sum(-1) / 2
+        # By -grad E, which is r without a metric: the fall of E along the step to third order, free of cancellation.
+        trapezoid = state.length * ((before + now) * state.direction).sum(-1) / 2
         if problem.steps_rescaled:
             # What r promises is in other units than E, of which only the sign of the change counts.
             resolved = measured.abs() > ENERGY_SLACK * rounding
@@ -181,10 +199,15 @@ class Safeguarded(Solver):
         resolved = required > ENERGY_SLACK * rounding
         return torch.where(resolved, measured >= required - rounding, trapezoid >= required)
 
-    def _tested(self, problem: Problem, proposal: Proposal, point: Iteration, downward: Tensor) -> Proposal:
+    def _tested(
+        self, problem: Problem, proposal: Proposal, point: Iteration, force: Tensor | None, downward: Tensor
+    ) -> Proposal:
         """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
         s, usable, num_evals = proposal
-        if self._guard(problem) != "none" and problem.symmetric:
+        if force is not None:
+            s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
+            usable = usable & ((force * s).sum(-1) >= self.slope * (force * point.r).sum(-1))
+        elif self._guard(problem) != "none" and problem.symmetric:
             s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
             usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
         if problem.plain_steps_descend and not self.backtracks and point.step + 1 == self.max_steps:
@@ -204,21 +227,29 @@ class Safeguarded(Solver):
             history, downward = state.history, torch.zeros_like(accepted)
         else:
             history, downward = self._learnt(problem, state, point, accepted)
+        force, promise = state.force, state.promise
+        if force is not None and promise is not None:
+            force = rows_where(accepted, _weighed(problem, point, point.r), force)
+            promise = torch.where(accepted, _promised(problem, point), promise)
         # Mostly all are accepted: one look in place of one for each of these.
         whole = host_may_look(accepted) and bool(accepted.all())
         if whole:
-            base = state._replace(z=point.z, r=point.r, residual=point.residual, history=history)
+            base = state._replace(
+                z=point.z, r=point.r, residual=point.residual, force=force, promise=promise, history=history
+            )
         else:
             base = state._replace(
                 z=rows_where(accepted, point.z, state.z),
                 r=rows_where(accepted, point.r, state.r),
                 residual=torch.where(accepted, point.residual, state.residual),
+                force=force,
+                promise=promise,
                 history=history,
             )
             point = point._replace(z=base.z, r=base.r, residual=base.residual)
         if point.energy is not None and state.energy is not None:
             base = base._replace(energy=torch.where(accepted, point.energy, state.energy))
-        proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, downward)
+        proposal = self._tested(problem, self.propose(problem, history, point, accepted), point, force, downward)
         memory, stalled = self._after(problem, state, base, proposal, accepted)
         if memory.direction is None:
             direction = proposal.direction if whole else rows_where(accepted, proposal.direction, base.r)
@@ -239,7 +270,8 @@ class Safeguarded(Solver):
             history = _held(moved, history, state.history)
         if not self._stretches(problem):
             return history, accepted
-        return history, accepted & moved & ((dz * dr).sum(-1) >= 0)
+        change = _weighed(problem, point, dr) if state.force is not None else dr
+        return history, accepted & moved & ((dz * change).sum(-1) >= 0)
 
     def _after(
         self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor
@@ -258,6 +290,16 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
+
+
+def _weighed(problem: Problem, point: Iteration, v: Tensor) -> Tensor:
+    """M v in the metric M of the problem at a point, for v (*lead, n)."""
+    event = point.event_shape
+    return flat(problem.metric_product(unflat(point.z, event), unflat(v, event)), event)
+
+
+def _promised(problem: Problem, point: Iteration) -> Tensor:
+    return problem.divergence(unflat(point.z, point.event_shape), unflat(point.mapped, point.event_shape))
 
 
 def _ahead(z: Tensor, length: Tensor, direction: Tensor) -> Tensor:
