@@ -265,9 +265,10 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
 
     Not for sharp attention, where no bound below 1 is known: use `spectral_radius` for an estimate.
 
-    For the anchored log-sum-exp energy L = (1 - anchor) beta diam(K)^2/4. Where L >= 1 or none is known the bound is
-    inf: the spectral radius at one point would certify nothing. The residual r is evaluated anew in float64, as the one
-    that the solver saw has the rounding of its precision, and e bounds what rounding is left.
+    For the anchored log-sum-exp energy L = (1 - anchor) beta diam(K)^2/4; that of `LegendreEnergy` holds where f leads
+    to, and |f(z) - z| is added to the bound on |f(z) - z*|. Where L >= 1 or none is known the bound is inf: the
+    spectral radius at one point would certify nothing. The residual r is evaluated anew in float64, as the one that the
+    solver saw has the rounding of its precision, and e bounds what rounding is left.
 
     Examples:
         >>> import torch
@@ -287,14 +288,21 @@ def certified_error(problem: Problem, solution: Solution) -> Float[Tensor, "*lea
         z = in_double(solution.value)
         f, lipschitz = _mapped(problem, z), problem.lipschitz()
         assert lipschitz is not None
+        event = tuple(range(-problem.event_ndim, 0))
+        apart = torch.zeros(z.shape[: z.ndim - problem.event_ndim], dtype=z.dtype, device=z.device)
+        if problem.has_metric:
+            # Its constant holds where f leads to, so that z is judged by f(z).
+            apart, z, f = torch.linalg.vector_norm(f - z, dim=event), f, _mapped(problem, f)
         # A bound on the rounding error of a sum of the longest axis, in units of its terms.
         tensors = [t for t in problem.tensors() if t.is_floating_point()]
         unit = 4 * (z.shape[-1] + max(max(t.shape, default=1) for t in tensors)) * torch.finfo(z.dtype).eps
-        largest = sum(t.masked_fill(~t.isfinite(), 0.0).abs().max() for t in tensors if t.numel()) * z.shape[-1] ** 0.5
-        bound = (lipschitz * (1 + unit))[..., None].expand(z.shape[:-1])
-        size = torch.linalg.vector_norm(z, dim=-1) + torch.linalg.vector_norm(f, dim=-1) + largest
-        error = torch.linalg.vector_norm(f - z, dim=-1) + unit * (1 + 4 * bound) * size
-        error = torch.where(bound < 1, error / (1 - bound).clamp(min=torch.finfo(z.dtype).tiny), torch.inf)
+        largest = sum(t.masked_fill(~t.isfinite(), 0.0).abs().max() for t in tensors if t.numel())
+        bound = (lipschitz * (1 + unit))[(...,) + (None,) * (2 - problem.event_ndim)].expand(apart.shape)
+        ends = sum(torch.linalg.vector_norm(t, dim=event) for t in (z, f))
+        size = ends + largest * z[(0,) * apart.ndim].numel() ** 0.5
+        error = torch.linalg.vector_norm(f - z, dim=event) + unit * (1 + 4 * bound) * (size + apart)
+        error = apart + error / (1 - bound).clamp(min=torch.finfo(z.dtype).tiny)
+        error = torch.where(bound < 1, error, torch.inf)
     return (error * (1 + 2 * torch.finfo(nothing.dtype).eps)).to(nothing)
 
 

@@ -103,7 +103,7 @@ class Problem(Declared, general=True):
     #: Whether there is an energy whose negative gradient is f(z) - z.
     has_energy: bool = False
     #: Whether that holds in a metric: grad E(z) = M(z) (z - f(z)) with M(z) symmetric and >= 0, and df/dz = H M with a
-    #: symmetric H. Then `divergence`, `metric_product` and `metric_root_product` are defined, and `Linearization.outer`.
+    #: symmetric H. Such a problem defines `divergence`, the products with M, M^(1/2) and H, and `Linearization.outer`.
     has_metric: bool = False
     #: Whether it is that only after multiplication by a number > 0 that depends on z (mean shift, steps on a sphere):
     #: E then tells whether a step descends, but not how far it should.
@@ -193,7 +193,10 @@ class Problem(Declared, general=True):
         return None
 
     def lipschitz(self) -> Tensor | None:
-        """A Lipschitz constant of f over all states, per batch entry (*lead[:-1]), or None if none is known."""
+        """A Lipschitz constant of f, per batch entry (*batch) of states (*batch, N, D), or None if none is known.
+
+        Over all states, with a metric over a convex set that holds f(z) for every z.
+        """
         return None
 
     def falls(self) -> Tensor | None:

@@ -144,7 +144,7 @@ class _System(NamedTuple):
     def of(
         cls, method: LinearSolver[Any], problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, transpose: bool
     ) -> _System:
-        """The system of a method: for one that needs symmetry, where J = H M with a metric M, that of M^(1/2) H M^(1/2).
+        """The system for a method; where J = H M with a metric M, and the method needs symmetry, a symmetric one.
 
         (I - M H) u = c is u = c + M^(1/2) y with (I - M^(1/2) H M^(1/2)) y = M^(1/2) H c, and (I - H M) x = c is
         x = c + H M^(1/2) y with the right-hand side M^(1/2) c.

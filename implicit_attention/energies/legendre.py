@@ -7,12 +7,15 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import _validate
+from .._declared import restricted
 from ..potentials import Potential
 from ..potentials.layer_norm import LayerNormPotential
 from ..problem import Evaluation, Linearization, Problem, pullback
 from .anchored import Fielded
+from .base import Energy
 
 
 class _Activated(Problem, general=True):
@@ -142,6 +145,36 @@ class LegendreEnergy(_Activated, Fielded):
     def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Grad E(x) = M (x - f(x))."""
         return self.metric_product(z, z - self.fixed_point_map(z))
+
+    #: Hess E(x) v, each problem with its own Hessian.
+    hessian_product = Energy.hessian_product
+
+    def lipschitz(self) -> Tensor | None:
+        """gamma |Hess Phi|/min s, (*batch), over the states that f leads to, where it is below 1, else infinite.
+
+        None where Phi knows no bound of its Hessian. f(x) lies within |Hess Phi| gamma sqrt(D) (of a sample of N tokens
+        together sqrt(D N)) of b + mean(delta), which bounds s from below where the field b is long enough.
+        """
+        bound, norm = self.potential.lipschitz(), self.lagrangian
+        if bound is None:
+            return None
+        delta = torch.zeros_like(self.field) if norm.delta is None else norm.delta.expand(self.field.shape)
+        centre = self.field + self.potential.mean(delta)
+        length = torch.linalg.vector_norm(centre - centre.mean(-1, keepdim=True), dim=-1)
+        width, count = self.field.shape[-1], 1 if self.event_ndim == 1 else self.field.shape[-2]
+        steep = bound[..., None] * (norm.gain if isinstance(norm.gain, float) else norm.gain.squeeze(-1))
+        # A little further, for the rounding of states that are computed.
+        shortest = (length - (1 + 1e-6) * steep * (width * count) ** 0.5).relu()
+        found = (steep / (shortest.square() / width + norm.eps).sqrt()).amax(-1)
+        return torch.where(found < 1, found, torch.inf)
+
+    def select(self, index: Tensor) -> Self | None:
+        potential = self.potential.select(index)
+        if potential is None or self.event_ndim != 1 or not self._has_only(*self._held):
+            return None
+        clone = restricted(self, index, field=1)
+        clone.potential = potential
+        return clone
 
     def linearize(self, z: Tensor) -> Linearization:
         norm = self.lagrangian.linearize(z)

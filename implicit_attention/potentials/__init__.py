@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .hidden_units import HiddenUnits
     from .kernel import KernelPotential
     from .kernel_features import EluFeatures, PositiveFeatures, ReluFeatures
-    from .layer_norm import LayerNormPotential
     from .laws import (
         BernoulliUnits,
         ConstantUnits,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         GaussianUnits,
         PoissonUnits,
     )
+    from .layer_norm import LayerNormPotential
     from .mixture import as_distribution
     from .normalised_scores import NormalisedScores
     from .softcap import SoftcapLogSumExp

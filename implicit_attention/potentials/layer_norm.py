@@ -69,13 +69,13 @@ class LayerNormPotential(Potential):
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """L(x), (*batch, N, D) -> (*batch, N)."""
         _, s = self._centred(z)
-        value = (z.shape[-1] * self._gain * s).squeeze(-1)
+        value = (z.shape[-1] * self.gain * s).squeeze(-1)
         return value if self.delta is None else value + z @ self.delta
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """The normalised token, gamma (x - mean x)/s + delta."""
         centred, s = self._centred(z)
-        mean = centred * (self._gain / s)
+        mean = centred * (self.gain / s)
         return mean if self.delta is None else mean + self.delta
 
     def covariance_product(
@@ -94,7 +94,7 @@ class LayerNormPotential(Potential):
         product, (centred, s) = self._products(z)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            gradients = []
+            gradients: list[Tensor | None] = []
             if isinstance(self.gamma, Tensor):
                 gradients.append(sum_to_shape((u * centred / s).sum((-1, -2)), self.gamma.shape))
             if self.delta is not None:
@@ -110,7 +110,7 @@ class LayerNormPotential(Potential):
         infinite elsewhere.
         """
         shifted = g if self.delta is None else g - self.delta
-        size, gain = shifted.abs().amax(-1, keepdim=True), self._gain
+        size, gain = shifted.abs().amax(-1, keepdim=True), self.gain
         rest = 1 - shifted.square().mean(-1, keepdim=True) / (gain * gain)
         slack = 8 * torch.finfo(g.dtype).eps
         inside = (shifted.mean(-1, keepdim=True).abs() <= slack * size) & (rest >= -slack)
@@ -122,24 +122,22 @@ class LayerNormPotential(Potential):
     def conjugate_at(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """L*(mean(x)) = <mean(x), x> - L(x) = -D gamma eps/s, without the cancellation of the two, (*batch, N)."""
         _, s = self._centred(z)
-        return (-(z.shape[-1] * self.eps) * self._gain / s).squeeze(-1)
+        return (-(z.shape[-1] * self.eps) * self.gain / s).squeeze(-1)
 
-    def divergence(
-        self, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N"]:
+    def divergence(self, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """D_L(a, b) = L(a) - L(b) - <mean(b), a - b> >= 0, (*batch, N), precise for a near b too."""
-        # With u = (x - mean x, sqrt(D eps)), of length sqrt(D) s, this is gamma sqrt(D) |u_a| |u_a/|u_a| - u_b/|u_b||^2/2.
+        # With u = (x - mean x, sqrt(D eps)), of length sqrt(D) s, and its direction d, it is gamma D s_a |d_a - d_b|^2/2.
         (centred, s), (_, s_a) = self._centred(b), self._centred(a)
         change = (a - b) - (a - b).mean(-1, keepdim=True)
         longer = (change * (2 * centred + change)).mean(-1, keepdim=True) / ((s_a + s) * s)
         turned = (change - longer * centred).square().sum(-1, keepdim=True)
         turned = turned + (a.shape[-1] * self.eps) * longer.square()
-        return (self._gain * turned / (2 * s_a)).squeeze(-1)
+        return (self.gain * turned / (2 * s_a)).squeeze(-1)
 
     # Parts.
 
     @property
-    def _gain(self) -> float | Tensor:
+    def gain(self) -> float | Tensor:
         """Gamma, shaped to multiply states."""
         if not isinstance(self.gamma, Tensor):
             return self.gamma
@@ -155,7 +153,7 @@ class LayerNormPotential(Potential):
         centred, s = self._centred(z)
         direction = centred / (z.shape[-1] ** 0.5 * s)
         # |direction|^2 = 1 - eps/s^2, so that the eigenvalue gamma eps/s^3 along it is gamma/s times what is left of 1.
-        across = self._gain / s
+        across = self.gain / s
         if root:
             # 1 - (1 - sqrt(eps)/s) |direction|^2/|direction|^2, written without dividing by a direction of 0.
             across, along = across**0.5, s / (s + self.eps**0.5)
@@ -164,6 +162,7 @@ class LayerNormPotential(Potential):
 
         def product(v: Tensor) -> Tensor:
             centred_v = v - v.mean(-1, keepdim=True)
-            return across * (centred_v - along * direction * (direction * centred_v).sum(-1, keepdim=True))
+            projected: Tensor = across * (centred_v - along * direction * (direction * centred_v).sum(-1, keepdim=True))
+            return projected
 
         return product, (centred, s)

@@ -37,7 +37,7 @@ class TokenMemory(Composite):
         torch.Size([2])
     """
 
-    event_ndim = 2  # type: ignore[assignment]
+    event_ndim = 2
     declares_all = True
 
     def __init__(self, potential: Potential) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from implicit_attention import (
-    Anderson,
     AnchoredEnergy,
+    Anderson,
     Broyden,
     EnergyFunction,
     FixedPointMap,
@@ -52,7 +52,10 @@ def problems() -> dict[str, tuple[Problem, torch.Tensor]]:
         "memory": (AnchoredEnergy(LogSumExp(clusters.requires_grad_(), 2.0), query, anchor=0.05), query),
         "tokens": (SelfAttentionEnergy(tokens.requires_grad_(), beta=1.0, anchor=0.4, weight=0.5), tokens.detach()),
         "map": (FixedPointMap(lambda z, w: torch.tanh(z @ w + 0.5), mixing.requires_grad_(), event_ndim=1), query),
-        "wells": (EnergyFunction(lambda z, a: ((z * z - 1).square() + a * z).sum(-1), wells.requires_grad_(), event_ndim=1), 0.3 * wells.detach()),
+        "wells": (
+            EnergyFunction(lambda z, a: ((z * z - 1).square() + a * z).sum(-1), wells.requires_grad_(), event_ndim=1),
+            0.3 * wells.detach(),
+        ),
     }
 
 

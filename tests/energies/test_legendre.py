@@ -1,0 +1,394 @@
+"""The equilibrium Energy Transformer: an energy whose residual is a gradient in the metric of a layer norm."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from implicit_attention import Anderson, Implicit, LogSumExp, Picard, Status, Unrolled, solve
+from implicit_attention.diagnostics import certified_error, diagnose, smallest_curvature, spectral_radius
+from implicit_attention.energies import LegendreEnergy, PublishedDynamics
+from implicit_attention.linear import CG, GMRES, MINRES
+from implicit_attention.potentials import LayerNormPotential, Polynomial, Potential, TokenAttention, TokenMemory
+from implicit_attention.problem import pullback
+from implicit_attention.solvers import Broyden, GradientDescent, NewtonKrylov
+from implicit_attention.testing.energy import EnergyContract
+from implicit_attention.testing.numerics import dense_jacobian, random
+
+F64 = torch.float64
+
+
+def given(
+    *, exclude_self: bool = False, mask: torch.Tensor | None = None
+) -> tuple[LayerNormPotential, Potential, torch.Tensor]:
+    """The inputs of the numbers below: 3 tokens of width 4, two heads, five memories."""
+
+    def made(f: Callable[..., float], *shape: int) -> torch.Tensor:
+        return torch.tensor([f(*index) for index in itertools.product(*map(range, shape))], dtype=F64).reshape(shape)
+
+    x = made(lambda n, i: math.sin(1 + 4 * n + i), 3, 4)
+    w_query = made(lambda h, y, i: math.cos(1 + 7 * h + 3 * y + i) / 2, 2, 2, 4)
+    w_key = made(lambda h, y, i: math.sin(2 + 5 * h + 2 * y + i) / 2, 2, 2, 4)
+    xi = made(lambda m, i: math.cos(3 + 2 * m + 5 * i) / 2, 5, 4)
+    norm = LayerNormPotential(torch.tensor(1.3, dtype=F64), made(lambda i: i / 10, 4))
+    beta = torch.tensor([0.7, 1.1], dtype=F64)
+    attention = TokenAttention(w_query, w_key, beta, mask=mask, exclude_self=exclude_self)
+    return norm, attention + TokenMemory(Polynomial(xi, 1.0)), x
+
+
+LOSS_WEIGHT = torch.tensor([[math.cos(1 + 4 * n + i) for i in range(4)] for n in range(3)], dtype=F64)
+TIGHT = Anderson(rtol=1e-13, atol=1e-13, max_steps=500)
+
+
+class Contract(EnergyContract):
+    def norm(self) -> LayerNormPotential:
+        return LayerNormPotential(torch.tensor(1.3, dtype=F64), 0.1 * random(5, seed=3), eps=1e-2)
+
+
+class TestMemoryAlone(Contract):
+    def make(self) -> LegendreEnergy:
+        return LegendreEnergy(self.norm(), Polynomial(0.5 * random(7, 5, seed=4), 0.8), random(2, 3, 5, seed=5))
+
+
+class TestSoftmaxMemory(Contract):
+    def make(self) -> LegendreEnergy:
+        norm = LayerNormPotential(torch.tensor([0.8, 1.5], dtype=F64), eps=1e-3)
+        return LegendreEnergy(norm, LogSumExp(random(2, 7, 5, seed=4), 1.5), 5 * random(2, 3, 5, seed=5))
+
+
+class TestTokens(Contract):
+    def make(self) -> LegendreEnergy:
+        w_query, w_key = 0.6 * random(2, 3, 5, seed=6), 0.6 * random(2, 3, 5, seed=7)
+        attention = TokenAttention(w_query, w_key, torch.tensor([0.5, 0.9], dtype=F64), exclude_self=True)
+        memory = TokenMemory(Polynomial(0.5 * random(7, 5, seed=4), 1.0))
+        return LegendreEnergy(self.norm(), attention + memory, random(2, 3, 5, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("exclude_self", "state", "energy", "loss", "gradient", "radius", "stiffness"),
+    [
+        (
+            False,
+            [3.464161295029, 1.689443478083, -2.021146385217, -3.748743834513],
+            -33.876001545039,
+            -1.082106971735,
+            [0.125225054967, -0.131003617096, -0.110448574241, 0.116227136370],
+            0.344301187712,
+            [2.206024, 3.195555, 1.882353],
+        ),
+        (
+            True,
+            [-2.854332020790, 0.764981109976, 3.690220016027, 2.240236021116],
+            -31.260440285697,
+            0.074674606557,
+            [0.014514188714, -0.032740546905, 0.017681639483, 0.000544718708],
+            0.590986553400,
+            [1.871631, 3.091899, 2.250771],
+        ),
+    ],
+    ids=["self attended", "exclude_self"],
+)
+def test_equilibrium_of_the_ground_truth(exclude_self, state, energy, loss, gradient, radius, stiffness) -> None:
+    norm, phi, x = given(exclude_self=exclude_self)
+    field = x.clone().requires_grad_()
+    problem = LegendreEnergy(norm, phi, field)
+    solution = solve(problem, x, solver=TIGHT, adjoint=Implicit(CG(rtol=1e-12)))
+    close = {"rtol": 0.0, "atol": 1e-9}
+    torch.testing.assert_close(solution.value[0], torch.tensor(state, dtype=F64), **close)
+    assert abs(float(problem.energy(solution.value.detach()).detach()) - energy) < 1e-9
+    value = (LOSS_WEIGHT * problem.activation(solution.value)).sum()
+    assert abs(float(value.detach()) - loss) < 1e-9
+    (found,) = torch.autograd.grad(value, field)
+    torch.testing.assert_close(found[0], torch.tensor(gradient, dtype=F64), **close)
+    # A layer norm forgets the mean of its token.
+    assert float(found.mean(-1).abs().max()) < 1e-14
+    assert abs(float(spectral_radius(problem, solution.value)) - radius) < 1e-9
+    s = (solution.value.detach().var(-1, correction=0) + norm.eps).sqrt() / 1.3
+    torch.testing.assert_close(s, torch.tensor(stiffness, dtype=F64), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("exclude_self", "step", "energies"),
+    [
+        (False, 0.1, {0: -22.322269593677, 1: -22.864408669061, 2: -23.193304843125, 12: -24.135020151085}),
+        (False, 0.5, {1: -23.509249112478, 2: -23.855684788246, 12: -24.460143756890}),
+        (True, 0.1, {0: -11.580532420247, 1: -11.815816369835, 2: -11.968781437212, 12: -12.821166262218}),
+        (True, 0.5, {1: -12.161054464563, 2: -12.410745263217, 12: -14.072014715513}),
+    ],
+)
+def test_published_dynamics_of_the_ground_truth(exclude_self: bool, step: float, energies: dict[int, float]) -> None:
+    norm, phi, x = given(exclude_self=exclude_self)
+    steps = GradientDescent(step_size=step, max_steps=12, rtol=0, atol=0)
+    solution = solve(PublishedDynamics(norm, phi), x, solver=steps, adjoint=Unrolled(), trace=True)
+    for index, energy in energies.items():
+        assert abs(float(solution.trace.energy[index]) - energy) < 1e-9
+    assert int(solution.status) == Status.BUDGET
+
+
+def problem_at_scale(scale: int, seed: int = 0) -> tuple[LegendreEnergy, torch.Tensor]:
+    """The five weight scales at which guards were compared, from the published initial weights up."""
+    sizes = [(32, 4, 16, 0.002, 0.02), (32, 4, 16, 0.02, 0.1), (32, 4, 16, 0.1, 0.06), (32, 4, 16, 0.3, 0.03)]
+    n, h, y, w, xi = [*sizes, (50, 6, 21, 1 / 21, 1.0)][scale]
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=F64)
+
+    attention = TokenAttention(w * drawn(h, y, 64), w * drawn(h, y, 64), y**-0.5)
+    field = drawn(n, 64)
+    return LegendreEnergy(
+        LayerNormPotential(), attention + TokenMemory(Polynomial(xi * drawn(256, 64), 1.0)), field
+    ), field
+
+
+@pytest.mark.parametrize("scale", range(5))
+def test_default_solver_needs_no_more_than_plain_steps_and_ends_in_a_minimum(scale: int) -> None:
+    problem, start = problem_at_scale(scale)
+    plain = solve(problem, start, solver=Picard(rtol=1e-8, max_steps=3000))
+    found = solve(problem, start, solver=Anderson(rtol=1e-8, max_steps=3000))
+    assert int(found.num_evals) <= int(plain.num_evals)
+    residual = torch.linalg.vector_norm(problem.fixed_point_map(found.value) - found.value)
+    assert float(residual) <= 1e-8 * float(torch.linalg.vector_norm(found.value)) * (1 + 1e-6)
+    assert float(smallest_curvature(problem, found.value, steps=200)) > 0
+
+
+@pytest.mark.parametrize("scale", range(5))
+def test_energy_falls_at_every_plain_step(scale: int) -> None:
+    problem, state = problem_at_scale(scale, seed=1)
+    steps = Picard(rtol=0, atol=0, max_steps=1000 if scale else 100)
+    energy = solve(problem, state, solver=steps, adjoint=Unrolled(), on_failure="ignore", trace=True).trace.energy
+    rounding = 1e-14 * float(energy.abs().max()) * 64
+    assert float((energy[1:] - energy[:-1]).max()) <= rounding
+
+
+def test_drop_of_a_plain_step_is_the_sum_of_two_divergences() -> None:
+    norm, phi, x = given()
+    problem = LegendreEnergy(norm, phi, x)
+    state = random(3, 4, seed=8)
+    mapped = problem.fixed_point_map(state)
+    g, after = problem.activation(state), problem.activation(mapped)
+    by_phi = phi.value(after) - phi.value(g) - (phi.mean(g) * (after - g)).sum()
+    drop = problem.energy(state) - problem.energy(mapped)
+    torch.testing.assert_close(drop, problem.divergence(state, mapped) + by_phi, rtol=1e-11, atol=1e-11)
+
+
+def test_energy_is_bounded_below() -> None:
+    """Even where the anchored energy of the same potential falls without end."""
+    memory = Polynomial(3 * random(9, 4, seed=1), 1.0, degree=3)
+    problem = LegendreEnergy(LayerNormPotential(), memory, random(2, 4, seed=2))
+    for size in (1.0, 1e3, 1e6):
+        assert float(problem.energy(size * random(2, 4, seed=3)).min()) > -1e4
+
+
+@pytest.mark.parametrize("method", [None, CG(rtol=1e-12), MINRES(rtol=1e-12), GMRES(rtol=1e-12)], ids=str)
+def test_gradients_of_every_tensor_by_every_linear_solver(method) -> None:
+    """Against a thousand recorded plain steps."""
+    norm, phi, x = given()
+    problem = LegendreEnergy(norm, phi, x)
+    leaves = [t.clone().requires_grad_() for t in problem.tensors()]
+
+    def loss(adjoint, solver) -> tuple[torch.Tensor, ...]:
+        moved = problem.replace(*leaves)
+        value = solve(moved, x, solver=solver, adjoint=adjoint).value
+        return torch.autograd.grad((LOSS_WEIGHT * moved.activation(value)).sum(), leaves)
+
+    expected = loss(Unrolled(), Picard(rtol=0, atol=0, max_steps=200))
+    for found, slow in zip(loss(Implicit(method), TIGHT), expected, strict=True):
+        torch.testing.assert_close(found, slow, rtol=1e-8, atol=1e-9)
+
+
+def small() -> tuple[LegendreEnergy, list[torch.Tensor]]:
+    attention = TokenAttention(
+        0.4 * random(2, 2, 3, seed=1), 0.4 * random(2, 2, 3, seed=2), torch.tensor([0.7, 1.1], dtype=F64)
+    )
+    memory = TokenMemory(LogSumExp(random(4, 3, seed=3), 0.9))
+    norm = LayerNormPotential(torch.tensor(0.8, dtype=F64), 0.2 * random(3, seed=4), eps=1e-2)
+    problem = LegendreEnergy(norm, attention + memory, random(2, 2, 3, seed=5))
+    return problem, [t.clone().requires_grad_() for t in problem.tensors()]
+
+
+@pytest.mark.parametrize("method", [None, GMRES(rtol=1e-12)], ids=str)
+def test_first_and_second_derivatives(method) -> None:
+    problem, leaves = small()
+    start = problem.field.clone()
+
+    def solved(*tensors: torch.Tensor) -> torch.Tensor:
+        moved = problem.replace(*tensors)
+        return moved.activation(solve(moved, start, solver=TIGHT, adjoint=Implicit(method)).value)
+
+    assert torch.autograd.gradcheck(solved, leaves)
+    assert torch.autograd.gradgradcheck(solved, leaves)
+
+
+def test_forward_mode_and_vmap_agree_with_reverse_mode() -> None:
+    problem, leaves = small()
+    start = problem.field.clone()
+    tensors = [t.detach() for t in leaves]
+
+    def of_field(field: torch.Tensor) -> torch.Tensor:
+        return solve(problem.replace(*tensors[:-1], field), start, solver=TIGHT).value
+
+    field, v = tensors[-1], random(2, 2, 3, seed=9)
+    jacobian = torch.func.jacrev(of_field)(field)
+    _, forward = torch.func.jvp(of_field, (field,), (v,))
+    expected = torch.einsum("abcdef,def->abc", jacobian, v)
+    torch.testing.assert_close(forward, expected, rtol=1e-8, atol=1e-9)
+    fields = torch.stack([field, 1.5 * field])
+    looped = torch.stack([of_field(f) for f in fields])
+    torch.testing.assert_close(torch.vmap(of_field)(fields), looped, rtol=1e-9, atol=1e-9)
+    per_sample = torch.vmap(torch.func.grad(lambda f: (of_field(f) * v).sum()))(fields)
+    torch.testing.assert_close(per_sample[0], torch.einsum("abcdef,abc->def", jacobian, v), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("solver", [Broyden(rtol=1e-10), NewtonKrylov(rtol=1e-10), Picard(rtol=1e-10)], ids=str)
+def test_other_solvers_end_at_the_same_minimum(solver) -> None:
+    norm, phi, x = given()
+    problem = LegendreEnergy(norm, phi, x)
+    expected = solve(problem, x, solver=TIGHT).value
+    torch.testing.assert_close(solve(problem, x, solver=solver).value, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_a_saddle_is_found_and_its_gradient_told() -> None:
+    """Between two memories that mirror each other a state that neither pulls is stationary and no minimum."""
+    keys = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0]], dtype=F64)
+    field = torch.tensor([[0.1, 0.1, -0.2]], dtype=F64, requires_grad=True)
+    problem = LegendreEnergy(LayerNormPotential(), LogSumExp(4 * keys, 1.0), field)
+    solution = solve(problem, field.detach(), solver=Picard(rtol=1e-12, atol=1e-12), on_failure="ignore")
+    assert bool(solution.converged.all())
+    assert float(smallest_curvature(problem, solution.value)) < 0
+    assert bool(diagnose(problem, solution).saddle.all())
+    upwards = torch.tensor([[0.3, -0.2, 0.9]], dtype=F64)
+    (gradient,) = torch.autograd.grad((solution.value * upwards).sum(), field)
+    assert solution.adjoint.status.tolist() == [Status.UNSTABLE]
+    # Exact all the same, by MINRES.
+    jacobian = dense_jacobian(problem, solution.value.detach())[0]
+    expected = torch.linalg.solve(torch.eye(3, dtype=F64) - jacobian.mT, upwards[0])
+    torch.testing.assert_close(gradient[0], expected, rtol=1e-8, atol=1e-9)
+
+
+def test_curvature_in_the_metric_is_that_of_the_symmetric_matrix() -> None:
+    norm, phi, x = given()
+    problem = LegendreEnergy(norm, phi, x)
+    state = random(3, 4, seed=8)
+    eigenvalues = torch.linalg.eigvals(dense_jacobian(problem, state))
+    assert float(eigenvalues.imag.abs().max()) < 1e-10
+    assert abs(float(smallest_curvature(problem, state)) - float((1 - eigenvalues.real).min())) < 1e-9
+
+
+@pytest.mark.parametrize("event_ndim", [1, 2])
+def test_lipschitz_bound_holds_where_the_map_leads_to(event_ndim: int) -> None:
+    memory = LogSumExp(0.5 * random(6, 5, seed=1), 1.0)
+    phi = memory if event_ndim == 1 else TokenMemory(memory)
+    norm = LayerNormPotential(1.3, 0.2 * random(5, seed=2))
+    problem = LegendreEnergy(norm, phi, 40 * random(2, 3, 5, seed=3))
+    bound = problem.lipschitz()
+    assert bound.shape == (2,)
+    assert bool((bound < 1).all())
+    for seed in range(20):
+        a, b = (problem.fixed_point_map(10 ** (seed % 5 - 2) * random(2, 3, 5, seed=s)) for s in (seed, seed + 50))
+        apart = (problem.fixed_point_map(a) - problem.fixed_point_map(b)).norm(dim=-1) / (a - b).norm(dim=-1)
+        assert bool((apart <= bound[:, None]).all())
+    assert torch.isinf(problem.replace(*problem.tensors()[:-1], 0.1 * problem.field).lipschitz()).all()
+    rough = solve(problem, problem.field, solver=Picard(rtol=1e-3))
+    exact = solve(problem, problem.field, solver=TIGHT).value
+    axes = (-1,) if event_ndim == 1 else (-2, -1)
+    distance = torch.linalg.vector_norm(rough.value - exact, dim=axes)
+    certified = certified_error(problem, rough)
+    assert certified.shape == distance.shape
+    assert bool((distance <= certified).all())
+    assert bool((certified < 1).all())
+
+
+def test_no_lipschitz_bound_with_attention() -> None:
+    norm, phi, x = given()
+    assert LegendreEnergy(norm, phi, x).lipschitz() is None
+
+
+def test_rows_that_have_converged_leave_the_work() -> None:
+    """Of a potential of single rows every token is a problem of its own."""
+    memory = LogSumExp(random(6, 5, seed=1), 1.0)
+    problem = LegendreEnergy(LayerNormPotential(), memory, random(2, 40, 5, seed=3))
+    index = torch.tensor([[3, 7], [1, 1]])
+    rows = index[..., None].expand(2, 2, 5)
+    expected = problem.fixed_point_map(problem.field).gather(1, rows)
+    torch.testing.assert_close(problem.select(index).fixed_point_map(problem.field.gather(1, rows)), expected)
+    alone = solve(problem.select(index), problem.field.gather(1, rows), solver=TIGHT).value
+    together = solve(problem, problem.field, solver=TIGHT).value.gather(1, rows)
+    torch.testing.assert_close(alone, together, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", [None, Picard()], ids=str)
+def test_a_nan_stays_in_its_sample(solver) -> None:
+    problem, _ = small()
+    field = problem.field.clone()
+    clean = solve(problem, field, solver=solver)
+    field[0, 1, 2] = torch.nan
+    broken = problem.replace(*problem.tensors()[:-1], field)
+    solution = solve(broken, field, solver=solver, on_failure="ignore")
+    assert solution.status.tolist() == [Status.NONFINITE, Status.CONVERGED]
+    assert torch.equal(solution.value[1], clean.value[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_is_solved_in_single(dtype: torch.dtype) -> None:
+    problem, _ = small()
+    low = problem.replace(*(t.to(dtype) for t in problem.tensors()))
+    value = solve(low, low.field).value
+    assert value.dtype == torch.float32
+    wide = problem.replace(*(t.to(dtype).to(F64) for t in problem.tensors()))
+    torch.testing.assert_close(value, solve(wide, wide.field, solver=TIGHT).value.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_layouts_of_field_and_start() -> None:
+    problem, _ = small()
+    tensors, start = problem.tensors(), problem.field
+    expected = solve(problem, start, solver=TIGHT).value
+    transposed = start.mT.contiguous().mT
+    strided = torch.stack([start, start], -1)[..., 0]
+    for field in (transposed, strided):
+        for begin in (transposed, strided, start):
+            value = solve(problem.replace(*tensors[:-1], field), begin, solver=TIGHT).value
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_pullbacks_equal_autograd() -> None:
+    problem, _ = small()
+    u = random(2, 2, 3, seed=8)
+    for fast, slow in zip(problem.linearize(u).vjp_tensors(u), pullback(problem, u, u), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+
+
+def test_published_dynamics_take_a_fixed_budget_alone() -> None:
+    norm, phi, x = given()
+    with pytest.raises(ValueError, match=r"`solver` must make a fixed number of steps.*LegendreEnergy"):
+        solve(PublishedDynamics(norm, phi), x)
+    fixed = GradientDescent(max_steps=3, rtol=0, atol=0)
+    learned = PublishedDynamics(LayerNormPotential(torch.tensor(1.3, dtype=F64, requires_grad=True)), phi)
+    with pytest.raises(ValueError, match="`adjoint` must not be Implicit"):
+        solve(learned, x, solver=fixed, adjoint=Implicit())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda norm, phi, x: LegendreEnergy(norm, phi, x[0]), ValueError, "`field` must have at least 2"),
+        (lambda norm, phi, x: LegendreEnergy(phi, phi, x), TypeError, "`lagrangian` must be a LayerNormPotential"),
+        (lambda norm, phi, x: LegendreEnergy(norm, 3, x), TypeError, "`potential` must be a Potential"),
+        (lambda norm, phi, x: LegendreEnergy(norm, phi, x[:, :3]), ValueError, "on its last axis"),
+        (lambda norm, phi, x: LegendreEnergy(norm, phi, x.float()), (TypeError, ValueError), "dtype"),
+        (lambda norm, phi, x: LayerNormPotential(0.0), ValueError, "`gamma` must be > 0"),
+        (lambda norm, phi, x: LayerNormPotential(torch.tensor(-1.0)), ValueError, "softplus"),
+        (lambda norm, phi, x: LayerNormPotential(eps=0.0), ValueError, "`eps` must be > 0"),
+    ],
+)
+def test_bad_input_is_found_at_the_door(make, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(*given())
+
+
+def test_a_start_of_another_shape_is_refused() -> None:
+    norm, phi, x = given()
+    with pytest.raises(ValueError, match="`initial` must have the field's shape"):
+        solve(LegendreEnergy(norm, phi, x), x[:2])
