@@ -25,6 +25,8 @@ from ._rows import Best, Rows, flat, rows_where, unflat
 class Iteration(NamedTuple):
     """One evaluated candidate per problem: z, f(z) and r = f(z) - z are (*lead, n), the rest (*lead).
 
+    force: -grad E (*lead, n), where energies are read and the problem has a metric; elsewhere it is r.
+
     Not for the course of a solve: ask for `solve(..., trace=True)`.
 
     Examples:
@@ -44,6 +46,7 @@ class Iteration(NamedTuple):
     energy: Tensor | None
     step: int
     event_shape: torch.Size
+    force: Tensor | None = None
 
 
 class Outcome(NamedTuple):
@@ -310,7 +313,10 @@ def _evaluate(
     r = mapped - z
     residual = torch.linalg.vector_norm(r, dim=-1)
     tolerance = solver.atol + solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
-    return Iteration(z, mapped, r, residual, value, index, event), tolerance
+    force = None
+    if energy and problem.has_metric:
+        force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)
+    return Iteration(z, mapped, r, residual, value, index, event, force), tolerance
 
 
 def _floor(falls: Tensor, point: Iteration) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look
 from ..problem import Problem
-from ._rows import flat, rows_where, unflat
+from ._rows import rows_where, unflat
 from .iterate import Iteration, Solver, Update
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
@@ -183,7 +183,8 @@ class Safeguarded(Solver):
             slope = (state.r * state.direction).sum(-1)
             required = DESCENT * state.length * torch.where(accelerated, state.residual.square(), slope)
         else:
-            before, now = state.force, _weighed(problem, point, point.r)
+            assert point.force is not None
+            before, now = state.force, point.force
             slope = (before * state.direction).sum(-1)
             # A plain step of a metric that grows along it may be promised more than any part of it can hold.
             plain = slope if self.backtracks else torch.minimum(2 * state.promise, slope)
@@ -229,7 +230,8 @@ class Safeguarded(Solver):
             history, downward = self._learnt(problem, state, point, accepted)
         force, promise = state.force, state.promise
         if force is not None and promise is not None:
-            force = rows_where(accepted, _weighed(problem, point, point.r), force)
+            assert point.force is not None
+            force = rows_where(accepted, point.force, force)
             promise = torch.where(accepted, _promised(problem, point), promise)
         # Mostly all are accepted: one look in place of one for each of these.
         whole = host_may_look(accepted) and bool(accepted.all())
@@ -270,7 +272,7 @@ class Safeguarded(Solver):
             history = _held(moved, history, state.history)
         if not self._stretches(problem):
             return history, accepted
-        change = _weighed(problem, point, dr) if state.force is not None else dr
+        change = dr if point.force is None or state.force is None else point.force - state.force
         return history, accepted & moved & ((dz * change).sum(-1) >= 0)
 
     def _after(
@@ -290,12 +292,6 @@ class Safeguarded(Solver):
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
         accelerated = torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
-
-
-def _weighed(problem: Problem, point: Iteration, v: Tensor) -> Tensor:
-    """M v in the metric M of the problem at a point, for v (*lead, n)."""
-    event = point.event_shape
-    return flat(problem.metric_product(unflat(point.z, event), unflat(v, event)), event)
 
 
 def _promised(problem: Problem, point: Iteration) -> Tensor:
