@@ -126,7 +126,7 @@ class LayerNormPotential(Potential):
 
     def divergence(self, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """D_L(a, b) = L(a) - L(b) - <mean(b), a - b> >= 0, (*batch, N), precise for a near b too."""
-        # With u = (x - mean x, sqrt(D eps)), of length sqrt(D) s, and its direction d, it is gamma D s_a |d_a - d_b|^2/2.
+        # With d the direction of u = (x - mean x, sqrt(D eps)), whose length is sqrt(D) s: gamma D s_a |d_a - d_b|^2/2.
         (centred, s), (_, s_a) = self._centred(b), self._centred(a)
         change = (a - b) - (a - b).mean(-1, keepdim=True)
         longer = (change * (2 * centred + change)).mean(-1, keepdim=True) / ((s_a + s) * s)

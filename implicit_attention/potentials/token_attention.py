@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -11,8 +9,8 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._read import check_masks, check_masks_fit, restricted_to
+from ._token_pairs import TokenPairs
 from .base import CovarianceMap, Potential
-from .self_attention import softmax_tangent
 
 
 class TokenAttention(Potential):
@@ -20,7 +18,8 @@ class TokenAttention(Potential):
 
     With q_h = g W_query_h^T, k_h = g W_key_h^T and P_h the softmax of the scores over B,
     mean(g) = sum_h (P_h k_h) W_query_h + (P_h^T q_h) W_key_h: a token is moved by the tokens that it attends to, and by
-    those that attend to it. -Phi is the attention energy of the Energy Transformer. There are no values.
+    those that attend to it. -Phi is the attention energy of the Energy Transformer. There are no values. Of more than
+    512 tokens no (H, N, N) tensor is held, neither for an evaluation nor (outside of torch.func) for its gradient.
 
     Args:
         w_query: (H, Y, D), for H heads of width Y.
@@ -67,7 +66,10 @@ class TokenAttention(Potential):
             _validate.check_float_tensor(name, weight)
             _validate.require(weight.ndim == 3, name, "have three axes, (H, Y, D)", f"shape {tuple(weight.shape)}")
         _validate.require(
-            w_key.shape == w_query.shape, "w_key", f"have the shape {tuple(w_query.shape)} of `w_query`", tuple(w_key.shape)
+            w_key.shape == w_query.shape,
+            "w_key",
+            f"have the shape {tuple(w_query.shape)} of `w_query`",
+            tuple(w_key.shape),
         )
         _validate.check_same_kind([("w_query", w_query), ("w_key", w_key)])
         remedy = "parametrise it, for example as an exponential"
@@ -92,51 +94,36 @@ class TokenAttention(Potential):
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
         """Phi(g), (*batch, N, D) -> (*batch)."""
-        return self._value(self._read(z))
+        return TokenPairs(self, z).value()
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_h (P_h k_h) W_query_h + (P_h^T q_h) W_key_h."""
-        read = self._read(z)
-        return self._pull(read, _weights(read))
+        return TokenPairs(self, z).evaluate()[1]
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess Phi(g) v."""
-        read = self._read(z)
-        return self._curvature(read, _weights(read), v)
+        return TokenPairs(self, z).curvature(v)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        read = self._read(z)
-        return self._value(read), self._pull(read, _weights(read))
+        return TokenPairs(self, z).evaluate()
 
     def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N N"]:
         """P(g): row C of a head says how token C attends to all tokens; zeros where it may attend to none."""
-        return _weights(self._read(z))
+        return TokenPairs(self, z).probabilities()
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
         if not self._has_only("w_query", "w_key", "beta", "mask", "exclude_self"):
             return None
-        read = self._read(z)
-        p = _weights(read)
+        pairs = TokenPairs(self, z)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
-            q, k = read.q, read.k
-            by_q, by_k = self._heads(u, self.w_query), self._heads(u, self.w_key)
-            tangent = softmax_tangent(p, by_q @ k.mT + q @ by_k.mT)
-            scaled = self._scale * tangent
-            gradients: list[Tensor | None] = [
-                self._by_weight(scaled @ k + p @ by_k, z, p @ k, u),
-                self._by_weight(scaled.mT @ q + p.mT @ by_q, z, p.mT @ q, u),
-            ]
-            if isinstance(self.beta, Tensor):
-                per_head = (tangent * (q @ k.mT)).sum((-1, -2))
-                gradients.append(sum_to_shape(per_head, self.beta.shape))
-            if self.mask is not None:
-                gradients.append(None)
-            return tuple(gradients)
+            by_query, by_key, by_beta = pairs.vjp_tensors(u)
+            own = [sum_to_shape(by_beta, self.beta.shape)] if isinstance(self.beta, Tensor) else []
+            return by_query, by_key, *own, *([] if self.mask is None else [None])
 
-        return CovarianceMap(lambda v: self._curvature(read, p, v), pullback)
+        return CovarianceMap(pairs.curvature, pullback)
 
     def query_pull(
         self, z: Float[Tensor, "*batch N D"], keys: Float[Tensor, "*batch H M Y"] | None = None
@@ -153,7 +140,7 @@ class TokenAttention(Potential):
             total - count - (1 if self.exclude_self else 0)
         )
         if self.mask is not None:
-            allowed = allowed & _per_head(self.mask)
+            allowed = allowed & (self.mask if self.mask.ndim < 3 else self.mask.unsqueeze(-3))
         empty = ~allowed.any(-1)
         p = restricted_to(self._scale * q @ k.mT, allowed, empty).softmax(-1).masked_fill(empty[..., None], 0.0)
         return self._joined(p @ k, self.w_query)
@@ -169,61 +156,14 @@ class TokenAttention(Potential):
         """Beta, shaped to multiply scores or the queries of all heads."""
         if not isinstance(self.beta, Tensor):
             return self.beta
-        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None, None]
+        scale: Tensor = _validate.inside(self.beta, low=0.0, open_low=True)[..., None, None]
+        return scale
 
     def _heads(self, z: Tensor, weight: Tensor) -> Tensor:
         """z W_h^T, (*batch, H, N, Y)."""
-        return (z @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2]).transpose(-2, -3)
+        flat = z @ weight.flatten(0, 1).mT
+        return flat.reshape(*flat.shape[:-1], *weight.shape[:2]).transpose(-2, -3)
 
     def _joined(self, heads: Tensor, weight: Tensor) -> Tensor:
         """sum_h heads_h W_h."""
         return heads.transpose(-2, -3).flatten(-2) @ weight.flatten(0, 1)
-
-    def _by_weight(self, left: Tensor, z: Tensor, right: Tensor, u: Tensor) -> Tensor:
-        """left^T z + right^T u, summed over the batch, (H, Y, D)."""
-        total = left.mT @ z.unsqueeze(-3) + right.mT @ u.unsqueeze(-3)
-        return sum_to_shape(total, self.w_query.shape)
-
-    def _read(self, z: Tensor) -> _Read:
-        q, k = self._heads(z, self.w_query), self._heads(z, self.w_key)
-        allowed = None if self.mask is None else _per_head(self.mask)
-        if self.exclude_self:
-            others = ~torch.eye(z.shape[-2], dtype=torch.bool, device=z.device)
-            allowed = others if allowed is None else allowed & others
-        empty = None if allowed is None else ~allowed.any(-1)
-        scores = restricted_to(self._scale * q @ k.mT, allowed, empty)
-        return _Read(q, k, scores, empty)
-
-    def _value(self, read: _Read) -> Tensor:
-        per_token = read.scores.logsumexp(-1)
-        per_token = per_token if read.empty is None else per_token.masked_fill(read.empty, 0.0)
-        scale = self._scale
-        return (per_token / (scale[..., 0] if isinstance(scale, Tensor) else scale)).sum((-1, -2))
-
-    def _pull(self, read: _Read, p: Tensor) -> Tensor:
-        return self._joined(p @ read.k, self.w_query) + self._joined(p.mT @ read.q, self.w_key)
-
-    def _curvature(self, read: _Read, p: Tensor, v: Tensor) -> Tensor:
-        q, k = read.q, read.k
-        dq, dk = self._heads(v, self.w_query), self._heads(v, self.w_key)
-        tangent = self._scale * softmax_tangent(p, dq @ k.mT + q @ dk.mT)
-        by_query = self._joined(tangent @ k + p @ dk, self.w_query)
-        return by_query + self._joined(tangent.mT @ q + p.mT @ dq, self.w_key)
-
-
-class _Read(NamedTuple):
-    """Queries and keys (*batch, H, N, Y), the scores between them, and the rows that attend to nothing."""
-
-    q: Tensor
-    k: Tensor
-    scores: Tensor
-    empty: Tensor | None
-
-
-def _per_head(mask: Tensor) -> Tensor:
-    return mask if mask.ndim < 3 else mask.unsqueeze(-3)
-
-
-def _weights(read: _Read) -> Tensor:
-    p = read.scores.softmax(-1)
-    return p if read.empty is None else p.masked_fill(read.empty[..., None], 0.0)

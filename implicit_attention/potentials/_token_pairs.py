@@ -1,0 +1,161 @@
+"""The pairs of token attention: values, pulls and their derivatives, in tiles of query rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .._autograd import sum_to_shape, transforms_active
+from ._read import restricted_to
+from .self_attention import softmax_tangent
+
+if TYPE_CHECKING:
+    from .token_attention import TokenAttention
+
+#: Up to so many tokens all pairs are held at once; of more, tiles of query rows with as many pairs.
+DENSE_TOKENS = 512
+
+
+class TokenPairs:
+    """Queries and keys of the tokens z (*batch, N, D), and what their pairs give.
+
+    Not differentiated, nothing is kept but queries, keys, and up to `DENSE_TOKENS` tokens the weights P. Recorded, the
+    weights of more tokens are computed again in a backward pass.
+    """
+
+    def __init__(self, attention: TokenAttention, z: Tensor) -> None:
+        self.attention, self.z = attention, z
+        self.q, self.k = attention._heads(z, attention.w_query), attention._heads(z, attention.w_key)
+        self._held: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """Phi (*batch)."""
+        parts = [self._recorded(lambda rows: self._weights(rows)[1])(rows) for rows in self._tiles()]
+        return self._summed(_joined(parts, -1))
+
+    def evaluate(self) -> tuple[Tensor, Tensor]:
+        """Phi (*batch) and its gradient (*batch, N, D)."""
+        parts = [self._recorded(self._attended)(rows) for rows in self._tiles()]
+        logsumexp, by_query, by_key = zip(*parts, strict=True)
+        attention = self.attention
+        mean = attention._joined(_joined(by_query, -2), attention.w_query)
+        return self._summed(_joined(logsumexp, -1)), mean + attention._joined(_total(by_key), attention.w_key)
+
+    def probabilities(self) -> Tensor:
+        """P, (*batch, H, N, N)."""
+        return _joined([self._weights(rows)[0] for rows in self._tiles()], -2)
+
+    def curvature(self, v: Tensor) -> Tensor:
+        """Hess Phi v."""
+        attention = self.attention
+        dq, dk = attention._heads(v, attention.w_query), attention._heads(v, attention.w_key)
+
+        def changed(rows: slice) -> tuple[Tensor, Tensor]:
+            p, q, moved = self._probabilities(rows), self.q[..., rows, :], dq[..., rows, :]
+            tangent = attention._scale * softmax_tangent(p, moved @ self.k.mT + q @ dk.mT)
+            return tangent @ self.k + p @ dk, tangent.mT @ q + p.mT @ moved
+
+        by_query, by_key = zip(*(self._recorded(changed)(rows) for rows in self._tiles()), strict=True)
+        mean = attention._joined(_joined(by_query, -2), attention.w_query)
+        return mean + attention._joined(_total(by_key), attention.w_key)
+
+    def vjp_tensors(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(d mean/dt)^T u for the weights of queries and of keys, and for one beta a head."""
+        attention = self.attention
+        uq, uk = attention._heads(u, attention.w_query), attention._heads(u, attention.w_key)
+        # <u, mean> is sum P * (uq k^T + q uk^T) with uq, uk as constants beside q and k, by which the scores change.
+        by_q, read, by_k, read_back, by_beta = [], [], [], [], []
+        for rows in self._tiles():
+            p, q, moved = self._probabilities(rows), self.q[..., rows, :], uq[..., rows, :]
+            tangent = softmax_tangent(p, moved @ self.k.mT + q @ uk.mT)
+            towards = tangent @ self.k
+            by_beta.append((towards * q).sum((-1, -2)))
+            by_q.append(attention._scale * towards + p @ uk)
+            by_k.append((attention._scale * tangent).mT @ q + p.mT @ moved)
+            read.append(p @ self.k)
+            read_back.append(p.mT @ q)
+        return (
+            self._by_weight(_joined(by_q, -2), _joined(read, -2), u),
+            self._by_weight(_total(by_k), _total(read_back), u),
+            sum_to_shape(_total(by_beta), attention.w_query.shape[:1]),
+        )
+
+    # Parts.
+
+    def _tiles(self) -> Iterator[slice]:
+        count = self.q.shape[-2]
+        size = count if count <= DENSE_TOKENS else max(DENSE_TOKENS**2 // count, 1)
+        return (slice(start, min(start + size, count)) for start in range(0, max(count, 1), max(size, 1)))
+
+    def _recorded(self, function: Callable[[slice], Any]) -> Callable[[slice], Any]:
+        """The function, computed again in a backward pass where it has more than one tile."""
+        if self.q.shape[-2] <= DENSE_TOKENS or not self._differentiates() or transforms_active():
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+
+    def _differentiates(self) -> bool:
+        return torch.is_grad_enabled() and (self.q.requires_grad or self.k.requires_grad)
+
+    def _scores(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """The scores (*batch, H, n, N) of these queries, and which of them attend to nothing."""
+        attention, count = self.attention, self.k.shape[-2]
+        allowed = None
+        if attention.mask is not None:
+            mask = attention.mask.expand(*attention.mask.shape[:-2], count, count)[..., rows, :]
+            allowed = mask.unsqueeze(-3) if mask.ndim > 2 else mask
+        if attention.exclude_self:
+            index = torch.arange(count, device=self.q.device)
+            others = index[rows, None] != index
+            allowed = others if allowed is None else allowed & others
+        empty = None if allowed is None else ~allowed.any(-1)
+        return restricted_to((attention._scale * self.q[..., rows, :]) @ self.k.mT, allowed, empty), empty
+
+    def _weights(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """P of these rows, and the logarithms of the sums that it was divided by."""
+        scores, empty = self._scores(rows)
+        if self._differentiates() or transforms_active() or not scores.shape[-1]:
+            p, total = scores.softmax(-1), scores.logsumexp(-1)
+        else:
+            # The largest weight of a row is exp(its score - log sum exp): no second pass of exponentials.
+            highest = scores.amax(-1)
+            p = torch.softmax(scores, -1, out=scores)
+            total = highest - p.amax(-1).log()
+        if empty is not None:
+            p, total = p.masked_fill(empty[..., None], 0.0), total.masked_fill(empty, 0.0)
+        return p, total
+
+    def _probabilities(self, rows: slice) -> Tensor:
+        """P of these rows; kept where they are all."""
+        if self.q.shape[-2] > DENSE_TOKENS:
+            return self._weights(rows)[0]
+        if self._held is None:
+            self._held = self._weights(rows)[0]
+        return self._held
+
+    def _attended(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """log sum exp of these rows, P k, and what they add to P^T q."""
+        p, total = self._weights(rows)
+        return total, p @ self.k, p.mT @ self.q[..., rows, :]
+
+    def _summed(self, logsumexp: Tensor) -> Tensor:
+        """sum_h (1/beta_h) sum over tokens, from (*batch, H, N)."""
+        scale = self.attention._scale
+        return (logsumexp / (scale[..., 0] if isinstance(scale, Tensor) else scale)).sum((-1, -2))
+
+    def _by_weight(self, left: Tensor, right: Tensor, u: Tensor) -> Tensor:
+        """left^T z + right^T u, summed over the batch, (H, Y, D)."""
+        total = left.mT @ self.z.unsqueeze(-3) + right.mT @ u.unsqueeze(-3)
+        return sum_to_shape(total, self.attention.w_query.shape)
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=axis)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, parts)
