@@ -262,6 +262,8 @@ class EnergyTransformer(Remembering):
     ) -> tuple[Solution, Tensor | None]:
         """The solution from x, and the energies (iterations, *batch) if they were read."""
         solver, adjoint, watched = options.effective_solver, options.effective_adjoint, False
+        if options.explicit:
+            adjoint = Unrolled()
         if self.mode == "published":
             steps = self.steps if options.max_steps is None else options.max_steps
             solver, adjoint = GradientDescent(self.step_size, max_steps=steps, rtol=0.0, atol=0.0), Unrolled()
