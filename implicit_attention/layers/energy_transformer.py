@@ -71,14 +71,16 @@ class EnergyTransformer(Remembering):
             no adjoint but `Unrolled()`.
 
     Attributes:
-        norm, w_query (H, Y, D), w_key (H, Y, D), memories (M, D): the parameters, from N(0, .002^2), memories from
-            N(0, .02^2).
+        norm: the `EnergyLayerNorm`.
+        w_query: (H, Y, D), from N(0, .002^2), as w_key.
+        memories: the patterns xi, (M, D), from N(0, .02^2).
         beta: a module that returns the inverse temperature.
         last_solve: the `SolveReport` of the last call, one problem per sample, detached. Not part of the state dict, of
             copies and of pickles.
 
-    Warns: where the energy rises during published steps, as steps that are too long make it. That is read on a CPU
-        only, where the host need not wait. `on_failure="raise"` raises, "ignore" does not look.
+    A `ConvergenceWarning` tells where the energy rises during published steps, as steps that are too long make it; with
+    `on_failure="raise"` that is an error, with "ignore" nothing. Energies are read for that on a CPU alone, where the
+    host need not wait.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.
