@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
+from ._query_side import QuerySide
 from ._read import check_masks, check_masks_fit, restricted_to
 from .base import CovarianceMap, Potential
 from .self_attention import softmax_tangent
@@ -67,7 +68,10 @@ class TokenAttention(Potential):
             _validate.check_float_tensor(name, weight)
             _validate.require(weight.ndim == 3, name, "have three axes, (H, Y, D)", f"shape {tuple(weight.shape)}")
         _validate.require(
-            w_key.shape == w_query.shape, "w_key", f"have the shape {tuple(w_query.shape)} of `w_query`", tuple(w_key.shape)
+            w_key.shape == w_query.shape,
+            "w_key",
+            f"have the shape {tuple(w_query.shape)} of `w_query`",
+            tuple(w_key.shape),
         )
         _validate.check_same_kind([("w_query", w_query), ("w_key", w_key)])
         remedy = "parametrise it, for example as an exponential"
@@ -144,19 +148,10 @@ class TokenAttention(Potential):
         """sum_h (P_h k_h) W_query_h, the query side of `mean` alone, over given keys and those of z, causally.
 
         keys: of M earlier tokens, to which all of z attend. Token C of z attends to the tokens of z up to itself (with
-        `exclude_self` before itself).
+        `exclude_self` before itself). The mask is then of the pairs (*batch, N, M + N). Of many tokens no (H, N, N)
+        tensor is held, neither here nor for a backward pass outside of torch.func.
         """
-        q, k = self._heads(z, self.w_query), self.keys_of(z)
-        k = k if keys is None else torch.cat([keys, k], dim=-2)
-        count, total = q.shape[-2], k.shape[-2]
-        allowed = torch.ones(count, total, dtype=torch.bool, device=z.device).tril(
-            total - count - (1 if self.exclude_self else 0)
-        )
-        if self.mask is not None:
-            allowed = allowed & _per_head(self.mask)
-        empty = ~allowed.any(-1)
-        p = restricted_to(self._scale * q @ k.mT, allowed, empty).softmax(-1).masked_fill(empty[..., None], 0.0)
-        return self._joined(p @ k, self.w_query)
+        return QuerySide(self, z, keys).pull()
 
     def keys_of(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
         """k_h = g W_key_h^T."""
