@@ -88,11 +88,15 @@ class CausalTokens(_Causal, Fielded):
     `TokenAttention` alone. Its key side would pull a token by those after it. So this map is the gradient of no
     function: there is no energy.
 
-    All tokens are solved at once by `solve`, or token by token, by `solve_in_order`. Both find the same x. A token of
-    the solution depends on no later one, but at once all tokens share a solver, which ends at a residual |f(x) - x| of
-    at most tol. Changing the last token then changes the earlier ones by no more than 2 tol |(I - J)^-1|, with J the
-    Jacobian of the earlier tokens alone; that is 2 tol/(1 - spectral radius) where J is normal. Token by token it
-    changes them by no bit.
+    All tokens are solved at once by `solve`, or token by token, by `solve_in_order`; where there is one fixed point
+    both find it. A token of a fixed point depends on no later one, but at once all tokens share a solver, which ends at
+    a residual |f(x) - x| of at most tol. Changing the last token then changes earlier outputs by no more than
+    2 tol/(1 - spectral radius), with the Jacobian J of the earlier tokens. (To first order; the radius stands for the
+    exact 2 tol |(I - J)^-1|, which is larger where J is far from normal. Where there are several fixed points, the
+    change may lead to another.) Token by token it changes them by no bit.
+
+    Nothing guards the way to a fixed point, as no energy does. With large weights `Anderson` may end at none where
+    `Picard` finds one.
 
     Args:
         lagrangian: L, a `LayerNormPotential`; LN is its gradient.

@@ -47,8 +47,9 @@ def solve_in_order(
 ) -> InOrder:
     """The fixed point of a causal problem, token by token: N problems of one token, given the keys of those before it.
 
-    It is the x of `solve(problem, ...)`. No later token is looked at, so that the bits of a token do not depend on any,
-    and tokens may be added later: with the `keys` of this answer in the next problem.
+    No later token is looked at, so that the bits of a token do not depend on any, and tokens may be added later: with
+    the `keys` of this answer in the next problem. Where the fixed point is unique it is that of `solve(problem, ...)`;
+    where a token has several, either may find another.
 
     Args:
         problem: a `CausalTokens`.
@@ -103,8 +104,7 @@ def solve_in_order(
             raise ConvergenceError(f"token {index}: {error}") from None
         values.append(solution.value)
         reports.append(solution.report)
-        with exact_precision(initial):
-            new = problem.attention.keys_of(problem.activation(solution.value))
+        new = keys_at(problem, solution.value)
         keys = new if keys is None else torch.cat([keys, new], dim=-2)
     if not reports:
         raise ValueError(_validate.message("problem", "have at least one token", f"shape {tuple(initial.shape)}"))
@@ -112,3 +112,11 @@ def solve_in_order(
     record = Record(*(torch.stack(fields, dim=-1) for fields in zip(*(r.record for r in reports), strict=True)))
     report = SolveReport(record, remedies=reports[0].remedies)
     return InOrder(torch.cat(values, dim=-2), keys, report, tuple(r.adjoint for r in reports))
+
+
+def keys_at(problem: CausalTokens, x: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
+    """The keys of solved tokens, NaN of those that are not finite, without gradient there: 0 * NaN would be NaN."""
+    finite = x.isfinite().all(-1, keepdim=True)
+    with exact_precision(x):
+        keys = problem.attention.keys_of(problem.activation(x.where(finite, 0.0)))
+    return keys.where(finite.unsqueeze(-3), torch.nan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,10 @@ PAIRS = 512 * 512
 
 
 class Tile(NamedTuple):
-    """The tokens `rows`, which read the first `reach` keys, those that `allowed` says (None: all); `empty` read none."""
+    """The tokens `rows`, which read no key beyond the first `reach`."""
 
     rows: slice
     reach: int
-    allowed: Tensor | None
-    empty: Tensor | None
 
 
 class ByTensors(NamedTuple):
@@ -55,14 +53,14 @@ class QuerySide:
         self.attention, self.z, self.q = attention, z, attention._heads(z, attention.w_query)
         self.k = own if earlier is None else torch.cat([earlier, own], dim=-2)
         self.before = self.k.shape[-2] - own.shape[-2]
+        self._held: Tensor | None = None
 
     def pull(self) -> Tensor:
         """(*batch, N, D). Of more than one tile the weights are computed again in a backward pass, not kept."""
-        tiles, attend = list(self._tiles()), partial(_attended, self.attention._scale)
+        tiles, attend = self._tiles(), self._attended
         if len(tiles) > 1 and torch.is_grad_enabled() and not transforms_active():
             attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-        heads = [attend(self.q[..., t.rows, :], self.k[..., : t.reach, :], t.allowed, t.empty) for t in tiles]
-        return self._joined(heads, self.attention.w_query)
+        return self._joined([attend(tile, *self._of(tile)) for tile in tiles], self.attention.w_query)
 
     def jvp(self, v: Tensor) -> Tensor:
         """The change of the pull with z along v, at fixed earlier keys."""
@@ -70,7 +68,7 @@ class QuerySide:
         by_key = F.pad(by_key, (0, 0, self.before, 0))
         heads = []
         for tile, p in self._weighted():
-            q, k = self.q[..., tile.rows, :], self.k[..., : tile.reach, :]
+            q, k = self._of(tile)
             dq, dk = by_query[..., tile.rows, :], by_key[..., : tile.reach, :]
             tangent = self.attention._scale * softmax_tangent(p, dq @ k.mT + q @ dk.mT)
             heads.append(tangent @ k + p @ dk)
@@ -95,36 +93,39 @@ class QuerySide:
 
     # Parts.
 
-    def _tiles(self) -> Iterator[Tile]:
-        count, total, attention = self.q.shape[-2], self.k.shape[-2], self.attention
-        size, mask = max(PAIRS // max(total, 1), 1), attention.mask
-        if mask is not None:
-            mask = mask.broadcast_to(*mask.shape[:-2], count, total)
-            mask = mask.unsqueeze(-3) if mask.ndim > 2 else mask
-        for start in range(0, count, size):
-            rows = slice(start, min(start + size, count))
-            reach, last = self.before + rows.stop, self.before + start - attention.exclude_self
-            allowed = None
-            if rows.stop - start > 1 or attention.exclude_self:
-                allowed = torch.ones(rows.stop - start, reach, dtype=torch.bool, device=self.z.device).tril(last)
-            if mask is not None:
-                within = mask[..., rows, :reach]
-                allowed = within if allowed is None else allowed & within
-            reads_own = mask is None and not attention.exclude_self
-            yield Tile(rows, reach, allowed, None if reads_own or allowed is None else ~allowed.any(-1))
+    def _tiles(self) -> list[Tile]:
+        count, size = self.q.shape[-2], max(PAIRS // max(self.k.shape[-2], 1), 1)
+        stops = [min(start + size, count) for start in range(0, count, size)]
+        return [Tile(slice(i * size, stop), self.before + stop) for i, stop in enumerate(stops)]
+
+    def _of(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Queries and keys of a tile."""
+        return self.q[..., tile.rows, :], self.k[..., : tile.reach, :]
+
+    def _weights(self, tile: Tile, q: Tensor, k: Tensor) -> Tensor:
+        """What attends to what, rows of zeros where a token may attend to nothing."""
+        attention, rows = self.attention, tile.rows
+        others = attention.exclude_self or attention.mask is not None
+        allowed = torch.ones(q.shape[-2], tile.reach, dtype=torch.bool, device=q.device)
+        allowed = allowed.tril(self.before + rows.start - attention.exclude_self)
+        if attention.mask is not None:
+            mask = attention.mask.broadcast_to(*attention.mask.shape[:-2], self.q.shape[-2], self.k.shape[-2])
+            mask = mask[..., rows, : tile.reach]
+            allowed = allowed & (mask.unsqueeze(-3) if mask.ndim > 2 else mask)
+        empty = ~allowed.any(-1) if others else None
+        p = restricted_to((attention._scale * q) @ k.mT, allowed, empty).softmax(-1)
+        return p if empty is None else p.masked_fill(empty[..., None], 0.0)
+
+    def _attended(self, tile: Tile, q: Tensor, k: Tensor) -> Tensor:
+        return self._weights(tile, q, k) @ k
 
     def _weighted(self) -> Iterator[tuple[Tile, Tensor]]:
         """The tiles, and what attends to what in each, which is held only where one tile is all."""
-        held: list[tuple[Tile, Tensor]] | None = getattr(self, "_held", None)
-        if held is not None:
-            yield from held
-            return
-        tiles = list(self._tiles())
+        tiles = self._tiles()
         for tile in tiles:
-            q, k = self.q[..., tile.rows, :], self.k[..., : tile.reach, :]
-            p = _weights(self.attention._scale, q, k, tile.allowed, tile.empty)
+            p = self._weights(tile, *self._of(tile)) if self._held is None else self._held
             if len(tiles) == 1:
-                self._held = [(tile, p)]
+                self._held = p
             yield tile, p
 
     def _pulled(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +133,7 @@ class QuerySide:
         by_heads, total = self.attention._heads(u, self.attention.w_query), self.k.shape[-2]
         by_q, read, by_k = [], [], torch.zeros_like(self.k)
         for tile, p in self._weighted():
-            q, k, a = self.q[..., tile.rows, :], self.k[..., : tile.reach, :], by_heads[..., tile.rows, :]
+            (q, k), a = self._of(tile), by_heads[..., tile.rows, :]
             tangent = softmax_tangent(p, a @ k.mT)
             by_q.append(tangent @ k)
             read.append(p @ k)
@@ -153,12 +154,3 @@ def _concatenated(parts: list[Tensor], like: Tensor) -> Tensor:
     if not parts:
         return torch.zeros_like(like)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-
-
-def _attended(scale: Any, q: Tensor, k: Tensor, allowed: Tensor | None, empty: Tensor | None) -> Tensor:
-    return _weights(scale, q, k, allowed, empty) @ k
-
-
-def _weights(scale: Any, q: Tensor, k: Tensor, allowed: Tensor | None, empty: Tensor | None) -> Tensor:
-    p = restricted_to((scale * q) @ k.mT, allowed, empty).softmax(-1)
-    return p if empty is None else p.masked_fill(empty[..., None], 0.0)

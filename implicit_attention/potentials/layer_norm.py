@@ -124,7 +124,9 @@ class LayerNormPotential(Potential):
         _, s = self._centred(z)
         return (-(z.shape[-1] * self.eps) * self._gain / s).squeeze(-1)
 
-    def divergence(self, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def divergence(
+        self, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]
+    ) -> Float[Tensor, "*batch N"]:
         """D_L(a, b) = L(a) - L(b) - <mean(b), a - b> >= 0, (*batch, N), precise for a near b too."""
         # With u = (x - mean x, sqrt(D eps)), of length sqrt(D) s, this is gamma sqrt(D) |u_a| |u_a/|u_a| - u_b/|u_b||^2/2.
         (centred, s), (_, s_a) = self._centred(b), self._centred(a)

@@ -68,10 +68,7 @@ class TokenAttention(Potential):
             _validate.check_float_tensor(name, weight)
             _validate.require(weight.ndim == 3, name, "have three axes, (H, Y, D)", f"shape {tuple(weight.shape)}")
         _validate.require(
-            w_key.shape == w_query.shape,
-            "w_key",
-            f"have the shape {tuple(w_query.shape)} of `w_query`",
-            tuple(w_key.shape),
+            w_key.shape == w_query.shape, "w_key", f"have the shape {tuple(w_query.shape)} of `w_query`", tuple(w_key.shape)
         )
         _validate.check_same_kind([("w_query", w_query), ("w_key", w_key)])
         remedy = "parametrise it, for example as an exponential"
