@@ -103,8 +103,10 @@ def test_map_by_loops(exclude_self, masked, earlier):
         assert torch.equal(found, made(tensors, b, None, mask=mask, exclude_self=exclude_self).fixed_point_map(x))
 
 
+@pytest.mark.parametrize("pairs", [512 * 512, 20], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("shape", [(9,), (6, 9), (1, 9), (6, 1), (2, 1, 9), (1, 6, 9), ()])
-def test_masks_of_all_shapes(shape):
+def test_masks_of_all_shapes(shape, pairs, monkeypatch):
+    monkeypatch.setattr(query_side, "PAIRS", pairs)
     tensors, x, keys = weights(), random(2, 6, 5, seed=5), random(2, 2, 3, 3, seed=7)
     mask = random(*shape, seed=8) > 0
     whole = mask.broadcast_to(2, 6, 9)
@@ -237,7 +239,7 @@ def test_padding_is_as_if_the_tokens_were_not_there():
         torch.testing.assert_close(found[sample, :count], expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["field", "keys"])
 def test_what_is_not_finite_stays_in_its_sample(where, bad):
     tensors = tuple(t.requires_grad_() for t in weights())
