@@ -35,7 +35,7 @@ __all__ = [
 
 #: Name -> the module that has it: spins load when they are asked for.
 _LAZY = {
-    "EnergyLayerNorm": "energy_transformer",
+    "EnergyLayerNorm": "energy_layer_norm",
     "EnergyTransformer": "energy_transformer",
     "solve_in_order": "causal_tokens",
     "SpinAttention": "spin",
