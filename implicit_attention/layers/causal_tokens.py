@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._autograd import exact_precision, transforms_active
 from .._solve import solve
 from .._types import Impl, OnFailure
-from ..adjoints import Adjoint
-from ..energies.causal_tokens import CausalTokens
+from ..adjoints import Adjoint, Unrolled
+from ..energies.causal_tokens import CausalDynamics, CausalTokens
 from ..errors import ConvergenceError
-from ..problem import widened
-from ..solution import AdjointReport, Record, SolveReport
-from ..solvers import Solver
+from ..options import SolveOptions
+from ..potentials import Potential, TokenAttention
+from ..potentials.layer_norm import LayerNormPotential
+from ..problem import Evaluation, widened
+from ..solution import AdjointReport, Record, Solution, SolveReport
+from ..solvers import Picard, Solver
+from .cache import KeyValueCache, check_cache
+
+Order: TypeAlias = Literal["together", "tokens"]
 
 
 class InOrder(NamedTuple):
@@ -120,3 +128,105 @@ def keys_at(problem: CausalTokens, x: Float[Tensor, "*batch N D"]) -> Float[Tens
     with exact_precision(x):
         keys = problem.attention.keys_of(problem.activation(x.where(finite, 0.0)))
     return keys.where(finite.unsqueeze(-3), torch.nan)
+
+
+class CausalSteps(CausalDynamics):
+    """`CausalDynamics` whose steps are, by choice, computed again when a backward pass needs them."""
+
+    def __init__(
+        self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential, recompute: bool
+    ) -> None:
+        super().__init__(lagrangian, attention, memory)
+        self.recompute = recompute
+
+    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
+        # The hooks of torch's checkpointing are refused inside torch.func.
+        if not self.recompute or transforms_active() or not torch.is_grad_enabled():
+            return super().evaluate(z, energy=energy)
+        mapped: Tensor = checkpoint(self.fixed_point_map, z, use_reentrant=False, preserve_rng_state=False)
+        return Evaluation(mapped, None)
+
+
+# What a layer needs for calls of its own.
+
+_CAUSAL = "make the layer with causal=True"
+
+
+def check_causal_call(
+    x: Tensor,
+    mask: Tensor | None,
+    order: Order,
+    cache: object,
+    owner: object,
+    return_energies: bool,
+    *,
+    causal: bool,
+    published: bool,
+) -> None:
+    """Raise unless a layer can solve the tokens x in this order, beside this cache."""
+    _validate.check_choice("order", order, ("together", "tokens"))
+    if order == "tokens":
+        _validate.require(causal, "order", "be 'together' for tokens that read each other", repr(order), _CAUSAL)
+        required = "be 'together' in mode='published', whose tokens all step together"
+        _validate.require(not published, "order", required, repr(order), "use mode='equilibrium'")
+    if cache is not None:
+        check_cachable(causal=causal, published=published)
+        check_cache(cache, owner, tuple(x.shape[:-2]))
+        _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
+    required = "be False for causal=True: a pull of queries alone is the gradient of no energy"
+    _validate.require(not (causal and return_energies), "return_energies", required, return_energies)
+
+
+def check_cachable(*, causal: bool, published: bool) -> None:
+    """Raise for layers whose tokens cannot be solved after others."""
+    _validate.require(causal, "causal", "be True for a cache", causal, _CAUSAL)
+    required = "be 'equilibrium' for a cache: published steps read earlier tokens as they are at every step"
+    _validate.require(not published, "mode", required, "'published'", "call the layer on all tokens")
+
+
+def pairs_that_exist(
+    x: Tensor, mask: Tensor | None, key_mask: Tensor | None, cache: KeyValueCache | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which of the tokens x exist, (*batch, N), and which of all they may read, (*#batch, N, M + N); None: all."""
+    before = None if cache is None or cache.held is None else cache.held.key_mask
+    if before is None and key_mask is None:
+        return None, mask
+    every = torch.ones((), dtype=torch.bool, device=x.device)
+    parts = ((before, 0 if cache is None else cache.length), (key_mask, x.shape[-2]))
+    of_parts = [(every if m is None else m).expand(*x.shape[:-2], n) for m, n in parts]
+    pairs = of_parts[1][..., :, None] & torch.cat(of_parts, dim=-1)[..., None, :]
+    return of_parts[1], pairs if mask is None else mask & pairs
+
+
+def solve_tokens(
+    problem: CausalTokens,
+    x: Tensor,
+    options: SolveOptions,
+    order: Order,
+    cache: KeyValueCache | None,
+    key_mask: Tensor | None,
+) -> Solution:
+    """The solution in either order, of tokens one after the other with a record of each; they are added to the cache.
+
+    The default solver makes plain steps. Without an energy that guards it Anderson failed where these converge: at
+    N 32, D 64 and weights of standard deviation 0.02, memories of 0.1, in 3 of 4 samples within 1,000 steps, of which
+    plain steps needed 120 to 193 to 1e-4. At smaller weights both needed the same few.
+    """
+    if options.solver is None:
+        options = dataclasses.replace(options, solver=Picard(max_steps=1000))
+    # A cache numbers heads; these states have none.
+    begin = None if cache is None else cache.start(x.unsqueeze(-3))
+    initial, solver = x if begin is None else begin.squeeze(-3), options.effective_solver
+    adjoint = Unrolled() if options.explicit else options.effective_adjoint
+    how: dict[str, Any] = {"impl": options.impl, "on_failure": options.on_failure, "adjoint": adjoint}
+    if order == "together":
+        solution = solve(problem, initial, solver=solver, **how)
+    else:
+        found = solve_in_order(problem, initial, solver=solver, **how)
+        report = found.report
+        solution = Solution(report.record, report.adjoint, report.remedies, value=found.value)
+    if cache is not None:
+        evals = solution.num_evals[..., None] if order == "together" else solution.num_evals
+        held = cache.with_new(keys_at(problem, solution.value), None, key_mask)
+        cache.commit(held, solution.value.unsqueeze(-3), evals.unsqueeze(-2))
+    return solution
