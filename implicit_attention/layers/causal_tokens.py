@@ -153,35 +153,27 @@ _CAUSAL = "make the layer with causal=True"
 
 
 def check_causal_call(
-    x: Tensor,
-    mask: Tensor | None,
-    order: Order,
-    cache: object,
-    owner: object,
-    return_energies: bool,
-    *,
-    causal: bool,
-    published: bool,
+    layer: Any, x: Tensor, mask: Tensor | None, order: Order, cache: object, return_energies: bool
 ) -> None:
-    """Raise unless a layer can solve the tokens x in this order, beside this cache."""
+    """Raise unless an `EnergyTransformer` can solve the tokens x in this order, beside this cache."""
     _validate.check_choice("order", order, ("together", "tokens"))
     if order == "tokens":
-        _validate.require(causal, "order", "be 'together' for tokens that read each other", repr(order), _CAUSAL)
+        _validate.require(layer.causal, "order", "be 'together' for tokens that read each other", repr(order), _CAUSAL)
         required = "be 'together' in mode='published', whose tokens all step together"
-        _validate.require(not published, "order", required, repr(order), "use mode='equilibrium'")
+        _validate.require(layer.mode != "published", "order", required, repr(order), "use mode='equilibrium'")
     if cache is not None:
-        check_cachable(causal=causal, published=published)
-        check_cache(cache, owner, tuple(x.shape[:-2]))
+        check_cachable(layer)
+        check_cache(cache, layer._identity, tuple(x.shape[:-2]))
         _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
     required = "be False for causal=True: a pull of queries alone is the gradient of no energy"
-    _validate.require(not (causal and return_energies), "return_energies", required, return_energies)
+    _validate.require(not (layer.causal and return_energies), "return_energies", required, return_energies)
 
 
-def check_cachable(*, causal: bool, published: bool) -> None:
-    """Raise for layers whose tokens cannot be solved after others."""
-    _validate.require(causal, "causal", "be True for a cache", causal, _CAUSAL)
+def check_cachable(layer: Any) -> None:
+    """Raise for an `EnergyTransformer` whose tokens cannot be solved after others."""
+    _validate.require(layer.causal, "causal", "be True for a cache", layer.causal, _CAUSAL)
     required = "be 'equilibrium' for a cache: published steps read earlier tokens as they are at every step"
-    _validate.require(not published, "mode", required, "'published'", "call the layer on all tokens")
+    _validate.require(layer.mode != "published", "mode", required, "'published'", "call the layer on all tokens")
 
 
 def pairs_that_exist(

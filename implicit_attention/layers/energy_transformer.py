@@ -23,12 +23,11 @@ from ..potentials import LogSumExp, Potential, TokenAttention, TokenMemory
 from ..potentials.summed_scores import Polynomial
 from ..problem import Problem
 from ..solution import Solution
-from ..solvers import GradientDescent, Picard
 from .cache import KeyValueCache
 from .causal_tokens import CausalSteps, Order, check_cachable, check_causal_call, pairs_that_exist, solve_tokens
 from .energy_layer_norm import EnergyLayerNorm, check_tokens
-from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta
-from .published_steps import PublishedSteps, report_rise
+from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta, per_head
+from .published_steps import PublishedSteps, published_solver, report_rise
 from .reference_weights import Layout, read_reference
 from .remembering import Remembering
 
@@ -167,7 +166,7 @@ class EnergyTransformer(Remembering):
             nn.init.normal_(weight, std=std)
         usual = self.head_dim**-0.5
         if isinstance(beta, Tensor):
-            self.beta: nn.Module = Fixed(_per_head(beta, self.heads).to(self.w_query))
+            self.beta: nn.Module = Fixed(per_head(beta, self.heads).to(self.w_query))
         else:
             self.beta = anchor_or_beta("beta", usual if beta is None else beta, LearnedBeta((heads,), usual, **made))
         # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
@@ -220,7 +219,7 @@ class EnergyTransformer(Remembering):
         Raises:
             ValueError: for a layer that is not causal, or in published mode.
         """
-        check_cachable(causal=self.causal, published=self.mode == "published")
+        check_cachable(self)
         return KeyValueCache(self._identity, warm_start=warm_start)
 
     @uncompiled
@@ -254,8 +253,7 @@ class EnergyTransformer(Remembering):
             (*batch, N, dim) in the dtype of x, or a tuple (x, energies, solution) without what was not asked for.
         """
         self._check_call(x, mask, key_mask)
-        causes = {"causal": self.causal, "published": self.mode == "published"}
-        check_causal_call(x, mask, order, cache, self._identity, return_energies, **causes)
+        check_causal_call(self, x, mask, order, cache, return_energies)
         chosen, state = self._checked(self.options.override(**options)), at_least_single(x)
         if key_mask is not None:
             # 0 * NaN is NaN: what stands at a missing token must reach no gradient.
@@ -310,10 +308,7 @@ class EnergyTransformer(Remembering):
             adjoint = Unrolled()
         if self.mode == "published":
             steps = self.steps if options.max_steps is None else options.max_steps
-            fixed: dict[str, Any] = {"max_steps": steps, "rtol": 0.0, "atol": 0.0}
-            # Without an energy the same steps are those of a damped iteration.
-            descent = Picard(damping=1 - self.step_size, **fixed) if self.causal else None
-            solver, adjoint = descent or GradientDescent(self.step_size, **fixed), Unrolled()
+            solver, adjoint = published_solver(self.step_size, steps, causal=self.causal), Unrolled()
             watched = not self.causal and options.on_failure != "ignore" and host_may_look(x)
         solution = solve(
             problem,
@@ -402,11 +397,3 @@ class EnergyTransformer(Remembering):
         shown += [name for name in ("exclude_self", "causal", "checkpoint") if getattr(self, name)]
         chosen = {name: getattr(self.options, name) for name in ("solver", "adjoint", "max_steps")}
         return ", ".join(shown + [f"{name}={value}" for name, value in chosen.items() if value is not None])
-
-
-def _per_head(beta: Tensor, heads: int) -> Tensor:
-    """Inverse temperatures (heads,) > 0 that are given."""
-    _validate.check_float_tensor("beta", beta)
-    _validate.require(beta.shape == (heads,), "beta", f"have shape ({heads},)", f"shape {tuple(beta.shape)}")
-    _validate.check_range("beta", beta, low=0.0, open_low=True)
-    return beta.detach().clone()
