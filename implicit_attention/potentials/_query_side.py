@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from .._autograd import sum_to_shape, transforms_active
 from ._read import restricted_to
 from .self_attention import softmax_tangent
-
-if TYPE_CHECKING:
-    from .token_attention import TokenAttention
 
 #: At most so many pairs of tokens are held at once, per sample and head.
 PAIRS = 512 * 512
@@ -43,12 +40,12 @@ class QuerySide:
     """sum_h (P_h k_h) W_query_h of the tokens z over earlier keys and their own, causally.
 
     Args:
-        attention: weights, inverse temperature and mask; the mask is of the pairs (*batch, N, M + N).
+        attention: a `TokenAttention`, which imports this; its mask is of the pairs (*batch, N, M + N).
         z: (*batch, N, D).
         earlier: keys (*batch, H, M, Y) that all tokens of z may read, or None.
     """
 
-    def __init__(self, attention: TokenAttention, z: Tensor, earlier: Tensor | None) -> None:
+    def __init__(self, attention: Any, z: Tensor, earlier: Tensor | None) -> None:
         own = attention.keys_of(z)
         self.attention, self.z, self.q = attention, z, attention._heads(z, attention.w_query)
         self.k = own if earlier is None else torch.cat([earlier, own], dim=-2)
@@ -143,11 +140,13 @@ class QuerySide:
 
     def _by_z(self, by_q: Tensor, by_k: Tensor) -> Tensor:
         attention = self.attention
-        by_query = attention._joined(attention._scale * by_q, attention.w_query)
-        return by_query + attention._joined(by_k[..., self.before :, :], attention.w_key)
+        by_z: Tensor = attention._joined(attention._scale * by_q, attention.w_query)
+        by_z = by_z + attention._joined(by_k[..., self.before :, :], attention.w_key)
+        return by_z
 
     def _joined(self, heads: list[Tensor], weight: Tensor) -> Tensor:
-        return self.attention._joined(_concatenated(heads, self.q), weight)
+        joined: Tensor = self.attention._joined(_concatenated(heads, self.q), weight)
+        return joined
 
 
 def _concatenated(parts: list[Tensor], like: Tensor) -> Tensor:
