@@ -8,12 +8,15 @@ from .base import Energy, EnergyFunction
 from .self_attention import RepeatedSelfAttention, SelfAttentionEnergy
 
 if TYPE_CHECKING:
+    from .causal_tokens import CausalDynamics, CausalTokens
     from .epanechnikov import Epanechnikov
     from .legendre import LegendreEnergy, PublishedDynamics
     from .sphere import SphereEnergy
 
 __all__ = [
     "AnchoredEnergy",
+    "CausalDynamics",
+    "CausalTokens",
     "Energy",
     "EnergyFunction",
     "Epanechnikov",
@@ -25,6 +28,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CausalDynamics": "causal_tokens",
+    "CausalTokens": "causal_tokens",
     "Epanechnikov": "epanechnikov",
     "LegendreEnergy": "legendre",
     "PublishedDynamics": "legendre",

@@ -20,6 +20,7 @@ __all__ = [
     "contractive",
     "EnergyTransformer",
     "EnergyLayerNorm",
+    "solve_in_order",
     "SpinAttention",
     "SpinTransformerBlock",
     "SpinTransformer",
@@ -36,6 +37,7 @@ __all__ = [
 _LAZY = {
     "EnergyLayerNorm": "energy_layer_norm",
     "EnergyTransformer": "energy_transformer",
+    "solve_in_order": "causal_tokens",
     "SpinAttention": "spin",
     "SpinTransformerBlock": "spin_transformer",
     "SpinTransformer": "spin_transformer",

@@ -16,16 +16,18 @@ from .._solve import solve
 from ..adjoints import Unrolled
 from ..attention.masks import check_key_mask
 from ..attention.read_out import PotentialFactory
+from ..energies.causal_tokens import CausalTokens
 from ..energies.legendre import LegendreEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, Potential, TokenAttention, TokenMemory
 from ..potentials.summed_scores import Polynomial
 from ..problem import Problem
 from ..solution import Solution
-from ..solvers import GradientDescent
+from .cache import KeyValueCache
+from .causal_tokens import CausalSteps, Order, check_cachable, check_causal_call, pairs_that_exist, solve_tokens
 from .energy_layer_norm import EnergyLayerNorm, check_tokens
-from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta
-from .published_steps import PublishedSteps, report_rise
+from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta, per_head
+from .published_steps import PublishedSteps, published_solver, report_rise
 from .reference_weights import Layout, read_reference
 from .remembering import Remembering
 
@@ -60,7 +62,10 @@ class EnergyTransformer(Remembering):
             fixed; "learned" per head, from 1/sqrt(head_dim).
         memory_beta: inverse temperature of the memory, > 0.
         exclude_self: no token attends to itself. A single token then has no attention.
-        causal: a token reads itself and the tokens before it.
+        causal: a token reads itself (unless `exclude_self`) and those before it, as a query alone: there is no energy
+            (`CausalTokens`, `CausalDynamics`), and the default solver is `Picard(max_steps=1000)`. Changing the last
+            token changes earlier outputs by no bit in published mode and with order="tokens", and by no more than
+            2 tol/(1 - spectral radius) where all are solved together.
         steps: number of steps, >= 0, in published mode. The option `max_steps` replaces it for a call.
         step_size: > 0, in published mode.
         checkpoint: published mode keeps the state of each step alone and computes the step again in the backward pass.
@@ -148,6 +153,9 @@ class EnergyTransformer(Remembering):
             not checkpoint or mode == "published", "checkpoint", "be False for equilibria", checkpoint, remedy
         )
         self.checkpoint = checkpoint
+        if causal and mode == "published":
+            required, remedy = "be <= 1 for causal steps", "make more and shorter steps"
+            _validate.require(self.step_size <= 1, "step_size", required, self.step_size, remedy)
         self.options = self._checked(SolveOptions().override(**options))
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm = EnergyLayerNorm(dim, **made)
@@ -158,9 +166,11 @@ class EnergyTransformer(Remembering):
             nn.init.normal_(weight, std=std)
         usual = self.head_dim**-0.5
         if isinstance(beta, Tensor):
-            self.beta: nn.Module = Fixed(_per_head(beta, self.heads).to(self.w_query))
+            self.beta: nn.Module = Fixed(per_head(beta, self.heads).to(self.w_query))
         else:
             self.beta = anchor_or_beta("beta", usual if beta is None else beta, LearnedBeta((heads,), usual, **made))
+        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
+        self._identity = object()
 
     @classmethod
     def from_reference(
@@ -196,7 +206,21 @@ class EnergyTransformer(Remembering):
 
     def potential(self, mask: Tensor | None = None, key_mask: Tensor | None = None) -> Potential:
         """Phi, minus the published energy, of the normalised tokens g (*batch, N, D); the masks are those of a call."""
+        required = "be False for a potential: a pull of queries alone is the gradient of none"
+        _validate.require(not self.causal, "causal", required, True)
         return self._attention(mask, key_mask) + TokenMemory(self._memory(key_mask))
+
+    def new_cache(self, *, warm_start: bool = False) -> KeyValueCache:
+        """An empty cache for decoding a causal equilibrium, a few tokens at a time: it keeps the keys of those so far.
+
+        Args:
+            warm_start: start every token's solve at the equilibrium of the token before.
+
+        Raises:
+            ValueError: for a layer that is not causal, or in published mode.
+        """
+        check_cachable(self)
+        return KeyValueCache(self._identity, warm_start=warm_start)
 
     @uncompiled
     def forward(
@@ -205,6 +229,8 @@ class EnergyTransformer(Remembering):
         mask: Tensor | None = None,
         *,
         key_mask: Tensor | None = None,
+        order: Order = "together",
+        cache: KeyValueCache | None = None,
         return_energies: bool = False,
         return_solution: bool = False,
         **options: Unpack[SolveKeywords],
@@ -216,6 +242,8 @@ class EnergyTransformer(Remembering):
             mask: boolean, (N, N) or (*batch, N, N): True = the token of the row attends to that of the column. A token
                 that attends to none adds nothing to the attention.
             key_mask: which tokens exist, boolean, (*batch, N). The others change nothing and are returned as given.
+            order: of a causal equilibrium, "together", or "tokens": one after the other, with a report of each.
+            cache: of a causal equilibrium, from `new_cache`; the tokens of x follow those in it, and are added.
             return_energies: return (x, energies) with the energy of every sample, detached: (steps + 1, *batch) in
                 published mode, of every iteration, (iterations, *batch), in an equilibrium.
             return_solution: return the `Solution` as well, last, in which missing tokens are 0.
@@ -225,11 +253,12 @@ class EnergyTransformer(Remembering):
             (*batch, N, dim) in the dtype of x, or a tuple (x, energies, solution) without what was not asked for.
         """
         self._check_call(x, mask, key_mask)
+        check_causal_call(self, x, mask, order, cache, return_energies)
         chosen, state = self._checked(self.options.override(**options)), at_least_single(x)
         if key_mask is not None:
             # 0 * NaN is NaN: what stands at a missing token must reach no gradient.
             state = state.masked_fill(~key_mask[..., None], 0.0)
-        problem = self._problem(state, mask, key_mask)
+        problem = self._problem(state, mask, key_mask, cache)
         if is_fake(x):
             # Shapes are answered with shapes, but not where they are recorded as the operations of a program.
             shapes = x.device.type == "meta" and not torch.compiler.is_compiling()
@@ -237,7 +266,10 @@ class EnergyTransformer(Remembering):
                 remedy = "a solve cannot be exported, and on the device meta there are no energies and no solution"
                 _validate.check_numbers("x", x, remedy)
             return problem.fixed_point_map(state).to(x.dtype)
-        solution, energies = self._solved(problem, state, chosen, return_energies)
+        if isinstance(problem, CausalTokens):
+            solution, energies = solve_tokens(problem, state, chosen, order, cache, key_mask), None
+        else:
+            solution, energies = self._solved(problem, state, chosen, return_energies)
         self._remember(None if is_batched(solution.status) else solution.report)
         tokens = solution.value.to(x.dtype)
         results: list[Any] = [tokens if key_mask is None else tokens.where(key_mask[..., None], x)]
@@ -250,14 +282,22 @@ class EnergyTransformer(Remembering):
 
     # Parts of the forward.
 
-    def _problem(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Problem:
+    def _problem(
+        self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Problem:
         """What is solved from the tokens x, which have the precision of the solve and are 0 where missing."""
-        remedy = "leave it out: its problem, which reads the query side alone, is not joined to this layer yet"
-        _validate.require(not self.causal, "causal", "be False", True, remedy)
-        lagrangian, potential = self.norm.lagrangian(), self.potential(mask, key_mask)
+        lagrangian = self.norm.lagrangian()
+        if not self.causal:
+            potential = self.potential(mask, key_mask)
+            if self.mode == "published":
+                return PublishedSteps(lagrangian, potential, self.checkpoint)
+            return LegendreEnergy(lagrangian, potential, x)
+        rows, pairs = pairs_that_exist(x, mask, key_mask, cache)
+        attention, memory = self._attention(pairs, None), self._memory(rows)
         if self.mode == "published":
-            return PublishedSteps(lagrangian, potential, self.checkpoint)
-        return LegendreEnergy(lagrangian, potential, x)
+            return CausalSteps(lagrangian, attention, memory, self.checkpoint)
+        held = None if cache is None else cache.held
+        return CausalTokens(lagrangian, attention, memory, x, keys=None if held is None else held.keys)
 
     def _solved(
         self, problem: Problem, x: Tensor, options: SolveOptions, return_energies: bool
@@ -268,8 +308,8 @@ class EnergyTransformer(Remembering):
             adjoint = Unrolled()
         if self.mode == "published":
             steps = self.steps if options.max_steps is None else options.max_steps
-            solver, adjoint = GradientDescent(self.step_size, max_steps=steps, rtol=0.0, atol=0.0), Unrolled()
-            watched = options.on_failure != "ignore" and host_may_look(x)
+            solver, adjoint = published_solver(self.step_size, steps, causal=self.causal), Unrolled()
+            watched = not self.causal and options.on_failure != "ignore" and host_may_look(x)
         solution = solve(
             problem,
             x,
@@ -357,11 +397,3 @@ class EnergyTransformer(Remembering):
         shown += [name for name in ("exclude_self", "causal", "checkpoint") if getattr(self, name)]
         chosen = {name: getattr(self.options, name) for name in ("solver", "adjoint", "max_steps")}
         return ", ".join(shown + [f"{name}={value}" for name, value in chosen.items() if value is not None])
-
-
-def _per_head(beta: Tensor, heads: int) -> Tensor:
-    """Inverse temperatures (heads,) > 0 that are given."""
-    _validate.check_float_tensor("beta", beta)
-    _validate.require(beta.shape == (heads,), "beta", f"have shape ({heads},)", f"shape {tuple(beta.shape)}")
-    _validate.check_range("beta", beta, low=0.0, open_low=True)
-    return beta.detach().clone()

@@ -160,3 +160,11 @@ def check_sizes(dim: int, heads: int, head_dim: int | None, bare: bool) -> None:
         remedy = "without bare=True there are projections to make heads with"
         _validate.require(heads == 1, "heads", "be 1 with bare=True", heads, remedy)
         _validate.require(head_dim in (None, dim), "head_dim", f"be dim = {dim} with bare=True", head_dim, remedy)
+
+
+def per_head(beta: Tensor, heads: int) -> Tensor:
+    """Inverse temperatures (heads,) > 0 that are given."""
+    _validate.check_float_tensor("beta", beta)
+    _validate.require(beta.shape == (heads,), "beta", f"have shape ({heads},)", f"shape {tuple(beta.shape)}")
+    _validate.check_range("beta", beta, low=0.0, open_low=True)
+    return beta.detach().clone()

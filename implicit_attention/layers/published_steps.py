@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..errors import ConvergenceError, ConvergenceWarning, outside
 from ..potentials import Potential
 from ..potentials.layer_norm import LayerNormPotential
 from ..problem import Evaluation
+from ..solvers import GradientDescent, Picard, Solver
 
 
 class PublishedSteps(PublishedDynamics):
@@ -35,6 +37,12 @@ class PublishedSteps(PublishedDynamics):
         mapped, value = super().evaluate(z, energy=energy)
         # With their graphs energies would hold what they alone read until the last step.
         return Evaluation(mapped, None if value is None else value.detach())
+
+
+def published_solver(step_size: float, steps: int, *, causal: bool) -> Solver:
+    """So many steps of this size: without an energy, which causal tokens have not, those of a damped iteration."""
+    fixed: dict[str, Any] = {"max_steps": steps, "rtol": 0.0, "atol": 0.0}
+    return Picard(damping=1 - step_size, **fixed) if causal else GradientDescent(step_size, **fixed)
 
 
 def report_rise(energies: Tensor, step_size: float, on_failure: OnFailure) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import sum_to_shape
-from ._read import check_masks, check_masks_fit, restricted_to
+from ._query_side import QuerySide
+from ._read import check_masks, check_masks_fit
 from ._token_pairs import TokenPairs
 from .base import CovarianceMap, Potential
 
@@ -131,19 +131,10 @@ class TokenAttention(Potential):
         """sum_h (P_h k_h) W_query_h, the query side of `mean` alone, over given keys and those of z, causally.
 
         keys: of M earlier tokens, to which all of z attend. Token C of z attends to the tokens of z up to itself (with
-        `exclude_self` before itself).
+        `exclude_self` before itself). The mask is then of the pairs (*batch, N, M + N). Of many tokens no (H, N, N)
+        tensor is held, neither here nor for a backward pass outside of torch.func.
         """
-        q, k = self._heads(z, self.w_query), self.keys_of(z)
-        k = k if keys is None else torch.cat([keys, k], dim=-2)
-        count, total = q.shape[-2], k.shape[-2]
-        allowed = torch.ones(count, total, dtype=torch.bool, device=z.device).tril(
-            total - count - (1 if self.exclude_self else 0)
-        )
-        if self.mask is not None:
-            allowed = allowed & (self.mask if self.mask.ndim < 3 else self.mask.unsqueeze(-3))
-        empty = ~allowed.any(-1)
-        p = restricted_to(self._scale * q @ k.mT, allowed, empty).softmax(-1).masked_fill(empty[..., None], 0.0)
-        return self._joined(p @ k, self.w_query)
+        return QuerySide(self, z, keys).pull()
 
     def keys_of(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
         """k_h = g W_key_h^T."""

@@ -517,7 +517,7 @@ def test_a_checkpoint_around_the_layer_changes_nothing(mode, reentrant):
 OTHER_SIZES = {"dim": DIM, "heads": 1, "head_dim": 5, "memories": 9}
 CHANGES = {
     **OTHER_SIZES, "mode": "equilibrium", "memory": LogSumExp, "beta": "learned", "memory_beta": 2.0,
-    "exclude_self": True, "causal": None, "steps": 3, "step_size": 0.05, "checkpoint": None, "device": None,
+    "exclude_self": True, "causal": True, "steps": 3, "step_size": 0.05, "checkpoint": None, "device": None,
     "dtype": torch.float32, "solver": None, "adjoint": None, "impl": None, "max_steps": 2, "on_failure": None,
 }  # fmt: skip
 

@@ -1,0 +1,268 @@
+"""The causal Energy Transformer: tokens that are pulled as queries alone, so that none reads a later one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import Self
+
+from .. import _validate
+from ..potentials import Potential
+from ..potentials._query_side import QuerySide
+from ..potentials._read import check_masks_fit
+from ..potentials.layer_norm import LayerNormPotential
+from ..potentials.token_attention import TokenAttention
+from ..problem import Linearization, Problem, pullback
+from .anchored import Fielded
+
+
+class _Causal(Problem, general=True):
+    """A problem whose tokens x act through g = grad L(x) and are pulled by a memory and, as queries, by earlier tokens.
+
+    pull(g)_C = sum_h (sum_{B <= C} P_hCB k_hB) W_query_h + memory.mean(g_C).
+    """
+
+    event_ndim = 2
+    declares_all: ClassVar[bool] = False
+
+    def _hold(self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential | None) -> None:
+        kinds = {"lagrangian": LayerNormPotential, "attention": TokenAttention, "memory": Potential}
+        held = {"lagrangian": lagrangian, "attention": attention, "memory": memory}
+        for name, value in held.items():
+            if not (isinstance(value, kinds[name]) or (name == "memory" and value is None)):
+                raise TypeError(_validate.message(name, f"be a {kinds[name].__name__}", type(value).__name__))
+        if memory is not None:
+            required, remedy = "have one problem per row (event_ndim 1)", "pass what `TokenMemory` is made of"
+            received = f"event_ndim {memory.event_ndim}"
+            _validate.require(memory.event_ndim == 1, "memory", required, received, remedy)
+        self.lagrangian, self.attention, self.memory = lagrangian, attention, memory
+
+    def _check(self, argument: str, z: Tensor, keys: Tensor | None) -> None:
+        """Raise unless states of z's shape fit the potentials and these earlier keys."""
+        self.lagrangian.check_state(argument, z)
+        heads, width, dim = self.attention.w_query.shape
+        required = f"have the width {dim} of `w_query` on its last axis"
+        _validate.require(z.shape[-1] == dim, argument, required, f"shape {tuple(z.shape)}")
+        _validate.check_same_kind([(argument, z), ("w_query", self.attention.w_query)])
+        before = 0
+        if keys is not None:
+            _validate.check_float_tensor("keys", keys, min_ndim=3)
+            wanted = (*z.shape[:-2], heads, keys.shape[-2], width)
+            required = f"have the shape (*batch, H, M, Y) = {wanted} beside `{argument}`"
+            remedy = "make them by attention.keys_of(lagrangian.mean(x))"
+            _validate.require(keys.shape == wanted, "keys", required, tuple(keys.shape), remedy)
+            _validate.check_same_kind([(argument, z), ("keys", keys)])
+            before = keys.shape[-2]
+        check_masks_fit(self.attention.mask, None, argument, z, before + z.shape[-2], "(*batch, N, M + N)")
+        if self.memory is not None:
+            self.memory.check_state(argument, z)
+
+    @property
+    def knows_own(self) -> bool:  # type: ignore[override]
+        held = (self.lagrangian, self.attention, *(() if self.memory is None else (self.memory,)))
+        return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in held)
+
+    def check_undeclared(self, z: Tensor) -> None:
+        if not self.knows_own:
+            super().check_undeclared(z)
+
+    def activation(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """g = grad L(x), the normalised tokens."""
+        return self.lagrangian.mean(z)
+
+    def pull(self, z: Float[Tensor, "*batch N D"], keys: Tensor | None = None) -> Float[Tensor, "*batch N D"]:
+        """What attention and memory add to each token of x, at g = LN(x)."""
+        g = self.activation(z)
+        pull = self.attention.query_pull(g, keys)
+        return pull if self.memory is None else pull + self.memory.mean(g)
+
+
+class CausalTokens(_Causal, Fielded):
+    """x_C = b_C + pull(LN(x))_C: the equilibrium of tokens of which none reads a later one.
+
+    pull(g)_C = sum_h (sum_{B <= C} P_hCB k_hB) W_query_h + memory.mean(g_C), with k_hB = W_key_h g_B and P_hC the
+    softmax of beta_h <q_hC, k_hB> over the tokens B up to C (with `exclude_self` before C): the query side of
+    `TokenAttention` alone. Its key side would pull a token by those after it. So this map is the gradient of no
+    function: there is no energy.
+
+    All tokens are solved at once by `solve`, or token by token, by `solve_in_order`; where there is one fixed point
+    both find it. A token of a fixed point depends on no later one, but at once all tokens share a solver, which ends at
+    a residual |f(x) - x| of at most tol. Changing the last token then changes earlier outputs by no more than
+    2 tol/(1 - spectral radius), with the Jacobian J of the earlier tokens. (To first order; the radius stands for the
+    exact 2 tol |(I - J)^-1|, which is larger where J is far from normal. Where there are several fixed points, the
+    change may lead to another.) Token by token it changes them by no bit.
+
+    Nothing guards the way to a fixed point, as no energy does. With large weights `Anderson` may end at none where
+    `Picard` finds one.
+
+    Args:
+        lagrangian: L, a `LayerNormPotential`; LN is its gradient.
+        attention: a `TokenAttention`; its mask is of the pairs (*batch, N, M + N) and allows no later token either.
+        memory: a potential with one problem per row, such as `Polynomial(xi, 1.0)`, or None.
+        field: the input tokens b, (*batch, N, D), 0 where a token is missing.
+        keys: (*batch, H, M, Y), of M earlier tokens that are solved and stay as they are:
+            attention.keys_of(lagrangian.mean(x)). All of the new tokens may read them.
+
+    A first token with `exclude_self` has no attention pull. A NaN in a sample reaches all of its tokens where these are
+    solved at once, token by token the later ones alone; it reaches no other sample.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit.
+
+    Gradients: with respect to field, keys and the tensors of attention, memory and L, to any order.
+
+    Not for tokens that may read later ones: use `LegendreEnergy`, which has an energy and so solves more safely.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import solve
+        >>> from implicit_attention.energies import CausalTokens
+        >>> from implicit_attention.potentials import LayerNormPotential, Polynomial, TokenAttention
+        >>> from implicit_attention.solvers import Picard
+        >>> weights = 0.3 * torch.cos(torch.arange(24.0)).view(2, 3, 4)
+        >>> attention, memory = TokenAttention(weights, weights, beta=1.0), Polynomial(0.3 * torch.eye(4), 1.0)
+        >>> tokens, tight = torch.sin(torch.arange(20.0)).view(5, 4), Picard(rtol=1e-6)
+        >>> first = solve(CausalTokens(LayerNormPotential(), attention, memory, tokens), tokens, solver=tight).value
+        >>> tokens = torch.cat([tokens[:-1], -tokens[-1:]])
+        >>> second = solve(CausalTokens(LayerNormPotential(), attention, memory, tokens), tokens, solver=tight).value
+        >>> (first - second).abs().amax(dim=-1) > 1e-4
+        tensor([False, False, False, False,  True])
+    """
+
+    declares_all = True
+    #: The attributes for which closed forms are written.
+    _held: ClassVar[tuple[str, ...]] = ("lagrangian", "attention", "memory", "field", "keys")
+
+    def __init__(
+        self,
+        lagrangian: LayerNormPotential,
+        attention: TokenAttention,
+        memory: Potential | None,
+        field: Float[Tensor, "*batch N D"],
+        *,
+        keys: Float[Tensor, "*batch H M Y"] | None = None,
+    ) -> None:
+        self._hold(lagrangian, attention, memory)
+        super().__init__(field)
+        self.keys = keys
+        self._check("field", field, keys)
+
+    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """f(x) = b + pull(LN(x))."""
+        return self.field + self.pull(z, self.keys)
+
+    def linearize(self, z: Tensor) -> Linearization:
+        attention, memory = self.attention, self.memory
+        if not self._has_only(*self._held) or type(attention) is not TokenAttention:
+            return super().linearize(z)
+        norm, g = self.lagrangian.linearize(z), self.activation(z)
+        side = QuerySide(attention, g, self.keys)
+        cov = None if memory is None else memory.linearize(g)
+
+        def by_memory(v: Tensor) -> Tensor | float:
+            if memory is None:
+                return 0.0
+            return memory.covariance_product(g, v) if cov is None else cov.product(v)
+
+        def product(v: Tensor) -> Tensor:
+            moved = norm.product(v)
+            return side.jvp(moved) + by_memory(moved)
+
+        def transposed(u: Tensor) -> Tensor:
+            return norm.product(side.vjp(u) + by_memory(u))
+
+        def by_tensors(u: Tensor) -> tuple[Tensor | None, ...]:
+            if memory is not None and cov is None:
+                return pullback(self, z, u)
+            found = side.vjp_tensors(u)
+            own = [getattr(found, name, None) for name, _ in attention.named_tensors()]
+            of_memory = () if cov is None else cov.vjp_tensors(u)
+            earlier = () if self.keys is None else (found.earlier,)
+            return *norm.vjp_tensors(found.z + by_memory(u)), *own, *of_memory, u, *earlier
+
+        return Linearization(product, transposed, by_tensors)
+
+    def without(self, left_out: Tensor) -> Self:
+        clone = super().without(left_out)
+        if self.keys is not None:
+            clone.keys = self.keys.masked_fill(left_out[..., None, None, None], 0.0)
+        return clone
+
+    def token(self, index: int, keys: Float[Tensor, "*batch H K Y"] | None) -> Self:
+        """The problem of one token, given the keys of all earlier ones, those of this problem included."""
+        attention, memory, rows = self.attention, self.memory, slice(index, index + 1)
+        if attention.mask is not None:
+            before = 0 if keys is None else keys.shape[-2]
+            count, total = self.field.shape[-2], self.field.shape[-2] + before - index
+            mask = attention.mask.broadcast_to(*attention.mask.shape[:-2], count, total)
+            attention = TokenAttention(
+                attention.w_query,
+                attention.w_key,
+                attention.beta,
+                mask=mask[..., rows, : before + 1],
+                exclude_self=attention.exclude_self,
+            )
+        if memory is not None and self.field.shape[-2] > 1:
+            chosen = torch.full((*self.field.shape[:-2], 1), index, device=self.field.device)
+            memory = memory.select(chosen)
+            if memory is None:
+                required, received = "tell what it is for one token alone", type(self.memory).__name__
+                remedy = "define its `select`, or solve all tokens at once"
+                raise ValueError(_validate.message("memory", required, f"{received}, which cannot", remedy))
+        return type(self)(self.lagrangian, attention, memory, self.field[..., rows, :], keys=keys)
+
+
+class CausalDynamics(_Causal):
+    """x -> x + pull(LN(x)) with the pull of `CausalTokens`: the published steps of tokens of which none reads a later.
+
+    It has no fixed point in x, which grows without bound, and no energy. A step of size a <= 1 is
+    `Picard(damping=1 - a)`. Changing a token changes no earlier one by a bit, whatever the number of steps.
+
+    Args:
+        lagrangian: L, a `LayerNormPotential`; LN is its gradient.
+        attention: a `TokenAttention`; its mask allows no later token either.
+        memory: a potential with one problem per row, or None.
+
+    Raises:
+        TypeError: what is no potential. ValueError: in `solve`, a solver that waits for convergence.
+
+    Gradients: with respect to the initial state and the tensors of attention, memory and L, by `Unrolled()`.
+
+    Not for tokens one after the other: in these dynamics a token reads the states that earlier ones pass through at
+    each step, not where they end. Use `CausalTokens`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import Unrolled, solve
+        >>> from implicit_attention.energies import CausalDynamics
+        >>> from implicit_attention.potentials import LayerNormPotential, TokenAttention
+        >>> from implicit_attention.solvers import Picard
+        >>> weights = 0.3 * torch.cos(torch.arange(24.0)).view(2, 3, 4)
+        >>> problem = CausalDynamics(LayerNormPotential(), TokenAttention(weights, weights, beta=1.0), None)
+        >>> steps = Picard(damping=0.9, max_steps=12, rtol=0, atol=0)
+        >>> tokens = torch.sin(torch.arange(20.0)).view(5, 4)
+        >>> solve(problem, tokens, solver=steps, adjoint=Unrolled()).value.shape
+        torch.Size([5, 4])
+    """
+
+    declares_all = True
+
+    def __init__(self, lagrangian: LayerNormPotential, attention: TokenAttention, memory: Potential | None) -> None:
+        self._hold(lagrangian, attention, memory)
+
+    def check_state(self, z: Tensor) -> None:
+        super().check_state(z)
+        self._check("initial", z, None)
+
+    def check_solver(self, solver: Any) -> None:
+        fixed = solver.fixed_budget or solver.max_steps == 0
+        remedy = "use Picard(damping=0.9, max_steps=12, rtol=0, atol=0), or CausalTokens, which has fixed points"
+        required = "make a fixed number of steps: these dynamics have no fixed point"
+        _validate.require(fixed, "solver", required, f"{type(solver).__name__} with rtol={solver.rtol:g}", remedy)
+
+    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """x + pull(LN(x))."""
+        return z + self.pull(z)

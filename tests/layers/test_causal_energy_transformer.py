@@ -1,0 +1,205 @@
+"""EnergyTransformer(causal=True): in any order, with a cache, in both modes, no output depends on a later token."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from implicit_attention import EnergyTransformer, Picard, Status
+from implicit_attention.potentials import LogSumExp
+from implicit_attention.testing.numerics import random
+
+TIGHT = Picard(rtol=1e-13, atol=1e-13, max_steps=2000)
+
+
+def layer(mode="equilibrium", *, dtype=torch.float64, scale=0.25, dim=6, **options):
+    """With weights at which attention and memory both matter."""
+    if mode == "equilibrium":
+        options.setdefault("solver", TIGHT)
+    made = EnergyTransformer(dim, 2, 3, 7, mode=mode, causal=True, dtype=dtype, **options)
+    with torch.no_grad():
+        for i, weight in enumerate((made.w_query, made.w_key, made.memories)):
+            weight.copy_(scale * random(*weight.shape, seed=i))
+        made.norm.delta.copy_(0.1 * random(dim, seed=3))
+    return made
+
+
+def truth():
+    """The layer and the tokens of the ground truth."""
+    made = EnergyTransformer(
+        4, 2, 2, 5, causal=True, beta=torch.tensor([0.7, 1.1], dtype=torch.float64), dtype=torch.float64
+    )
+    rows, columns = torch.arange(3.0, dtype=torch.float64), torch.arange(4.0, dtype=torch.float64)
+    heads, widths = (torch.arange(2.0, dtype=torch.float64) for _ in range(2))
+    by_head = heads[:, None, None], widths[:, None], columns
+    with torch.no_grad():
+        made.w_query.copy_(torch.cos(1 + 7 * by_head[0] + 3 * by_head[1] + by_head[2]) / 2)
+        made.w_key.copy_(torch.sin(2 + 5 * by_head[0] + 2 * by_head[1] + by_head[2]) / 2)
+        made.memories.copy_(torch.cos(3 + 2 * torch.arange(5.0).double()[:, None] + 5 * columns) / 2)
+        made.norm.delta.copy_(columns / 10)
+        made.norm.set_gamma(1.3)
+    return made, torch.sin(1 + 4 * rows[:, None] + columns)
+
+
+@pytest.mark.parametrize("order", ["together", "tokens"])
+def test_ground_truth(order):
+    made, x = truth()
+    expected = torch.tensor([1.7705759616, -1.0653887279, -2.9877300330, -1.9280988644], dtype=torch.float64)
+    torch.testing.assert_close(made(x, order=order, solver=TIGHT)[2], expected, rtol=0, atol=1e-10)
+    assert made.last_solve.status.shape == ((3,) if order == "tokens" else ())
+
+
+def decoded(made, x, sizes, key_masks=None, order="together", **options):
+    cache, parts = made.new_cache(**options), x.split(sizes, dim=1)
+    masks = key_masks or [None] * len(parts)
+    found = [made(p, cache=cache, key_mask=m, order=order) for p, m in zip(parts, masks, strict=True)]
+    return torch.cat(found, dim=1), cache
+
+
+@pytest.mark.parametrize("exclude_self", [False, True])
+def test_a_cache_gives_what_one_call_does(exclude_self):
+    made, x = layer(exclude_self=exclude_self), random(3, 6, 6, seed=5).requires_grad_()
+    whole = made(x)
+    parameters = [x, *made.parameters()]
+    by_whole = torch.autograd.grad(whole.square().sum(), parameters)
+    cases = (
+        ([1] * 6, False, "together"),
+        ([2, 1, 3], True, "tokens"),
+        ([2, 4], False, "together"),
+        ([6], True, "tokens"),
+    )
+    for sizes, warm_start, order in cases:
+        found, cache = decoded(made, x, sizes, warm_start=warm_start, order=order)
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-11)
+        # What is held is part of the graph.
+        by_found = torch.autograd.grad(found.square().sum(), parameters)
+        torch.testing.assert_close(by_found, by_whole, rtol=0, atol=1e-8)
+        assert cache.length == cache.num_queries == 6
+        assert cache.num_evals.shape == (3, 1)
+
+
+def test_missing_tokens_beside_a_cache():
+    made, x = layer(memory=LogSumExp), random(2, 5, 6, seed=5)
+    exist = torch.tensor([[True] * 5, [True, False, True, True, False]])
+    spoiled = x.masked_fill(~exist[..., None], math.nan)
+    whole = made(spoiled, key_mask=exist)
+    assert torch.equal(whole.isnan().any(-1), ~exist)
+    # As if they were not there.
+    alone = made(x[1, [0, 2, 3]])
+    torch.testing.assert_close(whole[1, [0, 2, 3]], alone, rtol=0, atol=1e-11)
+    for sizes in ([1] * 5, [2, 3]):
+        for order in ("together", "tokens"):
+            found, _ = decoded(made, spoiled, sizes, exist.split(sizes, dim=1), order=order)
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-11, equal_nan=True)
+    # Masks may begin late, and end.
+    late = exist.clone()
+    late[:, :2] = True
+    whole = made(x, key_mask=late)
+    found, _ = decoded(made, x, [2, 2, 1], [None, late[:, 2:4], late[:, 4:]])
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-11)
+    early = torch.ones(2, 5, dtype=torch.bool)
+    early[1, 1] = False
+    found, _ = decoded(made, x, [2, 3], [early[:, :2], None])
+    torch.testing.assert_close(found, made(x, key_mask=early), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", [("published", "together"), ("equilibrium", "tokens")], ids=lambda case: case[0])
+def test_changing_the_last_token_changes_no_earlier_bit(case, dtype):
+    mode, order = case
+    made, x = layer(mode, dtype=dtype), random(2, 9, 6, seed=5).to(dtype)
+    changed = x.clone()
+    changed[:, -1] = 50 * random(2, 6, seed=6).to(dtype)
+    options = {} if mode == "published" else {"solver": Picard(rtol=1e-3)}
+    one, two = (made(t, order=order, **options) for t in (x, changed))
+    assert torch.equal(one[:, :-1], two[:, :-1])
+    assert not torch.equal(one[:, -1], two[:, -1])
+
+
+def test_published_steps_are_those_of_a_prefix():
+    made, x = layer("published", steps=5, step_size=0.5), random(2, 6, 6, seed=5).requires_grad_()
+    whole = made(x)
+    assert made.last_solve.status.tolist() == [Status.BUDGET] * 2
+    for count in (1, 4):
+        torch.testing.assert_close(made(x[:, :count]), whole[:, :count], rtol=0, atol=1e-13)
+    again = copy.deepcopy(made)
+    again.checkpoint = True
+    by_kept, by_again = (torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()]) for m in (made, again))
+    torch.testing.assert_close(by_again, by_kept, rtol=0, atol=1e-12)
+    # Of the outputs of two tokens no gradient reaches a later one.
+    (by_x,) = torch.autograd.grad(whole[:, :2].square().sum(), x)
+    assert by_x[:, :2].abs().min() > 0
+    assert torch.equal(by_x[:, 2:], torch.zeros_like(by_x[:, 2:]))
+
+
+def test_the_default_solver_makes_plain_steps():
+    made, x = layer(solver=None), random(2, 5, 6, seed=5)
+    found = made(x)
+    assert bool(made.last_solve.converged.all())
+    assert torch.equal(found, made(x, solver=Picard(max_steps=1000)))
+    # The budget of a call is kept; nothing is solved with 0.
+    made(x, max_steps=1, on_failure="ignore")
+    assert made.last_solve.num_steps.tolist() == [1, 1]
+    explicit = made(x, max_steps=0)
+    torch.testing.assert_close(made(x, max_steps=0, order="tokens")[:, 0], explicit[:, 0], rtol=0, atol=1e-12)
+
+
+def test_a_nan_reaches_no_earlier_token_and_no_other_sample():
+    made, x = layer(on_failure="ignore"), random(2, 5, 6, seed=5)
+    spoiled = x.clone()
+    spoiled[0, 3, 1] = math.nan
+    good, found = made(x, order="tokens"), made(spoiled, order="tokens")
+    assert torch.equal(found[0, :3], good[0, :3])
+    assert torch.equal(found[1], good[1])
+    assert made.last_solve.status[0].tolist() == [Status.CONVERGED] * 3 + [Status.NONFINITE] * 2
+    together = made(spoiled)
+    assert made.last_solve.status.tolist() == [Status.NONFINITE, Status.CONVERGED]
+    assert torch.equal(together[1], made(x)[1])
+
+
+def test_half_precision_copies_and_pickles():
+    made, x = layer(solver=None).bfloat16(), random(2, 4, 6, seed=5).bfloat16()
+    whole = made(x)
+    assert whole.dtype == torch.bfloat16
+    found, cache = decoded(made, x, [1, 3])
+    torch.testing.assert_close(found.float(), whole.float(), rtol=0, atol=0.05)
+    other, held = copy.deepcopy((made, cache))
+    more = random(2, 1, 6, seed=7).bfloat16()
+    assert torch.equal(other(more, cache=held), made(more, cache=cache))
+    assert torch.equal(pickle.loads(pickle.dumps(made))(x), whole)
+
+
+def test_bad_calls_are_refused():
+    made, published, x = layer(), layer("published"), random(2, 4, 6, seed=5)
+    plain = EnergyTransformer(6, 2, 3, 7, dtype=torch.float64)
+    wrong = [
+        (made, {"return_energies": True}, r"`return_energies` must be False for causal=True.*no energy"),
+        (published, {"return_energies": True}, "`return_energies` must be False for causal=True"),
+        (made, {"order": "backwards"}, "`order` must be one of 'together', 'tokens'"),
+        (plain, {"order": "tokens"}, r"`order` must be 'together' for tokens that read each other.*causal=True"),
+        (published, {"order": "tokens"}, "`order` must be 'together' in mode='published'"),
+        (made, {"cache": layer().new_cache()}, "`cache` must be one that this layer made"),
+        (published, {"cache": made.new_cache()}, "`mode` must be 'equilibrium' for a cache"),
+        (plain, {"cache": made.new_cache()}, "`causal` must be True for a cache"),
+        (made, {"cache": made.new_cache(), "mask": torch.ones(4, 4) > 0}, "`mask` must be None beside a cache"),
+    ]
+    for who, options, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            who(x, **options)
+    cache = made.new_cache()
+    made(x, cache=cache)
+    with pytest.raises(ValueError, match="`cache` must be used with the batch that it holds"):
+        made(x[:1], cache=cache)
+    assert cache.length == 4
+    with pytest.raises(TypeError, match="`cache` must be None or a KeyValueCache"):
+        made(x, cache=3)
+    with pytest.raises(ValueError, match="`causal` must be True for a cache"):
+        plain.new_cache()
+    with pytest.raises(ValueError, match="`mode` must be 'equilibrium' for a cache"):
+        published.new_cache()
+    with pytest.raises(ValueError, match="`causal` must be False for a potential"):
+        made.potential()
+    with pytest.raises(ValueError, match="`step_size` must be <= 1 for causal steps"):
+        layer("published", step_size=1.5)
