@@ -102,6 +102,7 @@ _NAMES = {
         "tie",
     ),
     "linear": (),
+    "models": (),
     "options": ("SolveOptions",),
     "plotting": (),
     "potentials": ("LogSumExp", "Potential", "SquaredScores"),
