@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,7 +80,9 @@ def save_checkpoint(
         "extra": extra,
     }
     partial = path.with_name(path.name + ".partial")
+    checksums = torch.serialization.get_crc32_options()
     try:
+        torch.serialization.set_crc32_options(True)  # `_loaded` compares them
         with partial.open("wb") as file:
             torch.save(contents, file)
             file.flush()
@@ -89,6 +92,8 @@ def save_checkpoint(
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    finally:
+        torch.serialization.set_crc32_options(checksums)
     if os.name == "posix":
         # The new name is on the disk once its folder is.
         folder = os.open(path.parent, os.O_RDONLY)
@@ -193,6 +198,9 @@ def _loaded(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(_validate.message("path", "be a checkpoint that exists", str(path)))
     required, remedy = "be a whole checkpoint by save_checkpoint", "use an earlier one"
     try:
+        with zipfile.ZipFile(path) as file:  # torch itself compares no checksums
+            if (member := file.testzip()) is not None:
+                raise ValueError(f"the checksum of {member} is another than that of its bytes")
         saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # a damaged file may end anywhere in what reads it
         received = f"{path.name}, which is truncated, damaged or another kind of file"
