@@ -109,6 +109,7 @@ _NAMES = {
         "tie",
     ),
     "linear": (),
+    "models": (),
     "options": ("SolveOptions",),
     "plotting": (),
     "potentials": ("LogSumExp", "Potential", "SquaredScores"),

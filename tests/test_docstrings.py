@@ -20,6 +20,7 @@ FACES = (
     ".integrations.transformers",
     ".layers",
     ".linear",
+    ".models",
     ".ops",
     ".plotting",
     ".potentials",

@@ -77,9 +77,11 @@ ALLOWED = {
         "adjoints",
         "solution",
     },
+    "models": {"layers", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
     "plotting": {"energies", "potentials", "_solve", "solution", "diagnostics", "spins"},
     "cli": {
+        "models",
         "plotting",
         "spins",
         "diagnostics",

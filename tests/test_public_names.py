@@ -8,7 +8,7 @@ import pytest
 
 import implicit_attention
 
-PARTS = ("adjoints", "energies", "layers", "linear", "ops", "plotting", "potentials", "solvers", "spins")
+PARTS = ("adjoints", "energies", "layers", "linear", "models", "ops", "plotting", "potentials", "solvers", "spins")
 
 
 def test_the_top_is_a_short_list_of_documented_names():

@@ -1,0 +1,229 @@
+"""Checkpoints of a training: written whole or not at all, read without running code, resumed bit for bit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .. import _validate
+
+_FORMAT = 1
+_KEYS = {"format", "step", "model", "optimizer", "scheduler", "random", "generators", "extra"}
+
+
+class Stateful(Protocol):
+    """What optimizers and learning rate schedulers have in common."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Stateful,
+    scheduler: Stateful | None = None,
+    step: int,
+    generators: Mapping[str, torch.Generator] | None = None,
+    extra: Any = None,
+) -> None:
+    """Write all that a training needs to go on, in one file that replaces the one before at once.
+
+    The file is written beside `path` under the name of `path` with ".partial", forced to the disk, read back, and put
+    in the place of `path`. A process that is killed, or a disk that is full, leaves the checkpoint that was there.
+
+    Args:
+        path: of the file. Its folder exists.
+        model: whose state dict is saved.
+        optimizer: whose state dict is saved.
+        scheduler: of the learning rate, if there is one.
+        step: number of updates so far, >= 0.
+        generators: by names, those that draw data and masks. The states of torch's own generators, of the CPU and of
+            CUDA if it is in use, are always saved. Those of numpy and of Python's `random` are not.
+        extra: numbers, strings, tensors, and dicts and lists of them, such as the settings of the run.
+
+    Raises:
+        TypeError: `extra`, or a state dict, holds objects that only running code could read back.
+        OSError: the file cannot be written. In both cases the checkpoint that was there stays.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from implicit_attention.models import load_checkpoint, save_checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/last.pt", model=model, optimizer=optimizer, step=7, extra={"dim": 2})
+        ...     load_checkpoint(f"{folder}/last.pt", model=model, optimizer=optimizer)
+        (7, {'dim': 2})
+
+    Not for several processes at once, which would write one file: let one of them save.
+    """
+    step = _validate.check_integer("step", step, low=0)
+    generators = _checked(generators)
+    path = Path(path).resolve()  # a link stays one
+    contents = {
+        "format": _FORMAT,
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "random": {"cpu": torch.get_rng_state(), "cuda": _cuda_states()},
+        "generators": {name: generator.get_state() for name, generator in generators.items()},
+        "extra": extra,
+    }
+    partial = path.with_name(path.name + ".partial")
+    checksums = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(True)  # `_loaded` compares them
+        with partial.open("wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _read_back(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    if os.name == "posix":
+        # The new name is on the disk once its folder is.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+) -> tuple[int, Any]:
+    """Put a training back to where it was saved; (step, extra) of that time.
+
+    With an optimizer the training goes on as if it had never stopped, to the bit where its operations are
+    deterministic: torch's own generators are put back as well. Without one the weights alone are read.
+
+    Args:
+        path: of a file by `save_checkpoint`.
+        model: gets the weights, on the devices where its parameters are.
+        optimizer: as it was made for the saved run, of the same kind and parameters.
+        scheduler: given if, and only if, one was saved; beside an optimizer only.
+        generators: with the names that were saved; beside an optimizer only.
+
+    Returns:
+        The number of updates, and `extra`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is truncated or no checkpoint, the model has other parameters, or scheduler and generators
+            are others than those that were saved. Nothing is changed then.
+
+    Warns: where states of CUDA generators were saved for more devices than there are.
+
+    Examples: see `save_checkpoint`.
+        >>> from implicit_attention.models import load_checkpoint
+
+    Not for weights of other libraries: use `ImageEnergyTransformer.from_reference`.
+    """
+    generators, path = _checked(generators), Path(path)
+    saved = _loaded(path)
+    _check_fits(saved["model"], model, path)
+    if optimizer is None:
+        given = [name for name, value in (("scheduler", scheduler), ("generators", generators or None)) if value]
+        _validate.require(not given, "optimizer", f"be given with `{'` and `'.join(given)}`, to resume", None)
+    else:
+        _check_state("scheduler", scheduler is not None, saved["scheduler"] is not None)
+        required = f"have the names that were saved, {sorted(saved['generators'])}"
+        _validate.require(set(generators) == set(saved["generators"]), "generators", required, sorted(generators))
+        # Of all that is put back, an optimizer alone checks what it gets before it changes.
+        optimizer.load_state_dict(saved["optimizer"])
+        if scheduler is not None:
+            scheduler.load_state_dict(saved["scheduler"])
+    model.load_state_dict(saved["model"])
+    if optimizer is not None:
+        for name, generator in generators.items():
+            generator.set_state(saved["generators"][name])
+        _restore_random(saved["random"])
+    return saved["step"], saved["extra"]
+
+
+def _checked(generators: Any) -> dict[str, torch.Generator]:
+    generators = {} if generators is None else generators
+    if not isinstance(generators, Mapping) or not all(isinstance(g, torch.Generator) for g in generators.values()):
+        required, remedy = "map names to torch.Generator", "for example {'data': generator}"
+        raise TypeError(_validate.message("generators", required, type(generators).__name__, remedy))
+    return dict(generators)
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    # Asking for states would start CUDA in a process that does not use it.
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _restore_random(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    present = torch.cuda.device_count() if states["cuda"] else 0
+    if len(states["cuda"]) > present:
+        told = f"generators of {len(states['cuda'])} CUDA devices were saved, and {present} are here"
+        warnings.warn(f"{told}: the run goes on with other random numbers there", stacklevel=3)
+    for device, state in enumerate(states["cuda"][:present]):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _read_back(partial: Path) -> None:
+    """Raise where the file could not be read later. Its tensors are mapped and not read."""
+    try:
+        torch.load(partial, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:
+        required = "be numbers, strings, tensors, and dicts and lists of them, in `extra` and in all state dicts"
+        remedy = "leave out or convert what the cause names"
+        raise TypeError(_validate.message("extra", required, type(error).__name__, remedy)) from error
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(_validate.message("path", "be a checkpoint that exists", str(path)))
+    required, remedy = "be a whole checkpoint by save_checkpoint", "use an earlier one"
+    try:
+        with zipfile.ZipFile(path) as file:  # torch itself compares no checksums
+            if (member := file.testzip()) is not None:
+                raise ValueError(f"the checksum of {member} is another than that of its bytes")
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # a damaged file may end anywhere in what reads it
+        received = f"{path.name}, which is truncated, damaged or another kind of file"
+        raise ValueError(_validate.message("path", required, received, remedy)) from error
+    known = isinstance(saved, dict) and saved.keys() == _KEYS and saved["format"] == _FORMAT
+    _validate.require(known, "path", required, f"{path.name}, which holds something else", remedy)
+    return saved  # type: ignore[no-any-return]
+
+
+def _check_fits(saved: dict[str, Any], model: nn.Module, path: Path) -> None:
+    """Refuse weights of another model before any of them is copied."""
+    shapes, wanted = _shapes(saved), _shapes(model.state_dict())
+    differing = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+    told = ", ".join(f"{name} {shapes.get(name)} instead of {wanted.get(name)}" for name in differing[:3])
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    required = f"have the parameters in {path.name}"
+    _validate.require(not differing, "model", required, f"{told}{more} (saved, model)", "make it with the same sizes")
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _check_state(name: str, given: bool, was_saved: bool) -> None:
+    required = "be given, as one was saved" if was_saved else "be None, as none was saved"
+    _validate.require(given == was_saved, name, required, "one" if given else None)
