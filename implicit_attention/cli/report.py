@@ -18,8 +18,10 @@ from ..plotting import (
     configuration_figure,
     convergence_figure,
     driven_figure,
+    energies_figure,
     phase_figure,
     rates_figure,
+    reconstruction_figure,
     retrieval_figure,
 )
 from .compare import DRAWS, Comparison
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .digits import Completions, Digits
+    from .inpaint import Inpainting
     from .magnetize import Magnetization
 
 #: Queries of a task, and samples of a batch, that are drawn.
@@ -305,3 +308,29 @@ def _phase_figure(result: Magnetization, betas: Tensor) -> Figure:
         exact=[name for name in REFERENCES if name in curves],
         title=f"{result.settings.source} against inverse temperature{several}",
     )
+
+
+def inpainting_files(found: Inpainting) -> Files:
+    """Of `train inpaint`: errors, verdicts, how they came about, and two figures."""
+    trained = found.trained
+    content = {
+        "command": "train inpaint",
+        "settings": _options(found.settings, "resume"),
+        "data": found.task.source | {"held_out": len(found.task.held_out), "patch": found.task.patch},
+        "model": found.recipe._asdict(),
+        "training": trained.plan._asdict() | {"losses": trained.losses, "seconds": trained.seconds},
+        "answer": found.answer,
+        "rmse": found.errors,
+        "verdicts": found.verdicts,
+        "equilibrium": {"converged": found.converged, "evaluations": found.evaluations},
+        "threads": torch.get_num_threads(),
+        "seconds": found.seconds,
+    }
+    headings = {name: f"{name}\n{error:.4f}" for name, error in found.errors.items()}
+    columns = [(headings.get(name, name), images) for name, images in found.columns]
+    title = f"Half of the patches hidden; trained: {found.answer}; root mean square errors of all held-out images"
+    figures = {
+        "reconstruction.png": reconstruction_figure(columns, found.hidden, title=title),
+        "energy.png": energies_figure(found.energies, title="Energy of every image on its way, the same weights"),
+    }
+    return "metrics.json", content, figures
