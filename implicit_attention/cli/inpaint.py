@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..models.image import ImageEnergyTransformer
 from ..solvers import Anderson, Picard
 from . import inpainting_data, report
-from .errors import InputError, writable
+from .errors import writable
 from .inpainting_data import ImageTask, harmonic, hidden_pixels, rmse, scattered, visible_mean
 from .progress import Progress, make_console
 from .settings import InpaintSettings
