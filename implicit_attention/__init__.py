@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .fixed_point_map import FixedPointMap, PerSample, Shared
     from .layers import (
         AttentionPooling,
+        EnergyLayerNorm,
+        EnergyTransformer,
         Equilibrium,
         EquilibriumTransformer,
         ImplicitAttention,
@@ -48,6 +50,9 @@ __all__ = [
     "Equilibrium",
     "EquilibriumTransformer",
     "tie",
+    # One energy for a whole block
+    "EnergyTransformer",
+    "EnergyLayerNorm",
     # Problems: an energy of a potential, or any map
     "LogSumExp",
     "SquaredScores",
@@ -93,6 +98,8 @@ _NAMES = {
     "integrations": (),
     "layers": (
         "AttentionPooling",
+        "EnergyLayerNorm",
+        "EnergyTransformer",
         "Equilibrium",
         "EquilibriumTransformer",
         "ImplicitAttention",

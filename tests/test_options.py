@@ -6,6 +6,7 @@ import torch
 from implicit_attention import (
     Anderson,
     AttentionPooling,
+    EnergyTransformer,
     ImplicitAttention,
     MemoryLookup,
     Picard,
@@ -29,6 +30,8 @@ TAKE_OPTIONS = {
     "ImplicitAttention, call": lambda **o: ImplicitAttention(4, 1)(X, **o),
     "AttentionPooling": lambda **o: AttentionPooling(4, 1, **o),
     "AttentionPooling, call": lambda **o: AttentionPooling(4, 1)(X, **o),
+    "EnergyTransformer": lambda **o: EnergyTransformer(4, 1, 2, 3, **o),
+    "EnergyTransformer, call": lambda **o: EnergyTransformer(4, 1, 2, 3)(X, **o),
     "MemoryLookup": memory,
     "MemoryLookup, call": lambda **o: memory()(X, **o),
     "MemoryLookup.retrieve": lambda **o: memory().retrieve(X, **o),

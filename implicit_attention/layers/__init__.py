@@ -34,7 +34,7 @@ __all__ = [
 
 #: Name -> the module that has it: spins load when they are asked for.
 _LAZY = {
-    "EnergyLayerNorm": "energy_transformer",
+    "EnergyLayerNorm": "energy_layer_norm",
     "EnergyTransformer": "energy_transformer",
     "SpinAttention": "spin",
     "SpinTransformerBlock": "spin_transformer",

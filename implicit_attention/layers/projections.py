@@ -18,17 +18,22 @@ MARGIN = 1e-4
 
 
 class Fixed(nn.Module):
-    """A number that is not learned, with the call of `LearnedAnchor` and `LearnedBeta`."""
+    """A number that is not learned, or one per head as a buffer, with the call of `LearnedAnchor` and `LearnedBeta`."""
 
-    def __init__(self, value: float) -> None:
+    value: float | Tensor
+
+    def __init__(self, value: float | Tensor) -> None:
         super().__init__()
-        self.value = value
+        if isinstance(value, Tensor):
+            self.register_buffer("value", value)
+        else:
+            self.value = value
 
-    def forward(self) -> float:
-        return self.value
+    def forward(self) -> float | Tensor:
+        return at_least_single(self.value)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        return f"{self.value:g}"
+        return f"{self.value:g}" if not isinstance(self.value, Tensor) else f"({len(self.value)},)"
 
 
 class LearnedAnchor(nn.Module):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -142,7 +143,9 @@ def test_a_write_that_is_killed_leaves_the_checkpoint_before(tmp_path, monkeypat
     run.save(path)
     before = path.read_bytes()
     run.train(1)
-    process = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+        process = os.fork()
     if process == 0:
         original = torch.save
 
@@ -155,8 +158,10 @@ def test_a_write_that_is_killed_leaves_the_checkpoint_before(tmp_path, monkeypat
         targets = {"write": (torch, "save", half), "flush": (os, "fsync", lambda _: os._exit(0))}
         targets["replace"] = (os, "replace", lambda *_: os._exit(0))
         monkeypatch.setattr(*targets[stage])
-        run.save(path)
-        os._exit(1)
+        try:
+            run.save(path)
+        finally:
+            os._exit(1)
     assert os.waitpid(process, 0)[1] == 0
     assert path.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt", "last.pt.partial"]

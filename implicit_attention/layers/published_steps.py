@@ -1,0 +1,60 @@
+"""The steps of the published Energy Transformer: activation checkpointing, and a word where the energy rises."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .._autograd import transforms_active
+from .._types import OnFailure
+from ..energies.legendre import PublishedDynamics
+from ..errors import ConvergenceError, ConvergenceWarning, outside
+from ..potentials import Potential
+from ..potentials.layer_norm import LayerNormPotential
+from ..problem import Evaluation
+
+
+class PublishedSteps(PublishedDynamics):
+    """`PublishedDynamics` whose energies have no graph, and whose steps, by choice, are computed again when needed."""
+
+    def __init__(self, lagrangian: LayerNormPotential, potential: Potential, recompute: bool) -> None:
+        super().__init__(lagrangian, potential)
+        self.recompute = recompute
+
+    def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
+        # The hooks of torch's checkpointing are refused inside torch.func.
+        if not self.recompute or transforms_active() or not torch.is_grad_enabled():
+            return self._evaluated(z, energy)
+        found: Evaluation = checkpoint(self._evaluated, z, energy, use_reentrant=False, preserve_rng_state=False)
+        return found
+
+    def _evaluated(self, z: Tensor, energy: bool) -> Evaluation:
+        mapped, value = super().evaluate(z, energy=energy)
+        # With their graphs energies would hold what they alone read until the last step.
+        return Evaluation(mapped, None if value is None else value.detach())
+
+
+def report_rise(energies: Tensor, step_size: float, on_failure: OnFailure) -> None:
+    """Raise or warn if energies (steps + 1, *lead) of any problem rise by more than rounding."""
+    if on_failure == "ignore" or energies.numel() == 0:
+        return
+    rises = energies.diff(dim=0)
+    rounding = torch.finfo(energies.dtype).eps ** (2 / 3) * energies.abs().amax(0)
+    rises = rises.where(rises > rounding, 0.0)
+    if not bool((rises > 0).any()):
+        return
+    step, *problem = torch.unravel_index(rises.argmax(), rises.shape)
+    place = (int(step), *map(int, problem))
+    where = f" of problem {place[1] if len(place) == 2 else place[1:]}" if problem else ""
+    count = int((rises > 0).any(0).sum())
+    message = (
+        f"the energy rises in {count} of {energies[0].numel()} problems, most at step {place[0] + 1}{where}, by "
+        f"{float(rises[place]):.3g} from {float(energies[place]):.6g}: steps of {step_size:g} are too long there; "
+        "use a smaller step_size, and more steps"
+    )
+    if on_failure == "raise":
+        raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the tokens all the same.")
+    warnings.warn(message, ConvergenceWarning, stacklevel=outside())

@@ -1,0 +1,516 @@
+"""Image models: patches, what a mask hides, the parts that are shared, and that they learn."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from implicit_attention import EnergyTransformer, GradientDescent, Picard
+from implicit_attention.models import ImageClassifier, ImageEnergyTransformer, scatter_mask
+from implicit_attention.models.image import PatchEmbedding
+
+MODES = ["equilibrium", "published"]
+
+
+def model(size=(4, 6), patch=2, channels=3, *, dim=5, dtype=torch.float64, seed=0, scale=None, **block):
+    torch.manual_seed(seed)
+    made = ImageEnergyTransformer(size, patch, channels, dim, 2, 3, 7, dtype=dtype, **block)
+    if scale is not None:
+        with torch.no_grad():
+            for parameter in (made.block.w_query, made.block.w_key, made.block.memories, made.mask_token):
+                parameter.normal_(std=scale)
+    return made
+
+
+def images(*batch, size=(4, 6), channels=3, dtype=torch.float64, seed=1):
+    return torch.randn(*batch, channels, *size, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def cut(pictures, side):
+    """The patches by slices, row by row."""
+    height, width = pictures.shape[-2:]
+    corners = [(i, j) for i in range(0, height, side) for j in range(0, width, side)]
+    return torch.stack([pictures[..., i : i + side, j : j + side].flatten(-3) for i, j in corners], -2)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x.clone(),
+    "channels last": lambda x: x.clone(memory_format=torch.channels_last),
+    "height and width swapped": lambda x: x.mT.clone().mT,
+    "batch last": lambda x: x.permute(1, 2, 3, 0).clone().permute(3, 0, 1, 2),
+    "every other column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "one channel expanded": lambda x: x[:, :1].expand(x.shape),
+    "one image expanded": lambda x: x[:1].expand(x.shape),
+    "one number": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+    "a window": lambda x: F.pad(x, (1, 2, 3, 1))[..., 3:-1, 1:-2],
+    "numpy, from height, width, channels": lambda x: torch.from_numpy(x.numpy().transpose(0, 2, 3, 1).copy()).permute(
+        0, 3, 1, 2
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_patches_of_every_layout_are_the_slices_and_go_back(layout, dtype):
+    made, pictures = model(dtype=dtype), layout(images(2)).to(dtype)
+    patches = made.patches(pictures)
+    assert patches.shape == (2, 6, 12)
+    assert torch.equal(patches, cut(pictures, 2))
+    assert torch.equal(made.images(patches), pictures)
+    assert torch.equal(made.images(patches.mT.clone().mT), pictures)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_predictions_and_gradients_do_not_depend_on_the_layout(layout):
+    made = model(scale=0.5)
+    masked = torch.tensor([[True, False] * 3, [False, False, True] * 2])
+    strided = layout(images(2)).requires_grad_()
+    dense = strided.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    out, expected = made(strided, masked), made(dense, masked)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(out.shape, dtype=out.dtype)
+    (a,) = torch.autograd.grad((out * weights).sum(), strided)
+    (b,) = torch.autograd.grad((expected * weights).sum(), dense)
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3), (0,)])
+@pytest.mark.parametrize("mode", MODES)
+def test_any_leading_axes(batch, mode):
+    made, pictures = model(mode=mode, scale=0.4), images(*batch)
+    masked = torch.rand(*batch, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    out = made(pictures, masked)
+    assert out.shape == (*batch, 6, 12)
+    assert made.reconstruct(pictures, masked).shape == pictures.shape
+    for index in np.ndindex(*batch):
+        torch.testing.assert_close(out[index], made(pictures[index], masked[index]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_model_is_its_parts_in_their_order(mode):
+    """Written out: encoder, MASK where masked, CLS in front, positions, block, layer norm once, decoder, CLS dropped."""
+    made = model(mode=mode, scale=0.5, **({"solver": Picard(rtol=1e-12, atol=0)} if mode == "equilibrium" else {}))
+    with torch.no_grad():
+        made.block.norm.delta.normal_()
+        made.embedding.positions.normal_()
+        made.embedding.cls_token.normal_()
+    pictures = images(2)
+    masked = torch.tensor([[True, False, False, True, False, False], [False] * 6])
+    embedding = made.embedding
+    tokens = cut(pictures, 2) @ embedding.encoder.weight.T + embedding.encoder.bias
+    tokens[0, 0] = tokens[0, 3] = made.mask_token
+    tokens = torch.cat([embedding.cls_token.expand(2, 1, 5), tokens], 1) + embedding.positions
+    x = tokens
+
+    def norm(x):
+        return F.layer_norm(x, (5,)) + made.block.norm.delta
+
+    def pull(g):
+        q, k = (torch.einsum("hyd,bnd->bhny", w, g) for w in (made.block.w_query, made.block.w_key))
+        p = (q @ k.mT / 3**0.5).softmax(-1)
+        attention = (p @ k).transpose(1, 2).flatten(-2) @ made.block.w_query.flatten(0, 1)
+        attention = attention + (p.mT @ q).transpose(1, 2).flatten(-2) @ made.block.w_key.flatten(0, 1)
+        return attention + (g @ made.block.memories.T).relu() @ made.block.memories
+
+    for _ in range(12 if mode == "published" else 400):
+        x = x + 0.1 * pull(norm(x)) if mode == "published" else tokens + pull(norm(x))
+    expected = (norm(x) @ made.decoder.weight.T + made.decoder.bias)[:, 1:]
+    torch.testing.assert_close(made(pictures, masked), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masked_pixels_are_not_read_to_the_bit(mode):
+    made, pictures = model(mode=mode, scale=0.5), images(2)
+    masked = torch.tensor([[True, False, False, True, False, False], [False, True, True, True, True, True]])
+
+    def changed(value):
+        return made.images(made.patches(pictures).masked_fill(masked[..., None], value))
+
+    def gradients(given):
+        given = given.clone().requires_grad_()
+        out = made(given, masked)
+        return out, torch.autograd.grad(out.square().sum(), [given, *made.parameters()])
+
+    out, grads = gradients(pictures)
+    assert all(bool(g.isfinite().all()) for g in grads)
+    assert not made.patches(grads[0])[masked].any()
+    assert made.patches(grads[0])[~masked].all()
+    for value in (0.0, 1e300, float("inf"), float("nan")):
+        other, others = gradients(changed(value))
+        assert torch.equal(out, other)
+        assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+    # Were the encoder to read them, this would be seen: the visible ones are read.
+    assert not torch.equal(made(pictures + 1e-3, masked), out)
+
+
+def test_a_nan_that_is_visible_stays_in_its_image():
+    made, pictures = model(scale=0.5, on_failure="ignore"), images(3)
+    masked = torch.zeros(3, 6, dtype=torch.bool)
+    masked[:, 0] = True
+    clean = made(pictures, masked)
+    pictures[1, 0, -1, -1] = torch.nan
+    out = made(pictures, masked)
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_reconstruct_keeps_visible_pixels_to_the_bit():
+    made, pictures = model(scale=0.5), images(2)
+    masked = torch.tensor([[True, False, False, True, False, False], [False] * 6])
+    filled, patches = made.reconstruct(pictures, masked), made(pictures, masked)
+    assert torch.equal(cut(filled, 2)[~masked], cut(pictures, 2)[~masked])
+    assert torch.equal(cut(filled, 2)[masked], patches[masked])
+    shared = masked[0]
+    assert torch.equal(made.reconstruct(pictures, shared), made.reconstruct(pictures, shared.expand(2, 6)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_is_the_root_mean_square_error_over_scored_pixels(mode):
+    made, pictures = model(mode=mode, scale=0.5), images(2)
+    masked = torch.tensor([[True, False, False, True, False, False], [False, True, True, False, True, False]])
+    scored = masked.clone()
+    scored[0, 1] = True
+    out, patches = made(pictures, masked), cut(pictures, 2)
+    for chosen, given in ((masked, None), (scored, scored)):
+        wrong = [
+            (out[b, p] - patches[b, p]).square().sum() for b in range(2) for p in range(6) if chosen[b, p]
+        ]
+        expected = (sum(wrong) / (12 * len(wrong))).sqrt()
+        torch.testing.assert_close(made.loss(pictures, masked, given), expected, rtol=1e-12, atol=0)
+    # The published one, with zeros for the others, has another scale.
+    published = ((out - patches) * scored[..., None]).square().mean().sqrt()
+    ours = made.loss(pictures, masked, scored) * scored.double().mean().sqrt()
+    torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
+
+
+def test_loss_without_an_error_has_a_gradient_and_pixels_not_scored_have_none():
+    made, pictures = model(), torch.zeros(2, 3, 4, 6, dtype=torch.float64)
+    with torch.no_grad():
+        made.decoder.weight.zero_()
+        made.decoder.bias.zero_()
+    masked = torch.tensor([True, False, False, False, False, False])
+    loss = made.loss(pictures, masked)
+    loss.backward()
+    assert loss == 0
+    assert all(bool(p.grad.isfinite().all()) for p in made.parameters())
+    pictures[..., -1] = torch.nan  # a patch that is masked, and not scored
+    hidden = torch.tensor([True, False, True, False, False, True])
+    assert made.loss(pictures, hidden, masked) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("classify", [False, True])
+def test_gradients_reach_every_parameter(mode, classify):
+    made, pictures = model(mode=mode, scale=0.5, beta="learned"), images(2)
+    masked = torch.tensor([[True, False, False, True, False, False], [False] * 6])
+    classifier = ImageClassifier(made, 4)
+    loss = classifier(pictures).square().sum() if classify else made.loss(pictures, masked)
+    loss.backward()
+    parameters = dict((classifier if classify else made).named_parameters())
+    assert len(parameters) == (14 if classify else 13)
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.isfinite().all()), name
+        assert float(parameter.grad.abs().max()) > 1e-9, name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_those_of_differences(mode):
+    made = model((2, 4), 2, 1, dim=3, mode=mode, scale=0.6, steps=3, **_exact(mode))
+    pictures = images(2, size=(2, 4), channels=1).requires_grad_()
+    masked = torch.tensor([[True, False], [False, True]])
+    names = ["mask_token", "embedding.positions", "embedding.cls_token", "decoder.weight"]
+    values = [made.get_parameter(name).detach().clone().requires_grad_() for name in names]
+
+    def loss(pictures, *values):
+        given = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(made, given, (pictures, masked))
+
+    assert torch.autograd.gradcheck(loss, (pictures, *values), atol=1e-6)
+    assert torch.autograd.gradgradcheck(lambda p: loss(p, *values).sum(0), (pictures,), atol=1e-5)
+
+
+def _exact(mode):
+    return {"solver": Picard(rtol=1e-13, atol=1e-13, max_steps=2000)} if mode == "equilibrium" else {}
+
+
+def test_the_layer_norm_is_one_module_of_the_block_and_is_applied_once():
+    made = model(scale=0.3, mode="published")
+    assert [n for n, _ in made.named_parameters() if "gamma" in n or "delta" in n] == [
+        "block.norm.raw_gamma",
+        "block.norm.delta",
+    ]
+    calls = []
+    made.block.norm.register_forward_hook(lambda *_: calls.append(1))
+    made(images(1), torch.tensor([True] + [False] * 5))
+    assert len(calls) == 1
+
+
+def test_evidence_is_returned_beside_the_patches():
+    pictures, masked = images(2), torch.tensor([True] + [False] * 5)
+    made = model(mode="published", scale=0.3)
+    patches, energies, solution = made(pictures, masked, return_energies=True, return_solution=True)
+    assert torch.equal(patches, made(pictures, masked))
+    assert energies.shape == (13, 2)
+    assert (energies.diff(dim=0) < 0).all()
+    torch.testing.assert_close(made.decoder(made.block.norm(solution.value))[:, 1:], patches)
+    made = model(scale=0.3)
+    patches, solution = made(pictures, masked, return_solution=True)
+    assert solution.converged.all()
+    assert made.block.last_solve is not None
+    rough = made(pictures, masked, solver=Picard(max_steps=1), on_failure="ignore")
+    assert not torch.equal(rough, patches)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_learns_to_fill_in_patches(mode):
+    """Stripes whose direction and phase the visible patches tell: the loss falls far below that of the mean."""
+    made = model((6, 6), 2, 1, dim=16, dtype=torch.float32, mode=mode, steps=6)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    place = torch.arange(6.0)
+
+    def batch():
+        phase, across = 6.3 * torch.rand(32, generator=generator), torch.rand(32, generator=generator) < 0.5
+        wave = torch.sin(place + phase[:, None])
+        rows, columns = wave[:, :, None].expand(32, 6, 6), wave[:, None, :].expand(32, 6, 6)
+        return torch.where(across[:, None, None], rows, columns)[:, None]
+
+    losses = []
+    for _ in range(150):
+        masked, scored = scatter_mask(32, 9, 3, 1, generator)
+        loss = made.loss(batch(), masked, scored)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    # The mean of such pixels is 0, and their standard deviation .7.
+    assert sum(losses[-10:]) / 10 < 0.5 * 0.7
+    assert min(losses[:5]) > 0.6
+
+
+def test_scatter_masks_are_exact_random_and_repeatable():
+    masked, scored = scatter_mask(2000, 10, 3, 2, torch.Generator().manual_seed(0))
+    assert masked.shape == scored.shape == (2000, 10)
+    assert (masked.sum(-1) == 3).all()
+    assert (scored.sum(-1) == 5).all()
+    assert (scored | ~masked).all()
+    # Five standard deviations of a share over 2000 images.
+    assert (masked.double().mean(0) - 0.3).abs().max() < 5 * (0.3 * 0.7 / 2000) ** 0.5
+    assert ((scored & ~masked).double().mean(0) - 0.2).abs().max() < 5 * (0.2 * 0.8 / 2000) ** 0.5
+    again = scatter_mask(2000, 10, 3, 2, torch.Generator().manual_seed(0))
+    assert torch.equal(again[0], masked)
+    assert torch.equal(again[1], scored)
+    published = scatter_mask(1, 196)
+    assert [int(m.sum()) for m in published] == [90, 100]
+    assert scatter_mask(0, 4, 1, 0)[0].shape == (0, 4)
+    assert scatter_mask(1, 4, 4, 0)[0].all()
+
+
+@pytest.mark.parametrize(("replaced", "kept"), [(0, 0), (5, 0), (3, 2)])
+def test_masks_that_do_not_fit_are_refused(replaced, kept):
+    with pytest.raises(ValueError, match="`replaced` must be 1 to 4 together with `kept`"):
+        scatter_mask(1, 4, replaced, kept)
+
+
+@pytest.mark.parametrize(
+    ("size", "patch", "told"),
+    [
+        ((4, 6), 4, r"`patch_size` must divide the image size \(4, 6\), got 4; crop or pad"),
+        ((2, 2), 4, r"`patch_size` must divide the image size \(2, 2\), got 4"),
+        ((4, 6), 0, "`patch_size` must be >= 1, got 0"),
+        ((0, 6), 1, "`image_size` must be >= 1, got 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(size, patch, told):
+    with pytest.raises(ValueError, match=told):
+        model(size, patch)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    made, pictures, masked = model(), images(2), torch.zeros(2, 6, dtype=torch.bool)
+    for given, told in (
+        (images(2, size=(6, 4)), r"`images` must have shape \(\*batch, 3, 4, 6\), got shape \(2, 3, 6, 4\)"),
+        (images(2, size=(1, 1)), r"`images` must have shape"),
+        (images(2, channels=1), r"`images` must have shape"),
+        (pictures[0, 0], "`images` must have at least 3 axes"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            made(given, masked)
+    with pytest.raises(TypeError, match="`images` must have a floating-point dtype, got torch.uint8"):
+        made(pictures.to(torch.uint8), masked)
+    for wrong in (masked.float(), masked.int(), [True] * 6, None):
+        with pytest.raises(TypeError, match=r"`masked` must be a boolean tensor, \(\*batch, P\)"):
+            made(pictures, wrong)
+    with pytest.raises(ValueError, match=r"`masked` must broadcast to \(\*batch, P\) = \(2, 6\), got shape \(2, 5\)"):
+        made(pictures, masked[:, :5])
+    with pytest.raises(ValueError, match="`scored` must hold at least one patch, got none"):
+        made.loss(pictures, masked)
+    with pytest.raises(TypeError, match="`scored` must be a boolean tensor"):
+        made.loss(pictures, ~masked, masked.float())
+    with pytest.raises(ValueError, match=r"`patches` must have shape \(\*batch, 6, 12\)"):
+        made.images(pictures)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sovler'"):
+        model(sovler=GradientDescent())
+    with pytest.raises(TypeError, match="`image_size` must be an integer"):
+        model((4.0, 6))
+
+
+def test_half_precision_autocast_and_copies():
+    made, masked = model(dtype=torch.float32, scale=0.3), torch.tensor([True] + [False] * 5)
+    pictures = images(2, dtype=torch.float32)
+    expected = made(pictures, masked)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = made(pictures, masked)
+    torch.testing.assert_close(mixed.float(), expected, rtol=0.1, atol=0.05)
+    half = copy.deepcopy(made).bfloat16()
+    out = half(pictures.bfloat16(), masked)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.1)
+    other = model(dtype=torch.float32, seed=9)
+    other.load_state_dict(made.state_dict())
+    assert torch.equal(other(pictures, masked), expected)
+
+
+def test_a_classifier_reads_cls_by_the_norm_and_two_layers():
+    made, pictures = model(mode="published", scale=0.5), images(2)
+    classifier = ImageClassifier(made, 4, hidden=6)
+    tokens = made.block(made.embedding(made.patches(pictures)))
+    first, _, last = classifier.head
+    cls = made.block.norm(tokens[:, 0])
+    expected = (cls @ first.weight.T + first.bias).relu() @ last.weight.T + last.bias
+    torch.testing.assert_close(classifier(pictures), expected, rtol=1e-12, atol=1e-12)
+    logits, solution = classifier(pictures, return_solution=True)
+    assert torch.equal(logits, classifier(pictures))
+    assert solution.value.shape == (2, 7, 5)
+    assert classifier(pictures[0]).shape == (4,)
+
+
+def test_a_classifier_shares_its_parts_with_the_image_model():
+    made = model()
+    classifier = ImageClassifier(made, 4)
+    assert classifier.embedding is made.embedding
+    assert classifier.block is made.block
+    names = {name.split(".")[0] for name, _ in classifier.named_parameters()}
+    assert names == {"embedding", "block", "head"}
+    with pytest.raises(TypeError, match="`image_model` must be an ImageEnergyTransformer, got PatchEmbedding"):
+        ImageClassifier(PatchEmbedding(4, 2, 1, 5), 4)
+    with pytest.raises(ValueError, match="`classes` must be >= 1"):
+        ImageClassifier(made, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_classifier_learns(mode):
+    """Which half of the image is bright."""
+    classifier = ImageClassifier(model((4, 4), 2, 1, dim=12, dtype=torch.float32, mode=mode, steps=6, scale=0.1), 2)
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(60):
+        labels = torch.randint(2, (32,), generator=generator)
+        pictures = 0.5 * torch.randn(32, 1, 4, 4, generator=generator)
+        pictures[..., :2] += (2 * labels - 1)[:, None, None, None]
+        loss = F.cross_entropy(classifier(pictures), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 0.5
+    assert sum(losses[-10:]) / 10 < 0.2
+
+
+def reference(dim=5, seed=0, width=12, count=6):
+    rng = np.random.default_rng(seed)
+    made = {name: rng.normal(size=(2, 3, dim)) for name in ("Wq", "Wk")}
+    made |= {"Xi": rng.normal(size=(dim, 7)), "LNORM_gamma": np.array(1.3), "LNORM_bias": rng.normal(size=dim)}
+    made |= {"Wenc": rng.normal(size=(width, dim)), "Benc": rng.normal(size=dim)}
+    made |= {"Wdec": rng.normal(size=(dim, width)), "Bdec": rng.normal(size=width)}
+    made |= {"CLS_token": rng.normal(size=dim), "MASK_token": rng.normal(size=dim)}
+    return {**made, "POS_embed": rng.normal(size=(1 + count, dim))}
+
+
+def by_the_arrays(arrays, pictures, masked, steps=12, step_size=0.1):
+    """The published model as loops over numpy arrays, one image."""
+    a = arrays
+    tokens = []
+    for patch, hidden in zip(cut(pictures, 2).numpy(), masked, strict=True):
+        tokens.append(a["MASK_token"].reshape(-1) if hidden else patch @ a["Wenc"] + a["Benc"])
+    x = np.stack([a["CLS_token"].reshape(-1), *tokens]) + a["POS_embed"]
+
+    def norm(x):
+        centred = x - x.mean(-1, keepdims=True)
+        return a["LNORM_gamma"] * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) + a["LNORM_bias"]
+
+    for _ in range(steps):
+        g = norm(x)
+        pull = np.maximum(g @ a["Xi"], 0) @ a["Xi"].T
+        for wq, wk in zip(a["Wq"], a["Wk"], strict=True):
+            q, k = g @ wq.T, g @ wk.T
+            p = np.exp(q @ k.T / 3**0.5)
+            p = p / p.sum(-1, keepdims=True)
+            pull = pull + p @ k @ wq + p.T @ q @ wk
+        x = x + step_size * pull
+    return torch.from_numpy((norm(x) @ a["Wdec"] + a["Bdec"])[1:])
+
+
+@pytest.mark.parametrize("file", [None, ".npz", ".safetensors"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_weights_of_the_public_model_give_its_predictions(tmp_path, file, flat):
+    arrays = reference()
+    if not flat:
+        arrays |= {name: arrays[name][None] for name in ("CLS_token", "MASK_token")}
+    given = arrays
+    if file == ".npz":
+        given = tmp_path / "weights.npz"
+        np.savez(given, **arrays)
+    elif file == ".safetensors":
+        from safetensors.torch import save_file
+
+        given = tmp_path / "weights.safetensors"
+        save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, given)
+    made = ImageEnergyTransformer.from_reference(given, image_size=(4, 6), patch_size=2, mode="published")
+    assert made.embedding.channels == 3
+    assert made.decoder.weight.dtype == torch.float64
+    masked = torch.tensor([True, False, False, True, False, False])
+    pictures = images()
+    torch.testing.assert_close(
+        made(pictures, masked), by_the_arrays(arrays, pictures, masked), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_weights_as_wide_as_patches_multiply_from_the_right():
+    """C * patch_size^2 = D, as published (768): no shape tells which side they multiply from."""
+    arrays = reference(dim=12, width=12)
+    made = ImageEnergyTransformer.from_reference(arrays, image_size=(4, 6), patch_size=2, mode="published", steps=2)
+    masked, pictures = torch.tensor([True, False, False, True, False, False]), images()
+    torch.testing.assert_close(
+        made(pictures, masked), by_the_arrays(arrays, pictures, masked, 2), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    good, sizes = reference(), {"image_size": (4, 6), "patch_size": 2}
+    for change, told in (
+        ({"POS_embed": good["POS_embed"][1:]}, r"`POS_embed` must have shape \(7, 5\), got shape \(6, 5\); the sizes"),
+        ({"Wenc": good["Wenc"].T}, r"`Wenc` must have C \* patch_size\^2 rows, with patch_size=2"),
+        ({"Wdec": good["Wdec"].T}, r"`Wdec` must have shape \(5, 12\), got shape \(12, 5\)"),
+        ({"Benc": good["Benc"][:4]}, r"`Benc` must have shape \(5,\)"),
+        ({"LNORM_gamma": np.array(-1.0)}, "LNORM_gamma"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            ImageEnergyTransformer.from_reference({**good, **change}, **sizes)
+    block = {name: good[name] for name in ("Wq", "Wk", "Xi", "LNORM_gamma", "LNORM_bias")}
+    with pytest.raises(ValueError, match="got no Wenc, Benc, Wdec, Bdec, CLS_token, MASK_token, POS_embed"):
+        ImageEnergyTransformer.from_reference(block, **sizes)
+    with pytest.raises(ValueError, match=r"`patch_size` must divide the image size \(5, 6\)"):
+        ImageEnergyTransformer.from_reference(good, image_size=(5, 6), patch_size=2)
+
+
+def test_the_block_alone_is_read_beside_image_arrays():
+    arrays = reference()
+    block = EnergyTransformer.from_reference(arrays, mode="published")
+    made = ImageEnergyTransformer.from_reference(arrays, image_size=(4, 6), patch_size=2, mode="published")
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    assert torch.equal(block(x), made.block(x))
