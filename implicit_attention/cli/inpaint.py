@@ -66,8 +66,8 @@ def spread(model: ImageEnergyTransformer) -> None:
 class Inpainter(nn.Module):
     """A model of the hidden pixels, for the images of a task.
 
-    Of a photograph the model sees how the visible pixels differ from their mean, and what it answers is added to the
-    harmonic interpolation.
+    It sees how pixels differ from the mean of the visible ones, in units of their usual spread. What it answers is
+    added to that mean, or, of photographs, to the harmonic interpolation.
     """
 
     def __init__(self, task: ImageTask, recipe: Recipe, mode: str) -> None:
@@ -77,7 +77,7 @@ class Inpainter(nn.Module):
         channels = task.held_out.shape[1]
         sizes = recipe.dim, recipe.heads, recipe.head_dim, recipe.memories
         self.model = ImageEnergyTransformer(task.side, task.patch, channels, *sizes, **dynamics)
-        self.patch, self.remainder = task.patch, task.name == "photos"
+        self.patch, self.remainder, self.scale = task.patch, task.name == "photos", task.scale
         spread(self.model)
 
     def forward(self, images: Tensor, masked: Tensor, base: Tensor | None = None, **options: Any) -> Tensor:
@@ -86,14 +86,16 @@ class Inpainter(nn.Module):
         Args:
             images: (count, channels, side, side).
             masked: the hidden patches.
-            base: what is added to, if it is known already.
+            base: the harmonic interpolation, if it is known already.
             **options: of the solve.
         """
         hidden = hidden_pixels(masked, images.shape[-1], self.patch)
         answers: Tensor = self.model.images(self.model(self._seen(images, hidden), masked, **options))
-        if self.remainder:
-            answers = answers + (harmonic(images, hidden) if base is None else base)
-        return answers.where(hidden, images)
+        if not self.remainder:
+            base = visible_mean(images, hidden)
+        elif base is None:
+            base = harmonic(images, hidden)
+        return (base + self.scale * answers).where(hidden, images)
 
     def energies(self, images: Tensor, masked: Tensor) -> Tensor:
         """Of every image, after every evaluation, (evaluations, count)."""
@@ -102,7 +104,7 @@ class Inpainter(nn.Module):
         return found  # type: ignore[no-any-return]
 
     def _seen(self, images: Tensor, hidden: Tensor) -> Tensor:
-        return images - visible_mean(images, hidden) if self.remainder else images
+        return (images - visible_mean(images, hidden)) / self.scale
 
 
 class Inpainting(NamedTuple):
@@ -197,10 +199,11 @@ def inpaint(settings: InpaintSettings, progress: Progress) -> Inpainting:
 
 def loss(net: nn.Module, images: Tensor, masked: Tensor) -> Tensor:
     """Root mean square error over the hidden pixels of a batch."""
-    wrong = net(images, masked) - images
+    wrong: Tensor = net(images, masked) - images
     # A norm has a gradient where nothing is wrong; visible pixels add 0.
     scored: Tensor = masked.sum() * (images[0].numel() / masked.shape[-1])
-    return torch.linalg.vector_norm(wrong) / scored.sqrt()
+    error: Tensor = torch.linalg.vector_norm(wrong) / scored.sqrt()
+    return error
 
 
 @torch.no_grad()

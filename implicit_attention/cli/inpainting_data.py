@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from typing import Any, Literal
 
@@ -52,6 +53,12 @@ class ImageTask:
         """Images with as many pixels as all regions have."""
         count, _, height, width = self.regions.shape
         return count * height * width // self.side**2
+
+    @functools.cached_property
+    def scale(self) -> float:
+        """Standard deviation of the pixels of images to train on around the mean of their own image."""
+        images = self.draw(1000, torch.Generator().manual_seed(0))
+        return float((images - images.mean((-1, -2), keepdim=True)).square().mean().sqrt())
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Images to train on, (count, channels, side, side), at random places of random regions."""
@@ -115,7 +122,7 @@ def hidden_pixels(masked: Tensor, side: int, patch: int) -> Tensor:
 
 def visible_mean(images: Tensor, hidden: Tensor) -> Tensor:
     """The images with each hidden pixel replaced by the mean of the visible ones of its image and channel."""
-    means = (images * ~hidden).sum((-1, -2), keepdim=True) / (~hidden).sum((-1, -2), keepdim=True)
+    means = images.masked_fill(hidden, 0.0).sum((-1, -2), keepdim=True) / (~hidden).sum((-1, -2), keepdim=True)
     return images.where(~hidden, means)
 
 

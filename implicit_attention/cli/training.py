@@ -126,8 +126,8 @@ def train(
     optimizer, schedule = _optimizer(model, plan)
     done, begin = 0, time.perf_counter()
     if resume:
-        everything = {"model": model, "optimizer": optimizer, "scheduler": schedule}
-        done, _ = load_checkpoint(checkpoint, **everything, generators={"data": generator})
+        drawn = {"data": generator}
+        done, _ = load_checkpoint(checkpoint, model=model, optimizer=optimizer, scheduler=schedule, generators=drawn)
     count = sum(p.numel() for p in model.parameters())
     name, told, of_epoch = f"training {count} parameters", begin, 0.0
     model.train()
@@ -185,7 +185,7 @@ def _read(checkpoint: Path, model: nn.Module, identity: dict[str, Any]) -> dict[
     if differing:
         told = ", ".join(f"{name} {held['identity'].get(name)} instead of {identity[name]}" for name in differing)
         raise InputError(f"`--resume` must have the settings of the earlier run, which has {told}; give the same ones")
-    return held
+    return dict(held)
 
 
 def _update(model: nn.Module, loss_of: Loss, generator: torch.Generator, optimizer: torch.optim.Optimizer) -> float:
