@@ -70,8 +70,9 @@ def spread(model: ImageEnergyTransformer) -> None:
 class Inpainter(nn.Module):
     """A model of the hidden pixels, for the images of a task.
 
-    It sees how pixels differ from the mean of the visible ones, in units of their usual spread. What it answers is
-    added to that mean, or, of photographs, to the harmonic interpolation.
+    Pixels of digits are seen, and answered, as differences from the mean of all digits: where ink may be is known. In a
+    photograph they are differences from the mean of its visible pixels, and what is answered is added to the harmonic
+    interpolation. The unit of both is the usual spread of the pixels.
     """
 
     def __init__(self, task: ImageTask, recipe: Recipe, mode: str) -> None:
@@ -82,7 +83,7 @@ class Inpainter(nn.Module):
         sizes = recipe.dim, recipe.heads, recipe.head_dim, recipe.memories
         self.model = ImageEnergyTransformer(task.side, task.patch, channels, *sizes, **dynamics)
         self.mode, self.patch = mode, task.patch
-        self.remainder, self.scale = task.name == "photos", task.scale
+        self.remainder, self.mean, self.scale = task.name == "photos", task.mean, task.scale
         spread(self.model)
 
     def forward(self, images: Tensor, masked: Tensor, base: Tensor | None = None, **options: Any) -> Tensor:
@@ -96,11 +97,10 @@ class Inpainter(nn.Module):
         """
         hidden = hidden_pixels(masked, images.shape[-1], self.patch)
         answers: Tensor = self.model.images(self.model(self._seen(images, hidden), masked, **options))
-        if not self.remainder:
-            base = visible_mean(images, hidden)
-        elif base is None:
-            base = harmonic(images, hidden)
-        return (base + self.scale * answers).where(hidden, images)
+        added: Tensor | float = self.mean
+        if self.remainder:
+            added = harmonic(images, hidden) if base is None else base
+        return (added + self.scale * answers).where(hidden, images)
 
     def energies(self, images: Tensor, masked: Tensor) -> Tensor:
         """Of every image, after every evaluation, (evaluations, count)."""
@@ -109,7 +109,7 @@ class Inpainter(nn.Module):
         return found  # type: ignore[no-any-return]
 
     def _seen(self, images: Tensor, hidden: Tensor) -> Tensor:
-        return (images - visible_mean(images, hidden)) / self.scale
+        return (images - (visible_mean(images, hidden) if self.remainder else self.mean)) / self.scale
 
 
 class Inpainting(NamedTuple):

@@ -54,6 +54,11 @@ class ImageTask:
         count, _, height, width = self.regions.shape
         return count * height * width // self.side**2
 
+    @property
+    def mean(self) -> float:
+        """Of all pixels to train on."""
+        return float(self.regions.mean())
+
     @functools.cached_property
     def scale(self) -> float:
         """Standard deviation of the pixels of images to train on around the mean of their own image."""
