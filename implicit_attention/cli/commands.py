@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from .errors import InputError
-from .settings import CompareSettings, MagnetizeSettings, MazeSettings
+from .settings import CompareSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
 
 commands = typer.Typer(
     name="implicit-attention", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -32,7 +32,7 @@ def main(
     """Equilibrium attention: solve for fixed points of attention, with evidence."""
 
 
-def _add_command(settings: type[CompareSettings | MagnetizeSettings | MazeSettings]) -> None:
+def _add_command(settings: type[Settings], to: typer.Typer = commands) -> None:
     """Add the command whose options are the fields of `settings`. An `InputError` is one line and exit code 2."""
 
     def command(**options: Any) -> None:
@@ -47,9 +47,13 @@ def _add_command(settings: type[CompareSettings | MagnetizeSettings | MazeSettin
     # Where typer looks for options.
     vars(command)["__signature__"] = inspect.signature(settings, eval_str=True)
     command.__annotations__ = get_type_hints(settings, include_extras=True)
-    commands.command(settings.command, help=inspect.getdoc(settings))(command)
+    to.command(settings.command, help=inspect.getdoc(settings))(command)
 
 
 _add_command(CompareSettings)
 _add_command(MagnetizeSettings)
 _add_command(MazeSettings)
+
+train = typer.Typer(name="train", no_args_is_help=True, help="Train an Energy Transformer on data that is installed.")
+_add_command(InpaintSettings, train)
+commands.add_typer(train)

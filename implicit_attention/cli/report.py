@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _options(settings: Any, *without: str) -> dict[str, Any]:
+def options_of(settings: Any, *without: str) -> dict[str, Any]:
     """The options of a command but for folders, of which no file is to tell."""
     options = dataclasses.asdict(settings)
     return {name: value for name, value in options.items() if name not in ("out", *without)}
@@ -94,7 +94,7 @@ def comparison_files(comparison: Comparison) -> Files:
     device = torch.device(settings.device)
     content = {
         "command": "compare",
-        "settings": _options(settings)
+        "settings": options_of(settings)
         | {
             "potential": settings.potential_name,
             "beta": inverse_temperature(settings),
@@ -181,7 +181,7 @@ def magnetization_files(result: Magnetization) -> Files:
     system, images, completions = result.system, result.digits, result.completions
     content = {
         "command": "magnetize",
-        "settings": _options(result.settings, "file", "drive")
+        "settings": options_of(result.settings, "file", "drive")
         | {
             "source": result.settings.source,
             "sites": system.num_sites,

@@ -8,10 +8,10 @@ from typing import Any
 from . import report, table
 from .errors import require_modules, writable
 from .progress import Progress, make_console
-from .settings import CompareSettings, MagnetizeSettings, MazeSettings
+from .settings import InpaintSettings, MagnetizeSettings, MazeSettings, Settings
 
 
-def run(settings: CompareSettings | MagnetizeSettings | MazeSettings) -> None:
+def run(settings: Settings) -> None:
     """Run the command that has these settings.
 
     Raises:
@@ -22,6 +22,11 @@ def run(settings: CompareSettings | MagnetizeSettings | MazeSettings) -> None:
         from . import maze
 
         return maze.run(settings)
+    if isinstance(settings, InpaintSettings):
+        require_modules("rich", "matplotlib", "sklearn", "scipy")
+        from . import inpaint_report
+
+        return inpaint_report.run(settings)
     require_modules("rich", "matplotlib", *(("sklearn",) if settings.needs_digits else ()))
     command: Any
     line: Any

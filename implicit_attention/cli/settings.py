@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from typer import Argument, Option
 
@@ -194,3 +194,48 @@ class MazeSettings:
     @property
     def updates(self) -> int:
         return 10 if self.quick else 600
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrainSettings:
+    """What all trainings have."""
+
+    minutes: Annotated[
+        float | None,
+        Option(
+            min=0.01,
+            max=10_000,
+            help="Time to train, turned into a number of updates by timing a few.",
+            show_default="5; with --quick 10 updates",
+        ),
+    ] = None
+    updates: Annotated[int | None, Option(min=1, help="Updates to train, in place of --minutes.")] = None
+    rate: Annotated[float | None, Option(help="Peak learning rate.", show_default="of the data")] = None
+    seed: Annotated[int, seed_option("weights and batches")] = 0
+    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint in --out.")] = False
+    quick: Annotated[bool, Option("--quick", help="Hardly train: a look at the command, with bad answers.")] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class InpaintSettings(_TrainSettings):
+    """Train an Energy Transformer to fill in hidden patches of images, and compare it with two simple fillings.
+
+    Half of the patches of every image are hidden. Reported are root mean square errors over the hidden pixels of
+    held-out images, beside the mean of the visible pixels and harmonic interpolation. A training that was killed goes
+    on with --resume, and ends with the same weights to the bit.
+    """
+
+    command: ClassVar[str] = "inpaint"
+
+    data: Annotated[
+        Literal["digits", "photos"],
+        Option(help="scikit-learn's digits, or crops of its two photographs; the right third of both is held out."),
+    ] = "digits"
+    mode: Annotated[
+        Literal["published", "equilibrium"],
+        Option(help="Twelve steps down the energy, as published, or the minimum of the energy with its field."),
+    ] = "published"
+    out: Annotated[Path, Option(help="Folder for metrics.json, the pictures and checkpoint.pt.")] = Path("inpaint")
+
+
+Settings: TypeAlias = CompareSettings | MagnetizeSettings | MazeSettings | InpaintSettings

@@ -3,6 +3,7 @@
 from .convergence import convergence_figure
 from .distribution import distribution_figure
 from .driven import driven_figure
+from .inpainting import energies_figure, reconstruction_figure
 from .landscapes import landscape_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
 from .potentials import potentials_figure
@@ -16,11 +17,13 @@ __all__ = [
     "decomposition_figure",
     "distribution_figure",
     "driven_figure",
+    "energies_figure",
     "landscape_figure",
     "maze_figure",
     "phase_figure",
     "potentials_figure",
     "rates_figure",
+    "reconstruction_figure",
     "retrieval_figure",
     "save_maze_gif",
     "sizes_figure",

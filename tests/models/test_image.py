@@ -416,7 +416,8 @@ def test_a_classifier_learns(mode):
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] > 0.5
-    assert sum(losses[-10:]) / 10 < 0.2
+    # Guessing is log 2.
+    assert sum(losses[-10:]) / 10 < 0.45
 
 
 def reference(dim=5, seed=0, width=12, count=6):

@@ -1,0 +1,198 @@
+"""The training that the commands `train ...` share: the published recipe, progress, and checkpoints to resume from."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..models.checkpoint import load_checkpoint, save_checkpoint
+from .errors import InputError
+from .progress import Progress
+
+#: AdamW, gradient clipping and the shape of the learning rate as published (Hoover et al., 2023): a warm-up of 2 of 100
+#: epochs, then a cosine down to 1/1000 of the peak.
+BETAS, WEIGHT_DECAY, CLIP, WARM_UP, LOWEST = (0.9, 0.99), 0.05, 1.0, 0.02, 1e-3
+#: Updates that are timed to plan a training by its time, and the fewest that are planned.
+TIMED, FEWEST = 4, 10
+#: Where nothing is said, and with --quick.
+MINUTES, QUICK_UPDATES = 5.0, 10
+#: Seconds between two lines where stderr is no terminal.
+TELL_EVERY = 10.0
+
+#: The loss of one batch, which it draws with the generator.
+Loss = Callable[[nn.Module, torch.Generator], Tensor]
+
+
+class Plan(NamedTuple):
+    """How long is trained.
+
+    Attributes:
+        updates: of all.
+        epoch: updates between two checkpoints.
+        rate: peak learning rate.
+    """
+
+    updates: int
+    epoch: int
+    rate: float
+
+
+class Trained(NamedTuple):
+    """What a training was.
+
+    Attributes:
+        plan: of a resumed training the first one's.
+        losses: the mean loss of every epoch.
+        seconds: of this process.
+    """
+
+    plan: Plan
+    losses: list[float]
+    seconds: float
+
+
+def check_options(settings: Any) -> None:
+    """Raise `InputError` for an option of a training that cannot be used."""
+    if settings.minutes is not None and settings.updates is not None:
+        raise InputError("`--minutes` must be left out beside --updates, got both; give one of them")
+    if settings.resume and (settings.minutes is not None or settings.updates is not None):
+        required = "be left out beside --resume, which ends as the earlier run was to end"
+        raise InputError(f"`--minutes` and `--updates` must {required}, got one of them; leave it out")
+    if settings.rate is not None and not 0 < settings.rate < math.inf:
+        raise InputError(f"`--rate` must be > 0 and finite, got {settings.rate:g}; leave it out for the usual one")
+
+
+def planned(model: nn.Module, loss_of: Loss, settings: Any, epoch: int, rate: float, progress: Progress) -> Plan:
+    """As many updates as are asked for, or as the minutes hold by the time of a few on a copy of the model.
+
+    The number is kept in the checkpoint: a resumed training makes the updates that were planned at first.
+    """
+    if settings.updates is not None or (settings.quick and settings.minutes is None):
+        return Plan(settings.updates or QUICK_UPDATES, epoch, rate)
+    progress.begin("timing a few updates")
+    trial, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    optimizer, _ = _optimizer(trial, Plan(TIMED, epoch, rate))
+    _update(trial, loss_of, generator, optimizer)
+    begin = time.perf_counter()
+    for _ in range(TIMED):
+        _update(trial, loss_of, generator, optimizer)
+    each = (time.perf_counter() - begin) / TIMED
+    return Plan(max(FEWEST, int(60 * (settings.minutes or MINUTES) / each)), epoch, rate)
+
+
+def train(
+    model: nn.Module,
+    loss_of: Loss,
+    make_plan: Callable[[], Plan],
+    progress: Progress,
+    *,
+    generator: torch.Generator,
+    checkpoint: Path,
+    resume: bool,
+    identity: dict[str, Any],
+) -> Trained:
+    """Train the model in place, with a checkpoint at the end of every epoch.
+
+    A training that was killed and is resumed ends with the same weights, to the bit, as one that was not.
+
+    Args:
+        model: in the state it begins with.
+        loss_of: the loss of a batch.
+        make_plan: how long; not asked when a training is resumed.
+        progress: is told of it.
+        generator: of all that is drawn during the training.
+        checkpoint: the file.
+        resume: go on from the file, else begin, and refuse a file that is there.
+        identity: settings that a resumed training must share.
+
+    Raises:
+        InputError: a file that is missing, in the way, damaged or of other settings; a loss that is not finite.
+    """
+    if resume:
+        held = _read(checkpoint, model, identity)
+        plan, losses = Plan(**held["plan"]), list(held["losses"])
+    elif checkpoint.exists():
+        required, remedy = "hold no checkpoint", "go on with --resume, choose another folder, or delete the file"
+        raise InputError(f"`--out` must {required} of another training, got {checkpoint.name} there; {remedy}")
+    else:
+        plan, losses = make_plan(), []
+    optimizer, schedule = _optimizer(model, plan)
+    done, begin = 0, time.perf_counter()
+    if resume:
+        drawn = {"data": generator}
+        done, _ = load_checkpoint(checkpoint, model=model, optimizer=optimizer, scheduler=schedule, generators=drawn)
+    count = sum(p.numel() for p in model.parameters())
+    name, told, of_epoch = f"training {count} parameters", begin, 0.0
+    model.train()
+    for update in range(done + 1, plan.updates + 1):
+        loss = _update(model, loss_of, generator, optimizer)
+        if not math.isfinite(loss):
+            remedy = "lower --rate; the last checkpoint is from before"
+            raise InputError(f"training stopped at update {update}: the loss must be finite, got {loss}; {remedy}")
+        schedule.step()
+        of_epoch += loss
+        progress.begin(f"{name}, loss {loss:.3f}", update, plan.updates)
+        if update % plan.epoch == 0 or update == plan.updates:
+            losses.append(of_epoch / ((update - 1) % plan.epoch + 1))
+            of_epoch = 0.0
+            save_checkpoint(
+                checkpoint,
+                model=model,
+                optimizer=optimizer,
+                scheduler=schedule,
+                step=update,
+                generators={"data": generator},
+                extra={"identity": identity, "plan": plan._asdict(), "losses": losses},
+            )
+        now = time.perf_counter()
+        if update == plan.updates or (now - told > TELL_EVERY and not progress.console.is_terminal):
+            told = now
+            progress.end(name, {"line": f"update {update} of {plan.updates}, loss {loss:.3f}, {now - begin:.0f} s"})
+    model.eval()
+    return Trained(plan, losses, time.perf_counter() - begin)
+
+
+def _optimizer(model: nn.Module, plan: Plan) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    warm = max(1, round(WARM_UP * plan.updates))
+
+    def factor(done: int) -> float:
+        if done < warm:
+            return (done + 1) / warm
+        part = min((done - warm) / max(1, plan.updates - warm), 1.0)
+        return LOWEST + (1 - LOWEST) * (1 + math.cos(math.pi * part)) / 2
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _read(checkpoint: Path, model: nn.Module, identity: dict[str, Any]) -> dict[str, Any]:
+    """What was saved beside the weights; raise `InputError` where the training cannot be this one."""
+    try:
+        _, held = load_checkpoint(checkpoint, model=model)
+    except FileNotFoundError:
+        required = "find a checkpoint of an earlier run in --out"
+        raise InputError(f"`--resume` must {required}, got no {checkpoint.name} there; leave --resume out") from None
+    except ValueError as error:
+        raise InputError(f"`--resume` cannot use {checkpoint.name} in --out: {error}") from None
+    differing = [name for name, value in identity.items() if held["identity"].get(name) != value]
+    if differing:
+        told = ", ".join(f"{name} {held['identity'].get(name)} instead of {identity[name]}" for name in differing)
+        raise InputError(f"`--resume` must have the settings of the earlier run, which has {told}; give the same ones")
+    return dict(held)
+
+
+def _update(model: nn.Module, loss_of: Loss, generator: torch.Generator, optimizer: torch.optim.Optimizer) -> float:
+    """One update; its loss."""
+    loss = loss_of(model, generator)
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    return float(loss.detach())
