@@ -56,8 +56,9 @@ def read_reference(
     """
     _validate.check_choice("layout", layout, ("npz", "tutorial", None))
     if not isinstance(weights, Mapping | str | os.PathLike):
+        received = type(weights).__name__
         raise TypeError(
-            _validate.message("weights", "be a mapping, or the path of a .npz or .safetensors file", type(weights).__name__)
+            _validate.message("weights", "be a mapping, or the path of a .npz or .safetensors file", received)
         )
     arrays = weights if isinstance(weights, Mapping) else _loaded(Path(weights))
     named = _named(arrays)
