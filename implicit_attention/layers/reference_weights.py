@@ -56,10 +56,7 @@ def read_reference(
     """
     _validate.check_choice("layout", layout, ("npz", "tutorial", None))
     if not isinstance(weights, Mapping | str | os.PathLike):
-        received = type(weights).__name__
-        raise TypeError(
-            _validate.message("weights", "be a mapping, or the path of a .npz or .safetensors file", received)
-        )
+        raise TypeError(_validate.message("weights", "be a mapping or a path", type(weights).__name__))
     arrays = weights if isinstance(weights, Mapping) else _loaded(Path(weights))
     named = _named(arrays)
     tensors = {name: _tensor(name, array) for name, array in arrays.items()}

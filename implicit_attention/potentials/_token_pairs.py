@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .._autograd import sum_to_shape, transforms_active
 from ._read import restricted_to
+from ._token_heads import TokenHeads
 from .self_attention import softmax_tangent
-
-if TYPE_CHECKING:
-    from .token_attention import TokenAttention
 
 #: Up to so many tokens all pairs are held at once; of more, tiles of query rows with as many pairs.
 DENSE_TOKENS = 512
@@ -28,7 +26,7 @@ class TokenPairs:
     weights of more tokens are computed again in a backward pass.
     """
 
-    def __init__(self, attention: TokenAttention, z: Tensor) -> None:
+    def __init__(self, attention: TokenHeads, z: Tensor) -> None:
         self.attention, self.z = attention, z
         self.q, self.k = attention._heads(z, attention.w_query), attention._heads(z, attention.w_key)
         self._held: Tensor | None = None

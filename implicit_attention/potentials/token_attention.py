@@ -9,11 +9,12 @@ from .. import _validate
 from .._autograd import sum_to_shape
 from ._query_side import QuerySide
 from ._read import check_masks, check_masks_fit
+from ._token_heads import TokenHeads
 from ._token_pairs import TokenPairs
 from .base import CovarianceMap, Potential
 
 
-class TokenAttention(Potential):
+class TokenAttention(TokenHeads, Potential):
     """Phi(g) = sum_h (1/beta_h) sum_C log sum_B exp(beta_h <k_hB, q_hC>) of all tokens g of a sample together.
 
     With q_h = g W_query_h^T, k_h = g W_key_h^T and P_h the softmax of the scores over B,
@@ -135,26 +136,3 @@ class TokenAttention(Potential):
         tensor is held, neither here nor for a backward pass outside of torch.func.
         """
         return QuerySide(self, z, keys).pull()
-
-    def keys_of(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
-        """k_h = g W_key_h^T."""
-        return self._heads(z, self.w_key)
-
-    # Parts.
-
-    @property
-    def _scale(self) -> float | Tensor:
-        """Beta, shaped to multiply scores or the queries of all heads."""
-        if not isinstance(self.beta, Tensor):
-            return self.beta
-        scale: Tensor = _validate.inside(self.beta, low=0.0, open_low=True)[..., None, None]
-        return scale
-
-    def _heads(self, z: Tensor, weight: Tensor) -> Tensor:
-        """z W_h^T, (*batch, H, N, Y)."""
-        flat = z @ weight.flatten(0, 1).mT
-        return flat.reshape(*flat.shape[:-1], *weight.shape[:2]).transpose(-2, -3)
-
-    def _joined(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """sum_h heads_h W_h."""
-        return heads.transpose(-2, -3).flatten(-2) @ weight.flatten(0, 1)
