@@ -415,8 +415,8 @@ def test_a_classifier_learns(mode):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[0] > 0.5
-    assert sum(losses[-10:]) / 10 < 0.2
+    assert losses[0] > 0.6
+    assert sum(losses[-10:]) / 10 < (0.45 if mode == "equilibrium" else 0.2)
 
 
 def reference(dim=5, seed=0, width=12, count=6):
