@@ -217,6 +217,9 @@ def test_laplacian_positions_are_eigenvectors():
         torch.testing.assert_close(laplacian @ v, v * values)
         torch.testing.assert_close(v.T @ v, torch.eye(k, dtype=torch.float64))
         assert (v.pow(3).sum(0) > 0).all()
+    # An edge from a node to itself changes nothing.
+    edges[:, 0, 0] = True
+    assert torch.equal(laplacian_positions(edges, k), positions)
 
 
 def test_laplacian_positions_of_a_ring_are_waves():
