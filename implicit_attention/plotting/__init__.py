@@ -1,6 +1,7 @@
 """Figures, made with matplotlib's `Figure` objects: no global state, no display needed. Save them with `savefig`."""
 
 from .convergence import convergence_figure
+from .descents import descent_figure
 from .distribution import distribution_figure
 from .driven import driven_figure
 from .inpainting import energies_figure, reconstruction_figure
@@ -15,6 +16,7 @@ __all__ = [
     "configuration_figure",
     "convergence_figure",
     "decomposition_figure",
+    "descent_figure",
     "distribution_figure",
     "driven_figure",
     "energies_figure",
