@@ -110,7 +110,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{of_scores:.3g}, {of_memories:g}",
                 *(side_by_side(name, "evaluations", "{}") for name in SOLVERS),
                 side_by_side("plain", "energy", "{:.0f}"),
-                ", ".join(f"{x:+.2g}" if x else "0" for x in apart),
+                ", ".join(f"{x:+.2g}" if 0 < abs(x) < 10 else f"{x:+.0f}" if x else "0" for x in apart),
                 side_by_side("default", "curvature", "{:.2g}"),
             ]
         )

@@ -37,7 +37,7 @@ def descent_figure(
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
 
     Raises:
-        ValueError: no or other names; courses of another shape, with fewer than two points or with energies that are not
+        ValueError: no or other names; courses of another shape, with fewer than two points or numbers that are not
             finite; evaluations below 1 or steps below 0.
 
     Examples:

@@ -77,11 +77,11 @@ def test_what_the_page_says_of_the_descent():
         below = solved["published energy"][-1] < steps["energy"][-1]
         assert below == (name != "attention")
         assert solved["relative residual"] <= 1e-8
-        # Steps of x end at a constant length, those of g fall with their number.
+        # Steps of x end at a constant length, those of g fall faster than 1/steps.
         middle = steps["step"].index(min(steps["step"], key=lambda step: abs(step - 300)))
         assert 1 < steps["step of x"][-1] / steps["step of x"][middle] < 1.05
         fall = steps["step of g"][middle] / steps["step of g"][-1] * steps["step"][middle] / 3000
-        assert 0.8 < fall < 1.25
+        assert 1 < fall < 2
     assert run["attention + memory"]["published"]["size of x"][-1] > 1e6
     assert run["attention"]["equilibrium"]["size of x"] < 1.01
     spent = [run[name]["equilibrium"]["evaluations"][-1] for name in ("memory", "attention + memory")]
