@@ -6,20 +6,18 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from ..adjoints import Implicit, Phantom
 from ..linear import GMRES
 from ..models.image import ImageEnergyTransformer
 from ..solvers import Anderson, Picard
-from . import inpainting_data, report
+from . import inpainting_data
 from .errors import writable
 from .inpainting_data import ImageTask, harmonic, hidden_pixels, rmse, scattered, visible_mean
-from .progress import Progress, make_console
+from .progress import Progress
 from .settings import InpaintSettings
-from .training import Trained, check_options, planned, train
+from .training import Trained, planned, train
 
 #: Steps of the published dynamics after which the picture shows the images; the last is where a training stops.
 SHOWN_STEPS = (1, 4, 12)
@@ -157,22 +155,6 @@ def stage(dynamics: str, steps: int) -> str:
     return f"{dynamics}, {steps} step{'s' * (steps > 1)}"
 
 
-def run(settings: InpaintSettings) -> None:
-    """Train or go on, measure, write the files and print the errors."""
-    check_options(settings)
-    with writable(settings.out):
-        settings.out.mkdir(parents=True, exist_ok=True)
-    with torch.random.fork_rng(devices=[]), Progress(lambda row: row["line"]) as progress:
-        found = inpaint(settings, progress)
-        progress.begin("figures")
-        with writable(settings.out):
-            written = report.write(settings.out, *report.inpainting_files(found))
-    console = make_console()
-    show(found, console)
-    names = f"{', '.join(written[:-1])} and {written[-1]}"
-    console.print(f"{names} written to {settings.out} after {found.seconds:.1f} s", markup=False)
-
-
 def inpaint(settings: InpaintSettings, progress: Progress) -> Inpainting:
     begin = time.perf_counter()
     task, recipe = inpainting_data.load(settings.data), RECIPES[settings.data]
@@ -247,24 +229,3 @@ def measured(
         energies={name: same.energies(images[shown], masked[shown]) for name, same in nets.items()},
         seconds=time.perf_counter() - begin,
     )
-
-
-def show(found: Inpainting, console: Console) -> None:
-    """The errors as a table, and the verdicts."""
-    count = len(found.task.held_out) if not found.settings.quick else QUICK_IMAGES
-    table = Table(title=f"{count} held-out {found.task.name}, half of the patches hidden", title_justify="left")
-    table.add_column("filled in by")
-    for heading in ("root mean square error", f"against {MEAN}", f"against {HARMONIC}"):
-        table.add_column(heading, justify="right")
-    for name, error in found.errors.items():
-        parts = (f"{100 * (error / found.errors[baseline] - 1):+.0f} %" for baseline in (MEAN, HARMONIC))
-        table.add_row(name, f"{error:.4f}", *parts)
-    console.print(table)
-    plan = found.trained.plan
-    console.print(f"trained: {found.answer}, {plan.updates} updates in {found.trained.seconds:.0f} s", markup=False)
-    told = f"equilibria found: {100 * found.converged:.0f} %, {found.evaluations:.1f} evaluations in the mean"
-    console.print(told, markup=False)
-    for verdict in found.verdicts:
-        holds = "reached" if verdict["holds"] else "not reached"
-        asked = f"at most {verdict['at_most']:g} of the error of {verdict['baseline']}"
-        console.print(f"{asked}: {holds}, {verdict['part']:.3f}", markup=False)

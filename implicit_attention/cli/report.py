@@ -18,10 +18,8 @@ from ..plotting import (
     configuration_figure,
     convergence_figure,
     driven_figure,
-    energies_figure,
     phase_figure,
     rates_figure,
-    reconstruction_figure,
     retrieval_figure,
 )
 from .compare import DRAWS, Comparison
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .digits import Completions, Digits
-    from .inpaint import Inpainting
     from .magnetize import Magnetization
 
 #: Queries of a task, and samples of a batch, that are drawn.
@@ -85,7 +82,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _options(settings: Any, *without: str) -> dict[str, Any]:
+def options_of(settings: Any, *without: str) -> dict[str, Any]:
     """The options of a command but for folders, of which no file is to tell."""
     options = dataclasses.asdict(settings)
     return {name: value for name, value in options.items() if name not in ("out", *without)}
@@ -97,7 +94,7 @@ def comparison_files(comparison: Comparison) -> Files:
     device = torch.device(settings.device)
     content = {
         "command": "compare",
-        "settings": _options(settings)
+        "settings": options_of(settings)
         | {
             "potential": settings.potential_name,
             "beta": inverse_temperature(settings),
@@ -184,7 +181,7 @@ def magnetization_files(result: Magnetization) -> Files:
     system, images, completions = result.system, result.digits, result.completions
     content = {
         "command": "magnetize",
-        "settings": _options(result.settings, "file", "drive")
+        "settings": options_of(result.settings, "file", "drive")
         | {
             "source": result.settings.source,
             "sites": system.num_sites,
@@ -308,29 +305,3 @@ def _phase_figure(result: Magnetization, betas: Tensor) -> Figure:
         exact=[name for name in REFERENCES if name in curves],
         title=f"{result.settings.source} against inverse temperature{several}",
     )
-
-
-def inpainting_files(found: Inpainting) -> Files:
-    """Of `train inpaint`: errors, verdicts, how they came about, and two figures."""
-    trained = found.trained
-    content = {
-        "command": "train inpaint",
-        "settings": _options(found.settings, "resume"),
-        "data": found.task.source | {"held_out": len(found.task.held_out), "patch": found.task.patch},
-        "model": found.recipe._asdict(),
-        "training": trained.plan._asdict() | {"losses": trained.losses, "seconds": trained.seconds},
-        "answer": found.answer,
-        "rmse": found.errors,
-        "verdicts": found.verdicts,
-        "equilibrium": {"converged": found.converged, "evaluations": found.evaluations},
-        "threads": torch.get_num_threads(),
-        "seconds": found.seconds,
-    }
-    headings = {name: f"{name}\n{error:.4f}" for name, error in found.errors.items()}
-    columns = [(headings.get(name, name), images) for name, images in found.columns]
-    title = f"Half of the patches hidden; trained: {found.answer}; root mean square errors of all held-out images"
-    figures = {
-        "reconstruction.png": reconstruction_figure(columns, found.hidden, title=title),
-        "energy.png": energies_figure(found.energies, title="Energy of every image on its way, the same weights"),
-    }
-    return "metrics.json", content, figures

@@ -24,9 +24,9 @@ def run(settings: Settings) -> None:
         return maze.run(settings)
     if isinstance(settings, InpaintSettings):
         require_modules("rich", "matplotlib", "sklearn", "scipy")
-        from . import inpaint
+        from . import inpaint_report
 
-        return inpaint.run(settings)
+        return inpaint_report.run(settings)
     if isinstance(settings, CharactersSettings):
         require_modules("rich")
         from . import characters
