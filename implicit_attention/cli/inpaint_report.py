@@ -39,7 +39,12 @@ def files(found: Inpainting) -> Files:
         "settings": options_of(found.settings, "resume"),
         "data": found.task.source | {"held_out": len(found.task.held_out), "patch": found.task.patch},
         "model": found.recipe._asdict(),
-        "training": trained.plan._asdict() | {"losses": trained.losses, "seconds": trained.seconds},
+        "training": {
+            **trained.plan._asdict(),
+            "resumed_after": trained.resumed_after,
+            "seconds": trained.seconds,
+            "losses": trained.losses,
+        },
         "answer": found.answer,
         "rmse": found.errors,
         "verdicts": found.verdicts,
@@ -68,8 +73,11 @@ def show(found: Inpainting, console: Console) -> None:
         parts = (f"{100 * (error / found.errors[baseline] - 1):+.0f} %" for baseline in (MEAN, HARMONIC))
         table.add_row(name, f"{error:.4f}", *parts)
     console.print(table)
-    plan = found.trained.plan
-    console.print(f"trained: {found.answer}, {plan.updates} updates in {found.trained.seconds:.0f} s", markup=False)
+    plan, first = found.trained.plan, found.trained.resumed_after + 1
+    console.print(
+        f"trained: {found.answer}, {plan.updates} updates, those from {first} on in {found.trained.seconds:.0f} s",
+        markup=False,
+    )
     told = f"equilibria found: {100 * found.converged:.0f} %, {found.evaluations:.1f} evaluations in the mean"
     console.print(told, markup=False)
     for verdict in found.verdicts:

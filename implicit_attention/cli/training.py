@@ -50,11 +50,13 @@ class Trained(NamedTuple):
     Attributes:
         plan: of a resumed training the first one's.
         losses: the mean loss of every epoch.
-        seconds: of this process.
+        resumed_after: updates that an earlier process had made.
+        seconds: of the other updates.
     """
 
     plan: Plan
     losses: list[float]
+    resumed_after: int
     seconds: float
 
 
@@ -156,7 +158,7 @@ def train(
             told = now
             progress.end(name, {"line": f"update {update} of {plan.updates}, loss {loss:.3f}, {now - begin:.0f} s"})
     model.eval()
-    return Trained(plan, losses, time.perf_counter() - begin)
+    return Trained(plan, losses, done, time.perf_counter() - begin)
 
 
 def _optimizer(model: nn.Module, plan: Plan) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:

@@ -272,6 +272,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(small, tmp_path, monkeypatch
         assert torch.equal(weight, state_whole[name]), name
     assert found.errors == expected.errors
     assert found.trained.losses == expected.trained.losses
+    assert (expected.trained.resumed_after, found.trained.resumed_after) == (0, 8)
     # What has ended is measured again.
     assert run(cut, resume=True).errors == expected.errors
 
