@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import platform
@@ -16,9 +15,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..layers import EnergyTransformer
-from . import report
 from .errors import writable
 from .progress import Progress, make_console
+from .report import options_of, write
 from .settings import CharactersSettings
 from .training import Trained, check_options, planned, train
 
@@ -138,16 +137,21 @@ def run(settings: CharactersSettings) -> None:
         found = characters(settings, progress)
     content = {
         "command": "train characters",
-        "settings": {k: v for k, v in dataclasses.asdict(settings).items() if k not in ("out", "resume")},
+        "settings": options_of(settings, "resume"),
         "data": found.text.source,
-        "training": found.trained.plan._asdict() | {"losses": found.trained.losses, "seconds": found.trained.seconds},
+        "training": {
+            **found.trained.plan._asdict(),
+            "resumed_after": found.trained.resumed_after,
+            "seconds": found.trained.seconds,
+            "losses": found.trained.losses,
+        },
         "bits_per_character": found.bits,
         "verdicts": [{"baseline": name, "holds": found.bits[MODEL] < found.bits[name]} for name in (UNIGRAM, BIGRAM)],
         "threads": torch.get_num_threads(),
         "seconds": found.seconds,
     }
     with writable(settings.out):
-        report.write(settings.out, "metrics.json", content, {})
+        write(settings.out, "metrics.json", content, {})
     console = make_console()
     show(found, console)
     console.print(f"metrics.json written to {settings.out} after {found.seconds:.1f} s", markup=False)
@@ -190,5 +194,6 @@ def show(found: Characters, console: Console) -> None:
     for name, value in found.bits.items():
         table.add_row(name, f"{value:.3f}")
     console.print(table)
-    plan = found.trained.plan
-    console.print(f"{plan.updates} updates in {found.trained.seconds:.0f} s; text {found.text.source['sha256'][:12]}")
+    plan, first = found.trained.plan, found.trained.resumed_after + 1
+    console.print(f"{plan.updates} updates, those from {first} on in {found.trained.seconds:.0f} s")
+    console.print(f"text {found.text.source['sha256'][:12]}")
