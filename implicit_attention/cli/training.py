@@ -19,8 +19,9 @@ from .progress import Progress
 #: AdamW, gradient clipping and the shape of the learning rate as published (Hoover et al., 2023): a warm-up of 2 of 100
 #: epochs, then a cosine down to 1/1000 of the peak.
 BETAS, WEIGHT_DECAY, CLIP, WARM_UP, LOWEST = (0.9, 0.99), 0.05, 1.0, 0.02, 1e-3
-#: Updates that are timed to plan a training by its time, and the fewest that are planned.
-TIMED, FEWEST = 4, 10
+#: To plan a training by its time at least so many updates are timed, for this part of it, as solves grow longer while
+#: weights grow; and the fewest that are planned.
+TIMED, TIMED_PART, FEWEST = 4, 0.05, 10
 #: Where nothing is said, and with --quick.
 MINUTES, QUICK_UPDATES = 5.0, 10
 #: Seconds between two lines where stderr is no terminal.
@@ -82,11 +83,11 @@ def planned(model: nn.Module, loss_of: Loss, settings: Any, epoch: int, rate: fl
     trial, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     optimizer, _ = _optimizer(trial, Plan(TIMED, epoch, rate))
     _update(trial, loss_of, generator, optimizer)
-    begin = time.perf_counter()
-    for _ in range(TIMED):
+    seconds, begin, count, spent = 60 * (settings.minutes or MINUTES), time.perf_counter(), 0, 0.0
+    while count < TIMED or spent < TIMED_PART * seconds:
         _update(trial, loss_of, generator, optimizer)
-    each = (time.perf_counter() - begin) / TIMED
-    return Plan(max(FEWEST, int(60 * (settings.minutes or MINUTES) / each)), epoch, rate)
+        count, spent = count + 1, time.perf_counter() - begin
+    return Plan(max(FEWEST, int((seconds - spent) * count / spent)), epoch, rate)
 
 
 def train(

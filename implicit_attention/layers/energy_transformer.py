@@ -80,7 +80,7 @@ class EnergyTransformer(Remembering):
 
     A `ConvergenceWarning` tells where the energy rises during published steps, as steps that are too long make it; with
     `on_failure="raise"` that is an error, with "ignore" nothing. Energies are read for that on a CPU alone, where the
-    host need not wait.
+    host need not wait; they cost about a tenth of the steps, which "ignore" saves.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the remedy.

@@ -55,6 +55,9 @@ def read_reference(
         (torch.Size([2, 3, 5]), torch.Size([7, 5]))
     """
     _validate.check_choice("layout", layout, ("npz", "tutorial", None))
+    if not isinstance(weights, Mapping | str | os.PathLike):
+        required = "be a mapping, or the path of a .npz or .safetensors file"
+        raise TypeError(_validate.message("weights", required, type(weights).__name__))
     arrays = weights if isinstance(weights, Mapping) else _loaded(Path(weights))
     named = _named(arrays)
     tensors = {name: _tensor(name, array) for name, array in arrays.items()}

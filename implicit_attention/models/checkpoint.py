@@ -133,8 +133,18 @@ def load_checkpoint(
 
     Warns: where states of CUDA generators were saved for more devices than there are.
 
-    Examples: see `save_checkpoint`.
-        >>> from implicit_attention.models import load_checkpoint
+    Examples:
+        >>> import tempfile, torch
+        >>> from implicit_attention.models import load_checkpoint, save_checkpoint
+        >>> model, masks = torch.nn.Linear(2, 1), torch.Generator()
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> parts = {"model": model, "optimizer": optimizer, "generators": {"masks": masks}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/last.pt", **parts, step=7)
+        ...     drawn = torch.rand(2, generator=masks)
+        ...     step, _ = load_checkpoint(f"{folder}/last.pt", **parts)
+        >>> step, torch.equal(torch.rand(2, generator=masks), drawn)
+        (7, True)
 
     Not for weights of other libraries: use `ImageEnergyTransformer.from_reference`.
     """
@@ -170,7 +180,7 @@ def _checked(generators: Any) -> dict[str, torch.Generator]:
 
 def _cuda_states() -> list[torch.Tensor]:
     # Asking for states would start CUDA in a process that does not use it.
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
 def _restore_random(states: dict[str, Any]) -> None:

@@ -48,9 +48,10 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, image_model: ImageEnergyTransformer, classes: int, hidden: int | None = None) -> None:
         super().__init__()
-        if not isinstance(image_model, ImageEnergyTransformer):
+        given: object = image_model
+        if not isinstance(given, ImageEnergyTransformer):
             required = "be an ImageEnergyTransformer"
-            raise TypeError(_validate.message("image_model", required, type(image_model).__name__))
+            raise TypeError(_validate.message("image_model", required, type(given).__name__))
         _validate.check_integer("classes", classes, low=1)
         self.embedding, self.block = image_model.embedding, image_model.block
         dim, like = self.embedding.dim, self.embedding.encoder.weight

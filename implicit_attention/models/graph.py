@@ -16,7 +16,7 @@ from ..options import SolveKeywords
 
 
 class NodeClassifier(nn.Module):
-    """Logits of the nodes of graphs: features -> linear encoder -> `EnergyTransformer` -> its layer norm -> linear head.
+    """Logits of nodes of graphs: features -> linear encoder -> `EnergyTransformer` -> its layer norm -> linear head.
 
     A node attends to its neighbours: entry (i, j) of the adjacency that is True, or not 0, lets node i read node j. It
     is the adjacency that says what is an edge, whatever the scores: a score of exactly 0 between neighbours counts as
@@ -196,7 +196,7 @@ def laplacian_positions(adjacency: Tensor, k: int, node_mask: Tensor | None = No
     joined = (edges | edges.mT) & ~diagonal & node_mask[..., :, None] & node_mask[..., None, :]
     joined = joined.double()
     scale = joined.sum(-1).clamp(min=1).rsqrt()
-    laplacian = diagonal - scale[..., :, None] * joined * scale[..., None, :]
+    laplacian = diagonal.double() - scale[..., :, None] * joined * scale[..., None, :]
     # Eigenvalues are at most 2: missing nodes, each an eigenvector of its own, come last.
     laplacian = laplacian + torch.diag_embed(2.0 * ~node_mask)
     vectors = torch.linalg.eigh(laplacian)[1][..., 1 : k + 1]

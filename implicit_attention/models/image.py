@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import host_may_look
+from .._autograd import at_least_single, host_may_look
 from ..layers import EnergyTransformer
+from ..layers.reference_weights import Layout, read_reference
 from ..options import SolveKeywords
 
 
@@ -80,10 +81,9 @@ class PatchEmbedding(nn.Module):
     def patches(self, images: Tensor) -> Tensor:
         """The patches of images row by row, (*batch, C, H, W) -> (*batch, P, C * patch_size^2)."""
         _validate.check_float_tensor("images", images, min_ndim=3)
-        shape = (self.channels, *self.image_size)
-        _validate.require(
-            images.shape[-3:] == shape, "images", f"have shape (*batch, {shape})", f"shape {tuple(images.shape)}"
-        )
+        required = f"have shape (*batch, {self.channels}, {self.image_size[0]}, {self.image_size[1]})"
+        fits = images.shape[-3:] == (self.channels, *self.image_size)
+        _validate.require(fits, "images", required, f"shape {tuple(images.shape)}")
         side = self.patch_size
         return rearrange(images, "... c (row h) (column w) -> ... (row column) (c h w)", h=side, w=side)
 
@@ -248,15 +248,17 @@ class ImageEnergyTransformer(nn.Module):
         scored = checked_patches("scored", masked if scored is None else scored, patches)
         if host_may_look(scored):
             _validate.require(bool(scored.any()), "scored", "hold at least one patch", "none", "mask some")
-        wrong = (self(images, masked, **options) - patches).masked_fill(~scored[..., None], 0.0)
+        predicted = at_least_single(self(images, masked, **options))
+        wrong = (predicted - patches).masked_fill(~scored[..., None], 0.0)
         # The norm has a gradient, 0, where nothing is wrong; the root of a sum of squares has none.
-        return torch.linalg.vector_norm(wrong) / (scored.sum() * self.embedding.width).sqrt()
+        error: Tensor = torch.linalg.vector_norm(wrong) / (scored.sum().to(wrong) * self.embedding.width).sqrt()
+        return error
 
     @classmethod
     def from_reference(
         cls,
         weights: Mapping[str, Any] | str | os.PathLike[str],
-        layout: Any = None,
+        layout: Layout | None = None,
         *,
         image_size: int | tuple[int, int],
         patch_size: int,
@@ -278,8 +280,6 @@ class ImageEnergyTransformer(nn.Module):
             TypeError, ValueError: as `EnergyTransformer.from_reference`; image arrays that are missing, or whose shapes
                 contradict the sizes.
         """
-        from ..layers.reference_weights import read_reference
-
         read = read_reference(weights, layout)
         wanted = ("Wenc", "Benc", "Wdec", "Bdec", "CLS_token", "MASK_token", "POS_embed")
         missing = [name for name in wanted if name not in read]

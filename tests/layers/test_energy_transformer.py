@@ -25,6 +25,7 @@ from implicit_attention import (
     Unrolled,
     UnsupportedImplementation,
 )
+from implicit_attention.layers.published_steps import report_rise
 from implicit_attention.options import SolveKeywords
 from implicit_attention.potentials import LogSumExp, Polynomial
 from implicit_attention.testing.numerics import random
@@ -446,15 +447,20 @@ def test_an_energy_that_rises_is_told_with_the_step_and_the_remedy():
     # Where the host cannot look, nothing is said.
     torch.vmap(made)(x)
     # What a backward pass computes again was told of before.
-    with pytest.warns(ConvergenceWarning) as told_of:
-        checkpoint(made, x.clone().requires_grad_(), use_reentrant=False).sum().backward()
-    assert len(told_of) == 1
+    for reentrant in (True, False):
+        with pytest.warns(ConvergenceWarning) as told_of:
+            checkpoint(made, x.clone().requires_grad_(), use_reentrant=reentrant).sum().backward()
+        assert len(told_of) == 1
 
 
 def test_an_energy_that_falls_to_rounding_is_no_rise():
     repelling(step_size=0.1)(tokens(seed=6), on_failure="raise")
     layer(step_size=0.5, steps=60)(tokens(), on_failure="raise")
     layer(step_size=1e-9, dtype=torch.float32)(tokens(dtype=torch.float32), on_failure="raise")
+    level = torch.full((3, 2), -20.0)
+    report_rise(level + torch.tensor([0.0, 1e-4, 2e-4])[:, None], 0.1, "raise")
+    with pytest.raises(ConvergenceError, match=r"step 2 of problem 0, by 0\.0019"):
+        report_rise(level + torch.tensor([0.0, 1e-4, 2e-3])[:, None], 0.1, "raise")
 
 
 # Activation checkpointing.
@@ -487,6 +493,11 @@ def test_checkpointing_gives_the_same_gradients_and_saves_less():
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.equal(ours, theirs)
     assert sizes[1] < 0.2 * sizes[0]
+    # Energies that are read on the way hold no step.
+    for made in (plain, spare):
+        found = made._problem(x, None, None).evaluate(x, energy=True)
+        assert found.mapped.requires_grad
+        assert not found.energy.requires_grad
     assert torch.equal(torch.func.grad(lambda x: spare(x).square().sum())(x), gradients[0][0])
 
 
