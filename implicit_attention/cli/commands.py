@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from .errors import InputError
-from .settings import CompareSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
+from .settings import CharactersSettings, CompareSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
 
 commands = typer.Typer(
     name="implicit-attention", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -56,4 +56,5 @@ _add_command(MazeSettings)
 
 train = typer.Typer(name="train", no_args_is_help=True, help="Train an Energy Transformer on data that is installed.")
 _add_command(InpaintSettings, train)
+_add_command(CharactersSettings, train)
 commands.add_typer(train)

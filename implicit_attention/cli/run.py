@@ -8,7 +8,7 @@ from typing import Any
 from . import report, table
 from .errors import require_modules, writable
 from .progress import Progress, make_console
-from .settings import InpaintSettings, MagnetizeSettings, MazeSettings, Settings
+from .settings import CharactersSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
 
 
 def run(settings: Settings) -> None:
@@ -27,6 +27,11 @@ def run(settings: Settings) -> None:
         from . import inpaint_report
 
         return inpaint_report.run(settings)
+    if isinstance(settings, CharactersSettings):
+        require_modules("rich")
+        from . import characters
+
+        return characters.run(settings)
     require_modules("rich", "matplotlib", *(("sklearn",) if settings.needs_digits else ()))
     command: Any
     line: Any

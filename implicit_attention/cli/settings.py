@@ -238,4 +238,16 @@ class InpaintSettings(_TrainSettings):
     out: Annotated[Path, Option(help="Folder for metrics.json, the pictures and checkpoint.pt.")] = Path("inpaint")
 
 
-Settings: TypeAlias = CompareSettings | MagnetizeSettings | MazeSettings | InpaintSettings
+@dataclasses.dataclass(frozen=True)
+class CharactersSettings(_TrainSettings):
+    """Train a causal Energy Transformer on the help texts of Python, and compare it with counts of characters.
+
+    Reported are bits per character of held-out text, beside those of the frequencies of characters and of pairs.
+    """
+
+    command: ClassVar[str] = "characters"
+
+    out: Annotated[Path, Option(help="Folder for metrics.json and checkpoint.pt.")] = Path("characters")
+
+
+Settings: TypeAlias = CompareSettings | MagnetizeSettings | MazeSettings | InpaintSettings | CharactersSettings

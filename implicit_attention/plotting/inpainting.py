@@ -14,8 +14,8 @@ from .style import COLORS, hide_ticks, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Of pixels that are not seen.
-HIDDEN = (0.80, 0.87, 0.95)
+#: Of pixels that are not seen: no grey of a digit, and rare in photographs.
+HIDDEN = (0.80, 0.47, 0.65)
 
 
 def reconstruction_figure(
