@@ -82,6 +82,7 @@ ALLOWED = {
     "plotting": {"energies", "potentials", "_solve", "solution", "diagnostics", "spins"},
     "cli": {
         "models",
+        "layers",
         "plotting",
         "spins",
         "diagnostics",
