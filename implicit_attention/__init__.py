@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .fixed_point_map import FixedPointMap, PerSample, Shared
     from .layers import (
         AttentionPooling,
-        EnergyLayerNorm,
         EnergyTransformer,
         Equilibrium,
         EquilibriumTransformer,
@@ -52,7 +51,6 @@ __all__ = [
     "tie",
     # One energy for a whole block
     "EnergyTransformer",
-    "EnergyLayerNorm",
     # Problems: an energy of a potential, or any map
     "LogSumExp",
     "SquaredScores",
@@ -98,7 +96,6 @@ _NAMES = {
     "integrations": (),
     "layers": (
         "AttentionPooling",
-        "EnergyLayerNorm",
         "EnergyTransformer",
         "Equilibrium",
         "EquilibriumTransformer",
