@@ -34,7 +34,7 @@ class EnergyLayerNorm(nn.Module):
 
     Examples:
         >>> import torch
-        >>> from implicit_attention import EnergyLayerNorm
+        >>> from implicit_attention.layers import EnergyLayerNorm
         >>> norm, x = EnergyLayerNorm(4), torch.randn(2, 3, 4)
         >>> torch.allclose(norm(x), torch.nn.functional.layer_norm(x, (4,)), atol=1e-6)
         True

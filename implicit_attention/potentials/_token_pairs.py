@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._autograd import sum_to_shape, transforms_active
+from .._autograd import is_plain, sum_to_shape, transforms_active
 from ._read import restricted_to
 from ._token_heads import TokenHeads
 from .self_attention import softmax_tangent
@@ -92,12 +92,15 @@ class TokenPairs:
 
     def _recorded(self, function: Callable[[slice], Any]) -> Callable[[slice], Any]:
         """The function, computed again in a backward pass where it has more than one tile."""
-        if self.q.shape[-2] <= DENSE_TOKENS or not self._differentiates() or transforms_active():
+        if self.q.shape[-2] <= DENSE_TOKENS or self._plain or transforms_active():
             return function
         return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
-    def _differentiates(self) -> bool:
-        return torch.is_grad_enabled() and (self.q.requires_grad or self.k.requires_grad)
+    @property
+    def _plain(self) -> bool:
+        """Whether nothing of it can be differentiated."""
+        beta = self.attention.beta
+        return is_plain(self.q, self.k, *([beta] if isinstance(beta, Tensor) else []))
 
     def _scores(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """The scores (*batch, H, n, N) of these queries, and which of them attend to nothing."""
@@ -116,7 +119,7 @@ class TokenPairs:
     def _weights(self, rows: slice) -> tuple[Tensor, Tensor]:
         """P of these rows, and the logarithms of the sums that it was divided by."""
         scores, empty = self._scores(rows)
-        if self._differentiates() or transforms_active() or not scores.shape[-1]:
+        if not self._plain or not scores.shape[-1]:
             p, total = scores.softmax(-1), scores.logsumexp(-1)
         else:
             # The largest weight of a row is exp(its score - log sum exp): no second pass of exponentials.

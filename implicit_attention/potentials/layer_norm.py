@@ -115,7 +115,7 @@ class LayerNormPotential(Potential):
         slack = 8 * torch.finfo(g.dtype).eps
         inside = (shifted.mean(-1, keepdim=True).abs() <= slack * size) & (rest >= -slack)
         # Of 0 no root is taken: its gradient is infinite, and 0 * inf is NaN.
-        root = torch.where(rest > 0, rest.where(rest > 0, 1.0).sqrt(), 0.0)
+        root = rest.masked_fill(rest <= 0, 1.0).sqrt().masked_fill(rest <= 0, 0.0)
         value = -(g.shape[-1] * self.eps**0.5) * gain * root
         return torch.where(inside | g.isnan().any(-1, keepdim=True), value, torch.inf).squeeze(-1)
 

@@ -1,9 +1,6 @@
 """The equilibrium Energy Transformer: an energy whose residual is a gradient in the metric of a layer norm."""
 
-import itertools
-import math
-from collections.abc import Callable
-
+import energy_transformer_truth as truth
 import pytest
 import torch
 
@@ -23,22 +20,11 @@ F64 = torch.float64
 def given(
     *, exclude_self: bool = False, mask: torch.Tensor | None = None
 ) -> tuple[LayerNormPotential, Potential, torch.Tensor]:
-    """The inputs of the numbers below: 3 tokens of width 4, two heads, five memories."""
-
-    def made(f: Callable[..., float], *shape: int) -> torch.Tensor:
-        return torch.tensor([f(*index) for index in itertools.product(*map(range, shape))], dtype=F64).reshape(shape)
-
-    x = made(lambda n, i: math.sin(1 + 4 * n + i), 3, 4)
-    w_query = made(lambda h, y, i: math.cos(1 + 7 * h + 3 * y + i) / 2, 2, 2, 4)
-    w_key = made(lambda h, y, i: math.sin(2 + 5 * h + 2 * y + i) / 2, 2, 2, 4)
-    xi = made(lambda m, i: math.cos(3 + 2 * m + 5 * i) / 2, 5, 4)
-    norm = LayerNormPotential(torch.tensor(1.3, dtype=F64), made(lambda i: i / 10, 4))
-    beta = torch.tensor([0.7, 1.1], dtype=F64)
-    attention = TokenAttention(w_query, w_key, beta, mask=mask, exclude_self=exclude_self)
-    return norm, attention + TokenMemory(Polynomial(xi, 1.0)), x
+    """The inputs of the numbers below."""
+    attention = truth.attention(mask=mask, exclude_self=exclude_self)
+    return truth.norm(), attention + TokenMemory(Polynomial(truth.MEMORIES, 1.0)), truth.TOKENS
 
 
-LOSS_WEIGHT = torch.tensor([[math.cos(1 + 4 * n + i) for i in range(4)] for n in range(3)], dtype=F64)
 TIGHT = Anderson(rtol=1e-13, atol=1e-13, max_steps=500)
 
 
@@ -98,7 +84,7 @@ def test_equilibrium_of_the_ground_truth(exclude_self, state, energy, loss, grad
     close = {"rtol": 0.0, "atol": 1e-9}
     torch.testing.assert_close(solution.value[0], torch.tensor(state, dtype=F64), **close)
     assert abs(float(problem.energy(solution.value.detach()).detach()) - energy) < 1e-9
-    value = (LOSS_WEIGHT * problem.activation(solution.value)).sum()
+    value = (truth.W * problem.activation(solution.value)).sum()
     assert abs(float(value.detach()) - loss) < 1e-9
     (found,) = torch.autograd.grad(value, field)
     torch.testing.assert_close(found[0], torch.tensor(gradient, dtype=F64), **close)
@@ -192,7 +178,7 @@ def test_gradients_of_every_tensor_by_every_linear_solver(method) -> None:
     def loss(adjoint, solver) -> tuple[torch.Tensor, ...]:
         moved = problem.replace(*leaves)
         value = solve(moved, x, solver=solver, adjoint=adjoint).value
-        return torch.autograd.grad((LOSS_WEIGHT * moved.activation(value)).sum(), leaves)
+        return torch.autograd.grad((truth.W * moved.activation(value)).sum(), leaves)
 
     expected = loss(Unrolled(), Picard(rtol=0, atol=0, max_steps=200))
     for found, slow in zip(loss(Implicit(method), TIGHT), expected, strict=True):
