@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from . import attention as attention_suite
+from . import energy_transformer as energy_transformer_suite
 from . import headline
 from . import potentials as potentials_suite
 from . import report as reports
@@ -33,6 +34,7 @@ SUITES: dict[str, ModuleType] = {
     "spins": spins_suite,
     "spin_layers": spin_layers_suite,
     "potentials": potentials_suite,
+    "energy_transformer": energy_transformer_suite,
     "usefulness": usefulness_suite,
 }
 
@@ -87,6 +89,12 @@ def potentials(quick: Quick = False, only: Only = None, repeats: Repeats = None,
     measure("potentials", quick=quick, only=only, repeats=repeats, out=out)
 
 
+@app.command("energy_transformer")
+def energy_transformer(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """EVALUATION, LONG, SOLVE, TRAINING: a block with an energy beside autograd and an explicit block."""
+    measure("energy_transformer", quick=quick, only=only, repeats=repeats, out=out)
+
+
 @app.command()
 def usefulness(
     quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None, keep: Keep = None
@@ -101,14 +109,17 @@ def usefulness(
 @app.command()
 def report() -> None:
     """Rewrite, from the newest runs, tables and figures of the README beside this, the headline of the top one, and the
-    tables of the guide to equilibrium blocks and of the page of potentials."""
+    tables of the guide to equilibrium blocks and of the pages of potentials and the Energy Transformer."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **ways_to_tell(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     headline.rewrite()
     guide.rewrite()
-    potentials_suite.rewrite()
-    typer.echo(f"headline written to {headline.README.name}, tables to {guide.PAGE.name}, {potentials_suite.PAGE.name}")
+    pages = (guide, potentials_suite, energy_transformer_suite)
+    for page in pages[1:]:
+        page.rewrite()
+    names = ", ".join(page.PAGE.name for page in pages)
+    typer.echo(f"headline written to {headline.README.name}, tables to {names}")
 
 
 def measure(

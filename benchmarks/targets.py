@@ -275,3 +275,22 @@ POTENTIALS = (
     Target("KERNEL", "evaluation by 64 features / written out", "evaluation / written out", "worst", "<=", 0.1),
     Target("KERNEL", "peak memory by 64 features / written out", "memory / written out", "worst", "<=", 0.1),
 )
+
+ENERGY_TRANSFORMER = (
+    Target("EVALUATION", "closed gradient / autograd of the energy", "gradient / autograd", "worst", "<=", 0.95),
+    Target("EVALUATION", "its peak memory / autograd's", "memory / autograd", "worst", "<=", 0.5),
+    Target("EVALUATION", "Hessian product / double backward", "Hessian product / double backward", "worst", "<=", 0.5),
+    Target("EVALUATION", "one evaluation / an explicit block", "evaluation / explicit block", "worst", "<=", 1.3),
+    Target("LONG", "peak memory / autograd's, 1024 tokens", "memory / autograd, long", "worst", "<=", 0.3),
+    Target("SOLVE", "solve to 1e-4 / (its evaluations x one evaluation)", "solve / evaluations", "worst", "<=", 1.15),
+    Target(
+        "TRAINING",
+        "peak memory of an equilibrium training step, 40 evaluations / 5",
+        "equilibrium, 40 / 5 evaluations",
+        "worst",
+        "<=",
+        1.1,
+    ),
+    Target("TRAINING", "the same, published, 12 steps / one", "published, 12 / 1 steps", "worst", "<=", 13.0),
+    Target("TRAINING", "the same, checkpointed", "checkpointed, 12 / 1 steps", "worst", "<=", 4.0),
+)
