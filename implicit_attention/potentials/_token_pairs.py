@@ -33,20 +33,22 @@ class TokenPairs:
 
     def value(self) -> Tensor:
         """Phi (*batch)."""
-        parts = [self._recorded(lambda rows: self._weights(rows)[1])(rows) for rows in self._tiles()]
+        parts = [self._recorded(self._weights)(rows)[1] for rows in self._tiles()]
         return self._summed(_joined(parts, -1))
+
+    def mean(self) -> Tensor:
+        """The gradient of Phi (*batch, N, D)."""
+        return self._pull(*zip(*(self._recorded(self._read)(rows) for rows in self._tiles()), strict=True))
 
     def evaluate(self) -> tuple[Tensor, Tensor]:
         """Phi (*batch) and its gradient (*batch, N, D)."""
         parts = [self._recorded(self._attended)(rows) for rows in self._tiles()]
         logsumexp, by_query, by_key = zip(*parts, strict=True)
-        attention = self.attention
-        mean = attention._joined(_joined(by_query, -2), attention.w_query)
-        return self._summed(_joined(logsumexp, -1)), mean + attention._joined(_total(by_key), attention.w_key)
+        return self._summed(_joined(logsumexp, -1)), self._pull(by_query, by_key)
 
     def probabilities(self) -> Tensor:
         """P, (*batch, H, N, N)."""
-        return _joined([self._weights(rows)[0] for rows in self._tiles()], -2)
+        return _joined([self._softmax(*self._scores(rows)) for rows in self._tiles()], -2)
 
     def curvature(self, v: Tensor) -> Tensor:
         """Hess Phi v."""
@@ -58,9 +60,7 @@ class TokenPairs:
             tangent = attention._scale * softmax_tangent(p, moved @ self.k.mT + q @ dk.mT)
             return tangent @ self.k + p @ dk, tangent.mT @ q + p.mT @ moved
 
-        by_query, by_key = zip(*(self._recorded(changed)(rows) for rows in self._tiles()), strict=True)
-        mean = attention._joined(_joined(by_query, -2), attention.w_query)
-        return mean + attention._joined(_total(by_key), attention.w_key)
+        return self._pull(*zip(*(self._recorded(changed)(rows) for rows in self._tiles()), strict=True))
 
     def vjp_tensors(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(d mean/dt)^T u for the weights of queries and of keys, and for one beta a head."""
@@ -120,28 +120,45 @@ class TokenPairs:
         """P of these rows, and the logarithms of the sums that it was divided by."""
         scores, empty = self._scores(rows)
         if not self._plain or not scores.shape[-1]:
-            p, total = scores.softmax(-1), scores.logsumexp(-1)
+            total = scores.logsumexp(-1)
+            p = self._softmax(scores, empty)
         else:
             # The largest weight of a row is exp(its score - log sum exp): no second pass of exponentials.
             highest = scores.amax(-1)
-            p = torch.softmax(scores, -1, out=scores)
+            p = self._softmax(scores, None)
             total = highest - p.amax(-1).log()
-        if empty is not None:
-            p, total = p.masked_fill(empty[..., None], 0.0), total.masked_fill(empty, 0.0)
-        return p, total
+            p = p if empty is None else p.masked_fill_(empty[..., None], 0.0)
+        return p, total if empty is None else total.masked_fill(empty, 0.0)
+
+    def _softmax(self, scores: Tensor, empty: Tensor | None) -> Tensor:
+        """P, in the place of the scores where nothing is recorded."""
+        p = torch.softmax(scores, -1, out=scores) if self._plain else scores.softmax(-1)
+        return p if empty is None else p.masked_fill(empty[..., None], 0.0)
 
     def _probabilities(self, rows: slice) -> Tensor:
         """P of these rows; kept where they are all."""
-        if self.q.shape[-2] > DENSE_TOKENS:
-            return self._weights(rows)[0]
-        if self._held is None:
-            self._held = self._weights(rows)[0]
-        return self._held
+        if self._held is not None:
+            return self._held
+        p = self._softmax(*self._scores(rows))
+        if self.q.shape[-2] <= DENSE_TOKENS:
+            self._held = p
+        return p
 
     def _attended(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """log sum exp of these rows, P k, and what they add to P^T q."""
         p, total = self._weights(rows)
         return total, p @ self.k, p.mT @ self.q[..., rows, :]
+
+    def _read(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """P k of these rows, and what they add to P^T q."""
+        p = self._softmax(*self._scores(rows))
+        return p @ self.k, p.mT @ self.q[..., rows, :]
+
+    def _pull(self, by_query: Sequence[Tensor], by_key: Sequence[Tensor]) -> Tensor:
+        """sum_h of what tiles give to the queries of their rows and to all keys, through the weights."""
+        attention = self.attention
+        pulled = attention._joined(_joined(by_query, -2), attention.w_query)
+        return pulled + attention._joined(_total(by_key), attention.w_key)
 
     def _summed(self, logsumexp: Tensor) -> Tensor:
         """sum_h (1/beta_h) sum over tokens, from (*batch, H, N)."""

@@ -99,7 +99,7 @@ class TokenAttention(TokenHeads, Potential):
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_h (P_h k_h) W_query_h + (P_h^T q_h) W_key_h."""
-        return TokenPairs(self, z).evaluate()[1]
+        return TokenPairs(self, z).mean()
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
