@@ -101,7 +101,7 @@ def usefulness(
 ) -> None:
     """MAZES, SUDOKU, SUDOKU6, SUDOKU9, PREFIX, RECIPES: a block repeated until it settles.
 
-    DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays.
+    DIGITS, RETRIEVAL, TEXT: attention repeated, where none pays. INPAINT: blocks that descend an energy.
     """
     measure("usefulness", quick=quick, only=only, repeats=repeats, out=out, keep=keep)
 

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from . import inpainting_tables
 from .puzzles import suite as puzzles
 from .puzzles import tables as puzzle_tables
 from .report import Table
@@ -30,6 +31,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
     made += [_summary(models)] if models else []
     for metric in dict.fromkeys(row["metric"] for row in models):
         made.append(_task([row for row in models if row["metric"] == metric], costs.get(metric)))
+    made += inpainting_tables.tables([row for row in run["rows"] if row["metric"] == "INPAINT"], verdict)
     return made
 
 

@@ -21,7 +21,7 @@ import torch
 
 from implicit_attention.cli.measure import peak_memory
 
-from . import guard
+from . import guard, inpainting
 from .measure import interleaved
 from .puzzles import suite as puzzles
 from .targets import Row
@@ -32,13 +32,17 @@ from .useful_training import Plan, first_batch, learned, loss, restored
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = (*puzzles.METRICS, "DIGITS", "RETRIEVAL", "TEXT")
+METRICS = (*puzzles.METRICS, "DIGITS", "RETRIEVAL", "TEXT", inpainting.METRIC)
 #: Of the puzzles; beside them there is nothing to meet: the tables say what is.
 TARGETS = puzzles.TARGETS
 #: The metrics take long: each is run, and its newest run reported, on its own.
 COMPOSED = True
 #: What must pass before anything is trained.
-TESTS = ("tests/layers/test_attention.py", "tests/layers/test_equilibrium.py")
+TESTS = (
+    "tests/layers/test_attention.py",
+    "tests/layers/test_equilibrium.py",
+    "tests/layers/test_energy_transformer.py",
+)
 
 #: The numbers of explicit steps that equilibria are held against.
 GROUPS = (2, 4)
@@ -84,6 +88,7 @@ NOTES = (
     "`training s`: one training, two of them side by side. `ms`: forward, and training step (forward and backward), "
     "of a batch of 32, all models in turns in one process. One thread each. `peak MB`: of a training step, beyond "
     "weights and batch.",
+    *inpainting.NOTES,
 )
 
 
@@ -120,7 +125,7 @@ class Costs:
         return f"{self.task}: costs"
 
 
-Setting = Learned | Costs | puzzles.Setting
+Setting = Learned | Costs | puzzles.Setting | inpainting.Setting
 
 
 def settings_of(quick: bool) -> tuple[Setting, ...]:
@@ -131,7 +136,8 @@ def settings_of(quick: bool) -> tuple[Setting, ...]:
         for task in TASKS
         for model in models(load(task, None).shape, groups, spins=task in SPINS)
     ]
-    return (*puzzles.settings_of(quick), *compared, *(Costs(task, plans[task]) for task in TASKS))
+    costs = (Costs(task, plans[task]) for task in TASKS)
+    return (*puzzles.settings_of(quick), *compared, *costs, *inpainting.settings_of(quick))
 
 
 def run(
@@ -155,7 +161,8 @@ def run(
         asked = [setting for setting in settings if isinstance(setting, puzzles.Setting)]
         rows = puzzles.run(asked, repeats=repeats, max_seconds=max_seconds, progress=progress, keep=keep)
         compared = [setting for setting in settings if isinstance(setting, Learned)]
-        for setting, (row, weights) in zip(compared, _in_processes(compared), strict=True):
+        steps = [s.plan.steps * (len(s.plan.rates) + len(s.plan.seeds) - 1) for s in compared]
+        for setting, (row, weights) in zip(compared, _in_processes(trained_row, compared, sum(steps)), strict=True):
             trained[setting.task][setting.model] = weights
             rows.append(row)
             progress(row)
@@ -163,7 +170,28 @@ def run(
             if isinstance(setting, Costs):
                 rows.append(costs(setting, trained[setting.task], repeats, max_seconds))
                 progress(rows[-1])
+        rows += _inpainted(settings, repeats, max_seconds, progress)
     return rows
+
+
+def _inpainted(
+    settings: list[Setting], repeats: int, max_seconds: float, progress: Callable[[Row], None]
+) -> Iterator[Row]:
+    """The rows of INPAINT, each told as soon as it is there."""
+    learning = [setting for setting in settings if isinstance(setting, inpainting.Trained)]
+    updates = sum(setting.plan.updates * len(setting.plan.seeds) for setting in learning)
+    made = _in_processes(inpainting.trained_row, learning, updates)
+    for setting in settings:
+        if isinstance(setting, inpainting.Trained):
+            row = next(made)
+        elif isinstance(setting, inpainting.Untrained):
+            row = inpainting.untrained_row(setting)
+        elif isinstance(setting, inpainting.Costs):
+            row = inpainting.costs_row(setting, repeats, max_seconds)
+        else:
+            continue
+        progress(row)
+        yield row
 
 
 def _refused(setting: Setting, reason: str, progress: Callable[[Row], None]) -> Row:
@@ -190,17 +218,16 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _in_processes(settings: list[Learned]) -> Iterator[tuple[Row, bytes]]:
-    """Rows and weights in the order of the settings."""
-    steps = sum(setting.plan.steps * (len(setting.plan.rates) + len(setting.plan.seeds) - 1) for setting in settings)
+def _in_processes(function: Callable[[Any], Any], settings: list[Any], steps: int) -> Iterator[Any]:
+    """function(setting) in the order of the settings, of which all together make so many steps."""
     if steps < WORTH_A_PROCESS:
-        yield from map(trained_row, settings)
+        yield from map(function, settings)
         return
     workers = min(WORKERS, os.cpu_count() or 1)
     # A forked child could wait forever for a thread of torch that it does not have.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(trained_row, settings)
+        yield from pool.map(function, settings)
 
 
 def trained_row(setting: Learned) -> tuple[Row, bytes]:

@@ -355,7 +355,7 @@ def test_processes_find_what_one_process_finds(monkeypatch, rows):
     settings = [usefulness.Learned("retrieval", model, TINY) for model in models(CAUSAL, (2,))[:2]]
     monkeypatch.setattr(usefulness, "WORTH_A_PROCESS", 0)
     monkeypatch.setattr(usefulness, "WORKERS", 1)
-    found = [row for row, _ in usefulness._in_processes(settings)]
+    found = [row for row, _ in usefulness._in_processes(usefulness.trained_row, settings, 1)]
     for row, alone in zip(found, rows, strict=False):
         assert [trained["loss"] for trained in row["runs"]] == [trained["loss"] for trained in alone["runs"]]
         assert row["threads"] == 1
