@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adjoints import Implicit, Phantom
-from ..linear import GMRES
+from ..linear import CG
 from ..models.image import ImageEnergyTransformer
 from ..solvers import Anderson, Picard
 from . import inpainting_data
@@ -29,7 +29,7 @@ QUICK_IMAGES = 48
 #: How an equilibrium is found of held-out images; and in training, where a hundredth is enough for a gradient.
 SOLVER = Anderson(rtol=1e-3, max_steps=200)
 TRAINING_SOLVER = Anderson(rtol=1e-2, max_steps=60)
-ADJOINT = Implicit(GMRES(rtol=1e-2), fallback=Phantom(5))
+ADJOINT = Implicit(CG(rtol=1e-2), fallback=Phantom(5))
 MEAN, HARMONIC, EQUILIBRIUM = "visible mean", "harmonic", "equilibrium"
 #: What is asked of five minutes on two cores: errors that are at most this part of another method's.
 MARGINS = {"digits": {MEAN: 0.6, HARMONIC: 0.7}, "photos": {MEAN: 0.8, HARMONIC: 0.99}}

@@ -16,7 +16,6 @@ from implicit_attention import (
     Anderson,
     ConvergenceError,
     ConvergenceWarning,
-    EnergyLayerNorm,
     EnergyTransformer,
     Implicit,
     OneStep,
@@ -25,6 +24,7 @@ from implicit_attention import (
     Unrolled,
     UnsupportedImplementation,
 )
+from implicit_attention.layers import EnergyLayerNorm
 from implicit_attention.layers.published_steps import report_rise
 from implicit_attention.options import SolveKeywords
 from implicit_attention.potentials import LogSumExp, Polynomial
