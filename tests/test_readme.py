@@ -153,7 +153,15 @@ def test_what_is_said_of_retrieval_is_what_the_committed_run_shows():
     assert "as good as one step" in run["summary"]
 
 
-@pytest.mark.parametrize("script", ["magnetize/table.py", "spin_systems/accuracy.py", "energy_transformer/scales.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "magnetize/table.py",
+        "spin_systems/accuracy.py",
+        "energy_transformer/scales.py",
+        "energy_transformer/inpainting.py",
+    ],
+)
 def test_the_tables_of_the_docs_are_those_of_the_committed_runs(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--check"])
     with pytest.raises(SystemExit) as end:
