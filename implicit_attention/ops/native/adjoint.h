@@ -1,0 +1,492 @@
+// The adjoint solve A u = g of every query, A = I - (1 - anchor) beta Cov(z), by conjugate gradients, and the gradients
+// that u carries. The weights of a tile of queries are formed once and serve all products.
+#pragma once
+
+#include "evaluate.h"
+#include "rule.h"
+
+// As in `ops/tiled/adjoint.py`.
+constexpr double NOISE = 10.0, SLACK = 10.0;
+// Smaller attention weights count as zero: products of subnormal numbers are slow.
+template <typename T>
+constexpr T LEAST_WEIGHT = sizeof(T) == 4 ? T(-40) : T(-300);
+
+template <typename T>
+struct AdjointOperands {
+  Operand state, mean, cotangent;
+  double rtol;
+  int64_t max_steps;
+  // Per query, contiguous; evidence that nobody wants is null.
+  T *value, *residual, *tolerance, *by_beta;
+  int8_t *status;
+  int32_t *steps;
+  bool *negative;
+};
+
+template <typename T>
+struct AdjointTile {
+  static constexpr int L = LANES<T>, W = WIDTH<T>, FEW = FEW_LANES<T>;
+  const Problem &p;
+  const AdjointOperands<T> &given;
+  const int64_t wide;
+  Work<T> work;
+  // The keys without what they have in common, and that, with zeros up to whole vectors; blocks of them turned.
+  T *own_keys, *common, *turned;
+  Keys<T> keys;
+  // (M, lanes): weights of the keys, and at the end weights times centred scores.
+  T *weights, *centred;
+  // (D, lanes).
+  T *z, *mean, *g, *u, *r, *v, *spread;
+  // (lanes, D): what the gradient of the keys is made of.
+  T *left, *right;
+  // Per lane.
+  T *beta, *share, *by_cov, *unit, *square, *length, *limit, *tolerance, *residual, *offset, *steps;
+  Mask<T> active[2], blocked[2];
+  Pairs pairs[W];
+  int64_t out[W];
+  bool idle[W];
+  int lanes;
+  int64_t failed = 0;
+
+  static int64_t bytes(const Problem &p) {
+    const int64_t wide = padded(p.dim, L), count = padded(p.count, L);
+    return Work<T>::bytes(p.dim, 0, false) + sizeof(T) * ((count + padded(count, BLOCK) + 1) * wide + 2 * p.count * W + 7 * p.dim * W + 2 * W * wide + 11 * W) +
+           24 * 64;
+  }
+
+  AdjointTile(const Problem &p, const AdjointOperands<T> &given, void *memory)
+      : p(p), given(given), wide(padded(p.dim, L)) {
+    Arena arena = {static_cast<char *>(memory)};
+    work = Work<T>::of(arena, p.dim, 0, false);
+    own_keys = arena.take<T>(padded(p.count, L) * wide);
+    common = arena.take<T>(wide);
+    turned = arena.take<T>(padded(p.count, BLOCK) * wide);
+    weights = arena.take<T>(p.count * W);
+    centred = arena.take<T>(p.count * W);
+    for (T **t : {&z, &mean, &g, &u, &r, &v, &spread}) *t = arena.take<T>(p.dim * W);
+    left = arena.take<T>(W * wide);
+    right = arena.take<T>(W * wide);
+    for (T **t : {&beta, &share, &by_cov, &unit, &square, &length, &limit, &tolerance, &residual, &offset, &steps})
+      *t = arena.take<T>(W);
+  }
+
+  // Rows begin .. end of a set; the gradient of its keys is added to by_keys (M, wide), that of biases to by_bias
+  // (*batch, M).
+  void run(int64_t set, int64_t begin, int64_t end, T *by_keys, T *by_bias) {
+    take_keys(set);
+    for (int64_t first = begin; first < end; first += W) {
+      lanes = static_cast<int>(end - first < W ? end - first : W);
+      enter(set, first);
+      weigh();
+      iterate();
+      finish();
+      add_gradients(by_keys, by_bias);
+    }
+  }
+
+ private:
+  int groups() const { return (lanes + L - 1) / L; }
+
+  // Weights and covariances do not change when all keys are shifted, but their rounding, which grows with the square of
+  // the shift, does. A key that is far off is no guide and counts by the inverse square of its length; one that nobody
+  // attends to changes no bit, whatever it holds.
+  void take_keys(int64_t set) {
+    const T *from = static_cast<const T *>(p.keys.data) + p.axes.offset(p.keys.step, set, 0);
+    const ptrdiff_t row = p.keys.step[p.own()];
+    const int64_t count = padded(p.count, L);
+    keys = {own_keys, static_cast<ptrdiff_t>(wide), p.count, p.dim};
+    bool *attended = reinterpret_cast<bool *>(weights);
+    mark_attended<T>(p, set, attended);
+    T *const lengths = centred, least = __builtin_inf();
+    for (int64_t j = 0; j < count; ++j) {
+      T *const to = own_keys + j * wide;
+      if (j < p.count) std::memcpy(to, from + j * row, p.dim * sizeof(T));
+      for (int64_t d = j < p.count ? p.dim : 0; d < wide; ++d) to[d] = 0;
+    }
+    for (int64_t start = 0; start < count; start += L) {
+      Vec<T> block[L], sum = all(T(0));
+      for (int i = 0; i < L; ++i) {
+        block[i] = all(T(0));
+        for (int64_t d = 0; d < wide; d += L) {
+          const Vec<T> part = load(own_keys + (start + i) * wide + d);
+          block[i] = fma(part, part, block[i]);
+        }
+      }
+      exchange_all<T, L / 2>(block);
+      for (int i = 0; i < L; ++i) sum = sum + block[i];
+      store(lengths + start, sum);
+    }
+    for (int64_t j = 0; j < p.count; ++j)
+      if (attended[j] && lengths[j] < least) least = lengths[j];
+    for (int64_t d = 0; d < wide; d += L) store(common + d, all(T(0)));
+    T whole = 0;
+    for (int64_t j = 0; j < p.count; ++j) {
+      if (!attended[j] || !(lengths[j] > 0) || !(lengths[j] < T(__builtin_inf()))) continue;
+      const T part = least / lengths[j];
+      whole += part;
+      for (int64_t d = 0; d < wide; d += L) store(common + d, fma(all(part), load(own_keys + j * wide + d), load(common + d)));
+    }
+    for (int64_t d = 0; d < wide && whole > 0; d += L) store(common + d, load(common + d) / whole);
+    for (int64_t j = 0; j < p.count && whole > 0; ++j)
+      for (int64_t d = 0; d < wide; d += L) {
+        T *const at = own_keys + j * wide + d;
+        store(at, load(at) - load(common + d));
+      }
+    for (int64_t j = 0; j < count; j += L)
+      transpose(own_keys + j * wide, wide, wide, turned + j / BLOCK * BLOCK * wide + j % BLOCK, BLOCK);
+  }
+
+  // The queries from `first` on. A lane without a query, and one whose cotangent is zero, have the state zero and rest.
+  void enter(int64_t set, int64_t first) {
+    const T *states[W], *means[W], *cotangents[W];
+    const auto row_of = [&](const Operand &of, int64_t share, int64_t query) {
+      return static_cast<const T *>(of.data) + p.axes.offset(of.step, set, share) + query * of.step[p.own()];
+    };
+    for (int q = 0; q < W; ++q) {
+      const int64_t row = q < lanes ? first + q : first, at = row / p.queries, query = row % p.queries;
+      out[q] = p.axes.offset(p.out, set, at) + query;
+      pairs[q] = pairs_of<T>(p, set, at, query);
+      beta[q] = number<T>(p, p.beta, set, at);
+      share[q] = T(1) - number<T>(p, p.anchor, set, at);
+      by_cov[q] = share[q] * beta[q];
+      steps[q] = 0;
+      states[q] = row_of(given.state, at, query);
+      means[q] = row_of(given.mean, at, query);
+      cotangents[q] = row_of(given.cotangent, at, query);
+    }
+    const int inner = p.own() + 1;
+    for (int group = 0; group < groups(); ++group) {
+      const int at = group * L;
+      gather_lanes(cotangents + at, given.cotangent.step[inner], p.dim, g + at, W);
+      gather_lanes(states + at, given.state.step[inner], p.dim, z + at, W);
+      gather_lanes(means + at, given.mean.step[inner], p.dim, mean + at, W);
+      Vec<T> peak = all(T(0)), sum = all(T(0));
+      Mask<T> sound = peak == peak;
+      for (int64_t d = 0; d < p.dim; ++d) {
+        const Vec<T> size = absolute(load(g + d * W + at));
+        sound &= size < T(__builtin_inf());
+        peak = larger(size, peak);
+      }
+      Mask<T> busy;
+      for (int i = 0; i < L; ++i) {
+        const int q = at + i;
+        idle[q] = q >= lanes || (sound[i] && peak[i] == 0);
+        busy[i] = idle[q] ? 0 : -1;
+        // The power of two that brings the largest entry into [1/2, 1).
+        int exponent = 0;
+        if (sound[i] && peak[i] > 0) __builtin_frexp(static_cast<double>(peak[i]), &exponent);
+        constexpr int most = sizeof(T) == 4 ? 127 : 1023;
+        unit[q] = static_cast<T>(__builtin_ldexp(1.0, exponent < most ? exponent : most));
+        if (unit[q] == 0) unit[q] = 1;
+      }
+      const Vec<T> power = load(unit + at), zero = all(T(0));
+      for (int64_t d = 0; d < p.dim; ++d) {
+        const int64_t i = d * W + at;
+        const Vec<T> right = busy ? load(g + i) / power : zero;
+        store(z + i, busy ? load(z + i) : zero);
+        store(mean + i, busy ? load(mean + i) - common[d] : zero);
+        store(g + i, right);
+        store(u + i, zero);
+        store(r + i, right);
+        store(v + i, right);
+        sum = fma(right, right, sum);
+      }
+      const Vec<T> bound = T(given.rtol) * root(sum);
+      store(square + at, sum);
+      store(length + at, sum);
+      store(tolerance + at, bound);
+      store(limit + at, bound * bound);
+      active[group] = busy & (sum > bound * bound);
+      blocked[group] = Mask<T>{};
+    }
+    for (int group = groups(); group < 2; ++group) active[group] = blocked[group] = Mask<T>{};
+    for (int q = groups() * L; q < W; ++q) idle[q] = true;
+  }
+
+  // softmax(beta K z) of every lane, without what is invisible; zeros where nothing is attended to.
+  void weigh() {
+    Mask<T> all_lanes[2];
+    for (int q = 0; q < W; ++q) all_lanes[q / L][q % L] = q < lanes ? -1 : 0;
+    scores_of(all_lanes, z);
+    for (int64_t start = 0; start < p.count; start += BLOCK) {
+      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
+      if (p.mask_kind == NO_MASK && start + size - 1 <= first_of(pairs, lanes)) continue;
+      lay_pairs(p, pairs, lanes, start, size, work.bias, 1, W);
+      for (int64_t j = 0; j < size; ++j)
+        for (int q = 0; q < lanes; ++q) {
+          T &score = weights[(start + j) * W + q];
+          const T bias = work.bias[j * W + q];
+          score = bias == T(-__builtin_inf()) ? bias : score + bias;
+        }
+    }
+    for (int group = 0; group < groups(); ++group) {
+      T *const at = weights + group * L;
+      Vec<T> top = all(T(-__builtin_inf())), total = all(T(0));
+      for (int64_t j = 0; j < p.count; ++j) top = larger(top, load(at + j * W));
+      const Vec<T> shift = finite_top<T>(top);
+      for (int64_t j = 0; j < p.count; ++j) {
+        const Vec<T> weight = exponential<T>(load(at + j * W) - shift, LEAST_WEIGHT<T>);
+        store(at + j * W, weight);
+        total = total + weight;
+      }
+      const Mask<T> empty = total == T(0);
+      const Vec<T> inverse = empty ? all(T(0)) : T(1) / total;
+      // Where nothing is attended to the mean is zero, without what keys have in common.
+      for (int64_t d = 0; d < p.dim; ++d) {
+        T *const of = mean + d * W + group * L;
+        store(of, empty ? all(T(0)) : load(of));
+      }
+      for (int64_t j = 0; j < p.count; ++j) store(at + j * W, load(at + j * W) * inverse);
+    }
+  }
+
+  // beta K z of the chosen lanes, in the place of the weights.
+  void scores_of(const Mask<T> *chosen, const T *state) {
+    Plan plan = planned(chosen);
+    for (int64_t start = 0; start < p.count; start += BLOCK) {
+      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
+      const T *block = keys.data + start * wide;
+      T *const to = weights + start * W;
+      if (plan.both)
+        product<T, 2, false>(size, block, wide, 1, state, W, p.dim, to, W);
+      else
+        for (int group = 0; group < 2; ++group)
+          if (plan.whole[group]) product<T, 1, false>(size, block, wide, 1, state + group * L, W, p.dim, to + group * L, W);
+      if (plan.few > 0) {
+        if (start == 0) gather(plan, state);
+        row_scores(plan, start, size);
+        for (int i = 0; i < plan.few; ++i)
+          for (int64_t j = 0; j < size; ++j) to[j * W + plan.lane[i]] = work.scores[i * BLOCK + j];
+      }
+      for (int64_t j = 0; j < size; ++j)
+        for (int group = 0; group < groups(); ++group) {
+          T *const at = to + j * W + group * L;
+          store(at, load(at) * load(beta + group * L));
+        }
+    }
+  }
+
+  // Which lanes are worked on as whole vectors, and which one by one.
+  struct Plan {
+    bool whole[2], both;
+    int few, lane[W];
+  };
+
+  static Plan planned(const Mask<T> *chosen) {
+    Plan plan{};
+    for (int group = 0; group < 2; ++group) {
+      int count = 0;
+      for (int i = 0; i < L; ++i) count += chosen[group][i] != 0;
+      plan.whole[group] = count > FEW;
+      for (int i = 0; i < L && !plan.whole[group]; ++i)
+        if (chosen[group][i]) plan.lane[plan.few++] = group * L + i;
+    }
+    plan.both = plan.whole[0] && plan.whole[1];
+    return plan;
+  }
+
+  // The few lanes of a plan as rows, and zeros for their sums.
+  void gather(const Plan &plan, const T *from) {
+    for (int i = 0; i < plan.few; ++i)
+      for (int64_t d = 0; d < wide; ++d) {
+        work.rows[i * wide + d] = d < p.dim ? from[d * W + plan.lane[i]] : T(0);
+        work.sums[i * wide + d] = 0;
+      }
+  }
+
+  // Scores of the few with a block of keys, in work.scores (few, BLOCK).
+  void row_scores(const Plan &plan, int64_t start, int64_t size) {
+    const T *const from = turned + start * wide;
+    const int64_t whole = padded(size, L);
+    int64_t j = 0;
+    for (; j + 2 * L <= whole; j += 2 * L)
+      product<T, 2, false>(plan.few, work.rows, wide, 1, from + j, BLOCK, p.dim, work.scores + j, BLOCK);
+    if (j < whole) product<T, 1, false>(plan.few, work.rows, wide, 1, from + j, BLOCK, p.dim, work.scores + j, BLOCK);
+  }
+
+  // spread = K^T (p (K v)) of the chosen lanes; Centred: spread = K^T c with c = p (K v - offset), which is kept.
+  template <bool Centred>
+  void spread_of(const Mask<T> *chosen, const T *vector) {
+    const Plan plan = planned(chosen);
+    for (int group = 0; group < 2; ++group)
+      if (plan.whole[group])
+        for (int64_t d = 0; d < p.dim; ++d) store(spread + d * W + group * L, all(T(0)));
+    if (plan.few > 0) gather(plan, vector);
+    for (int64_t start = 0; start < p.count; start += BLOCK) {
+      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
+      const T *block = keys.data + start * wide;
+      if (plan.both)
+        product<T, 2, false>(size, block, wide, 1, vector, W, p.dim, work.scores, W);
+      else
+        for (int group = 0; group < 2; ++group)
+          if (plan.whole[group])
+            product<T, 1, false>(size, block, wide, 1, vector + group * L, W, p.dim, work.scores + group * L, W);
+      for (int group = 0; group < 2; ++group) {
+        if (!plan.whole[group]) continue;
+        const Vec<T> from = Centred ? load(offset + group * L) : all(T(0));
+        for (int64_t j = 0; j < size; ++j) {
+          T *const at = work.scores + j * W + group * L;
+          const int64_t pair = (start + j) * W + group * L;
+          const Vec<T> score = load(at), product = (Centred ? score - from : score) * load(weights + pair);
+          store(at, product);
+          if (Centred) store(centred + pair, product);
+        }
+      }
+      if (plan.both)
+        product<T, 2, true>(p.dim, block, 1, wide, work.scores, W, size, spread, W);
+      else
+        for (int group = 0; group < 2; ++group)
+          if (plan.whole[group])
+            product<T, 1, true>(p.dim, block, 1, wide, work.scores + group * L, W, size, spread + group * L, W);
+      if (plan.few == 0) continue;
+      row_scores(plan, start, size);
+      for (int i = 0; i < plan.few; ++i) {
+        const int q = plan.lane[i];
+        const T from = Centred ? offset[q] : T(0);
+        for (int64_t j = 0; j < size; ++j) {
+          T &score = work.scores[i * BLOCK + j];
+          const int64_t pair = (start + j) * W + q;
+          score = (Centred ? score - from : score) * weights[pair];
+          if (Centred) centred[pair] = score;
+        }
+      }
+      int64_t d = 0;
+      for (; d + 2 * L <= wide; d += 2 * L)
+        product<T, 2, true>(plan.few, work.scores, BLOCK, 1, block + d, wide, size, work.sums + d, wide);
+      if (d < wide) product<T, 1, true>(plan.few, work.scores, BLOCK, 1, block + d, wide, size, work.sums + d, wide);
+    }
+    for (int i = 0; i < plan.few; ++i)
+      for (int64_t d = 0; d < p.dim; ++d) spread[d * W + plan.lane[i]] = work.sums[i * wide + d];
+  }
+
+  Vec<T> along_mean(const T *vector, int group) const {
+    Vec<T> sum = all(T(0));
+    for (int64_t d = 0; d < p.dim; ++d) sum = fma(load(mean + d * W + group * L), load(vector + d * W + group * L), sum);
+    return sum;
+  }
+
+  void iterate() {
+    for (int64_t step = 0; step < given.max_steps; ++step) {
+      if (!any<T>(active[0] | active[1])) return;
+      spread_of<false>(active, v);
+      for (int group = 0; group < groups(); ++group) {
+        const int at = group * L;
+        if (!any<T>(active[group])) continue;
+        const Vec<T> zero = all(T(0)), along = along_mean(v, group), scale = load(by_cov + at);
+        Vec<T> curvature = zero;
+        for (int64_t d = 0; d < p.dim; ++d) {
+          const int64_t i = d * W + at;
+          const Vec<T> direction = load(v + i);
+          const Vec<T> product = direction - scale * (load(spread + i) - along * load(mean + i));
+          store(spread + i, product);
+          curvature = fma(direction, product, curvature);
+        }
+        Mask<T> now = active[group];
+        store(steps + at, load(steps + at) + (now ? all(T(1)) : zero));
+        constexpr T eps = sizeof(T) == 4 ? T(1.1920928955078125e-07) : T(2.220446049250313e-16);
+        // A NaN is not blocked: it goes on into the residual and is seen there.
+        const Mask<T> negative = now & (curvature <= T(NOISE) * eps * load(length + at));
+        blocked[group] |= negative;
+        now &= ~negative;
+        const Vec<T> old = load(square + at), rate = now ? old / curvature : zero;
+        Vec<T> reached = zero;
+        for (int64_t d = 0; d < p.dim; ++d) {
+          const int64_t i = d * W + at;
+          store(u + i, now ? fma(rate, load(v + i), load(u + i)) : load(u + i));
+          const Vec<T> rest = now ? load(r + i) - rate * load(spread + i) : load(r + i);
+          store(r + i, rest);
+          reached = fma(rest, rest, reached);
+        }
+        const Vec<T> ratio = now ? reached / old : zero;
+        for (int64_t d = 0; d < p.dim; ++d) {
+          const int64_t i = d * W + at;
+          store(v + i, now ? fma(ratio, load(v + i), load(r + i)) : load(v + i));
+        }
+        // |v|^2, as r is orthogonal to the directions before.
+        store(length + at, reached + ratio * ratio * load(length + at));
+        store(square + at, now ? reached : old);
+        active[group] = now & (reached > load(limit + at));
+      }
+    }
+  }
+
+  // The residual at u, by a product of its own, and how each solve ended.
+  void finish() {
+    Mask<T> busy[2];
+    for (int q = 0; q < W; ++q) busy[q / L][q % L] = q < lanes && !idle[q] ? -1 : 0;
+    for (int group = 0; group < groups(); ++group) {
+      store(offset + group * L, along_mean(u, group));
+      // Of lanes that rest.
+      for (int64_t j = 0; j < p.count; ++j) store(centred + j * W + group * L, all(T(0)));
+    }
+    spread_of<true>(busy, u);
+    for (int group = 0; group < groups(); ++group) {
+      const int at = group * L;
+      Vec<T> sum = all(T(0)), along = sum, scale = load(by_cov + at), part = load(share + at), power = load(unit + at);
+      for (int64_t d = 0; d < p.dim; ++d) {
+        const int64_t i = d * W + at;
+        const Vec<T> spread_here = load(spread + i), rest = load(g + i) - load(u + i) + scale * spread_here;
+        sum = fma(rest, rest, sum);
+        along = fma(spread_here, load(z + i), along);
+      }
+      const Mask<T> finite = sum < T(__builtin_inf()), zero_cotangent = ~busy[group];
+      Mask<T> rests = zero_cotangent;
+      const Vec<T> left_over = root(sum);
+      T *values[L], *lefts[L], *rights[L];
+      for (int i = 0; i < L; ++i) {
+        const int q = at + i;
+        values[i] = lefts[i] = rights[i] = nullptr;
+        if (q >= lanes) continue;
+        const bool stopped = blocked[group][i] != 0;
+        const bool solved = idle[q] || (finite[i] && left_over[i] <= T(SLACK) * tolerance[q] && !stopped);
+        const bool stalled = stopped || (finite[i] && !solved && steps[q] < T(given.max_steps));
+        const int8_t status = solved ? CONVERGED : stalled ? STALLED : finite[i] ? MAX_STEPS : NONFINITE;
+        failed += status > UNSTABLE;
+        if (stalled) rests[i] = -1;
+        const int64_t to = out[q];
+        values[i] = given.value + to * p.dim;
+        lefts[i] = left + q * wide;
+        rights[i] = right + q * wide;
+        // Zero times what is not finite would not be zero.
+        for (int64_t j = 0; rests[i] && j < p.count; ++j) weights[j * W + q] = centred[j * W + q] = 0;
+        given.by_beta[to] = rests[i] ? T(0) : share[q] * along[i] * unit[q];
+        if (given.residual) given.residual[to] = idle[q] ? T(0) : left_over[i] * unit[q];
+        if (given.tolerance) given.tolerance[to] = tolerance[q] * unit[q];
+        if (given.status) given.status[to] = status;
+        if (given.steps) given.steps[to] = static_cast<int32_t>(steps[q]);
+        if (given.negative) given.negative[to] = stopped;
+      }
+      const Vec<T> zero = all(T(0));
+      for (int64_t d = 0; d < p.dim; ++d) {
+        const int64_t i = d * W + at;
+        const Vec<T> value = zero_cotangent ? zero : finite ? load(u + i) * power : all(T(__builtin_nan("")));
+        store(u + i, value);
+        store(v + i, rests ? zero : part * value);
+        store(r + i, rests ? zero : scale * power * load(z + i));
+      }
+      scatter_lanes(u + at, W, p.dim, values);
+      scatter_lanes(v + at, W, p.dim, lefts);
+      scatter_lanes(r + at, W, p.dim, rights);
+    }
+    // Vectors are read whole.
+    for (int q = 0; q < lanes; ++q)
+      for (int64_t d = p.dim; d < wide; ++d) left[q * wide + d] = right[q * wide + d] = 0;
+  }
+
+  // p u^T and c (by_cov z)^T, summed over the queries of the tile.
+  void add_gradients(T *by_keys, T *by_bias) {
+    int64_t d = 0;
+    for (; d + 2 * L <= wide; d += 2 * L) {
+      product<T, 2, true>(p.count, weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
+      product<T, 2, true>(p.count, centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
+    }
+    if (d < wide) {
+      product<T, 1, true>(p.count, weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
+      product<T, 1, true>(p.count, centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
+    }
+    for (int q = 0; by_bias && q < lanes; ++q) {
+      T *const to = by_bias + out[q] / p.queries * p.count;
+      for (int64_t j = 0; j < p.count; ++j) to[j] += share[q] * unit[q] * centred[j * W + q];
+    }
+  }
+};

@@ -1,0 +1,69 @@
+"""The adjoint solve of every query, by the native library."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..rule import AdjointRule
+from ..trust import empty
+from .library import library
+from .operands import Operands
+
+
+class Adjoints(NamedTuple):
+    """The fields of `ops.Adjoint`, and how many solves failed; what nobody asked for is None.
+
+    A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
+    """
+
+    value: Tensor
+    by_beta: Tensor
+    by_keys: Tensor
+    status: Tensor | None
+    residual: Tensor | None
+    tolerance: Tensor | None
+    num_steps: Tensor | None
+    negative_curvature: Tensor | None
+    failed: int
+
+
+def adjoints(
+    keys: Tensor,
+    beta: float | Tensor,
+    anchor: float | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    state: Tensor,
+    mean: Tensor,
+    cotangent: Tensor,
+    rule: AdjointRule,
+    *,
+    evidence: bool = True,
+    by_bias: Tensor | None = None,
+) -> Adjoints:
+    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D).
+
+    by_bias: zeros (*batch, M), contiguous, to which the gradient of a bias of every key is added.
+    """
+    loaded = library()
+    assert loaded is not None
+    operands = Operands(cotangent, keys, beta, anchor, mask, is_causal)
+    operands.add(state, own=2)
+    operands.add(mean, own=2)
+    operands.integers.append(rule.max_steps)
+    shape, dtype, device = cotangent.shape, cotangent.dtype, cotangent.device
+    rows = shape[:-1]
+    value, by_beta = empty(shape, dtype=dtype, device=device), empty(rows, dtype=dtype, device=device)
+    by_keys = empty(keys.shape, dtype=dtype, device=device)
+    residual = tolerance = status = steps = negative = None
+    if evidence:
+        residual, tolerance = empty((2, *rows), dtype=dtype, device=device).unbind()
+        kinds = (torch.int8, torch.int32, torch.bool)
+        status, steps, negative = (empty(rows, dtype=kind, device=device) for kind in kinds)
+    wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative)
+    operands.addresses += [0 if t is None else t.data_ptr() for t in wanted]
+    failed = operands.call(loaded.adjoint, dtype.itemsize, [rule.rtol], loaded.parallel_for)
+    return Adjoints(value, by_beta, by_keys, status, residual, tolerance, steps, negative, failed)

@@ -1,0 +1,223 @@
+// The native operations behind a plain C interface. Nothing of torch is included: its pool of threads is handed over as
+// an address, and tensors as addresses and steps.
+
+#include <atomic>
+#include <cstdlib>
+
+#include "adjoint.h"
+#include "solve.h"
+
+#define IA_EXPORT extern "C" __attribute__((visibility("default")))
+
+constexpr int32_t ABI = 1;
+// What a call returns that found no memory; else it returns how many queries have no answer.
+constexpr int64_t NO_MEMORY = -1;
+// Fewer products of a number are not worth waking threads for.
+constexpr double PARALLEL = 1 << 20;
+
+// libtorch's torch_parallel_for, of its stable interface.
+using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void *), void *);
+
+namespace {
+
+// Memory of a call, which a thread keeps for its next one unless it is large: fresh pages cost as much as a small solve.
+struct Kept {
+  void *data = nullptr;
+  int64_t bytes = 0;
+  ~Kept() { std::free(data); }
+};
+thread_local Kept kept;
+constexpr int64_t KEEP = 1 << 22;
+
+struct Memory {
+  void *data;
+  explicit Memory(int64_t bytes) : bytes(padded(bytes, 64)) {
+    if (kept.bytes >= this->bytes) {
+      this->bytes = kept.bytes;
+      data = kept.data;
+      kept.data = nullptr;
+      kept.bytes = 0;
+    } else {
+      data = std::aligned_alloc(64, this->bytes);
+    }
+  }
+  ~Memory() {
+    if (data && bytes <= KEEP && bytes > kept.bytes) {
+      std::free(kept.data);
+      kept.data = data;
+      kept.bytes = bytes;
+    } else {
+      std::free(data);
+    }
+  }
+  Memory(const Memory &) = delete;
+  Memory &operator=(const Memory &) = delete;
+
+ private:
+  int64_t bytes;
+};
+
+// Tasks that threads take one after the other, whichever thread is free.
+template <typename Task>
+struct Queue {
+  Task task;
+  int64_t count;
+  std::atomic<int64_t> next{0};
+
+  static void work(int64_t, int64_t, void *self) {
+    Queue &queue = *static_cast<Queue *>(self);
+    queue.task([&queue] {
+      const int64_t taken = queue.next.fetch_add(1, std::memory_order_relaxed);
+      return taken < queue.count ? taken : int64_t(-1);
+    });
+  }
+};
+
+// `task` is called by every thread with a function that gives the number of the next task, or -1.
+template <typename Task>
+void in_threads(int64_t count, double operations, const void *parallel_for, int64_t threads, Task task) {
+  Queue<Task> queue{task, count};
+  if (parallel_for && threads > 1 && count > 1 && operations > PARALLEL)
+    reinterpret_cast<ParallelFor>(const_cast<void *>(parallel_for))(0, threads < count ? threads : count, 1, &Queue<Task>::work, &queue);
+  // What no thread took, all of it where there is one.
+  Queue<Task>::work(0, 0, &queue);
+}
+
+Problem read_problem(Reader &reader, void *const *data) {
+  Problem p{};
+  Axes &axes = p.axes;
+  axes.kept = static_cast<int>(reader.next());
+  axes.folded = static_cast<int>(reader.next());
+  p.queries = reader.next();
+  p.count = reader.next();
+  p.dim = reader.next();
+  p.mask_kind = static_cast<MaskKind>(reader.next());
+  p.causal = reader.next() != 0;
+  axes.sets = axes.shares = 1;
+  const int batch = axes.kept + axes.folded;
+  for (int i = 0; i < batch; ++i) {
+    axes.size[i] = reader.next();
+    (i < axes.kept ? axes.sets : axes.shares) *= axes.size[i];
+  }
+  for (int i = 0; i < batch; ++i) p.out[i] = reader.next();
+  p.field = reader.operand(data[0], batch + 2);
+  p.keys = reader.operand(data[1], batch + 1);
+  p.beta = reader.operand(data[2], batch);
+  p.anchor = reader.operand(data[3], batch);
+  if (p.mask_kind != NO_MASK) p.mask = reader.operand(data[4], batch + 2);
+  return p;
+}
+
+// Rows that one task solves: enough to refill lanes, and enough tasks for the threads.
+template <typename T>
+int64_t rows_per_task(const Problem &p) {
+  const int64_t all = p.axes.sets * p.rows(), share = padded((all + 63) / 64, WIDTH<T>);
+  return share < 4 * WIDTH<T> ? 4 * WIDTH<T> : share;
+}
+
+template <typename T>
+int64_t solve(const int64_t *integers, const double *numbers, void *const *data, const void *parallel_for, int64_t threads) {
+  Reader reader = {integers};
+  const Problem p = read_problem(reader, data);
+  const Operand initial = reader.operand(data[5], p.own() + 2);
+  const SolveRule rule = {numbers[0], numbers[1], reader.next(), reader.next()};
+  const Answers<T> answers = {static_cast<T *>(data[6]), static_cast<T *>(data[7]), static_cast<T *>(data[8]),
+                              static_cast<T *>(data[9]), static_cast<T *>(data[10]), static_cast<int8_t *>(data[11]),
+                              static_cast<int32_t *>(data[12])};
+  const int64_t size = rows_per_task<T>(p), parts = (p.rows() + size - 1) / size;
+  std::atomic<int64_t> failed{0};
+  std::atomic<bool> lost{false};
+  const double operations = 8.0 * p.axes.sets * p.rows() * p.count * p.dim;
+  in_threads(p.axes.sets * parts, operations, parallel_for, threads, [&](auto next) {
+    Memory memory(SolveTile<T>::bytes(p));
+    if (!memory.data) {
+      lost = true;
+      return;
+    }
+    SolveTile<T> tile(p, initial, rule, answers, memory.data);
+    for (int64_t task = next(); task >= 0; task = next()) {
+      const int64_t begin = task % parts * size, end = begin + size;
+      tile.run(task / parts, begin, end < p.rows() ? end : p.rows());
+    }
+    failed += tile.failed;
+  });
+  return lost ? NO_MEMORY : failed.load();
+}
+
+// Gradients of shared keys are sums over queries, made in parts that depend on the shape alone, and in order.
+template <typename T>
+int64_t parts_of_sums(const Problem &p) {
+  const int64_t most = (p.rows() + 2 * WIDTH<T> - 1) / (2 * WIDTH<T>), wanted = 32 / (p.axes.sets < 32 ? p.axes.sets : 32);
+  return most < wanted ? most : wanted;
+}
+
+template <typename T>
+int64_t adjoint(const int64_t *integers, const double *numbers, void *const *data, const void *parallel_for, int64_t threads) {
+  Reader reader = {integers};
+  const Problem p = read_problem(reader, data);
+  AdjointOperands<T> given{};
+  given.cotangent = p.field;
+  given.state = reader.operand(data[5], p.own() + 2);
+  given.mean = reader.operand(data[6], p.own() + 2);
+  given.rtol = numbers[0];
+  given.max_steps = reader.next();
+  given.value = static_cast<T *>(data[7]);
+  given.by_beta = static_cast<T *>(data[8]);
+  T *const by_keys = static_cast<T *>(data[9]), *const by_bias = static_cast<T *>(data[10]);
+  given.residual = static_cast<T *>(data[11]);
+  given.tolerance = static_cast<T *>(data[12]);
+  given.status = static_cast<int8_t *>(data[13]);
+  given.steps = static_cast<int32_t *>(data[14]);
+  given.negative = static_cast<bool *>(data[15]);
+  const int64_t sets = p.axes.sets, parts = by_bias ? 1 : parts_of_sums<T>(p), size = padded((p.rows() + parts - 1) / parts, WIDTH<T>);
+  const int64_t wide = padded(p.dim, LANES<T>), numbers_of_set = p.count * wide;
+  // Where nothing is left to sum the answer is written where it belongs.
+  const bool direct = parts == 1 && wide == p.dim;
+  Memory sums(direct ? 64 : sets * parts * numbers_of_set * sizeof(T));
+  if (!direct && !sums.data) return NO_MEMORY;
+  T *const summed = direct ? by_keys : static_cast<T *>(sums.data);
+  std::atomic<int64_t> failed{0};
+  std::atomic<bool> lost{false};
+  const double operations = 16.0 * sets * p.rows() * p.count * p.dim;
+  in_threads(sets * parts, operations, parallel_for, threads, [&](auto next) {
+    Memory memory(AdjointTile<T>::bytes(p));
+    if (!memory.data) {
+      lost = true;
+      return;
+    }
+    AdjointTile<T> tile(p, given, memory.data);
+    for (int64_t task = next(); task >= 0; task = next()) {
+      const int64_t set = task / parts, begin = task % parts * size, end = begin + size;
+      T *const to = summed + task * numbers_of_set;
+      std::memset(to, 0, numbers_of_set * sizeof(T));
+      tile.run(set, begin, end < p.rows() ? end : p.rows(), to, by_bias);
+    }
+    failed += tile.failed;
+  });
+  if (lost) return NO_MEMORY;
+  for (int64_t row = 0; !direct && row < sets * p.count; ++row) {
+    T *const to = by_keys + row * p.dim;
+    const T *from = summed + (row / p.count * parts * p.count + row % p.count) * wide;
+    for (int64_t d = 0; d < p.dim; ++d) to[d] = from[d];
+    for (int64_t part = 1; part < parts; ++part)
+      for (int64_t d = 0; d < p.dim; ++d) to[d] += from[part * numbers_of_set + d];
+  }
+  return failed.load();
+}
+
+}  // namespace
+
+IA_EXPORT int32_t ia_abi(void) { return ABI; }
+IA_EXPORT const char *ia_isa(void) { return IA_ISA; }
+
+IA_EXPORT int64_t ia_solve(int64_t bytes, const int64_t *integers, const double *numbers, void *const *data,
+                           const void *parallel_for, int64_t threads) {
+  return bytes == 4 ? solve<float>(integers, numbers, data, parallel_for, threads)
+                    : solve<double>(integers, numbers, data, parallel_for, threads);
+}
+
+IA_EXPORT int64_t ia_adjoint(int64_t bytes, const int64_t *integers, const double *numbers, void *const *data,
+                             const void *parallel_for, int64_t threads) {
+  return bytes == 4 ? adjoint<float>(integers, numbers, data, parallel_for, threads)
+                    : adjoint<double>(integers, numbers, data, parallel_for, threads);
+}

@@ -1,0 +1,64 @@
+"""The equilibrium of every query, by the native library."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._fused_rule import FusedRule
+from ..trust import empty
+from .library import library
+from .operands import Operands
+
+
+class Equilibria(NamedTuple):
+    """Where every query ended, as `Solved`, and how many have no answer; what nobody asked for is None."""
+
+    state: Tensor
+    mean: Tensor | None
+    logsumexp: Tensor | None
+    status: Tensor | None
+    residual: Tensor | None
+    tolerance: Tensor | None
+    num_steps: Tensor | None
+    failed: int
+
+
+def equilibria(
+    query: Tensor,
+    keys: Tensor,
+    beta: float | Tensor,
+    anchor: float | Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    initial: Tensor,
+    rule: FusedRule,
+    *,
+    mean: bool = True,
+    evidence: bool = True,
+) -> Equilibria:
+    """Solve every query from `initial`; all numbers are of one dtype, float32 or float64.
+
+    query, initial: (*batch, N, D). keys: (*#batch, M, D). beta, anchor: numbers or (*#batch). mask: boolean, or added
+    to the scaled scores, (*#batch, #N, #M).
+    """
+    loaded = library()
+    assert loaded is not None
+    operands = Operands(query, keys, beta, anchor, mask, is_causal, expanded=True)
+    operands.add(initial, own=2)
+    operands.integers += (rule.max_steps, rule.plain_steps)
+    shape, dtype, device = query.shape, query.dtype, query.device
+    rows = shape[:-1]
+    state = empty(shape, dtype=dtype, device=device)
+    means = empty(shape, dtype=dtype, device=device) if mean else None
+    numbers = status = steps = None
+    if evidence:
+        numbers = empty((3, *rows), dtype=dtype, device=device)
+        status, steps = (empty(rows, dtype=kind, device=device) for kind in (torch.int8, torch.int32))
+    logsumexp, residual, tolerance = (None,) * 3 if numbers is None else numbers.unbind()
+    wanted = (state, means, logsumexp, residual, tolerance, status, steps)
+    operands.addresses += [0 if t is None else t.data_ptr() for t in wanted]
+    failed = operands.call(loaded.solve, dtype.itemsize, [rule.rtol, rule.atol], loaded.parallel_for)
+    return Equilibria(state, means, logsumexp, status, residual, tolerance, steps, failed)
