@@ -36,8 +36,8 @@ def solve(
         solver: default `Anderson()`. Half-precision problems are solved in float32.
         adjoint: default `Implicit()`, the exact gradient of the solution.
         impl: "auto" solves by a fused operation where there is one for the problem and the solver, else by the solvers'
-            loop; "reference" always by the loop, with every product written out; "tiled" (by torch's attention kernels,
-            and adjoints in tiles) and "triton" insist on their operation.
+            loop; "reference" always by the loop, with every product written out; "native" (compiled for this CPU),
+            "tiled" (by torch's attention kernels, and adjoints in tiles) and "triton" insist on their operation.
         on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", or "ignore". The same
             holds for a backward solve. Inside torch.vmap, where the host cannot look, `Solution.status` alone tells.
         trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems); with

@@ -10,5 +10,5 @@ from torch import Tensor
 #: A linear map on one vector per problem, (*batch, n) -> (*batch, n).
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
 OnFailure: TypeAlias = Literal["raise", "warn", "ignore"]
-Impl: TypeAlias = Literal["auto", "reference", "tiled", "triton"]
+Impl: TypeAlias = Literal["auto", "reference", "native", "tiled", "triton"]
 IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)

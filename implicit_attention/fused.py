@@ -148,7 +148,7 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
     Args:
         problem: what is solved.
         solver: its method; None for the adjoint alone, whatever method solved the problem.
-        impl: "auto" takes an operation where there is one; "tiled" and "triton" insist on theirs.
+        impl: "auto" takes an operation where there is one; "native", "tiled" and "triton" insist on theirs.
         every_step: every step is to be recorded, for a trace or for a gradient through the steps.
 
     Raises:
@@ -205,7 +205,7 @@ def _underivable(potential: LogSumExp, impl: Impl) -> str | None:
     if transforms_active():
         return "there is no derivative inside torch.func; use impl='auto' or 'reference'"
     bias = potential.bias
-    if bias is not None and is_differentiated(bias) and not (impl == "tiled" and is_per_key(bias)):
+    if bias is not None and is_differentiated(bias) and not (impl in ("native", "tiled") and is_per_key(bias)):
         return "there is no derivative with an additive mask that requires grad; use impl='auto' or 'reference'"
     return None
 

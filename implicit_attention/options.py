@@ -12,7 +12,7 @@ from ._types import Impl, OnFailure
 from .adjoints import Adjoint, Unrolled
 from .solvers import Anderson, Solver
 
-_IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
+_IMPLEMENTATIONS = ("auto", "reference", "native", "tiled", "triton")
 
 
 class SolveKeywords(TypedDict, total=False):
@@ -40,8 +40,9 @@ class SolveOptions:
         solver: the method that finds the equilibrium; default `Anderson()`.
         adjoint: how the gradient is computed; default `Implicit()`, the exact gradient of an equilibrium, and
             `Unrolled()` for a solver with a fixed budget of steps (rtol = atol = 0).
-        impl: which implementation runs. "auto" chooses. "reference" writes every product out. "tiled" is torch's fused
-            attention, and "triton" one kernel for the whole solve; each raises where it cannot be used.
+        impl: which implementation runs. "auto" chooses. "reference" writes every product out. "native" is compiled for
+            this CPU, "tiled" is torch's fused attention, and "triton" one kernel for the whole solve; each raises where
+            it cannot be used.
         max_steps: replaces the solver's `max_steps`. With 0 nothing is solved: the answer is one explicit step of
             attention, whatever the anchor.
         on_failure: what to do about queries without an answer, and about gradients that did not converge: "raise",

@@ -291,8 +291,8 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
 
 def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
     """Raise if `impl` is named and cannot do an explicit step."""
-    if impl == "triton":
-        raise UnsupportedImplementation("`impl='triton'` solves, and max_steps=0 solves nothing; use impl='tiled'")
+    if impl in ("native", "triton"):
+        raise UnsupportedImplementation(f"`impl={impl!r}` solves, and max_steps=0 solves nothing; use impl='tiled'")
     if impl == "tiled":
         lower(energy, Picard(), impl)
 

@@ -50,8 +50,9 @@ def hopfield_solve(
         atol: with 0 for both exactly `max_steps` steps are made, without any look of the host.
         max_steps: largest number of updates of a query.
         plain_steps: steps before acceleration, at least 2; more than `max_steps` is Picard's iteration.
-        impl: "tiled" (torch's attention kernels), "triton" (one kernel), or "auto", the fastest of them that can do it
-            and is right on this machine (`kernel_checks`), and else products that are written out.
+        impl: "native" (compiled for this CPU), "tiled" (torch's attention kernels), "triton" (one kernel), or "auto",
+            the fastest of them that can do it and is right on this machine (`kernel_checks`), and else products that
+            are written out. On a CPU "auto" is "native" but for float64.
 
     Returns:
         `Solved`: state, and what was measured there. In half precision the state is float32; the products of

@@ -6,18 +6,26 @@ rounding to the kernel's precision makes by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._fused_rule import FusedRule
+from ..status import Status
 from .attention import mean_and_logsumexp
 from .fold import aligned
 from .problem import Hopfield
+from .rule import RTOL, THERE, Adjoint, AdjointRule, Solved
 from .trust import Errors, poisoned
 
 # How many times the error of rounding alone, and how many units of float32 (or float64) beside that.
 TIMES, UNITS = 4.0, 16.0
+# Of the small problems.
+MAX_STEPS = 100
+
+Solve = Callable[[Hopfield, Tensor, FusedRule], Solved]
 
 
 class AttentionVariant(NamedTuple):
@@ -137,6 +145,92 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
         found.add(f"mean{what}", ours[0], mean, rough_mean.to(variant.dtype).double())
         found.add(f"logsumexp{what}", ours[1], logsumexp, rough_logsumexp)
     return found.errors
+
+
+# Solves and adjoint solves of a kernel.
+
+
+def solve_errors(small: Hopfield, solve: Solve, *, fixed_budget: bool = False) -> Errors:
+    """What a solve of a small problem tells of its answers, and whether they are answers."""
+    wide = small.beta.dtype
+    rtol = 0.0 if fixed_budget else RTOL[small.keys.dtype]
+    stop = FusedRule(rtol, 0.0, MAX_STEPS // 10 if fixed_budget else MAX_STEPS, plain_steps=2)
+    solved = solve(small, small.field.to(wide), stop)
+    z = solved.state.cpu().double()
+    measured, mapped = [], []
+    for written in (Written(small), Written(small, small.keys.dtype)):
+        _, mean, logsumexp = written.attend(z)
+        f = written.mapped(mean)
+        measured.append((mean, logsumexp, (f - z).norm(dim=-1), rtol * f.norm(dim=-1)))
+        mapped.append(f)
+    found = Comparison(torch.finfo(wide).eps)
+    for name, right, near in zip(("mean", "logsumexp", "residual", "tolerance"), *measured, strict=True):
+        found.add(name, getattr(solved, name), right, near)
+    if fixed_budget:
+        # The equilibrium is reached long before: where f is z, up to the rounding of f.
+        found.add("equilibrium", z, *mapped)
+    steps, evals = solved.num_steps, solved.num_evals
+    failed = (solved.residual > solved.tolerance) & (not fixed_budget)
+    found.none("unsolved", failed | (solved.status != int(stop.exhausted if fixed_budget else Status.CONVERGED)))
+    found.none("miscounted", (steps < 0) | (steps > stop.max_steps) | (evals <= steps) | (evals > stop.max_steps + 1))
+    return found.errors
+
+
+def adjoint_errors(
+    small: Hopfield, solve: Solve, solve_adjoint: Callable[[Hopfield, Tensor, Tensor, Solved, AdjointRule], Adjoint]
+) -> Errors:
+    """The same of an adjoint solve, which is given what an evaluation at the state found."""
+    wide, rtol = small.beta.dtype, RTOL[small.keys.dtype]
+    state = solve(small, small.field.to(wide), FusedRule(rtol, 0.0, MAX_STEPS, plain_steps=2)).state
+    there = solve(small, state, THERE)
+    g, stop = normal(tuple(small.field.shape), seed=4).to(wide), AdjointRule(rtol, MAX_STEPS)
+    found = solve_adjoint(small, state, g.to(state.device), there, stop)
+    z, u, g = state.cpu().double(), found.value.cpu().double(), g.double()
+    exact, rough = Written(small), Written(small, small.keys.dtype)
+    products = [written.hessian_product(z, u) for written in (exact, rough)]
+    residual, near = ((g - product).norm(dim=-1) for product in products)
+    size = g.norm(dim=-1)
+    compared = Comparison(torch.finfo(wide).eps)
+    compared.add("residual", found.residual, residual, near)
+    compared.add("tolerance", found.tolerance, rtol * size, rtol * size)
+    # A product that is off by so much leaves that in the residual.
+    noise = float(((products[1] - products[0]).norm(dim=-1) / size).max())
+    compared.errors["cotangent left"] = float((residual / size).max()), 2 * (rtol + noise)
+    for name, right, about in zip(("by_keys", "by_beta"), exact.gradients(z, u), rough.gradients(z, u), strict=True):
+        compared.add(name, getattr(found, name), right, about, size=small.field.shape[-1])
+    steps = found.num_steps
+    compared.none("unsolved", found.status != int(Status.CONVERGED))
+    compared.none("called saddles", found.negative_curvature)
+    compared.none("miscounted", (steps < 0) | (steps > MAX_STEPS))
+    return compared.errors
+
+
+def small_problem(problem: Hopfield, rows: int, count: int) -> Hopfield:
+    """Two sets of other queries and keys, at most so many, with a mask of the same kind.
+
+    Anchors and betas are such that few keys have one equilibrium too.
+    """
+    rows, count = min(problem.field.shape[-2], rows), min(problem.keys.shape[-2], count)
+    dim, device, wide = problem.field.shape[-1], problem.field.device, problem.beta.dtype
+    field, keys = (normal((2, size, dim), seed) for seed, size in ((0, rows), (1, count)))
+    beta = (torch.tensor([0.4, 0.5]).view(2, 1, 1) / dim**0.5).to(wide)
+    anchor = torch.tensor([0.7, 0.8]).view(2, 1, 1).to(wide)
+    mask = None
+    if problem.mask is not None:
+        mask = third_masked(2, rows if problem.mask.shape[-2] > 1 else 1, count)
+        # One query attends to nothing.
+        mask[:, mask.shape[1] // 2] = -torch.inf if mask.shape[1] > 1 else mask[:, 0]
+        mask = mask != -torch.inf if problem.mask.dtype == torch.bool else mask.to(wide)
+        mask = mask.to(device)
+    field, keys = field.to(device, problem.field.dtype), keys.to(device, problem.keys.dtype)
+    return Hopfield(field, keys, beta.to(device), anchor.to(device), mask, problem.is_causal)
+
+
+def mask_kind(mask: Tensor | None) -> str:
+    """Which code of a kernel reads the mask."""
+    if mask is None:
+        return "none"
+    return f"{'boolean' if mask.dtype == torch.bool else 'added'} per {'pair' if mask.shape[-2] > 1 else 'key'}"
 
 
 # Numbers.

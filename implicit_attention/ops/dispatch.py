@@ -20,6 +20,11 @@ from ..status import Status
 from . import checks, trust
 from .attention import FLASH_KEYS, has_kernel
 from .fold import widened
+from .native import checks as native_checks
+from .native.adjoint import solve_adjoint as native_adjoint
+from .native.library import library, warn_once
+from .native.solve import solve as native_solve
+from .native.support import unsupported as native_unsupported
 from .problem import Hopfield
 from .rule import THERE, Adjoint, AdjointRule, Solved
 from .tiled.adjoint import solve_adjoint as tiled_adjoint
@@ -29,15 +34,18 @@ from .triton.support import unsupported
 
 _R = TypeVar("_R")
 
-IMPLEMENTATIONS = ("auto", "tiled", "triton")
+IMPLEMENTATIONS = ("auto", "native", "tiled", "triton")
 # Where "auto" tries the Triton kernels.
 TRITON_DEVICES = ("cuda",)
+# States for which "auto" tries the native operations.
+NATIVE_DTYPES = (torch.float32,)
 
 
 def checked(impl: Impl, problem: Hopfield) -> Impl:
     """`impl`, unless it is named and cannot do the problem; nothing is read or run, so that torch may trace this."""
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
-    reason = {"triton": unsupported, "tiled": without_kernel}[impl](problem) if impl != "auto" else None
+    reasons = {"native": native_unsupported, "triton": unsupported, "tiled": without_kernel}
+    reason = reasons[impl](problem) if impl != "auto" else None
     if reason is not None:
         raise UnsupportedImplementation(f"`impl={impl!r}`: {reason}")
     return impl
@@ -62,6 +70,9 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
     if found is not None:
         return found
     problem = problem.to(initial.dtype)
+    run_native = partial(native_solve, problem, initial, rule, keep_mean=keep_mean)
+    if (found := by_native(impl, "hopfield_solve", problem, run_native)) is not None:
+        return found
     run = partial(tiled_solve, problem, initial, rule, keep_mean=keep_mean)
     if without_kernel(problem) is None:
         masked, causal = problem.mask is not None, problem.is_causal
@@ -81,7 +92,7 @@ def solve_adjoint(
 ) -> Adjoint:
     """Solve A u = cotangent, (*batch, N, D), for every query at its state.
 
-    by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; the tiles alone know it.
+    by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
     """
     if state.numel() == 0:
         return Adjoint.allocated(state.new_zeros, state.shape, problem.keys.shape, state.dtype)
@@ -97,13 +108,21 @@ def solve_adjoint(
     found = _by_triton(impl, "hopfield_adjoint", problem, by_kernel) if by_bias is None else None
     rule = AdjointRule.of(rtol, max_steps, state.dtype)
     if found is None:
+        wide = problem.to(state.dtype)
+
+        def run_native() -> Adjoint:
+            mean = native_solve(wide, state, THERE).mean
+            return native_adjoint(wide, state, cotangent, mean, rule, by_bias=by_bias)
+
+        found = by_native(impl, "hopfield_adjoint", wide, run_native)
+    if found is None:
         return tiled_adjoint(problem, state, cotangent, rule, by_bias=by_bias)
     stalled = found.status == Status.STALLED
     if not may_look(state):
         return unanswered(found, stalled)
     if not bool(stalled.any()):
         return found
-    again = tiled_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), rule)
+    again = tiled_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), rule, by_bias=by_bias)
     value = torch.where(stalled[..., None], again.value, found.value)
     evidence = (torch.where(stalled, b, a) for a, b in zip(found[1:-1], again[1:-1], strict=True))
     return Adjoint._make((value, *evidence, found.by_keys + again.by_keys))
@@ -135,6 +154,28 @@ def _by_triton(
     use = trust.Use(f"{operation} (triton)", problem.field.device, variant)
     insists = "triton" if impl == "triton" else None
     return trust.answer(use, partial(check, problem, fixed_budget), run, insists=insists)
+
+
+def native_use(operation: str, keys: Tensor, mask: Tensor | None, is_causal: bool) -> trust.Use | None:
+    """The native library in a configuration; None, and a warning once, where there is none."""
+    loaded = library()
+    if loaded is None:
+        warn_once()
+        return None
+    variant = native_checks.variant(loaded.isa, keys, mask, is_causal)
+    return trust.Use(f"{operation} (native)", keys.device, variant)
+
+
+def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R]) -> _R | None:
+    """What `run`, the native library, answers if `impl` wants it and it is trusted, else None."""
+    field, keys, _, _, mask, is_causal = problem
+    if impl != "native" and not (impl == "auto" and field.device.type == "cpu" and field.dtype in NATIVE_DTYPES):
+        return None
+    use = native_use(operation, keys, mask, is_causal)
+    if use is None or (impl == "auto" and native_unsupported(problem) is not None):
+        return None
+    check = partial(native_checks.CHECKS[operation], use.variant)
+    return trust.answer(use, check, run, insists="native" if impl == "native" else None)
 
 
 def by_attention(impl: Impl, keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:

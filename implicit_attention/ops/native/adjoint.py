@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..rule import AdjointRule
+from ..problem import Hopfield
+from ..rule import Adjoint, AdjointRule
 from ..trust import empty
 from .library import library
 from .operands import Operands
@@ -67,3 +68,22 @@ def adjoints(
     operands.addresses += [0 if t is None else t.data_ptr() for t in wanted]
     failed = operands.call(loaded.adjoint, dtype.itemsize, [rule.rtol], loaded.parallel_for)
     return Adjoints(value, by_beta, by_keys, status, residual, tolerance, steps, negative, failed)
+
+
+def solve_adjoint(
+    problem: Hopfield,
+    state: Tensor,
+    cotangent: Tensor,
+    mean: Tensor,
+    rule: AdjointRule,
+    *,
+    by_bias: Tensor | None = None,
+) -> Adjoint:
+    """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
+    _, keys, beta, anchor, mask, is_causal = problem
+    beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
+    found = adjoints(keys, beta, anchor, mask, is_causal, state, mean, cotangent, rule, by_bias=by_bias)
+    assert found.status is not None and found.residual is not None and found.tolerance is not None
+    assert found.num_steps is not None and found.negative_curvature is not None
+    evidence = (found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature)
+    return Adjoint(found.value, *evidence, found.by_beta, found.by_keys)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..._fused_rule import FusedRule
+from ..problem import Hopfield
+from ..rule import Solved
 from ..trust import empty
 from .library import library
 from .operands import Operands
@@ -62,3 +64,15 @@ def equilibria(
     operands.addresses += [0 if t is None else t.data_ptr() for t in wanted]
     failed = operands.call(loaded.solve, dtype.itemsize, [rule.rtol, rule.atol], loaded.parallel_for)
     return Equilibria(state, means, logsumexp, status, residual, tolerance, steps, failed)
+
+
+def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: bool = True) -> Solved:
+    """Solve a problem whose tensors are all of one dtype; without `keep_mean` the mean that is returned has no rows."""
+    field, keys, beta, anchor, mask, is_causal = problem
+    beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
+    found = equilibria(field, keys, beta, anchor, mask, is_causal, initial, rule, mean=keep_mean)
+    mean = found.state.new_empty(0, field.shape[-1]) if found.mean is None else found.mean
+    assert found.logsumexp is not None and found.status is not None and found.num_steps is not None
+    assert found.residual is not None and found.tolerance is not None
+    evidence = (found.logsumexp, found.status, found.residual, found.tolerance, found.num_steps)
+    return Solved(found.state, mean, *evidence, found.num_steps + 1)
