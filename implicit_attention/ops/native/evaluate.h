@@ -8,7 +8,7 @@
 #include "products.h"
 
 // Keys that are read at once; the running maximum is brought up to date after so many.
-constexpr int BLOCK = 64;
+constexpr int BLOCK = 128;
 template <typename T>
 constexpr int WIDTH = 2 * LANES<T>;
 // Up to so many queries are cheaper one by one than as a vector: that costs two operations for each number of the keys,

@@ -65,7 +65,7 @@ class Operands:
         self.integers += [of_keys[i] for i in order]
         self.integers.append(steps[-2])
         self.addresses.append(keys.data_ptr())
-        numbers = array(_CODES[like.dtype])
+        numbers: array[float] = array(_CODES[like.dtype])
         for number in (beta, anchor):
             if not isinstance(number, Tensor):
                 numbers.append(number)

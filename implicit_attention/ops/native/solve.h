@@ -97,8 +97,8 @@ struct SolveTile {
     for (int64_t d = 0; d < p.dim; ++d) {
       x[d * W + q] = read ? from[d * p.field.step[own + 1]] : T(0);
       z[d * W + q] = start[d * initial.step[own + 1]];
-      r[d * W + q] = dz[d * W + q] = 0;
     }
+    // What r and dz hold is not used before the lane has a base.
     pairs[q] = pairs_of<T>(p, set, share, query);
     index[q] = 0;
     has_base[q / L][q % L] = plain[q / L][q % L] = 0;

