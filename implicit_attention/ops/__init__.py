@@ -1,7 +1,17 @@
 """Fused operations: equilibria of attention and their adjoint solves, each one call with several implementations."""
 
 from .api import hopfield_adjoint, hopfield_solve
+from .native.library import NativeStatus, native_status
 from .rule import Adjoint, Solved
 from .trust import KernelCheck, kernel_checks
 
-__all__ = ["Adjoint", "KernelCheck", "Solved", "hopfield_adjoint", "hopfield_solve", "kernel_checks"]
+__all__ = [
+    "Adjoint",
+    "KernelCheck",
+    "NativeStatus",
+    "Solved",
+    "hopfield_adjoint",
+    "hopfield_solve",
+    "kernel_checks",
+    "native_status",
+]

@@ -210,6 +210,18 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
 IA_EXPORT int32_t ia_abi(void) { return ABI; }
 IA_EXPORT const char *ia_isa(void) { return IA_ISA; }
 
+// Whether the processor and its system have the instructions of this library.
+IA_EXPORT int32_t ia_supported(void) {
+#if IA_BYTES == 64
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bw");
+#elif IA_BYTES == 32
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return 1;
+#endif
+}
+
 IA_EXPORT int64_t ia_solve(int64_t bytes, const int64_t *integers, const double *numbers, void *const *data,
                            const void *parallel_for, int64_t threads) {
   return bytes == 4 ? solve<float>(integers, numbers, data, parallel_for, threads)

@@ -1,33 +1,168 @@
-import ctypes, os, functools, torch, glob
-from typing import NamedTuple, Any
+"""Which native library answers on this machine, and why not where none does."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import platform
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import KernelWarning, outside
+from .operands import ARGUMENTS
+
+#: What calls and the libraries must agree on; the same number stands in kernels.cpp.
+ABI = 1
+#: Chooses an instruction set; "off" uses none and says nothing.
+VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
+#: Instruction sets by the family of processors, the fastest first.
+SETS = {
+    "x86_64": ("avx512", "avx2"),
+    "AMD64": ("avx512", "avx2"),
+    "aarch64": ("neon",),
+    "arm64": ("neon",),
+}
+#: What nobody has run yet: their code is that of the others, compiled for them.
+UNVERIFIED = ("neon",)
+FOLDER = Path(__file__).parent
 
 
-class Library(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A loaded library. parallel_for: the address of torch's loop over its threads, or 0 for one thread."""
+
     isa: str
+    handle: ctypes.CDLL
     solve: Any
     adjoint: Any
     parallel_for: int
 
 
-@functools.cache
-def library():
-    from .operands import ARGUMENTS
+@dataclasses.dataclass(frozen=True)
+class NativeStatus:
+    """Whether operations run natively on this CPU, and why not.
 
-    h = ctypes.CDLL(os.environ.get("IA_LIB", "/tmp/ia_avx512.so"))
-    h.ia_solve.argtypes = ARGUMENTS
-    h.ia_solve.restype = ctypes.c_int64
-    if hasattr(h, "ia_adjoint"):
-        h.ia_adjoint.argtypes = ARGUMENTS
-        h.ia_adjoint.restype = ctypes.c_int64
-    cpu = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
-    return Library(
-        "x", h.ia_solve, getattr(h, "ia_adjoint", None), ctypes.cast(cpu.torch_parallel_for, ctypes.c_void_p).value
+    Attributes:
+        isa: the instruction set of the library that answers, or None.
+        threads: "torch's threads", or "one thread" and why.
+        reason: why no library answers, and what to do; "" where one does.
+
+    Not for choosing: set the environment variable IMPLICIT_ATTENTION_NATIVE before the first solve.
+
+    Examples:
+        >>> from implicit_attention.ops import NativeStatus
+        >>> print(NativeStatus("avx2", "torch's threads", ""))
+        native operations: avx2, torch's threads
+    """
+
+    isa: str | None
+    threads: str
+    reason: str
+
+    def __str__(self) -> str:
+        if self.isa is None:
+            return f"native operations: none; {self.reason}"
+        unverified = ", unverified" if self.isa in UNVERIFIED else ""
+        return f"native operations: {self.isa}{unverified}, {self.threads}"
+
+
+def native_status() -> NativeStatus:
+    """What answers solves on this CPU: a library compiled for its instruction set, or torch, and why.
+
+    Not for trust in single kernels: `kernel_checks` tells of these.
+
+    Examples:
+        >>> from implicit_attention.ops import native_status
+        >>> print(native_status())  # doctest: +ELLIPSIS
+        native operations: ...
+    """
+    loaded, reason = _found()
+    if loaded is None:
+        return NativeStatus(None, "one thread", reason)
+    one = f"one thread (torch {torch.__version__} has no torch_parallel_for; 2.10 has)"
+    return NativeStatus(loaded.isa, "torch's threads" if loaded.parallel_for else one, "")
+
+
+def library() -> Library | None:
+    """The library of this machine, loaded at the first call, or None."""
+    return _found()[0]
+
+
+def unavailable() -> str | None:
+    """Why there is no library, as "reason; remedy"."""
+    return _found()[1] or None
+
+
+@functools.cache
+def warn_once() -> None:
+    """Tell that torch answers in the place of a native operation, unless that was asked for."""
+    reason = unavailable()
+    if reason is None or os.environ.get(VARIABLE) == "off":
+        return
+    warnings.warn(
+        f"solves on the CPU run without the native operations, several times slower: {reason}. "
+        f"{VARIABLE}=off silences this",
+        KernelWarning,
+        stacklevel=outside(),
     )
 
 
-def unavailable():
-    return None
+@functools.cache
+def _found() -> tuple[Library | None, str]:
+    """The library, or why there is none."""
+    asked = os.environ.get(VARIABLE, "auto") or "auto"
+    if asked == "off":
+        return None, f"they are switched off; unset {VARIABLE}"
+    known = SETS.get(platform.machine(), ())
+    names = sorted({name for sets in SETS.values() for name in sets})
+    if asked != "auto" and asked not in names:
+        return None, f"{VARIABLE} must be auto, off, {', '.join(names)}, got {asked!r}; change it"
+    if not known:
+        return None, f"there are none for {platform.machine()!r}; use an x86-64 or ARM processor"
+    reasons = []
+    for isa in known if asked == "auto" else (asked,):
+        loaded, reason = _loaded(isa)
+        if loaded is not None:
+            return loaded, ""
+        reasons.append(reason)
+    # The last is that of the set that most processors have.
+    return None, reasons[-1]
 
 
-def warn_once():
-    pass
+def _loaded(isa: str) -> tuple[Library | None, str]:
+    again = "install the package again, with g++ or clang at hand"
+    path = FOLDER / f"{isa}.so"
+    if not path.exists():
+        return None, f"{isa} was not compiled when the package was installed; {again}"
+    try:
+        handle = ctypes.CDLL(str(path))
+        found = handle.ia_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"the compiled library for {isa} cannot be loaded ({_without_paths(error)}); {again}"
+    if found != ABI:
+        return None, f"the compiled library for {isa} is of interface {found}, the package of {ABI}; {again}"
+    if not handle.ia_supported():
+        return None, f"this processor has no {isa}; unset {VARIABLE}, or use another processor"
+    for function in (handle.ia_solve, handle.ia_adjoint):
+        function.argtypes, function.restype = ARGUMENTS, ctypes.c_int64
+    return Library(isa, handle, handle.ia_solve, handle.ia_adjoint, _parallel_for()), ""
+
+
+def _without_paths(error: Exception) -> str:
+    return str(error).replace(f"{FOLDER}{os.sep}", "")
+
+
+def _parallel_for() -> int:
+    """Of torch's stable interface, which torch has from 2.10 on."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).torch_parallel_for
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0

@@ -37,6 +37,7 @@ class Operands:
     ) -> None:
         """`like` is (*batch, N, D); `expanded` keys, which lie in the same place, count as shared."""
         *batch, queries, dim = like.shape
+        keys = _in_memory(keys)
         if keys.stride(-1) != 1 and dim != 1:
             keys = keys.contiguous()
         self.kept: list[Any] = [keys]
@@ -85,6 +86,7 @@ class Operands:
 
     def add(self, tensor: Tensor, own: int) -> None:
         """A tensor whose last `own` axes are not of the batch, and which may lack leading axes."""
+        tensor = _in_memory(tensor)
         steps, sizes = tensor.stride(), tensor.shape
         ahead = len(self.order) + own - len(sizes)
         found = [0] * ahead + [0 if size == 1 else step for size, step in zip(sizes, steps, strict=True)]
@@ -109,5 +111,12 @@ class Operands:
         return found
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    """`tensor` with its numbers in memory as they are: torch may keep a sign aside, or no memory for zeros."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
 #: Of `ia_solve` and `ia_adjoint`.
-ARGUMENTS = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)
+ARGUMENTS: Any = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)

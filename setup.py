@@ -1,0 +1,47 @@
+"""The native operations, compiled where there is a compiler; everything else is said in pyproject.toml."""
+
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FOLDER = Path("implicit_attention", "ops", "native")
+# Contraction into fused multiply-adds is written out where it is meant, so that all ways to a number make the same one.
+FLAGS = (
+    "-O3 -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden -fno-exceptions -fno-rtti"
+)
+X86 = {
+    "avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw -mprefer-vector-width=512 -Wno-uninitialized",
+    "avx2": "-mavx2 -mfma",
+}
+# A library for each instruction set of the processor's family; which one answers is chosen when it is loaded.
+SETS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": ""}, "arm64": {"neon": ""}}
+
+
+class Libraries(build_ext):
+    """Shared libraries behind a C interface: no modules of Python, and no suffix of its versions."""
+
+    def get_ext_filename(self, fullname):
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def get_export_symbols(self, ext):
+        return []
+
+
+def library(isa, flags):
+    return Extension(
+        f"implicit_attention.ops.native.{isa}",
+        sources=[str(FOLDER / "kernels.cpp")],
+        depends=sorted(str(path) for path in FOLDER.glob("*.h")),
+        extra_compile_args=[*FLAGS.split(), *flags.split(), f'-DIA_ISA="{isa}"'],
+        language="c++",
+        # Without a compiler the package is installed all the same, and says so where it matters.
+        optional=True,
+    )
+
+
+# The kernels are written with the vector extensions of GCC and clang.
+sets = {} if sys.platform == "win32" else SETS.get(platform.machine(), {})
+setup(ext_modules=[library(*each) for each in sets.items()], cmdclass={"build_ext": Libraries})
