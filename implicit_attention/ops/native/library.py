@@ -136,7 +136,7 @@ def _found() -> tuple[Library | None, str]:
 
 def _loaded(isa: str) -> tuple[Library | None, str]:
     again = "install the package again, with g++ or clang at hand"
-    path = FOLDER / f"{isa}.so"
+    path = FOLDER / f"{isa}.library"
     if not path.exists():
         return None, f"{isa} was not compiled when the package was installed; {again}"
     try:
