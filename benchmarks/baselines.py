@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention as ia
+from implicit_attention._types import Impl, OnFailure
 
 from .problems import ATOL, Data
 
@@ -134,10 +135,12 @@ def _sdpa_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
     return _training(data, lambda queries, keys: (sdpa(data, queries, keys), ONE))
 
 
-def _solve(data: Data, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _solve(data: Data, queries: Tensor, keys: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """The state and its evaluations; on a CPU a query that is not CONVERGED raises, in the backward pass as well."""
     energy = ia.AnchoredEnergy(ia.LogSumExp(keys, data.setting.beta), queries, data.setting.anchor)
     solver = ia.Anderson(rtol=data.setting.rtol, atol=ATOL)
-    solution = ia.solve(energy, queries, solver=solver, on_failure="ignore")
+    on_failure: OnFailure = "raise" if queries.device.type == "cpu" else "ignore"
+    solution = ia.solve(energy, queries, solver=solver, impl=impl, on_failure=on_failure)
     return solution.value, solution.num_evals
 
 
@@ -158,16 +161,19 @@ def limited(data: Data, evaluations: int, *, training: bool) -> Callable[[], Run
     return _training(data, forward) if training else run
 
 
-def _ours_forward(data: Data, counts: PicardCounts) -> Callable[[], Run]:
-    def run() -> Run:
-        with torch.no_grad():
-            return Run(*_solve(data, data.queries, data.keys))
+def _ours_forward(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
+    def make(data: Data, counts: PicardCounts) -> Callable[[], Run]:
+        def run() -> Run:
+            with torch.no_grad():
+                return Run(*_solve(data, data.queries, data.keys, impl))
 
-    return run
+        return run
+
+    return make
 
 
-def _ours_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
-    return _training(data, lambda queries, keys: _solve(data, queries, keys))
+def _ours_training(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
+    return lambda data, counts: _training(data, lambda queries, keys: _solve(data, queries, keys, impl))
 
 
 def _torchdeq(name: str, *, per_query: bool) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
@@ -261,7 +267,8 @@ CONTENDERS = {
         f"sdpa_{label}": Contender(f"one SDPA, forward, {label} kernel", _sdpa_by(backend), solves=False)
         for label, backend in BACKENDS.items()
     },
-    "ours_forward": Contender("solve(), forward", _ours_forward, tests=OURS),
+    "ours_forward": Contender("solve(), forward", _ours_forward("auto"), tests=OURS),
+    "ours_tiled_forward": Contender("solve() with impl='tiled', forward", _ours_forward("tiled"), tests=OURS),
     "picard": Contender(
         "Picard, forward, until the slowest query has converged",
         lambda data, counts: picard(data, counts.most),
@@ -279,7 +286,10 @@ CONTENDERS = {
         "torchdeq fixed_point_iter, forward, a row per batch entry", _torchdeq("fixed_point_iter", per_query=False)
     ),
     "sdpa_training": Contender("one SDPA, training step", _sdpa_training, solves=False),
-    "ours_training": Contender("solve() and Implicit(), training step", _ours_training, tests=OURS),
+    "ours_training": Contender("solve() and Implicit(), training step", _ours_training("auto"), tests=OURS),
+    "ours_tiled_training": Contender(
+        "solve() with impl='tiled' and Implicit(), training step", _ours_training("tiled"), tests=OURS
+    ),
     "unrolled": Contender(
         "unrolled autograd, training step, all queries converged",
         lambda data, counts: unrolled(data, min(counts.most, UNROLLED_CAP)),

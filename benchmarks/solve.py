@@ -22,14 +22,14 @@ __all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of"]
 
 #: The ratios of a metric: numerator and denominator among the contenders.
 RATIOS = {
-    "C1": {"C1": ("ours_forward", "sdpa_forward")},
+    "C1": {"C1": ("ours_forward", "sdpa_forward"), "C1 tiled": ("ours_tiled_forward", "sdpa_forward")},
     "C2": {
         "C2 anderson": ("torchdeq_anderson", "ours_forward"),
         "C2 fpi": ("torchdeq_fixed_point_iter", "ours_forward"),
         "C2 anderson entry": ("torchdeq_anderson_entry", "ours_forward"),
         "C2 fpi entry": ("torchdeq_fixed_point_iter_entry", "ours_forward"),
     },
-    "C3": {"C3": ("ours_training", "sdpa_training")},
+    "C3": {"C3": ("ours_training", "sdpa_training"), "C3 tiled": ("ours_tiled_training", "sdpa_training")},
     "C5": {"C5": ("unrolled", "ours_training")},
 }
 METRICS = (*RATIOS, "C7")
@@ -38,7 +38,9 @@ MEMORY_SHARPNESS, MEMORY_STEPS = 2.0, 32
 IMPORT_TESTS = ("tests/test_imports.py",)
 
 NOTES = (
-    "`solve()` runs with its default solver and adjoint; every query must reach |f(z) - z| <= 1e-8 + 1e-4 |f(z)|.",
+    "`solve()` runs with its default solver, adjoint and implementation (the line of the machine says which that is); "
+    "every query must reach |f(z) - z| <= 1e-8 + 1e-4 |f(z)|, and none may fail.",
+    "`tiled`: the same solve with impl='tiled', torch's attention kernels: what an install without a compiler runs.",
     "torchdeq: get_solver(name) with stop_mode='rel', the same tolerance and max_iter 100; a run that does not stop is "
     "timed at its cap. `entry`: as its users call it, heads and queries of a batch entry are one vector, whose norm "
     "decides; single queries then end above the tolerance. Otherwise: a row per query, the same residual for each.",
@@ -96,8 +98,9 @@ def measured(setting: Setting, metrics: list[str], repeats: int, max_seconds: fl
     names = [n for n in CONTENDERS if any(n in pair for pair in wanted.values())]
     found, times = compared(names, data, counts, repeats=repeats, max_seconds=max_seconds)
     made = ratios(wanted, times)
-    if made.get("C1") is not None:
-        made["C1"] /= counts.mean
+    for name in RATIOS["C1"]:
+        if (value := made.get(name)) is not None:
+            made[name] = value / counts.mean
     row: Row = {
         "name": setting.name,
         **dataclasses.asdict(setting),
