@@ -64,7 +64,7 @@ def _short(rows: list[Row]) -> Table:
 def _threads(rows: list[Row]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     lines = [
-        [THREADS[row["metric"]], sizes(row), *(number(row["ratios"][name]) for name in columns), _spread(row)]
+        [THREADS[row["metric"]], sizes(row), *(number(row["ratios"].get(name)) for name in columns), _spread(row)]
         for row in rows
     ]
     intro = "THREADS (larger is better), CONTENDED, NEIGHBOUR (smaller is better):"
@@ -73,7 +73,7 @@ def _threads(rows: list[Row]) -> Table:
 
 def _sets(rows: list[Row]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
-    lines = [[row["native"], *(number(row["ratios"][name]) for name in columns), _spread(row)] for row in rows]
+    lines = [[row["native"], *(number(row["ratios"].get(name)) for name in columns), _spread(row)] for row in rows]
     return Table("instruction sets", "SETS, over SDPA, one thread:", ["library", *columns, "spread"], lines)
 
 
