@@ -44,8 +44,8 @@ TESTS = (*baselines.OURS, "tests/attention/test_function.py")
 SHORT = {
     "explicit": ("explicit", "sdpa_forward"),
     "forward": ("ours_forward", "sdpa_forward"),
-    "forward tiled": ("ours_tiled_forward", "sdpa_forward"),
     "training": ("ours_training", "sdpa_training"),
+    "forward tiled": ("ours_tiled_forward", "sdpa_forward"),
     "training tiled": ("ours_tiled_training", "sdpa_training"),
 }
 #: Turns of a short call, for each round of other rows: their median is what counts.
