@@ -52,12 +52,14 @@ def _short(rows: list[Row]) -> Table:
         line += [
             wrong or f"{found['evaluations_mean']:.1f}/{found['evaluations_max']}",
             "-" if wrong else f"{100 * found['converged']:.4g}",
-            "/".join(f"{1e6 * times[n]['median']:.3g}" for n in ("sdpa_forward", "sdpa_training") if n in times) or "-",
+            "/".join(f"{1e6 * times[n]['median']:.0f}" for n in ("sdpa_forward", "sdpa_training") if n in times) or "-",
             spread(times),
         ]
     header += [f"{name}, wall" for name in ("`max_steps=0`", "forward", "training step")]
-    header += ["our evals mean/max", "converged %", "microseconds of SDPA, forward/training", "spread"]
-    intro = "SHORT: `equilibrium_attention` in calls of SDPA, one thread, process time (and wall time):"
+    header += ["our evals mean/max", "converged %", "SDPA, us, forward/training", "spread"]
+    intro = (
+        "SHORT: `equilibrium_attention` in calls of SDPA, one thread, process time and, where it says so, wall time:"
+    )
     return Table("short calls", intro, header, lines)
 
 
