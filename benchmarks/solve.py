@@ -47,13 +47,13 @@ NOTES = (
     "Picard's evaluations are counted by hand over all queries (cap 1000).",
     "Unrolled autograd (C5) makes as many steps as Picard's slowest query needs evaluations, at most 200: the same "
     "residual for every query. Its memory is compared at 32 steps, where beta*sqrt(D) = 2.",
-    "Runs scatter by a tenth: over three runs in a row C1's geometric mean (Gaussian, anchor 0) is 1.19 "
-    "to 1.30, C3's (Gaussian) 3.86 to 4.43, and the code that they time is the same. The table has the newest.",
-    "What bounds C1 where it is missed (timers around the parts of the loop at beta*sqrt(D) 4, anchor 0): of 46 "
+    "Runs scatter by a tenth: over three runs in a row the geometric mean of C1 tiled (Gaussian, anchor 0) is 1.19 "
+    "to 1.30, of C3 tiled (Gaussian) 3.86 to 4.43, and the code that they time is the same. The table has the newest.",
+    "What bounds C1 tiled (timers around the parts of the loop at beta*sqrt(D) 4, anchor 0): of 46 "
     "ms 32 are the attention kernel, 28 of them for queries that are not done, the others fill up blocks of 8; "
     "the rest are calls of torch on numbers per query, in 18 steps of which the last 12 hold less than 2 % of the "
     "queries.",
-    "What bounds C3 (torch's profiler at beta*sqrt(D) 1, anchor 0): seven tenths of the backward pass are matrix "
+    "What bounds C3 tiled (torch's profiler at beta*sqrt(D) 1, anchor 0): seven tenths of the backward pass are matrix "
     "products, two for each step of the conjugate gradients and six for weights and gradients, and the softmax is "
     "7 %.",
     "C5's memory is bound by single queries that conjugate gradients leave (saddles): the general adjoint that "

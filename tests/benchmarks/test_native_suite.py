@@ -38,8 +38,10 @@ def rows():
         assert module == "benchmarks.native"
         printed = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native.os, "sched_setaffinity", lambda process, cores: None)
+            patch.setattr(os, "sched_setaffinity", lambda process, cores: None, raising=False)
             patch.setattr("builtins.print", printed.append)
+            patch.setattr(native, "native_status", lambda: None)
+            patch.delenv("IMPLICIT_ATTENTION_NATIVE", raising=False)
             native.main(*arguments)
         return json.loads(printed[0])
 
@@ -128,6 +130,15 @@ def test_a_forced_set_reaches_the_process_that_is_measured(monkeypatch):
     assert row["ratios"] == {"evaluation": None, "solve": None, "training": None}
     assert row["evidence"]["ours"]["error"] == "not measured: exit status 1: no such set"
     assert "no such set" in native_tables.tables({"rows": [row]})[0].lines[0][-1]
+
+
+@pytest.mark.parametrize(("forced", "answers"), [("avx2", None), ("avx2", "avx512"), ("off", "avx512")])
+def test_what_was_forced_must_answer(monkeypatch, forced, answers):
+    status = SimpleNamespace(isa=answers)
+    monkeypatch.setenv("IMPLICIT_ATTENTION_NATIVE", forced)
+    monkeypatch.setattr(native, "native_status", lambda: status)
+    with pytest.raises(RuntimeError, match=f"'{forced}' was forced"):
+        native.by_set(native.Case("SETS", SMALL), repeats=1, max_seconds=0.1)
 
 
 def test_a_contended_process_is_pinned_to_one_core(monkeypatch, capsys):
