@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention as ia
-from implicit_attention._types import Impl, OnFailure
+from implicit_attention._types import Impl
 
 from .problems import ATOL, Data
 
@@ -31,10 +31,14 @@ BACKENDS = {
 
 
 class Run(NamedTuple):
-    """What a contender returns: the state, and per query (or for all at once) the evaluations of f spent on it."""
+    """What a contender returns: the state, and per query (or for all at once) the evaluations of f spent on it.
+
+    The library says as well how each query ended.
+    """
 
     state: Tensor
     evaluations: Tensor
+    status: Tensor | None = None
     gradients: tuple[Tensor, Tensor] | None = None
 
 
@@ -91,16 +95,16 @@ def picard_counts(data: Data) -> PicardCounts:
     )
 
 
-def _training(data: Data, forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[], Run]:
+def _training(data: Data, forward: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[], Run]:
     """Forward, the fixed loss, and its gradient for queries and keys."""
     queries, keys = (t.clone().requires_grad_() for t in (data.queries, data.keys))
 
     def run() -> Run:
         queries.grad = keys.grad = None
-        state, evaluations = forward(queries, keys)
-        (state * data.cotangent).sum().backward()
+        found = Run(*forward(queries, keys))
+        (found.state * data.cotangent).sum().backward()
         gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in (queries, keys))
-        return Run(state, evaluations, gradients)  # type: ignore[arg-type]
+        return found._replace(gradients=gradients)
 
     return run
 
@@ -135,13 +139,11 @@ def _sdpa_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
     return _training(data, lambda queries, keys: (sdpa(data, queries, keys), ONE))
 
 
-def _solve(data: Data, queries: Tensor, keys: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
-    """The state and its evaluations; on a CPU a query that is not CONVERGED raises, in the backward pass as well."""
+def _solve(data: Data, queries: Tensor, keys: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor, Tensor]:
     energy = ia.AnchoredEnergy(ia.LogSumExp(keys, data.setting.beta), queries, data.setting.anchor)
     solver = ia.Anderson(rtol=data.setting.rtol, atol=ATOL)
-    on_failure: OnFailure = "raise" if queries.device.type == "cpu" else "ignore"
-    solution = ia.solve(energy, queries, solver=solver, impl=impl, on_failure=on_failure)
-    return solution.value, solution.num_evals
+    solution = ia.solve(energy, queries, solver=solver, impl=impl, on_failure="ignore")
+    return solution.value, solution.num_evals, solution.status
 
 
 def limited(data: Data, evaluations: int, *, training: bool) -> Callable[[], Run]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from implicit_attention import Status
+
 from . import guard
 from .baselines import CONTENDERS, Contender, PicardCounts, Run
 from .measure import Timing, interleaved, once
@@ -79,15 +83,27 @@ def attempt(
 
 
 def checked(name: str, data: Data, result: Run) -> dict[str, Any]:
-    """The evidence for an answer; a wrong one of the library gets an `error`."""
+    """The evidence for an answer; a wrong one of the library gets an `error`.
+
+    On a CPU every query of it must be solved, by float64 and as the library says itself.
+    """
     found = evidence(data, result.state)
+    least = 1.0 if data.setting.device == "cpu" else CONVERGED
+    wrong = found["converged"] < least
+    if result.status is not None:
+        found["status"] = statuses(result.status)
+        wrong |= least == 1.0 and set(found["status"]) != {Status.CONVERGED.name}
     if result.gradients is not None:
         found["gradient_error"] = gradient_error(data, result.state, *result.gradients)
-    least = 1.0 if data.setting.device == "cpu" else CONVERGED
-    wrong = found["converged"] < least or not found.get("gradient_error", 0.0) <= GRADIENT_ERROR[data.setting.dtype]
+        wrong |= not found["gradient_error"] <= GRADIENT_ERROR[data.setting.dtype]
     if wrong and name.startswith("ours"):
-        found["error"] = "not timed, the answer is wrong: see residuals and gradient error"
+        found["error"] = "not timed, the answer is wrong: see status, residuals and gradient error"
     return found
+
+
+def statuses(status: Tensor) -> dict[str, int]:
+    """How many queries ended how."""
+    return {Status(int(code)).name: int((status == code).sum()) for code in status.unique()}
 
 
 def ratios(wanted: dict[str, tuple[str, str]], times: dict[str, Timing]) -> dict[str, float | None]:

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from implicit_attention import Status, equilibrium_attention, ops
+from implicit_attention import equilibrium_attention, ops
 
 from . import baselines, guard
-from .compare import GRADIENT_ERROR, prepared, ratios
+from .compare import GRADIENT_ERROR, prepared, ratios, statuses
 from .environment import environment
 from .measure import TURN_SECONDS, TURNS, Timing, apart, interleaved, interleaved_clocks, once, summary
 from .memory import NOT_COUNTED
@@ -209,7 +209,7 @@ def answered(
     return {
         "evaluations_mean": float(evaluations.mean()),
         "evaluations_max": int(evaluations.max()),
-        "status": {Status(int(code)).name: int((solution.status == code).sum()) for code in solution.status.unique()},
+        "status": statuses(solution.status),
         **evidence(data, solution.value),
         "output_error": output_error(data, values, solution.value, output),
         "gradient_error": gradient_error(data, values, solution.value, gradients),

@@ -39,7 +39,7 @@ IMPORT_TESTS = ("tests/test_imports.py",)
 
 NOTES = (
     "`solve()` runs with its default solver, adjoint and implementation (the line of the machine says which that is); "
-    "every query must reach |f(z) - z| <= 1e-8 + 1e-4 |f(z)|, and none may fail.",
+    "every query must be CONVERGED, and reach |f(z) - z| <= 1e-8 + 1e-4 |f(z)| in float64.",
     "`tiled`: the same solve with impl='tiled', torch's attention kernels: what an install without a compiler runs.",
     "torchdeq: get_solver(name) with stop_mode='rel', the same tolerance and max_iter 100; a run that does not stop is "
     "timed at its cap. `entry`: as its users call it, heads and queries of a batch entry are one vector, whose norm "

@@ -15,6 +15,7 @@ from benchmarks import baselines, guard, measure, problems, report, solve, spins
 from benchmarks.environment import environment
 from benchmarks.puzzles import guide
 from benchmarks.targets import SOLVE, SPINS, Target
+from implicit_attention import Status
 
 #: The guard itself, which conftest.py replaces for all other tests.
 RED = guard.red
@@ -98,6 +99,23 @@ def test_a_wrong_answer_is_not_timed_and_misses_its_targets(monkeypatch):
     assert row["ratios"]["C1"] is None
     verdicts = [target.judge([row]) for target in SOLVE if target.id == "C1"]
     assert {(verdict["verdict"], verdict["wrong"]) for verdict in verdicts} == {("missed", 1)}
+
+
+def test_every_query_must_be_converged(monkeypatch):
+    right = baselines._solve
+
+    def unfinished(data, queries, keys, impl):
+        state, evaluations, status = right(data, queries, keys, impl)
+        status = status.clone()
+        status[0, 0, 3] = Status.MAX_STEPS
+        return state, evaluations, status
+
+    monkeypatch.setattr(baselines, "_solve", unfinished)
+    (row,) = solve.run(SETTINGS[:1], metrics=["C1"], repeats=1, max_seconds=0.1)
+    assert row["evidence"]["ours_forward"]["converged"] == 1
+    assert row["evidence"]["ours_forward"]["status"] == {"CONVERGED": 143, "MAX_STEPS": 1}
+    assert "wrong" in row["evidence"]["ours_forward"]["error"]
+    assert row["ratios"] == {"C1": None, "C1 tiled": None}
 
 
 def test_the_check_is_the_same_in_parts(monkeypatch):
