@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from implicit_attention import equilibrium_attention, ops
+from implicit_attention.ops.attention import FLASH_KEYS
 
 from . import baselines, guard
 from .compare import GRADIENT_ERROR, prepared, ratios, statuses
@@ -50,8 +51,6 @@ SHORT = {
 }
 #: Turns of a short call, for each round of other rows: their median is what counts.
 TURNS_PER_ROUND = 10
-#: Keys from which impl="tiled" answers.
-TILED_KEYS = 64
 #: What is timed with more threads, by the names of its ratios.
 THREADED = {
     "SDPA": "sdpa_forward",
@@ -157,7 +156,7 @@ def short(case: Case, *, repeats: int, max_seconds: float) -> Row:
     values = torch.randn(data.keys.shape, generator=torch.Generator().manual_seed(case.problem.seed + 1))
     ours = partial(equilibrium_attention, anchor=case.problem.anchor)
     attentions: dict[str, Callable[..., Any]] = {"sdpa": F.scaled_dot_product_attention, "ours": ours}
-    if data.keys.shape[-2] >= TILED_KEYS:
+    if data.keys.shape[-2] >= FLASH_KEYS:
         attentions["ours_tiled"] = partial(ours, impl="tiled")
     explicit = partial(equilibrium_attention, max_steps=0)
     functions: dict[str, Callable[[], Any]] = {"explicit": partial(explicit, data.queries, data.keys, values)}

@@ -314,6 +314,9 @@ def test_the_figures_show_the_numbers_of_the_run(run, tmp_path):
     assert list(ours.get_xdata()) == [40, 80]
     medians = [1000 * row["seconds"]["ours_forward"]["median"] for row in run["rows"][:2]]
     assert list(ours.get_ydata()) == pytest.approx(medians)
+    tiled = lines["equilibrium, ours, impl='tiled'"]
+    assert list(tiled.get_xdata()) == [80]
+    assert list(tiled.get_ydata()) == pytest.approx([1000 * run["rows"][1]["seconds"]["ours_tiled_forward"]["median"]])
     assert [len(container.lines[0].get_xdata()) for container in by_steps.containers] == [2, 2]
     assert [list(container.lines[0].get_ydata()) for container in by_memory.containers] == [[110, 132], [300, 900]]
     assert {axes.get_xlabel() for axes in figure.axes} == {"sequence length N = M", "evaluations"}
