@@ -35,7 +35,7 @@ def content(folder: Path = report.RESULTS) -> str:
     judged = [found for suite, targets in SUITES.items() for found in verdicts(suite, targets, runs)]
     lines = [line(found) for found in sorted(judged, key=lambda found: found["id"]) if found["id"][0] in "CG"]
     header = ["id", "ratio", "statistic", "target", "measured", "verdict"]
-    sources = ", ".join(f"`{path.name}`" for path, _ in runs.values())
+    sources = ", ".join(source(*latest) for latest in runs.values())
     parts = [report.markdown_table(header, lines)]
     if ("attention", "cpu") in runs:
         caption = f"Time against sequence length, time and memory against evaluations; {OPEN}"
@@ -47,6 +47,12 @@ def content(folder: Path = report.RESULTS) -> str:
     if busy:
         parts.append(f"Other work shared the cores during {', '.join(busy)}: those ratios are not reliable.")
     return "\n\n".join(parts)
+
+
+def source(path: Path, run: dict[str, Any]) -> str:
+    """Where numbers are from, and how busy the machine was before they were measured."""
+    load = run["environment"]["load_average_at_start"]
+    return f"`{path.name}`" if load is None else f"`{path.name}` (load {load[0]:.1f})"
 
 
 def verdicts(

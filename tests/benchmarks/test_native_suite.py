@@ -364,9 +364,10 @@ def test_a_run_that_does_not_say_what_answered_is_told_as_before(run):
 
 def test_the_headline_tells_the_costs_of_the_run(run, rows, tmp_path):
     assert "max_steps=0`" not in headline.content(tmp_path)
+    run["environment"]["load_average_at_start"] = [0.25, 1.0, 1.0]
     path = report.write(run, tmp_path)
     text = headline.content(tmp_path)
-    assert path.name in text
+    assert f"`{path.name}` (load 0.2)" in text
     for row in rows[:3]:
         line = [native_tables.sizes(row), *(report.number(row["ratios"].get(name)) for name in native.SHORT)]
         assert f"| {' | '.join(line)} |" in text
