@@ -84,9 +84,10 @@ def line(found: dict[str, Any]) -> list[str]:
 def costs(run: dict[str, Any]) -> list[str]:
     """What a call of attention costs at every size, in calls of SDPA, and which implementation answered."""
     rows = [row for row in run["rows"] if row["metric"] == "SHORT"]
+    answers = run["environment"].get("native") or "native operations: none"
     intro = (
-        "What `equilibrium_attention` costs, in calls of SDPA, one thread, anchor .5 (`tiled`: without the native "
-        f"operation; measured with: {run['environment'].get('native') or 'tiled'}):"
+        "What `equilibrium_attention` costs, in calls of SDPA, one thread, anchor .5 "
+        f"(`tiled`: impl='tiled', as without native operations; {answers}):"
     )
     return [intro, report.markdown_table(*native_tables.costs(rows))]
 
