@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from implicit_attention import equilibrium_attention, ops
+from implicit_attention import equilibrium_attention
 from implicit_attention.ops.attention import FLASH_KEYS
 
 from . import baselines, guard
 from .compare import GRADIENT_ERROR, prepared, ratios, statuses
-from .environment import environment
+from .environment import environment, native_status
 from .measure import TURN_SECONDS, TURNS, Timing, apart, interleaved, interleaved_clocks, once, summary
 from .memory import NOT_COUNTED
 from .native_tables import tables
@@ -315,12 +315,6 @@ def apart_from_this(case: Case, *, repeats: int, max_seconds: float) -> Row:
         found = {"evidence": {"ours": {"error": f"not measured: {found['error']}"}}, "seconds": {}}
         return {**found, "ratios": dict.fromkeys(NAMES[case.metric])}
     return found
-
-
-def native_status() -> Any:
-    """What the library says of its native operation; None from a library that has none."""
-    status = getattr(ops, "native_status", None)
-    return None if status is None else status()
 
 
 def by_set(case: Case, *, repeats: int, max_seconds: float) -> Row:
