@@ -273,6 +273,11 @@ def test_both_clocks_are_read(monkeypatch):
     assert len(called) < many + 15
 
 
+def test_of_many_turns_the_quartiles_are_kept():
+    assert measure.quartiles([5.0, 1.0, 3.0, 2.0, 400.0]) == measure.Timing(3.0, 2.0, 5.0, 5)
+    assert measure.quartiles([7.0]) == measure.Timing(7.0, 7.0, 7.0, 1)
+
+
 def test_turns_go_round():
     called = []
     functions = {name: lambda name=name: called.append(name) or time.sleep(0.002) for name in "ab"}
