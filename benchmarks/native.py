@@ -67,8 +67,8 @@ FEW, MANY = 2, 12
 NOTES = (
     "SHORT: `equilibrium_attention(q, k, v)` over `scaled_dot_product_attention(q, k, v)`, one thread, beta*sqrt(D) 1, "
     "anchor .5, D 64, medians of process time over turns of 10 ms each; `wall` is the same by the clock, "
-    "and `spread` is between quartiles. `tiled`: impl='tiled', torch's attention kernels, which take 64 keys or more. Training steps: "
-    "gradients for queries, keys and values.",
+    "and `spread` is between quartiles. `tiled`: impl='tiled', torch's attention kernels, which take 64 "
+    "keys or more. Training steps: gradients for queries, keys and values.",
     "THREADS: time on one thread / on two. CONTENDED: time of two threads pinned to one core / of one thread there. "
     "NEIGHBOUR: time on two threads while another process spins on one of the two cores / without it.",
     "SETS: the library for one instruction set, forced by IMPLICIT_ATTENTION_NATIVE, and `off`; `evaluation` is what "
