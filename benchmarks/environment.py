@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from implicit_attention import ops
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("implicit_attention", "torch", "torchdeq", "scipy", "numpy", "einops")
 #: Recorded where they are installed.
@@ -28,12 +30,19 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "native": None if (status := native_status()) is None else str(status),
         "load_average_at_start": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
         "python": platform.python_version(),
         "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES} | optional(),
         **commit(),
     }
+
+
+def native_status() -> Any:
+    """What the library says of its native operations; None from a version that has none."""
+    status = getattr(ops, "native_status", None)
+    return None if status is None else status()
 
 
 def optional() -> dict[str, str]:
