@@ -225,14 +225,14 @@ def check_as_tiled(query, keys, cotangent, *, alike=1.0, **options):
     there = solved(query, keys, initial=found.state, impl="auto", max_steps=0, **stop)
     for name in ("mean", "logsumexp"):
         torch.testing.assert_close(getattr(found, name), getattr(there, name), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.residual, there.residual, rtol=1e-3, atol=1e-11)
+    torch.testing.assert_close(found.residual, there.residual, rtol=1e-3, atol=1e-4 * float(there.tolerance.max()))
     u, v = (adjoint(query, keys, found.state, cotangent, impl=impl, **stop) for impl in ("native", "auto"))
     assert torch.equal(u.status, v.status)
     assert torch.equal(u.negative_curvature, v.negative_curvature)
     if (v.status == Status.CONVERGED).all():
         assert relative_error(u.value, v.value) < 1e-6
         assert relative_error(u.by_keys, v.by_keys) < 1e-6
-        torch.testing.assert_close(u.by_beta, v.by_beta, rtol=1e-4, atol=1e-8 * float(v.by_beta.abs().max()))
+        torch.testing.assert_close(u.by_beta, v.by_beta, rtol=1e-4, atol=1e-9 + 1e-8 * float(v.by_beta.abs().max()))
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 16, 17, 64, 65, 128, 200])
