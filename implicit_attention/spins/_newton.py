@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import looks_every, uncompiled
+from .._autograd import exact_precision, looks_every, uncompiled
 from ..solution import Record, SolveReport
 from ..status import Status
 from ._inverse import inverse_and_logdet
@@ -149,18 +149,21 @@ class Multipliers(NamedTuple):
         which is found by passes that take the last m_i from the pass before (Bolthausen). For other couplings A may not
         be positive here.
         """
-        g, own = self.field, self.couplings.diagonal(dim1=-2, dim2=-1)
-        couplings = self.couplings - torch.diag_embed(own)
-        squares = couplings.square()
-        field, before = g, torch.zeros_like(g)
-        c = self._lone_variance(field)
-        for _ in range(PASSES):
-            m = c[..., None] * field
-            direct = torch.addcmul(g, squares @ c[..., None], before, value=-1)
-            field, before = torch.baddbmm(direct, couplings, m), m
+        with exact_precision(self.field):
+            # Two digits are more than is true of the approximation.
+            g, couplings = self.field.float(), self.couplings.float()
+            own = couplings.diagonal(dim1=-2, dim2=-1)
+            couplings = couplings - torch.diag_embed(own)
+            squares = couplings.square()
+            field, before = g, torch.zeros_like(g)
             c = self._lone_variance(field)
-        rows = own + (squares @ c[..., None]).squeeze(-1) + 1 / c
-        return self.pool(rows) / self.group_size
+            for _ in range(PASSES):
+                m = c[..., None] * field
+                direct = torch.addcmul(g, squares @ c[..., None], before, value=-1)
+                field, before = torch.baddbmm(direct, couplings, m), m
+                c = self._lone_variance(field)
+            rows = own + (squares @ c[..., None]).squeeze(-1) + 1 / c
+            return (self.pool(rows) / self.group_size).to(self.field.dtype)
 
     def _lone_variance(self, field: Tensor) -> Tensor:
         """X_ii of rows without couplings, (*batch, n), in fields whose squares are averaged over groups."""

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from implicit_attention import Status
 from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy
 from implicit_attention.spins._newton import Multipliers
 from implicit_attention.testing.numerics import random
@@ -135,3 +136,19 @@ def test_layouts_of_couplings_and_field_change_no_digit():
     one = free_energy(SpinSystem(couplings[0], field[0], 0.8), SaddlePoint())
     expanded = SpinSystem(couplings[0].expand(3, 10, 10), field[0].expand(3, 10, 4), 0.8)
     torch.testing.assert_close(free_energy(expanded, SaddlePoint()), one.expand(3), rtol=1e-14, atol=0)
+
+
+def test_autocast_does_not_reach_the_guess():
+    problem = SaddlePoint()._problem(glass(1, n=10, d=4))[0]
+    guess = problem.guess()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(problem.guess(), guess)
+
+
+@pytest.mark.parametrize(("size", "status"), [(1e30, Status.CONVERGED), (1e200, Status.NONFINITE)])
+def test_fields_beyond_the_range_of_the_guess_are_solved_from_the_start(size, status):
+    system = SpinSystem(glass(n=6, d=3).couplings, size * random(6, 3), 1.0)
+    problem = SaddlePoint()._problem(system)[0].samples(torch.Size([]))
+    assert not bool(problem.guess().isfinite().all())
+    report = SaddlePoint().log_partition(system).report
+    assert (int(report.status), int(report.num_evals)) == (status, 2)
