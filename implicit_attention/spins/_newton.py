@@ -113,6 +113,8 @@ class Multipliers(NamedTuple):
 
     def rows(self, of_groups: Tensor, elsewhere: float = 0.0) -> Tensor:
         """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
+        if self._alone:
+            return of_groups
         each = of_groups[..., None].expand(*of_groups.shape, self.tie)
         each = each.reshape(*of_groups.shape[:-1], of_groups.shape[-1] * self.tie)
         return each if self.live is None else torch.where(self.live, each, elsewhere)
@@ -122,6 +124,15 @@ class Multipliers(NamedTuple):
         if self.live is not None:
             rows = torch.where(self.live, rows, 0.0)
         return _sums(rows, self.tie)
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Means over groups, (*batch, G), of what belongs to rows."""
+        return rows if self._alone else self.pool(rows) / self.group_size
+
+    @property
+    def _alone(self) -> bool:
+        """Whether every row is a group."""
+        return self.tie == 1 and self.live is None
 
     def coldness(self) -> Tensor:
         """The part of the inverse temperature, (*batch), at which couplings are no more than spins can take."""
@@ -134,7 +145,7 @@ class Multipliers(NamedTuple):
         own = self.couplings.diagonal(dim1=-2, dim2=-1)
         reach = _grouped(size - own.abs() + own, self.tie).amax(-1)
         # A group needs the multiplier of a lone site in its field, plus the radius of its Gershgorin disc.
-        square = self.pool(self.field.square().sum(-1)) / self.group_size
+        square = self.mean(self.field.square().sum(-1))
         warm = 1 / self.coldness()[..., None]
         return reach + (warm + (warm.square() + 4 * square).sqrt()) / 2
 
@@ -159,22 +170,21 @@ class Multipliers(NamedTuple):
             c = self._lone_variance(field)
             for _ in range(PASSES):
                 m = c[..., None] * field
-                direct = torch.addcmul(g, squares @ c[..., None], before, value=-1)
+                reaction = torch.linalg.vecdot(squares, c[..., None, :])
+                direct = torch.addcmul(g, reaction[..., None], before, value=-1)
                 field, before = torch.baddbmm(direct, couplings, m), m
                 c = self._lone_variance(field)
-            rows = own + (squares @ c[..., None]).squeeze(-1) + 1 / c
-            return (self.pool(rows) / self.group_size).to(self.field.dtype)
+            reaction = torch.linalg.vecdot(squares, c[..., None, :])
+            return self.mean(own + reaction + 1 / c).to(self.field.dtype)
 
     def _lone_variance(self, field: Tensor) -> Tensor:
         """X_ii of rows without couplings, (*batch, n), in fields whose squares are averaged over groups."""
-        square = self.pool(torch.linalg.vecdot(field, field)) / self.group_size
+        square = self.mean(torch.linalg.vecdot(field, field))
         return 2 / (1 + (1 + 4 * self.rows(square)).sqrt())
 
     def moments(self, t: Tensor) -> Moments:
         spread = self.rows(t, 1.0)
-        eye = torch.eye(spread.shape[-1], dtype=spread.dtype, device=spread.device)
-        a = torch.addcmul(self.couplings, eye, spread[..., None], value=-1).neg_()
-        x, logdet, positive = inverse_and_logdet(a)
+        x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings)
         m = x @ self.field
         # Summed row by row, so that rows without couplings add no rounding error.
         energies = spread - 1 + (self.field * m).sum(-1)
@@ -185,19 +195,19 @@ class Multipliers(NamedTuple):
         """Mean squared lengths of the rows of every group, less 1, (*batch, G): minus twice the gradient of phi over
         the group's size."""
         squares = moments.covariance.diagonal(dim1=-2, dim2=-1) + moments.mean.square().sum(-1)
-        return self.pool(squares) / self.group_size - 1
+        return self.mean(squares) - 1
 
     def level(self, t: Tensor, moments: Moments) -> Level:
         x, m, value, energy, positive = moments
-        spread, group = self.rows(t, 1.0), self.group_size
+        spread = self.rows(t, 1.0)
         row, length = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(m, dim=-1)
         # First-order effect on phi and on lengths of errors of eps in the entries of A, |A_ij| <= max_i A_ii.
         eps = ROUNDING * torch.finfo(x.dtype).eps
         size = (spread - self.couplings.diagonal(dim1=-2, dim2=-1)).abs().amax(-1)
         noise = eps * (spread.abs().sum(-1) + spread.shape[-1])
         each = row * (row + 2 * length * torch.linalg.vector_norm(length, dim=-1, keepdim=True))
-        floor = eps * size * (self.pool(each) / group).amax(-1)
-        variance, square = (self.pool(rows) / group for rows in (x.diagonal(dim1=-2, dim2=-1), length.square()))
+        floor = eps * size * self.mean(each).amax(-1)
+        variance, square = self.mean(x.diagonal(dim1=-2, dim2=-1)), self.mean(length.square())
         return Level(value, energy, variance, square, positive, noise, floor)
 
     def hessian(self, x: Tensor, m: Tensor, coldness: Tensor | None = None) -> Tensor:
