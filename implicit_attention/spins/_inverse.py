@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._autograd import is_batched
+from .._autograd import host_may_look
 
 
 class _Inverse(torch.autograd.Function):
@@ -38,7 +38,7 @@ def _inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(a)
     positive = info == 0
     # cholesky_inverse raises for the whole batch if one factor is unfinished and has a zero on its diagonal.
-    if is_batched(positive) or not bool(positive.all()):
+    if not (host_may_look(positive) and bool(positive.all())):
         factor = torch.where(positive[..., None, None], factor, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
     # Torch's forward-mode derivative of cholesky_inverse is wrong. LAPACK's columns are taken as rows of a symmetric
     # matrix: passes over it and over products are faster in one order.
