@@ -36,9 +36,9 @@ def solve_system(
 ) -> Tensor:
     """x with (I - J) x = rhs, or (I - J^T) x = rhs; the evidence goes to the request's report."""
     with torch.no_grad():
-        method = method or _default_method(problem, z.dtype)
+        method = method or default_method(problem, z.dtype)
         answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
-        _report(request, method, answer, problem, z, rhs)
+        report_adjoint(request, method, answer, problem, z, rhs)
     return answer.value
 
 
@@ -51,7 +51,7 @@ def adjoint_gradients(
     A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
     """
-    chosen = method or _default_method(problem, z.dtype)
+    chosen = method or default_method(problem, z.dtype)
     answer, tape = None, None
     if method is None and isinstance(chosen, CG) and (lowered := lower(problem, None, request.impl)) is not None:
         steps = chosen.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
@@ -59,7 +59,7 @@ def adjoint_gradients(
             answer = lowered.adjoint(z, cotangent, chosen.rtol, steps)
     if answer is None:
         answer, tape = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
-    _report(request, chosen, answer, problem, z, cotangent, None if tape is None else tape.mapped)
+    report_adjoint(request, chosen, answer, problem, z, cotangent, None if tape is None else tape.mapped)
     return answer.gradients
 
 
@@ -232,7 +232,7 @@ def _finish_with_minres(
     )
 
 
-def _default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
+def default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
     # Tighter than any forward tolerance in use, and within reach of the precision.
     rtol = 1e-5 if dtype == torch.float32 else 1e-10
     return CG(rtol=rtol) if problem.symmetric or problem.has_metric else GMRES(rtol=rtol)
@@ -276,7 +276,7 @@ def _gradient_error(
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
 
 
-def _report(
+def report_adjoint(
     request: Request,
     method: LinearSolver[Any],
     answer: Adjoined,

@@ -1,0 +1,308 @@
+"""The short way of a solve: of plain tensors, one native call in one autograd function.
+
+It is taken by calls that are certainly fine, which a few cheap checks tell. All else, wrong input included, is left to
+the general path, of which the short way gives every bit, message and derivative.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ._autograd import sum_to_shape
+from ._fused_rule import FusedRule
+from ._types import Impl, OnFailure
+from .adjoints import Implicit, Request
+from .adjoints.implicit import Call, gradients_at
+from .adjoints.linear_system import default_method, report_adjoint
+from .energies import AnchoredEnergy
+from .fused import Adjoined
+from .ops import dispatch, trust
+from .ops.native import checks
+from .ops.native.adjoint import Adjoints, adjoints
+from .ops.native.solve import Equilibria, equilibria
+from .ops.problem import carries
+from .ops.rule import AdjointRule
+from .potentials import LogSumExp
+from .solution import AdjointReport, Record
+from .solvers import Anderson, Picard, Solver
+from .solvers.iterate import Outcome
+
+# Numbers per head and the like, which are looked at one by one: with more the general path costs no more.
+MOST_NUMBERS = 256
+# Leading axes of a short call.
+MOST_AXES = 8
+
+
+def unobserved() -> bool:
+    """Whether torch runs eagerly, and no transform, mode or recording sees or changes what is called."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def is_plain(tensor: Any, dtype: torch.dtype) -> bool:
+    """Whether `tensor` is a strided tensor of numbers in this machine's memory and nothing more, while `unobserved`.
+
+    Not one of a subclass, wrapped by a transform, without numbers, sparse, nested, or to be negated when it is read.
+    """
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.dtype == dtype
+        and torch._C._dispatch_keys(tensor).raw_repr() in _plain_keys()
+    )
+
+
+@functools.cache
+def _plain_keys() -> tuple[int, ...]:
+    with torch.inference_mode():
+        frozen = torch.empty(0, device="cpu")
+    with torch.inference_mode(False):
+        return tuple(torch._C._dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
+
+
+def is_number_in(value: Any, lead: torch.Size, dtype: torch.dtype, low: float, high: float) -> bool:
+    """Whether `value` is a number in [low, high], or a small tensor of such numbers that broadcasts to `lead`."""
+    if type(value) in (float, int):
+        return bool(low <= value <= high)
+    if not is_plain(value, dtype) or value.ndim > len(lead) or value.numel() > MOST_NUMBERS:
+        return False
+    if any(size not in (1, whole) for size, whole in zip(reversed(value.shape), reversed(lead), strict=False)):
+        return False
+    return all(low <= number <= high for number in value.flatten().tolist())
+
+
+class Problem(NamedTuple):
+    """`AnchoredEnergy` of `LogSumExp` by its tensors, plain and of one dtype.
+
+    query: (*batch, N, D). keys: (*#batch, M, D). beta, anchor: numbers or (*#batch). pairs: the mask, or the bias that
+    has no derivative, (*#batch, #N, #M), or None.
+    """
+
+    query: Tensor
+    keys: Tensor
+    beta: float | Tensor
+    anchor: float | Tensor
+    pairs: Tensor | None
+
+    @classmethod
+    def of(cls, energy: Any) -> Problem | None:
+        """The problem of such an energy; None for any other, and for one that computes or holds more."""
+        if type(energy) is not AnchoredEnergy or not energy._has_only("potential", "field", "anchor"):
+            return None
+        potential = energy.potential
+        if not isinstance(potential, LogSumExp) or not potential._is_own() or potential._dense:
+            return None
+        mask, bias = potential.mask, potential.bias
+        if mask is not None and bias is not None:
+            return None
+        return cls(energy.field, potential.keys, potential.beta, energy.anchor, mask if bias is None else bias)
+
+    @property
+    def potential(self) -> LogSumExp:
+        pairs = self.pairs
+        if pairs is None:
+            return LogSumExp(self.keys, self.beta)
+        if pairs.dtype == torch.bool:
+            return LogSumExp(self.keys, self.beta, mask=pairs)
+        return LogSumExp(self.keys, self.beta, bias=pairs)
+
+    @property
+    def energy(self) -> AnchoredEnergy:
+        return AnchoredEnergy(self.potential, self.query, self.anchor, unbounded="ignore")
+
+    def detached(self) -> Problem:
+        return Problem(*(t.detach() if isinstance(t, Tensor) else t for t in self))
+
+    def is_short(self, impl: Impl) -> bool:
+        """Whether the native operations solve it, and nothing about it needs another look. Call while `unobserved`."""
+        query, keys, beta, anchor, pairs = self
+        dtype = query.dtype
+        if dtype != torch.float32 and (dtype != torch.float64 or impl != "native"):
+            return False
+        if not (is_plain(query, dtype) and is_plain(keys, dtype)):
+            return False
+        shape, of_keys = query.shape, keys.shape
+        axes = len(shape) - len(of_keys)
+        lead = shape[:-2]
+        if axes < 0 or not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
+            return False
+        if lead[axes:] != of_keys[:-2] and any(
+            size not in (1, whole) for size, whole in zip(of_keys[:-2], lead[axes:], strict=True)
+        ):
+            return False
+        if query.numel() == 0 or keys.numel() == 0:
+            return False
+        if not (is_number_in(anchor, lead, dtype, 0.0, 1.0) and carries(dtype, anchor)):
+            return False
+        if not is_number_in(beta, lead, dtype, math.ulp(0.0), sys.float_info.max):
+            return False
+        return pairs is None or self._fits(pairs)
+
+    def _fits(self, pairs: Tensor) -> bool:
+        """Whether the mask does, with keys that are finite: what is not is kept from queries that do not read it."""
+        plain = is_plain(pairs, torch.bool) or (is_plain(pairs, self.query.dtype) and not pairs.requires_grad)
+        shape = (*self.query.shape[:-1], self.keys.shape[-2])
+        if not plain or not 2 <= pairs.ndim <= len(shape):
+            return False
+        if any(size not in (1, whole) for size, whole in zip(reversed(pairs.shape), reversed(shape), strict=False)):
+            return False
+        return is_finite(self.keys)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are known to be finite."""
+    return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum().item())
+
+
+@functools.cache
+def rule_of(solver: Solver) -> FusedRule | None:
+    """What the native operation does to be this solver; None if it cannot be, or where it ends is no solution."""
+    if type(solver) not in (Anderson, Picard):
+        return None
+    row = torch.zeros(1, 1, device="cpu")
+    rule = solver.fused_rule(Problem(row, row, 1.0, 0.0, None).energy)
+    return None if rule is None or rule.max_steps == 0 or rule.fixed_budget else rule
+
+
+def is_exact(adjoint: Any) -> bool:
+    """Whether gradients are those of `Implicit()` as it is by default."""
+    return type(adjoint) is Implicit and adjoint.linear_solver is None and adjoint.fallback is None
+
+
+class Found(NamedTuple):
+    """The state with its graph, how the solve went, how its backward solve will go, and how many have no answer."""
+
+    value: Tensor
+    record: Record
+    report: AdjointReport
+    failed: int
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(self.value, self.record)
+
+
+def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failure: OnFailure) -> Found | None:
+    """The equilibria of a problem that `is_short`, by a solver that has a rule; None where no native library answers."""
+    rule, keys, pairs = rule_of(solver), problem.keys, problem.pairs
+    assert rule is not None
+    differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in problem)
+
+    def run() -> Equilibria:
+        assert rule is not None
+        return equilibria(*problem, False, initial, rule, mean=differentiated)
+
+    found = _trusted("hopfield_solve", impl, keys, pairs, run)
+    if found is None:
+        return None
+    assert found.status is not None and found.residual is not None
+    assert found.tolerance is not None and found.num_steps is not None
+    record = Record(found.status, found.residual, found.tolerance, found.num_steps, found.num_steps + 1)
+    report, value = AdjointReport(on_failure=on_failure), found.state
+    if differentiated:
+        how = _How(solver, impl, report, found.failed == 0)
+        value = _Equilibrium.apply(how, found, *problem)  # type: ignore[no-untyped-call]
+    return Found(value, record, report, found.failed)
+
+
+def _trusted(operation: str, impl: Impl, keys: Tensor, pairs: Tensor | None, run: Any) -> Any:
+    use = dispatch.native_use(operation, keys, pairs, False)
+    if use is None:
+        return None
+    check = partial(checks.CHECKS[operation], use.variant)
+    return trust.answer(use, check, run, insists="native" if impl == "native" else None)
+
+
+class _How(NamedTuple):
+    """What the backward pass needs beside tensors."""
+
+    solver: Solver
+    impl: Impl
+    report: AdjointReport
+    #: Whether every query has an answer, so that no number is NaN that must not reach others.
+    answered: bool
+
+
+class _Equilibrium(torch.autograd.Function):
+    """(how, found, query, keys, beta, anchor, pairs) -> the state, found beforehand.
+
+    The native backward solve has no derivative. One that may be differentiated again, or that is observed, is made by
+    the general path.
+    """
+
+    # Without `setup_context`: torch would bind the arguments by their signature at every call.
+    @staticmethod
+    def forward(ctx: Any, how: _How, found: Equilibria, *problem: Any) -> Tensor:
+        ctx.how = how
+        ctx.parts = tuple(Tensor if isinstance(part, Tensor) else part for part in problem)
+        ctx.save_for_backward(found.state, found.mean, *(t for t in problem if isinstance(t, Tensor)))
+        return found.state
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        state, mean, *tensors = ctx.saved_tensors
+        held = iter(tensors)
+        problem = Problem(*(next(held) if part is Tensor else part for part in ctx.parts))
+        how, needed = ctx.how, ctx.needs_input_grad[2:]
+        plain = how.answered and not torch.is_grad_enabled() and unobserved()
+        if plain and all(is_plain(t, state.dtype) for t in (cotangent, state, mean, problem.query, problem.keys)):
+            gradients = _by_adjoint(problem, how, state, mean, cotangent)
+            if gradients is not None:
+                return (None, None, *gradients)
+        return (None, None, *_by_general(problem, how, state, cotangent, needed))
+
+
+def _by_adjoint(
+    problem: Problem, how: _How, state: Tensor, mean: Tensor, cotangent: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients by the native backward solve, with its report; None where it does not answer for every query."""
+    query, keys, beta, anchor, pairs = problem
+    energy = problem.detached().energy
+    method = default_method(energy, state.dtype)
+    rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
+
+    def run() -> Adjoints:
+        return adjoints(keys, beta, anchor, pairs, False, state, mean, cotangent, rule)
+
+    found = _trusted("hopfield_adjoint", how.impl, keys, pairs, run)
+    if found is None or found.failed:
+        return None
+    by_query = anchor[..., None, None] * found.value if isinstance(anchor, Tensor) else anchor * found.value
+    by_beta = sum_to_shape(found.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
+    by_anchor = None
+    if isinstance(anchor, Tensor):
+        by_anchor = sum_to_shape((found.value * (query - mean)).sum((-1, -2)), anchor.shape)
+    answer = Adjoined(found.value, found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature)
+    request = Request(energy, state, how.solver, how.impl, False, how.report)
+    report_adjoint(request, method, answer, energy, state, cotangent)
+    return by_query, found.by_keys, by_beta, by_anchor, None
+
+
+def _by_general(
+    problem: Problem, how: _How, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients as the general path has them, differentiable where derivatives are recorded."""
+    energy = problem.energy
+    request = Request(energy, state, how.solver, how.impl, False, how.report)
+    # Keys, beta, pairs, query, anchor: the order of `energy.tensors()`.
+    order = [i for i in (1, 2, 4, 0, 3) if isinstance(problem[i], Tensor)]
+    found = gradients_at(Call(energy, None, request), state, energy.tensors(), cotangent, [needed[i] for i in order])
+    gradients: list[Tensor | None] = [None] * len(problem)
+    for i, gradient in zip(order, found, strict=True):
+        gradients[i] = gradient
+    return tuple(gradients)
