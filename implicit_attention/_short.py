@@ -39,6 +39,8 @@ from .solvers.iterate import Outcome
 MOST_NUMBERS = 256
 # Leading axes of a short call.
 MOST_AXES = 8
+# Of an inverse temperature.
+LEAST, MOST = math.ulp(0.0), sys.float_info.max
 
 
 def unobserved() -> bool:
@@ -75,15 +77,21 @@ def _plain_keys() -> tuple[int, ...]:
         return tuple(torch._C._dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
-def is_number_in(value: Any, lead: torch.Size, dtype: torch.dtype, low: float, high: float) -> bool:
+def _is_number_in(value: Any, lead: torch.Size, dtype: torch.dtype, low: float, high: float) -> bool:
     """Whether `value` is a number in [low, high], or a small tensor of such numbers that broadcasts to `lead`."""
     if type(value) in (float, int):
         return bool(low <= value <= high)
-    if not is_plain(value, dtype) or value.ndim > len(lead) or value.numel() > MOST_NUMBERS:
-        return False
-    if any(size not in (1, whole) for size, whole in zip(reversed(value.shape), reversed(lead), strict=False)):
+    if not is_plain(value, dtype) or value.numel() > MOST_NUMBERS or not broadcasts(value.shape, lead):
         return False
     return all(low <= number <= high for number in value.flatten().tolist())
+
+
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to `target` without enlarging it."""
+    if shape == target:
+        return True
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, whole) for size, whole in pairs)
 
 
 class Problem(NamedTuple):
@@ -128,40 +136,33 @@ class Problem(NamedTuple):
     def detached(self) -> Problem:
         return Problem(*(t.detach() if isinstance(t, Tensor) else t for t in self))
 
-    def is_short(self, impl: Impl) -> bool:
-        """Whether the native operations solve it, and nothing about it needs another look. Call while `unobserved`."""
+    def is_plain(self) -> bool:
+        """Whether all tensors are plain and fit each other, and numbers are where they must be. While `unobserved`."""
         query, keys, beta, anchor, pairs = self
         dtype = query.dtype
-        if dtype != torch.float32 and (dtype != torch.float64 or impl != "native"):
-            return False
-        if not (is_plain(query, dtype) and is_plain(keys, dtype)):
+        if dtype not in (torch.float32, torch.float64) or not (is_plain(query, dtype) and is_plain(keys, dtype)):
             return False
         shape, of_keys = query.shape, keys.shape
-        axes = len(shape) - len(of_keys)
+        if not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
+            return False
         lead = shape[:-2]
-        if axes < 0 or not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
+        if not broadcasts(of_keys[:-2], lead) or 0 in shape or 0 in of_keys:
             return False
-        if lead[axes:] != of_keys[:-2] and any(
-            size not in (1, whole) for size, whole in zip(of_keys[:-2], lead[axes:], strict=True)
-        ):
+        if not (_is_number_in(anchor, lead, dtype, 0.0, 1.0) and _is_number_in(beta, lead, dtype, LEAST, MOST)):
             return False
-        if query.numel() == 0 or keys.numel() == 0:
-            return False
-        if not (is_number_in(anchor, lead, dtype, 0.0, 1.0) and carries(dtype, anchor)):
-            return False
-        if not is_number_in(beta, lead, dtype, math.ulp(0.0), sys.float_info.max):
-            return False
-        return pairs is None or self._fits(pairs)
+        if pairs is None:
+            return True
+        fixed = is_plain(pairs, torch.bool) or (is_plain(pairs, dtype) and not pairs.requires_grad)
+        return fixed and pairs.ndim >= 2 and broadcasts(pairs.shape, (*shape[:-1], of_keys[-2]))
 
-    def _fits(self, pairs: Tensor) -> bool:
-        """Whether the mask does, with keys that are finite: what is not is kept from queries that do not read it."""
-        plain = is_plain(pairs, torch.bool) or (is_plain(pairs, self.query.dtype) and not pairs.requires_grad)
-        shape = (*self.query.shape[:-1], self.keys.shape[-2])
-        if not plain or not 2 <= pairs.ndim <= len(shape):
+    def is_native(self, impl: Impl) -> bool:
+        """Whether the native operations solve it as it is. Call while `unobserved`."""
+        query, keys, _, anchor, pairs = self
+        wanted = query.dtype == torch.float32 or impl == "native"
+        if not (wanted and self.is_plain() and carries(query.dtype, anchor)):
             return False
-        if any(size not in (1, whole) for size, whole in zip(reversed(pairs.shape), reversed(shape), strict=False)):
-            return False
-        return is_finite(self.keys)
+        # Keys that are not finite are kept from the queries that do not attend to them.
+        return pairs is None or is_finite(keys)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -198,7 +199,7 @@ class Found(NamedTuple):
 
 
 def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failure: OnFailure) -> Found | None:
-    """The equilibria of a problem that `is_short`, by a solver that has a rule; None where no native library answers."""
+    """The equilibria of a problem that `is_native`, by a solver with a rule; None where no native library answers."""
     rule, keys, pairs = rule_of(solver), problem.keys, problem.pairs
     assert rule is not None
     differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in problem)
@@ -210,9 +211,9 @@ def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failu
     found = _trusted("hopfield_solve", impl, keys, pairs, run)
     if found is None:
         return None
-    assert found.status is not None and found.residual is not None
-    assert found.tolerance is not None and found.num_steps is not None
-    record = Record(found.status, found.residual, found.tolerance, found.num_steps, found.num_steps + 1)
+    assert found.num_steps is not None
+    # All that is asked for is there.
+    record = Record(found.status, found.residual, found.tolerance, found.num_steps, found.num_steps + 1)  # type: ignore[arg-type]
     report, value = AdjointReport(on_failure=on_failure), found.state
     if differentiated:
         how = _How(solver, impl, report, found.failed == 0)
@@ -287,7 +288,9 @@ def _by_adjoint(
     by_anchor = None
     if isinstance(anchor, Tensor):
         by_anchor = sum_to_shape((found.value * (query - mean)).sum((-1, -2)), anchor.shape)
-    answer = Adjoined(found.value, found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature)
+    answer = Adjoined(
+        found.value, found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature
+    )
     request = Request(energy, state, how.solver, how.impl, False, how.report)
     report_adjoint(request, method, answer, energy, state, cotangent)
     return by_query, found.by_keys, by_beta, by_anchor, None

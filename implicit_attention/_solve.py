@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -80,7 +83,7 @@ def solve(
     check_on_failure(on_failure)
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
     if not trace and (found := _shortly(problem, initial, solver, adjoint, impl, on_failure)) is not None:
-        return concluded(problem, found.outcome, solver, adjoint, found.report, failed=found.failed > 0)
+        return concluded(found.outcome, solver, adjoint, found.report, problem.energy, failed=found.failed > 0)
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
     problem.check_solver(solver)
@@ -95,19 +98,23 @@ def solve(
     with exact_precision(initial):
         outcome = adjoint.run(request)
     outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
-    return concluded(problem, outcome, solver, adjoint, request.report)
+    energy = problem.energy if problem.has_energy else None
+    cause = partial(randomness, problem, outcome.value)
+    return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, if_outside=problem.if_outside)
 
 
 def concluded(
-    problem: Problem,
     outcome: Outcome,
     solver: Solver,
     adjoint: Adjoint,
     report: AdjointReport,
+    energy_function: Callable[[Tensor], Tensor] | None,
     *,
+    cause: Callable[[], str] = str,
+    if_outside: str = "",
     failed: bool = True,
 ) -> Solution:
-    """The solution with its evidence, once failures are reported as `report.on_failure` says.
+    """The solution with its evidence, once failures are reported as `report.on_failure` says, with their `cause`.
 
     failed: whether a problem may have no answer; False spares a look at all of them.
     """
@@ -116,23 +123,23 @@ def concluded(
     solution = Solution(
         outcome.record,
         report,
-        adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: problem.if_outside}),
+        adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: if_outside}),
         value=outcome.value,
         trace=_trace(outcome.trace),
         course=outcome.states,
-        energy_function=problem.energy if problem.has_energy else None,
+        energy_function=energy_function,
     )
     if on_failure != "ignore" and not transforms_active():
         report.state_residual = solution.residual
     if adjoint.needs_solution:
         report.unsolved = solution.failed
 
-    def cause() -> str:
+    def told() -> str:
         wrong = report.awaited and adjoint.needs_solution and on_failure == "warn"
-        return randomness(problem, outcome.value) or (NO_GRADIENT if wrong else "")
+        return cause() or (NO_GRADIENT if wrong else "")
 
     if failed:
-        report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, cause)
+        report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, told)
     return solution
 
 
@@ -143,7 +150,7 @@ def _shortly(
     if impl not in ("auto", "native") or not is_exact(adjoint) or not unobserved() or rule_of(solver) is None:
         return None
     short = Short.of(problem)
-    if short is None or not short.is_short(impl) or not is_plain(initial, short.query.dtype):
+    if short is None or not short.is_native(impl) or not is_plain(initial, short.query.dtype):
         return None
     return find(short, initial, solver, impl, on_failure) if initial.shape == short.query.shape else None
 

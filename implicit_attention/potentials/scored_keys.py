@@ -17,6 +17,7 @@ from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, transforms_active
 from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
 from ..ops.dispatch import by_attention
+from ._read import surely_finite
 from .masked_keys import SMALL_PRODUCT as SMALL_PRODUCT
 from .masked_keys import KeyPotential as KeyPotential
 from .masked_keys import MaskedKeys, Read
@@ -106,7 +107,7 @@ class ScoredKeys(MaskedKeys):
         self._check_readout(z, values, dropout_p)
         # The kernels have no derivative with respect to the bias, and none that torch.func could take.
         tracked = transforms_active() or (self.bias is not None and is_differentiated(self.bias))
-        fused = not self._dense and (dropout_p > 0 or (self._fits_kernels(z) and not tracked))
+        fused = not self._dense and (dropout_p > 0 or (self._fits_readout(z) and not tracked))
         if not fused and torch.finfo(z.dtype).bits < 32:
             return self._single().readout(z.float(), values.float(), dropout_p=dropout_p).to(z.dtype)
         with exact_precision(z):
@@ -179,6 +180,13 @@ class ScoredKeys(MaskedKeys):
 
     def _fits_kernels(self, z: Tensor) -> bool:
         return not self._dense and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
+
+    def _fits_readout(self, z: Tensor) -> bool:
+        """The same where one look at the numbers is cheap beside what follows: no NaN is there to be lost."""
+        if self._fits_kernels(z):
+            return True
+        few = not self._dense and z.numel() > 0 and torch.finfo(z.dtype).bits >= 32
+        return few and surely_finite(z, self.keys)
 
     def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""

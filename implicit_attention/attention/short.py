@@ -1,0 +1,148 @@
+"""The short way of attention: of plain tensors, a few checks, the kernel that solves, and one that reads out.
+
+As in `_short`: what is not certainly fine is left to the general path, whose bits these are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._short import Problem, broadcasts, find, is_exact, is_finite, is_plain, rule_of, unobserved
+from .._solve import concluded
+from .._types import Impl, OnFailure
+from ..adjoints import Implicit
+from ..ops.attention import FLASH_KEYS, attend, differentiable, sdpa
+from ..ops.fold import Fold, aligned
+from ..options import SolveOptions
+from ..solution import Solution
+from ..solvers import Anderson, Picard, Solver
+from .read_out import read_out
+
+
+def untouched() -> bool:
+    """Whether torch runs eagerly, `unobserved`, and its attention is its own."""
+    own = torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    return own and unobserved()
+
+
+class Plan(NamedTuple):
+    """What `SolveOptions` ask for that the short way does. solver: None where nothing is solved."""
+
+    solver: Solver | None
+    impl: Impl
+    on_failure: OnFailure
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(options: SolveOptions) -> Plan | None:
+    solver, adjoint = options.effective_solver, options.effective_adjoint
+    if options.explicit:
+        return Plan(None, options.impl, options.on_failure) if options.impl == "auto" else None
+    if rule_of(solver) is None or not (adjoint is None or is_exact(adjoint)) or options.impl not in ("auto", "native"):
+        return None
+    return Plan(solver, options.impl, options.on_failure)
+
+
+def planned(options: SolveOptions) -> Plan | None:
+    """The plan, or None where the short way does not do what the options ask for."""
+    known = type(options.solver) in (type(None), Anderson, Picard)
+    return _plan(options) if known and (options.adjoint is None or is_exact(options.adjoint)) else None
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _overridden(**options: Any) -> Plan | None:
+    return planned(SolveOptions(**{name: value for name, value in options.items() if value is not None}))
+
+
+def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options: dict[str, Any]) -> Tensor | None:
+    """`equilibrium_attention` without a mask; None where it is left to the general path."""
+    if not untouched() or type(query) not in (Tensor, torch.nn.Parameter) or query.ndim < 2:
+        return None
+    try:
+        plan = _overridden(**options)
+    except (TypeError, ValueError):
+        # The general path says what is wrong.
+        return None
+    if plan is None:
+        return None
+    problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None)
+    if plan.solver is None:
+        return explicit(problem, value)
+    found = solved(problem, value, query, plan)
+    return None if found is None else found[0]
+
+
+def explicit(problem: Problem, values: Any) -> Tensor | None:
+    """The values read out at the query; None where it is left to the general path. Call while `untouched`."""
+    query, keys, beta, anchor, pairs = problem
+    if pairs is not None or not problem.is_plain() or not _fit(values, problem):
+        return None
+    # What a query that is not finite reads is NaN, which kernels do not always find.
+    if not is_finite(query) or (keys.shape[-2] < FLASH_KEYS and not is_finite(keys)):
+        return None
+    output = _read(query, keys, values, beta)
+    return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
+
+
+def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[Tensor, Solution] | None:
+    """What is read out at the equilibria (the state, without values), and the solution, told of as `solve` does.
+
+    None where it is left to the general path. Call while `untouched`.
+    """
+    assert plan.solver is not None
+    fits = problem.is_native(plan.impl) and (values is None or _fit(values, problem))
+    if not fits or (initial is not problem.query and not _starts(initial, problem)):
+        return None
+    found = find(problem, initial, plan.solver, plan.impl, plan.on_failure)
+    if found is None:
+        return None
+    failed = found.failed > 0
+    energy = _Energy(problem.detached())
+    solution = concluded(found.outcome, plan.solver, Implicit(), found.report, energy, failed=failed)
+    state, pairs = found.value, problem.pairs
+    if values is None:
+        return state, solution
+    if failed or pairs is not None:
+        return read_out(problem.potential, state, values, 0.0), solution
+    return _read(state, problem.keys, values, problem.beta), solution
+
+
+def _fit(values: Any, problem: Problem) -> bool:
+    """Whether values (*#batch, M, E) fit."""
+    query, keys = problem.query, problem.keys
+    if not is_plain(values, query.dtype) or values.ndim < 2 or values.shape[-2] != keys.shape[-2]:
+        return False
+    return broadcasts(values.shape[:-2], query.shape[:-2]) and values.numel() > 0
+
+
+def _starts(initial: Tensor, problem: Problem) -> bool:
+    return is_plain(initial, problem.query.dtype) and initial.shape == problem.query.shape
+
+
+def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tensor:
+    """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
+    tensors = (z, keys, values, beta)
+    differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    kernel = differentiable if differentiated else sdpa
+    scale = 1.0 if isinstance(beta, Tensor) else beta
+    query = beta[..., None, None] * z if isinstance(beta, Tensor) else z
+    lead, dim = z.shape[:-2], z.shape[-1]
+    alike = keys.shape[:-2] == lead and values.shape[:-2] == lead and values.shape[-1] == dim
+    if alike and len(lead) == 2 and aligned(dim, z.dtype) == dim:
+        return kernel(query.contiguous(), keys.contiguous(), values.contiguous(), attn_mask=None, scale=scale)[0]
+    fold = Fold(lead, keys.shape[:-2], values.shape[:-2])
+    keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
+    return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale)[0])
+
+
+class _Energy(NamedTuple):
+    """E of a problem, made when it is asked for."""
+
+    problem: Problem
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.problem.energy.energy(z)
