@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
 from .adjoints import Implicit, Request
 from .adjoints.implicit import Call, gradients_at
-from .adjoints.linear_system import default_method, report_adjoint
+from .adjoints.linear_system import conjugate_gradients, report_adjoint
 from .energies import AnchoredEnergy
 from .fused import Adjoined
 from .ops import dispatch, trust
 from .ops.native import checks
-from .ops.native.adjoint import Adjoints, adjoints
+from .ops.native.adjoint import adjoints
 from .ops.native.solve import Equilibria, equilibria
 from .ops.problem import carries
 from .ops.rule import AdjointRule
@@ -34,6 +35,8 @@ from .potentials import LogSumExp
 from .solution import AdjointReport, Record
 from .solvers import Anderson, Picard, Solver
 from .solvers.iterate import Outcome
+
+_R = TypeVar("_R")
 
 # Numbers per head and the like, which are looked at one by one: with more the general path costs no more.
 MOST_NUMBERS = 256
@@ -188,27 +191,30 @@ def is_exact(adjoint: Any) -> bool:
 class Found(NamedTuple):
     """The state with its graph, how the solve went, how its backward solve will go, and how many have no answer."""
 
-    value: Tensor
-    record: Record
+    outcome: Outcome
     report: AdjointReport
     failed: int
 
-    @property
-    def outcome(self) -> Outcome:
-        return Outcome(self.value, self.record)
+
+def is_differentiated(*parts: Any) -> bool:
+    """Whether a derivative with respect to a tensor among `parts` can be asked for, while `unobserved`."""
+    return torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+
+
+def found_states(
+    problem: Problem, initial: Tensor, solver: Solver, impl: Impl, *, mean: bool, evidence: bool
+) -> Equilibria | None:
+    """The equilibria of a problem that `is_native`, by a solver with a rule; None where no native library answers."""
+    rule = rule_of(solver)
+    assert rule is not None
+    run = partial(equilibria, *problem, False, initial, rule, mean=mean, evidence=evidence)
+    return _trusted("hopfield_solve", impl, problem.keys, problem.pairs, run)
 
 
 def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failure: OnFailure) -> Found | None:
-    """The equilibria of a problem that `is_native`, by a solver with a rule; None where no native library answers."""
-    rule, keys, pairs = rule_of(solver), problem.keys, problem.pairs
-    assert rule is not None
-    differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in problem)
-
-    def run() -> Equilibria:
-        assert rule is not None
-        return equilibria(*problem, False, initial, rule, mean=differentiated)
-
-    found = _trusted("hopfield_solve", impl, keys, pairs, run)
+    """The same with a graph and all evidence."""
+    differentiated = is_differentiated(*problem)
+    found = found_states(problem, initial, solver, impl, mean=differentiated, evidence=True)
     if found is None:
         return None
     assert found.num_steps is not None
@@ -218,10 +224,10 @@ def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failu
     if differentiated:
         how = _How(solver, impl, report, found.failed == 0)
         value = _Equilibrium.apply(how, found, *problem)  # type: ignore[no-untyped-call]
-    return Found(value, record, report, found.failed)
+    return Found(Outcome(value, record), report, found.failed)
 
 
-def _trusted(operation: str, impl: Impl, keys: Tensor, pairs: Tensor | None, run: Any) -> Any:
+def _trusted(operation: str, impl: Impl, keys: Tensor, pairs: Tensor | None, run: Callable[[], _R]) -> _R | None:
     use = dispatch.native_use(operation, keys, pairs, False)
     if use is None:
         return None
@@ -273,13 +279,10 @@ def _by_adjoint(
 ) -> tuple[Tensor | None, ...] | None:
     """The gradients by the native backward solve, with its report; None where it does not answer for every query."""
     query, keys, beta, anchor, pairs = problem
-    energy = problem.detached().energy
-    method = default_method(energy, state.dtype)
+    method = conjugate_gradients(state.dtype)
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
 
-    def run() -> Adjoints:
-        return adjoints(keys, beta, anchor, pairs, False, state, mean, cotangent, rule)
-
+    run = partial(adjoints, keys, beta, anchor, pairs, False, state, mean, cotangent, rule)
     found = _trusted("hopfield_adjoint", how.impl, keys, pairs, run)
     if found is None or found.failed:
         return None
@@ -291,8 +294,11 @@ def _by_adjoint(
     answer = Adjoined(
         found.value, found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature
     )
-    request = Request(energy, state, how.solver, how.impl, False, how.report)
-    report_adjoint(request, method, answer, energy, state, cotangent)
+
+    def mapped() -> Tensor:
+        return problem.detached().energy.fixed_point_map(state)
+
+    report_adjoint(how.report, how.solver, method, answer, True, state, cotangent, mapped)
     return by_query, found.by_keys, by_beta, by_anchor, None
 
 

@@ -11,12 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._short import Problem, broadcasts, find, is_exact, is_finite, is_plain, rule_of, unobserved
+from .._short import (
+    Problem,
+    broadcasts,
+    find,
+    found_states,
+    is_differentiated,
+    is_exact,
+    is_finite,
+    is_plain,
+    rule_of,
+    unobserved,
+)
 from .._solve import concluded
 from .._types import Impl, OnFailure
 from ..adjoints import Implicit
-from ..ops.attention import FLASH_KEYS, attend, differentiable, sdpa
-from ..ops.fold import Fold, aligned
+from ..ops.attention import attend, differentiable, loses_nan, sdpa
+from ..ops.fold import Fold
 from ..options import SolveOptions
 from ..solution import Solution
 from ..solvers import Anderson, Picard, Solver
@@ -27,6 +38,10 @@ def untouched() -> bool:
     """Whether torch runs eagerly, `unobserved`, and its attention is its own."""
     own = torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     return own and unobserved()
+
+
+# Rows of so many numbers are aligned in any precision.
+WIDTH = 4
 
 
 class Plan(NamedTuple):
@@ -72,6 +87,11 @@ def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options
     problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None)
     if plan.solver is None:
         return explicit(problem, value)
+    if not is_differentiated(*problem) and problem.is_native(plan.impl) and _fit(value, problem):
+        # Nobody asks for evidence, unless a query has no answer.
+        bare = found_states(problem, query, plan.solver, plan.impl, mean=False, evidence=False)
+        if bare is not None and bare.failed == 0:
+            return _read(bare.state, key, value, problem.beta)
     found = solved(problem, value, query, plan)
     return None if found is None else found[0]
 
@@ -82,7 +102,7 @@ def explicit(problem: Problem, values: Any) -> Tensor | None:
     if pairs is not None or not problem.is_plain() or not _fit(values, problem):
         return None
     # What a query that is not finite reads is NaN, which kernels do not always find.
-    if not is_finite(query) or (keys.shape[-2] < FLASH_KEYS and not is_finite(keys)):
+    if not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
         return None
     output = _read(query, keys, values, beta)
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
@@ -103,7 +123,7 @@ def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[
     failed = found.failed > 0
     energy = _Energy(problem.detached())
     solution = concluded(found.outcome, plan.solver, Implicit(), found.report, energy, failed=failed)
-    state, pairs = found.value, problem.pairs
+    state, pairs = solution.value, problem.pairs
     if values is None:
         return state, solution
     if failed or pairs is not None:
@@ -125,14 +145,12 @@ def _starts(initial: Tensor, problem: Problem) -> bool:
 
 def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tensor:
     """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
-    tensors = (z, keys, values, beta)
-    differentiated = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-    kernel = differentiable if differentiated else sdpa
-    scale = 1.0 if isinstance(beta, Tensor) else beta
-    query = beta[..., None, None] * z if isinstance(beta, Tensor) else z
-    lead, dim = z.shape[:-2], z.shape[-1]
-    alike = keys.shape[:-2] == lead and values.shape[:-2] == lead and values.shape[-1] == dim
-    if alike and len(lead) == 2 and aligned(dim, z.dtype) == dim:
+    kernel = differentiable if is_differentiated(z, keys, values, beta) else sdpa
+    query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
+    shape, lead = z.shape, z.shape[:-2]
+    alike = keys.shape == values.shape and lead == keys.shape[:-2]
+    if alike and len(shape) == 4 and shape[-1] % WIDTH == 0:
+        # What `attend` does where there is nothing to lay out anew.
         return kernel(query.contiguous(), keys.contiguous(), values.contiguous(), attn_mask=None, scale=scale)[0]
     fold = Fold(lead, keys.shape[:-2], values.shape[:-2])
     keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))

@@ -15,6 +15,8 @@ from .fold import Fold, addressable, aligned, widened
 
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
+# So many bytes has a vector register at most.
+REGISTER = 64
 # The kernels behind scaled_dot_product_attention, on a CPU and on CUDA, which also return the log-sum-exp that the
 # energy needs. A torch without them pays for the scores instead. Nothing but the two functions below may call them.
 _FLASH_FOR_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -51,6 +53,11 @@ def aligned_mask(mask: Tensor) -> Tensor:
         return mask
     *lead, count = mask.shape
     return mask.new_zeros(*lead, -(-count // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :count].copy_(mask)
+
+
+def loses_nan(keys: Tensor) -> bool:
+    """Whether keys that are not finite may be turned into an answer by torch's kernel on a CPU, as queries may."""
+    return keys.shape[-2] * keys.dtype.itemsize < REGISTER
 
 
 def has_kernel(device: str) -> bool:

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import exact_precision, is_differentiated, is_plain, transforms_active
-from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
+from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, loses_nan, sdpa
 from ..ops.dispatch import by_attention
 from ._read import surely_finite
 from .masked_keys import SMALL_PRODUCT as SMALL_PRODUCT
@@ -182,11 +182,11 @@ class ScoredKeys(MaskedKeys):
         return not self._dense and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
 
     def _fits_readout(self, z: Tensor) -> bool:
-        """The same where one look at the numbers is cheap beside what follows: no NaN is there to be lost."""
+        """The same for one read-out, beside which a look at the numbers is cheap: there is no NaN to be lost."""
         if self._fits_kernels(z):
             return True
         few = not self._dense and z.numel() > 0 and torch.finfo(z.dtype).bits >= 32
-        return few and surely_finite(z, self.keys)
+        return few and (surely_finite(z, self.keys) if loses_nan(self.keys) else surely_finite(z))
 
     def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
