@@ -15,6 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _dispatch_keys,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch.autograd import forward_ad
 
 from ._autograd import sum_to_shape
@@ -38,6 +45,8 @@ from .solvers.iterate import Outcome
 
 _R = TypeVar("_R")
 
+#: Types of tensors that hide nothing.
+KINDS = (Tensor, torch.nn.Parameter)
 # Numbers per head and the like, which are looked at one by one: with more the general path costs no more.
 MOST_NUMBERS = 256
 # Leading axes of a short call.
@@ -50,26 +59,26 @@ def unobserved() -> bool:
     """Whether torch runs eagerly, and no transform, mode or recording sees or changes what is called."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        or _get_tracing_state() is not None
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
         or torch.is_autocast_enabled("cpu")
         or torch.are_deterministic_algorithms_enabled()
     )
 
 
-def is_plain(tensor: Any, dtype: torch.dtype) -> bool:
-    """Whether `tensor` is a strided tensor of numbers in this machine's memory and nothing more, while `unobserved`.
+def are_plain(dtype: torch.dtype, *tensors: Any) -> bool:
+    """Whether all are strided tensors of numbers in this machine's memory and nothing more, while `unobserved`.
 
-    Not one of a subclass, wrapped by a transform, without numbers, sparse, nested, or to be negated when it is read.
+    None is of a subclass, wrapped by a transform, without numbers, sparse, nested, or to be negated when it is read.
     """
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.dtype == dtype
-        and torch._C._dispatch_keys(tensor).raw_repr() in _plain_keys()
-    )
+    keys = _plain_keys()
+    for tensor in tensors:
+        if type(tensor) not in KINDS or tensor.dtype != dtype or _dispatch_keys(tensor).raw_repr() not in keys:
+            return False
+    return True
 
 
 @functools.cache
@@ -77,14 +86,14 @@ def _plain_keys() -> tuple[int, ...]:
     with torch.inference_mode():
         frozen = torch.empty(0, device="cpu")
     with torch.inference_mode(False):
-        return tuple(torch._C._dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
+        return tuple(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
 def _is_number_in(value: Any, lead: torch.Size, dtype: torch.dtype, low: float, high: float) -> bool:
     """Whether `value` is a number in [low, high], or a small tensor of such numbers that broadcasts to `lead`."""
     if type(value) in (float, int):
         return bool(low <= value <= high)
-    if not is_plain(value, dtype) or value.numel() > MOST_NUMBERS or not broadcasts(value.shape, lead):
+    if not are_plain(dtype, value) or value.numel() > MOST_NUMBERS or not broadcasts(value.shape, lead):
         return False
     return all(low <= number <= high for number in value.flatten().tolist())
 
@@ -137,13 +146,18 @@ class Problem(NamedTuple):
         return AnchoredEnergy(self.potential, self.query, self.anchor, unbounded="ignore")
 
     def detached(self) -> Problem:
-        return Problem(*(t.detach() if isinstance(t, Tensor) else t for t in self))
+        return Problem(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
 
-    def is_plain(self) -> bool:
-        """Whether all tensors are plain and fit each other, and numbers are where they must be. While `unobserved`."""
+    def is_plain(self, values: Any = None) -> bool:
+        """Whether all tensors are plain and fit each other, and numbers are in their range, while `unobserved`.
+
+        values: what is read out, (*#batch, M, E), if anything.
+        """
         query, keys, beta, anchor, pairs = self
         dtype = query.dtype
-        if dtype not in (torch.float32, torch.float64) or not (is_plain(query, dtype) and is_plain(keys, dtype)):
+        if dtype not in (torch.float32, torch.float64) or not are_plain(
+            dtype, query, keys, keys if values is None else values
+        ):
             return False
         shape, of_keys = query.shape, keys.shape
         if not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
@@ -151,18 +165,25 @@ class Problem(NamedTuple):
         lead = shape[:-2]
         if not broadcasts(of_keys[:-2], lead) or 0 in shape or 0 in of_keys:
             return False
-        if not (_is_number_in(anchor, lead, dtype, 0.0, 1.0) and _is_number_in(beta, lead, dtype, LEAST, MOST)):
+        if values is not None and (width := values.shape) != of_keys:
+            fits = len(width) >= 2 and width[-2] == of_keys[-2] and 0 not in width
+            if not (fits and broadcasts(width[:-2], lead)):
+                return False
+        # Written out for the most frequent kind.
+        if not ((type(anchor) is float and 0.0 <= anchor <= 1.0) or _is_number_in(anchor, lead, dtype, 0.0, 1.0)):
+            return False
+        if not ((type(beta) is float and LEAST <= beta <= MOST) or _is_number_in(beta, lead, dtype, LEAST, MOST)):
             return False
         if pairs is None:
             return True
-        fixed = is_plain(pairs, torch.bool) or (is_plain(pairs, dtype) and not pairs.requires_grad)
+        fixed = are_plain(torch.bool, pairs) or (are_plain(dtype, pairs) and not pairs.requires_grad)
         return fixed and pairs.ndim >= 2 and broadcasts(pairs.shape, (*shape[:-1], of_keys[-2]))
 
-    def is_native(self, impl: Impl) -> bool:
-        """Whether the native operations solve it as it is. Call while `unobserved`."""
+    def is_native(self, impl: Impl, values: Any = None) -> bool:
+        """Whether it `is_plain`, and the native operations solve it as it is."""
         query, keys, _, anchor, pairs = self
         wanted = query.dtype == torch.float32 or impl == "native"
-        if not (wanted and self.is_plain() and carries(query.dtype, anchor)):
+        if not (wanted and self.is_plain(values) and carries(query.dtype, anchor)):
             return False
         # Keys that are not finite are kept from the queries that do not attend to them.
         return pairs is None or is_finite(keys)
@@ -198,7 +219,11 @@ class Found(NamedTuple):
 
 def is_differentiated(*parts: Any) -> bool:
     """Whether a derivative with respect to a tensor among `parts` can be asked for, while `unobserved`."""
-    return torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+    if torch.is_grad_enabled():
+        for part in parts:
+            if isinstance(part, Tensor) and part.requires_grad:
+                return True
+    return False
 
 
 def found_states(
@@ -267,7 +292,7 @@ class _Equilibrium(torch.autograd.Function):
         problem = Problem(*(next(held) if part is Tensor else part for part in ctx.parts))
         how, needed = ctx.how, ctx.needs_input_grad[2:]
         plain = how.answered and not torch.is_grad_enabled() and unobserved()
-        if plain and all(is_plain(t, state.dtype) for t in (cotangent, state, mean, problem.query, problem.keys)):
+        if plain and are_plain(state.dtype, cotangent, state, mean, problem.query, problem.keys):
             gradients = _by_adjoint(problem, how, state, mean, cotangent)
             if gradients is not None:
                 return (None, None, *gradients)

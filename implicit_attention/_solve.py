@@ -11,7 +11,7 @@ from torch import Tensor
 from . import _validate
 from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures
-from ._short import Found, find, is_exact, is_plain, rule_of, unobserved
+from ._short import Found, are_plain, find, is_exact, rule_of, unobserved
 from ._short import Problem as Short
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
@@ -150,7 +150,7 @@ def _shortly(
     if impl not in ("auto", "native") or not is_exact(adjoint) or not unobserved() or rule_of(solver) is None:
         return None
     short = Short.of(problem)
-    if short is None or not short.is_native(impl) or not is_plain(initial, short.query.dtype):
+    if short is None or not short.is_native(impl) or not are_plain(short.query.dtype, initial):
         return None
     return find(short, initial, solver, impl, on_failure) if initial.shape == short.query.shape else None
 

@@ -17,7 +17,7 @@ from .._types import LinearMap
 from ..fused import Adjoined, lower
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
-from ..linear._vectors import norm
+from ..linear._vectors import ORDINARY, norm, normalised
 from ..problem import Linearization, Problem
 from ..solution import AdjointReport, Record
 from ..solvers import Solver
@@ -288,17 +288,10 @@ def _gradient_error(
         return None, True
     lead, states = residual.ndim, z
     u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
-    # In units in which no square over- or underflows.
-    largest = torch.linalg.vector_norm(g, torch.inf if g.shape[-1] else 2, dim=-1, keepdim=True)
-    v, g = u / largest, g / largest
-    inverse = torch.linalg.vector_norm(v, dim=-1) / torch.linalg.vector_norm(g, dim=-1)
-    if symmetric:
-        # The quotient of Rayleigh at u is nearer to the smallest eigenvalue than |g|/|u|, unless there are two signs.
-        quotient = torch.linalg.vecdot(v, v) / torch.linalg.vecdot(v, g)
-        inverse = torch.where(answer.negative_curvature, inverse, quotient)
+    inverse = _inverse(u, g, answer.negative_curvature if symmetric else None)
     # What atol takes for zero is no scale: as large as where it takes over from rtol.
     least = solver.atol / (solver.rtol or SCALE)
-    scale = torch.linalg.vector_norm(z, dim=-1).clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
+    scale = z.square().sum(-1).sqrt().clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
     error = torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
     if not bool(((error > UNSURE) | (answer.status > Status.UNSTABLE)).any()):
         return error, False
@@ -306,6 +299,21 @@ def _gradient_error(
     r, u = (mapped() - states).reshape(u.shape), u / norm(u)[..., None]
     along = (r * u).sum(-1).abs() / (torch.linalg.vector_norm(r, dim=-1) * torch.linalg.vector_norm(u, dim=-1))
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
+
+
+def _inverse(u: Tensor, g: Tensor, indefinite: Tensor | None) -> Tensor:
+    """|u|/|g|, for the size of A^-1 where A u = g; of a symmetric A that is not `indefinite` Rayleigh's quotient at u.
+
+    The quotient <u, u>/<u, A u> is nearer to the smallest eigenvalue, unless there are two signs.
+    """
+    square = g.square().sum(-1)
+    low, high = torch.aminmax(square) if square.numel() else (square.sum(), square.sum())
+    if not (float(low) > ORDINARY**-2 and float(high) < ORDINARY**2):
+        g, scale = normalised(g)
+        u, square = u / scale[..., None], g.square().sum(-1)
+    whole = u.square().sum(-1)
+    inverse = (whole / square).sqrt()
+    return inverse if indefinite is None else torch.where(indefinite, inverse, whole / (u * g).sum(-1))
 
 
 def report_adjoint(

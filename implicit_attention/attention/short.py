@@ -9,17 +9,18 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._short import (
+    KINDS,
     Problem,
-    broadcasts,
+    are_plain,
     find,
     found_states,
     is_differentiated,
     is_exact,
     is_finite,
-    is_plain,
     rule_of,
     unobserved,
 )
@@ -28,7 +29,7 @@ from .._types import Impl, OnFailure
 from ..adjoints import Implicit
 from ..ops.attention import attend, differentiable, loses_nan, sdpa
 from ..ops.fold import Fold
-from ..options import SolveOptions
+from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
 from ..solvers import Anderson, Picard, Solver
 from .read_out import read_out
@@ -36,7 +37,7 @@ from .read_out import read_out
 
 def untouched() -> bool:
     """Whether torch runs eagerly, `unobserved`, and its attention is its own."""
-    own = torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    own = F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     return own and unobserved()
 
 
@@ -73,9 +74,9 @@ def _overridden(**options: Any) -> Plan | None:
     return planned(SolveOptions(**{name: value for name, value in options.items() if value is not None}))
 
 
-def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options: dict[str, Any]) -> Tensor | None:
+def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options: SolveKeywords) -> Tensor | None:
     """`equilibrium_attention` without a mask; None where it is left to the general path."""
-    if not untouched() or type(query) not in (Tensor, torch.nn.Parameter) or query.ndim < 2:
+    if not untouched() or type(query) not in KINDS or query.ndim < 2:
         return None
     try:
         plan = _overridden(**options)
@@ -87,7 +88,7 @@ def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options
     problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None)
     if plan.solver is None:
         return explicit(problem, value)
-    if not is_differentiated(*problem) and problem.is_native(plan.impl) and _fit(value, problem):
+    if not is_differentiated(*problem) and problem.is_native(plan.impl, value):
         # Nobody asks for evidence, unless a query has no answer.
         bare = found_states(problem, query, plan.solver, plan.impl, mean=False, evidence=False)
         if bare is not None and bare.failed == 0:
@@ -99,7 +100,7 @@ def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options
 def explicit(problem: Problem, values: Any) -> Tensor | None:
     """The values read out at the query; None where it is left to the general path. Call while `untouched`."""
     query, keys, beta, anchor, pairs = problem
-    if pairs is not None or not problem.is_plain() or not _fit(values, problem):
+    if pairs is not None or not problem.is_plain(values):
         return None
     # What a query that is not finite reads is NaN, which kernels do not always find.
     if not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
@@ -114,14 +115,13 @@ def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[
     None where it is left to the general path. Call while `untouched`.
     """
     assert plan.solver is not None
-    fits = problem.is_native(plan.impl) and (values is None or _fit(values, problem))
-    if not fits or (initial is not problem.query and not _starts(initial, problem)):
+    if not problem.is_native(plan.impl, values) or (initial is not problem.query and not _starts(initial, problem)):
         return None
     found = find(problem, initial, plan.solver, plan.impl, plan.on_failure)
     if found is None:
         return None
     failed = found.failed > 0
-    energy = _Energy(problem.detached())
+    energy = functools.partial(_energy, problem)
     solution = concluded(found.outcome, plan.solver, Implicit(), found.report, energy, failed=failed)
     state, pairs = solution.value, problem.pairs
     if values is None:
@@ -131,36 +131,27 @@ def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[
     return _read(state, problem.keys, values, problem.beta), solution
 
 
-def _fit(values: Any, problem: Problem) -> bool:
-    """Whether values (*#batch, M, E) fit."""
-    query, keys = problem.query, problem.keys
-    if not is_plain(values, query.dtype) or values.ndim < 2 or values.shape[-2] != keys.shape[-2]:
-        return False
-    return broadcasts(values.shape[:-2], query.shape[:-2]) and values.numel() > 0
-
-
 def _starts(initial: Tensor, problem: Problem) -> bool:
-    return is_plain(initial, problem.query.dtype) and initial.shape == problem.query.shape
+    return are_plain(problem.query.dtype, initial) and initial.shape == problem.query.shape
 
 
 def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tensor:
     """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
-    kernel = differentiable if is_differentiated(z, keys, values, beta) else sdpa
     query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     shape, lead = z.shape, z.shape[:-2]
     alike = keys.shape == values.shape and lead == keys.shape[:-2]
     if alike and len(shape) == 4 and shape[-1] % WIDTH == 0:
         # What `attend` does where there is nothing to lay out anew.
-        return kernel(query.contiguous(), keys.contiguous(), values.contiguous(), attn_mask=None, scale=scale)[0]
+        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+        if not differentiated:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        return differentiable(query, keys, values, attn_mask=None, scale=scale)[0]  # type: ignore[no-any-return]
+    kernel = differentiable if differentiated else sdpa
     fold = Fold(lead, keys.shape[:-2], values.shape[:-2])
     keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
     return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale)[0])
 
 
-class _Energy(NamedTuple):
-    """E of a problem, made when it is asked for."""
-
-    problem: Problem
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.problem.energy.energy(z)
+def _energy(problem: Problem, z: Tensor) -> Tensor:
+    return problem.energy.energy(z)
