@@ -306,7 +306,6 @@ def _by_adjoint(
     query, keys, beta, anchor, pairs = problem
     method = conjugate_gradients(state.dtype)
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
-
     run = partial(adjoints, keys, beta, anchor, pairs, False, state, mean, cotangent, rule)
     found = _trusted("hopfield_adjoint", how.impl, keys, pairs, run)
     if found is None or found.failed:
@@ -316,9 +315,9 @@ def _by_adjoint(
     by_anchor = None
     if isinstance(anchor, Tensor):
         by_anchor = sum_to_shape((found.value * (query - mean)).sum((-1, -2)), anchor.shape)
-    answer = Adjoined(
-        found.value, found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature
-    )
+    # Status, residual, tolerance, steps and negative curvature, all of which are asked for.
+    evidence: Any = found[3:8]
+    answer = Adjoined(found.value, *evidence)
 
     def mapped() -> Tensor:
         return problem.detached().energy.fixed_point_map(state)

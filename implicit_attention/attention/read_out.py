@@ -11,6 +11,8 @@ from torch import Tensor
 from .. import _validate
 from ..errors import UnsupportedImplementation
 from ..potentials import Potential, ReadsOut
+from ..potentials._read import surely_finite
+from ..potentials.scored_keys import ScoredKeys
 
 #: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are given only where there are any.
 PotentialFactory: TypeAlias = Callable[..., Potential]
@@ -30,6 +32,8 @@ def made_by(
 
 def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) -> Tensor:
     """softmax(beta z K^T) V. A state that is not finite reads NaN and adds nothing to other gradients."""
+    if isinstance(potential, ScoredKeys) and surely_finite(z):
+        return potential.readout(z, values, dropout_p=dropout_p)
     lost = ~torch.isfinite(z).all(-1, keepdim=True)
     output = reads_out(potential).readout(z.masked_fill(lost, 0.0), values, dropout_p=dropout_p)
     return output.masked_fill(lost, torch.nan)
