@@ -322,8 +322,7 @@ def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
 def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> Solution | Record:
     """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
     if not (call.return_solution or call.trace):
-        solution = _unsolved(call.query)
-        return solution.record if in_graph else solution
+        return _unmeasured(call.query) if in_graph else _unsolved(call.query)
     # Without tolerances the status is EXPLICIT even where the query solves its problem.
     solver = Picard(rtol=0, atol=0, max_steps=0)
     with torch.no_grad():
@@ -334,11 +333,14 @@ def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> So
 
 def _unsolved(query: Tensor) -> Solution:
     """The query as a solution of which nothing was measured."""
-    query = query.detach()
-    unknown = query.new_full(query.shape[:-1], torch.nan)
+    return Solution(_unmeasured(query), value=query.detach())
+
+
+def _unmeasured(query: Tensor) -> Record:
+    unknown = query.detach().new_full(query.shape[:-1], torch.nan)
     none = torch.zeros_like(unknown, dtype=torch.int32)
     status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
-    return Solution(Record(status, unknown, unknown, none, none), value=query)
+    return Record(status, unknown, unknown, none, none)
 
 
 def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:

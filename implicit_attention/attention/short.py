@@ -32,7 +32,7 @@ from ..ops.fold import Fold
 from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
 from ..solvers import Anderson, Picard, Solver
-from .read_out import read_out
+from .read_out import lies_aligned, read_out
 
 
 def untouched() -> bool:
@@ -76,7 +76,7 @@ def _overridden(**options: Any) -> Plan | None:
 
 def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options: SolveKeywords) -> Tensor | None:
     """`equilibrium_attention` without a mask; None where it is left to the general path."""
-    if not untouched() or type(query) not in KINDS or query.ndim < 2:
+    if not untouched() or type(query) not in KINDS or query.is_nested or query.ndim < 2:
         return None
     try:
         plan = _overridden(**options)
@@ -102,8 +102,9 @@ def explicit(problem: Problem, values: Any) -> Tensor | None:
     query, keys, beta, anchor, pairs = problem
     if pairs is not None or not problem.is_plain(values):
         return None
+    query = query.contiguous()
     # What a query that is not finite reads is NaN, which kernels do not always find.
-    if not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
+    if not lies_aligned(query) or not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
         return None
     output = _read(query, keys, values, beta)
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output

@@ -169,7 +169,8 @@ def test_every_layout(layout, explicit):
         output = ia.equilibrium_attention(query, key, value, max_steps=0 if explicit else None)
         return output, torch.autograd.grad(output, (query, key, value), cotangent)
 
-    agree(run)
+    # A copy of such a query has other bits than the query itself: the general path knows which it reads.
+    agree(run, takes=not (explicit and layout == "at an offset"))
 
 
 @native
