@@ -21,10 +21,10 @@ SETS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": ""}, "arm64": {"neon": 
 
 
 class Libraries(build_ext):
-    """Shared libraries behind a C interface: no modules of Python, and no suffix of its versions."""
+    """Shared libraries behind a C interface: no modules of Python, whose suffixes they must not have."""
 
     def get_ext_filename(self, fullname):
-        return str(Path(*fullname.split(".")).with_suffix(".so"))
+        return str(Path(*fullname.split(".")).with_suffix(".library"))
 
     def get_export_symbols(self, ext):
         return []

@@ -13,6 +13,7 @@ from rich.console import Console
 from . import attention as attention_suite
 from . import energy_transformer as energy_transformer_suite
 from . import headline
+from . import native as native_suite
 from . import potentials as potentials_suite
 from . import report as reports
 from . import solve as solve_suite
@@ -29,6 +30,7 @@ from .targets import Row
 #: newest run of each metric is reported on its own.
 SUITES: dict[str, ModuleType] = {
     "solve": solve_suite,
+    "native": native_suite,
     "attention": attention_suite,
     "train": train_suite,
     "spins": spins_suite,
@@ -57,6 +59,12 @@ Keep = Annotated[
 def solve(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
     """C1, C2, C3, C5 and C7: forward solve and training step of equilibrium attention on a CPU, and the import."""
     measure("solve", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
+def native(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """SHORT, THREADS, CONTENDED, NEIGHBOUR, SETS: short calls, threads, neighbours and instruction sets on a CPU."""
+    measure("native", quick=quick, only=only, repeats=repeats, out=out)
 
 
 @app.command()

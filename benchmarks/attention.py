@@ -25,6 +25,7 @@ METRICS = ("LENGTH", "STEPS", "C4", *kernels.METRICS)
 
 SOLVERS = {
     "ours": "ours_forward",
+    "ours, tiled": "ours_tiled_forward",
     "Picard": "picard",
     "torchdeq fpi": "torchdeq_fixed_point_iter",
     "torchdeq anderson": "torchdeq_anderson",
@@ -36,8 +37,8 @@ MEMORY_RUNS = 3
 
 NOTES = (
     "LENGTH: all solve the same problem for every query; torchdeq with stop_mode='rel', a row per query, at most 100 "
-    "evaluations; Picard, written with SDPA, makes as many as its slowest query needs. Ratios are to the fastest of "
-    "torch's SDPA kernels that run here.",
+    "evaluations; Picard, written with SDPA, makes as many as its slowest query needs. `tiled`: impl='tiled', which "
+    "takes 64 keys or more. Ratios are to the fastest of torch's SDPA kernels that run here.",
     "STEPS: time of fixed numbers of evaluations, tolerances 0; `per evaluation` is what one more costs, in SDPA "
     "forwards. A query at rest to the last bit stops: the evaluations are counted.",
     "C4: resident set of a fresh process per contender at its highest during one training step, above what it held "
@@ -68,7 +69,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     """The rows of a run, on the GPU if there is one."""
     device = default_device() if device is None else device
     if device == "cpu":
-        lengths = (64, 128) if quick else (128, 256, 512, 1024, 2048, 4096)
+        lengths = (64, 128) if quick else (16, 64, 128, 256, 512, 1024, 2048, 4096)
         dtypes: tuple[tuple[str, float], ...] = (("float32", 1e-4),)
         longest, steps = Shape(2, 8, 128 if quick else 4096), Shape(2, 8, 128 if quick else 512)
     else:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import implicit_attention as ia
+from implicit_attention._types import Impl
 
 from .problems import ATOL, Data
 
@@ -30,10 +31,14 @@ BACKENDS = {
 
 
 class Run(NamedTuple):
-    """What a contender returns: the state, and per query (or for all at once) the evaluations of f spent on it."""
+    """What a contender returns: the state, and per query (or for all at once) the evaluations of f spent on it.
+
+    The library says as well how each query ended.
+    """
 
     state: Tensor
     evaluations: Tensor
+    status: Tensor | None = None
     gradients: tuple[Tensor, Tensor] | None = None
 
 
@@ -90,16 +95,16 @@ def picard_counts(data: Data) -> PicardCounts:
     )
 
 
-def _training(data: Data, forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[], Run]:
+def _training(data: Data, forward: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[], Run]:
     """Forward, the fixed loss, and its gradient for queries and keys."""
     queries, keys = (t.clone().requires_grad_() for t in (data.queries, data.keys))
 
     def run() -> Run:
         queries.grad = keys.grad = None
-        state, evaluations = forward(queries, keys)
-        (state * data.cotangent).sum().backward()
+        found = Run(*forward(queries, keys))
+        (found.state * data.cotangent).sum().backward()
         gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in (queries, keys))
-        return Run(state, evaluations, gradients)  # type: ignore[arg-type]
+        return found._replace(gradients=gradients)
 
     return run
 
@@ -134,11 +139,11 @@ def _sdpa_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
     return _training(data, lambda queries, keys: (sdpa(data, queries, keys), ONE))
 
 
-def _solve(data: Data, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _solve(data: Data, queries: Tensor, keys: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor, Tensor]:
     energy = ia.AnchoredEnergy(ia.LogSumExp(keys, data.setting.beta), queries, data.setting.anchor)
     solver = ia.Anderson(rtol=data.setting.rtol, atol=ATOL)
-    solution = ia.solve(energy, queries, solver=solver, on_failure="ignore")
-    return solution.value, solution.num_evals
+    solution = ia.solve(energy, queries, solver=solver, impl=impl, on_failure="ignore")
+    return solution.value, solution.num_evals, solution.status
 
 
 def limited(data: Data, evaluations: int, *, training: bool) -> Callable[[], Run]:
@@ -158,16 +163,19 @@ def limited(data: Data, evaluations: int, *, training: bool) -> Callable[[], Run
     return _training(data, forward) if training else run
 
 
-def _ours_forward(data: Data, counts: PicardCounts) -> Callable[[], Run]:
-    def run() -> Run:
-        with torch.no_grad():
-            return Run(*_solve(data, data.queries, data.keys))
+def _ours_forward(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
+    def make(data: Data, counts: PicardCounts) -> Callable[[], Run]:
+        def run() -> Run:
+            with torch.no_grad():
+                return Run(*_solve(data, data.queries, data.keys, impl))
 
-    return run
+        return run
+
+    return make
 
 
-def _ours_training(data: Data, counts: PicardCounts) -> Callable[[], Run]:
-    return _training(data, lambda queries, keys: _solve(data, queries, keys))
+def _ours_training(impl: Impl) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
+    return lambda data, counts: _training(data, lambda queries, keys: _solve(data, queries, keys, impl))
 
 
 def _torchdeq(name: str, *, per_query: bool) -> Callable[[Data, PicardCounts], Callable[[], Run]]:
@@ -261,7 +269,8 @@ CONTENDERS = {
         f"sdpa_{label}": Contender(f"one SDPA, forward, {label} kernel", _sdpa_by(backend), solves=False)
         for label, backend in BACKENDS.items()
     },
-    "ours_forward": Contender("solve(), forward", _ours_forward, tests=OURS),
+    "ours_forward": Contender("solve(), forward", _ours_forward("auto"), tests=OURS),
+    "ours_tiled_forward": Contender("solve() with impl='tiled', forward", _ours_forward("tiled"), tests=OURS),
     "picard": Contender(
         "Picard, forward, until the slowest query has converged",
         lambda data, counts: picard(data, counts.most),
@@ -279,7 +288,10 @@ CONTENDERS = {
         "torchdeq fixed_point_iter, forward, a row per batch entry", _torchdeq("fixed_point_iter", per_query=False)
     ),
     "sdpa_training": Contender("one SDPA, training step", _sdpa_training, solves=False),
-    "ours_training": Contender("solve() and Implicit(), training step", _ours_training, tests=OURS),
+    "ours_training": Contender("solve() and Implicit(), training step", _ours_training("auto"), tests=OURS),
+    "ours_tiled_training": Contender(
+        "solve() with impl='tiled' and Implicit(), training step", _ours_training("tiled"), tests=OURS
+    ),
     "unrolled": Contender(
         "unrolled autograd, training step, all queries converged",
         lambda data, counts: unrolled(data, min(counts.most, UNROLLED_CAP)),

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from implicit_attention import Status
+
 from . import guard
 from .baselines import CONTENDERS, Contender, PicardCounts, Run
 from .measure import Timing, interleaved, once
 from .problems import Data, evidence, gradient_error
 
-#: The library is timed only where so large a part of the queries is solved, and with so small a gradient error.
+#: A rival answers where so large a part of the queries is solved; the library, on a CPU, where all are.
 CONVERGED = 0.999
+#: The library is timed only with so small a gradient error.
 GRADIENT_ERROR = {"float32": 1e-2, "float16": 2e-2, "bfloat16": 5e-2}
 
 
@@ -22,28 +27,42 @@ class Compared(NamedTuple):
     times: dict[str, Timing]
 
 
+class Prepared(NamedTuple):
+    """What may be timed, the evidence for it and for what may not, and the seconds of the first calls."""
+
+    functions: dict[str, Callable[[], Run]]
+    evidence: dict[str, dict[str, Any]]
+    first: dict[str, float]
+
+
 def compared(names: Iterable[str], data: Data, counts: PicardCounts, *, repeats: int, max_seconds: float) -> Compared:
     """Run these `CONTENDERS` on one problem; one that is red or breaks off has an `error` and no time.
 
     Rivals answer as well as they can; a wrong answer of the library is an error as well.
     """
-    device = data.setting.device
-    functions: dict[str, Callable[[], Run]] = {}
-    found: dict[str, dict[str, Any]] = {}
-    first: dict[str, float] = {}
+    functions, found, first = prepared(names, data, counts)
+    times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds, device=data.setting.device)
+    return Compared(found, times)
+
+
+def prepared(names: Iterable[str], data: Data, counts: PicardCounts, *, guarded: bool = True) -> Prepared:
+    """The `CONTENDERS` with these names, each made and tried once: `compared` without its times.
+
+    Their tests need not run again where the process that started this one has run them (`guarded`).
+    """
+    made = Prepared({}, {}, {})
     for name in names:
         contender = CONTENDERS[name]
-        if (reason := guard.red(contender.tests)) is not None:
-            found[name] = {"label": contender.label, "error": reason}
+        if guarded and (reason := guard.red(contender.tests)) is not None:
+            made.evidence[name] = {"label": contender.label, "error": reason}
             continue
         function = contender.make(data, counts)
-        result, found[name], first[name] = attempt(contender, function, device)
+        result, made.evidence[name], made.first[name] = attempt(contender, function, data.setting.device)
         if result is not None and contender.solves:
-            found[name] |= checked(name, data, result)
-        if "error" not in found[name]:
-            functions[name] = function
-    times = interleaved(functions, first, repeats=repeats, max_seconds=max_seconds, device=device)
-    return Compared(found, times)
+            made.evidence[name] |= checked(name, data, result)
+        if "error" not in made.evidence[name]:
+            made.functions[name] = function
+    return made
 
 
 def attempt(
@@ -64,15 +83,27 @@ def attempt(
 
 
 def checked(name: str, data: Data, result: Run) -> dict[str, Any]:
-    """The evidence for an answer; a wrong one of the library gets an `error`."""
+    """The evidence for an answer; a wrong one of the library gets an `error`.
+
+    On a CPU every query of it must be solved, by float64 and as the library says itself.
+    """
     found = evidence(data, result.state)
+    least = 1.0 if data.setting.device == "cpu" else CONVERGED
+    wrong = found["converged"] < least
+    if result.status is not None:
+        found["status"] = statuses(result.status)
+        wrong |= least == 1.0 and set(found["status"]) != {Status.CONVERGED.name}
     if result.gradients is not None:
         found["gradient_error"] = gradient_error(data, result.state, *result.gradients)
-    most = GRADIENT_ERROR[data.setting.dtype]
-    wrong = found["converged"] < CONVERGED or not found.get("gradient_error", 0.0) <= most
+        wrong |= not found["gradient_error"] <= GRADIENT_ERROR[data.setting.dtype]
     if wrong and name.startswith("ours"):
-        found["error"] = "not timed, the answer is wrong: see residuals and gradient error"
+        found["error"] = "not timed, the answer is wrong: see status, residuals and gradient error"
     return found
+
+
+def statuses(status: Tensor) -> dict[str, int]:
+    """How many queries ended how."""
+    return {Status(int(code)).name: int((status == code).sum()) for code in status.unique()}
 
 
 def ratios(wanted: dict[str, tuple[str, str]], times: dict[str, Timing]) -> dict[str, float | None]:

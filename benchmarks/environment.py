@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from implicit_attention.ops import native_status
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("implicit_attention", "torch", "torchdeq", "scipy", "numpy", "einops")
 #: Recorded where they are installed.
@@ -28,6 +30,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "native": str(native_status()),
         "load_average_at_start": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
         "python": platform.python_version(),

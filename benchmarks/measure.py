@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import statistics
@@ -67,6 +68,27 @@ def interleaved(
     return {name: summary(seconds) for name, seconds in turns.items()}
 
 
+def interleaved_clocks(
+    functions: Mapping[str, Callable[[], Any]], *, rounds: int, max_seconds: float = 4.0, turn_seconds: float = 0.01
+) -> tuple[dict[str, Timing], dict[str, Timing]]:
+    """Process time and wall time per call, for calls so short that reading a clock between them would count.
+
+    A turn of a function is a number of calls that is fixed beforehand, in all at least one and about `turn_seconds`.
+    Process time, of all threads together, leaves out what other processes take of the core. Of so many turns `low` and
+    `high` are the quartiles: single ones are interrupted.
+    """
+    calls, turns = {}, {}
+    for name, function in functions.items():
+        calls[name] = math.ceil(turn_seconds / _turn_cpu(function, turn_seconds))
+        turns[name] = [_turn_clocks(function, calls[name])]
+    for _ in range(rounds - 1):
+        for name, function in functions.items():
+            if sum(wall for _, wall in turns[name]) * calls[name] < max_seconds:
+                turns[name].append(_turn_clocks(function, calls[name]))
+    process, wall = ({name: quartiles([turn[i] for turn in turns[name]]) for name in functions} for i in (0, 1))
+    return process, wall
+
+
 def once(function: Callable[[], Any], device: str = "cpu") -> tuple[Any, float]:
     """The result of one call and its seconds, to the end of what it started."""
     begin = time.perf_counter()
@@ -84,6 +106,13 @@ def _turn_cpu(function: Callable[[], Any], at_least: float) -> float:
         calls += 1
         now = time.perf_counter()
     return (now - begin) / calls
+
+
+def _turn_clocks(function: Callable[[], Any], calls: int) -> tuple[float, float]:
+    wall, process = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        function()
+    return (time.process_time() - process) / calls, (time.perf_counter() - wall) / calls
 
 
 def _turn_cuda(function: Callable[[], Any], at_least: float) -> float:
@@ -108,6 +137,26 @@ TURNS: dict[str, Callable[[Callable[[], Any], float], float]] = {"cpu": _turn_cp
 
 def summary(seconds: list[float]) -> Timing:
     return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def quartiles(seconds: list[float]) -> Timing:
+    """Median, with the quartiles as smallest and largest."""
+    if len(seconds) == 1:
+        return summary(seconds)
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Timing(median, low, high, len(seconds))
+
+
+def apart(module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What `python -m MODULE ARGUMENTS` prints as JSON, with these environment variables; or the error of its end."""
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {**os.environ, **(variables or {})}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        return {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'killed'}"[:300]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def import_times(modules: tuple[str, ...], *, repeats: int) -> dict[str, Timing]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 
 from . import baselines
 from .baselines import CONTENDERS, PicardCounts, Run
-from .measure import ROOT, once
-from .problems import Data, Setting, Shape, draw, evidence
+from .measure import apart, once
+from .problems import Data, Setting, Shape, draw, evidence, setting_of
 
 #: A step of the same kind on this much loads what is loaded once: threads, kernels, autograd.
 WARM_UP = Shape(batch=1, heads=1, length=64)
@@ -39,23 +38,12 @@ NOT_COUNTED = PicardCounts(0.0, 0, 0, 0.0)
 
 def peak_of(setting: Setting, name: str) -> dict[str, Any]:
     """Peak bytes of the step above the inputs, measured in a process of its own; or the error that it ended with."""
-    return peak_apart("benchmarks.memory", json.dumps(dataclasses.asdict(setting)), name)
-
-
-def peak_apart(module: str, setting: str, name: str) -> dict[str, Any]:
-    """What `python -m MODULE SETTING STEP` prints as JSON, or the error that it ended with."""
-    done = subprocess.run([sys.executable, "-m", module, setting, name], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return {"error": f"exit status {done.returncode}: {lines[-1] if lines else 'killed'}"[:300]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return apart("benchmarks.memory", json.dumps(dataclasses.asdict(setting)), name)
 
 
 def main(argument: str, name: str) -> None:
     """Warm up, take the step once, and print what it needed."""
-    given = json.loads(argument)
-    setting = Setting(**{**given, "shape": Shape(**given["shape"])})
+    setting = setting_of(argument)
     step_of(name, draw(dataclasses.replace(setting, shape=WARM_UP)))()
     data = draw(setting)
     run = step_of(name, data)

@@ -29,7 +29,7 @@ from implicit_attention.potentials import (
 )
 
 from . import guard, memory
-from .measure import interleaved, once
+from .measure import apart, interleaved, once
 from .potentials_trained import BESIDE, TRAINED, Factory, cells, learned, positive
 from .report import HERE, RESULTS, Table, between, markdown_table, newest_by_metric, number, spread
 from .targets import POTENTIALS as TARGETS
@@ -240,7 +240,7 @@ def kernel(setting: Setting, *, repeats: int, max_seconds: float) -> Row:
     """The mean by features over that of `LogSumExp`, in time and memory."""
     steps = {name: step_of(name, setting) for name in ("features", "log-sum-exp", "written out")}
     seconds, ms = _timed(steps, repeats, max_seconds)
-    peaks = {name: memory.peak_apart("benchmarks.potentials", _argument(setting), name) for name in steps}
+    peaks = {name: apart("benchmarks.potentials", _argument(setting), name) for name in steps}
     ratios: dict[str, float | None] = {}
     for other, label in (("log-sum-exp", "fused"), ("written out", "written out")):
         ratios[f"evaluation / {label}"] = ms["features"] / ms[other]

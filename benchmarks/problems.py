@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,12 +22,13 @@ CENTRES, NOISE = 16, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """B samples, H heads, N queries and as many keys, head dimension D."""
+    """B samples, H heads, N queries, head dimension D, and M keys, by default as many as queries."""
 
     batch: int = 2
     heads: int = 8
     length: int = 512
     dim: int = 64
+    num_keys: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Setting:
     @property
     def beta(self) -> float:
         return self.sharpness / self.shape.dim**0.5
+
+
+def setting_of(argument: str) -> Setting:
+    """A setting from its fields as JSON."""
+    given = json.loads(argument)
+    return Setting(**{**given, "shape": Shape(**given["shape"])})
 
 
 FULL = tuple(
@@ -77,11 +85,12 @@ def draw(setting: Setting) -> Data:
     generator = torch.Generator().manual_seed(setting.seed)
     s = setting.shape
     size = (s.batch, s.heads, s.length, s.dim)
-    queries, keys, cotangent = (torch.randn(size, generator=generator) for _ in range(3))
+    size_of_keys = (s.batch, s.heads, s.length if s.num_keys is None else s.num_keys, s.dim)
+    queries, keys, cotangent = (torch.randn(shape, generator=generator) for shape in (size, size_of_keys, size))
     if setting.keys == "clustered":
         centres = torch.randn(s.batch, s.heads, CENTRES, s.dim, generator=generator)
-        member = torch.randint(CENTRES, size[:3], generator=generator)
-        keys = centres.gather(2, member[..., None].expand(size)) + NOISE * keys
+        member = torch.randint(CENTRES, size_of_keys[:3], generator=generator)
+        keys = centres.gather(2, member[..., None].expand(size_of_keys)) + NOISE * keys
     where = {"device": setting.device, "dtype": getattr(torch, setting.dtype)}
     return Data(setting, *(t.to(**where) for t in (queries, keys, cotangent)))
 
@@ -112,9 +121,21 @@ def gradient_error(data: Data, z: Tensor, by_queries: Tensor, by_keys: Tensor) -
 
     One head is checked: heads do not mix, and 64 x 64 systems for each of its queries are enough of them.
     """
-    setting = data.setting
-    head = (-1, -1)
-    z, keys, g = z[head].detach().double(), data.keys[head].double().requires_grad_(), data.cotangent[head].double()
+    anchor, head = data.setting.anchor, (-1, -1)
+    z, keys, g = (t[head].detach().double() for t in (z, data.keys, data.cotangent))
+    u, exact_keys = exact_adjoint(data.setting, z, keys, g)
+    # Without an anchor the gradient for the queries is exactly 0; it is then measured against the other one.
+    scale = anchor * u.norm() if anchor else exact_keys.norm()
+    errors = (
+        (by_queries[head].double() - anchor * u).norm() / scale,
+        (by_keys[head].double() - exact_keys).norm() / exact_keys.norm(),
+    )
+    return float(torch.stack(errors).max())
+
+
+def exact_adjoint(setting: Setting, z: Tensor, keys: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """u with (I - df/dz) u = g for every query of one head, by dense solves, and (df/dkeys)^T u."""
+    keys = keys.clone().requires_grad_()
     with torch.no_grad():
         p = (setting.beta * z @ keys.T).softmax(-1)
         mean = p @ keys
@@ -122,11 +143,5 @@ def gradient_error(data: Data, z: Tensor, by_queries: Tensor, by_keys: Tensor) -
         jacobian = (1 - setting.anchor) * setting.beta * (second - mean[:, :, None] * mean[:, None, :])
         u = torch.linalg.solve(torch.eye(len(g[0]), dtype=g.dtype) - jacobian, g)
     f = (1 - setting.anchor) * (setting.beta * z @ keys.T).softmax(-1) @ keys
-    (exact_keys,) = torch.autograd.grad((f * u).sum(), keys)
-    # Without an anchor the gradient for the queries is exactly 0; it is then measured against the other one.
-    scale = setting.anchor * u.norm() if setting.anchor else exact_keys.norm()
-    errors = (
-        (by_queries[head].double() - setting.anchor * u).norm() / scale,
-        (by_keys[head].double() - exact_keys).norm() / exact_keys.norm(),
-    )
-    return float(torch.stack(errors).max())
+    (by_keys,) = torch.autograd.grad((f * u).sum(), keys)
+    return u, by_keys

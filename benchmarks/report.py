@@ -244,6 +244,8 @@ def machine(run: Document) -> str:
     if (gpu := where.get("gpu")) is not None:
         card = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; "
     host = f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['capability']}"
+    if (native := where.get("native")) is not None:
+        host += f"; {native}"
     return f"{card}{host}; {versions}"
 
 

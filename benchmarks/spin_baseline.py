@@ -29,7 +29,7 @@ class Convex(NamedTuple):
         return cls(beta * couplings, beta * field / field.shape[-1] ** 0.5)
 
     def start(self) -> Tensor:
-        """Inside by Gershgorin's discs, and exact without couplings: where the library starts, too."""
+        """Inside by Gershgorin's discs, and exact without couplings: where the library starts if its guess is far."""
         own = self.couplings.diagonal(dim1=-2, dim2=-1)
         others = self.couplings.abs().sum(-1) - own.abs()
         return others + own + (1 + (1 + 4 * self.field.square().sum(-1)).sqrt()) / 2
@@ -62,12 +62,13 @@ class Found(NamedTuple):
 
 
 @torch.no_grad()
-def newton(problem: Convex, tolerance: Tensor | float) -> Found:
+def newton(problem: Convex, tolerance: Tensor | float, start: Tensor | None = None) -> Found:
     """Damped Newton steps by inverses of A and of the Hessian, all samples until the slowest is done.
 
     A step is halved where A is not positive definite (by Cholesky, which also gives log det A) or phi does not fall.
+    They begin at `start`, (B, N), where A must be positive definite, or at `problem.start()`.
     """
-    multipliers, trials = problem.start(), 1
+    multipliers, trials = problem.start() if start is None else start, 1
     inverse, mean, excess = problem.moments(multipliers)
     value = problem.value(multipliers, mean, _logdet(problem.matrix(multipliers))[0])
     for index in range(MAX_STEPS):

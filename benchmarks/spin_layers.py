@@ -31,7 +31,7 @@ from implicit_attention.spins import (
 
 from . import guard, memory
 from .environment import default_device
-from .measure import Timing, interleaved, once
+from .measure import Timing, apart, interleaved, once
 from .report import Table, number, spread
 from .targets import SPIN_LAYERS as TARGETS
 from .targets import Row
@@ -239,7 +239,7 @@ def remembered(setting: Setting) -> Row:
 
 def peak_of(setting: Setting, name: str) -> dict[str, Any]:
     """Peak bytes of the step above the inputs, measured in a process of its own; or the error that it ended with."""
-    return memory.peak_apart("benchmarks.spin_layers", json.dumps(dataclasses.asdict(setting)), name)
+    return apart("benchmarks.spin_layers", json.dumps(dataclasses.asdict(setting)), name)
 
 
 def step_of(name: str, setting: Setting) -> Callable[[], Any]:

@@ -10,6 +10,8 @@ from .targets import Row
 
 #: Statuses that are answers; the others are failures and named.
 ANSWERS = ("CONVERGED", "EXPLICIT", "BUDGET")
+#: Ratios of C6 in the order of the table.
+COMPARED = ("C6", "C6 same start", "C6 constant", "C6 forward", "C6 matrices")
 
 
 def tables(run: dict[str, Any]) -> list[Table]:
@@ -30,8 +32,10 @@ def _timed(rows: list[Row]) -> Table:
         "error of lengths",
         "error of the gradient",
         "C6",
+        "same start",
         "constant",
         "forward",
+        "matrices",
         "ms ours/rival",
         "spread",
     ]
@@ -46,7 +50,7 @@ def _timed(rows: list[Row]) -> Table:
                 f"{max(ours['evaluations'])}/{rival['trials']}",
                 f"{ours['residual_max']:.0e}",
                 f"{ours['gradient_error']:.0e}",
-                *(_number(row["ratios"].get(name)) for name in ("C6", "C6 constant", "C6 forward")),
+                *(_number(row["ratios"].get(name)) for name in COMPARED),
                 "/".join("-" if t is None else f"{1000 * t:.0f}" for t in times),
                 spread(row["seconds"]),
             ]

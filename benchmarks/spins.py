@@ -31,13 +31,14 @@ REFUSED: dict[str, dict[str, None]] = {
 
 NOTES = (
     "C6: one step is `free_energy(system, SaddlePoint())` and the gradient of its sum by field, couplings and beta. "
-    "The rival minimises the same convex function from the same start to the same tolerance, with torch.linalg.inv of "
-    "A and of the Hessian at every step, all samples until the slowest is done, steps halved by a Cholesky test and "
-    "where phi does not fall, and its gradient by one Newton step through autograd of the same inverses. `constant`: "
-    "at constant multipliers instead, right for first derivatives only. `forward`: F without a gradient.",
-    "What bounds C6: by torch's profiler at beta 1, float64, 53 % of our time are LAPACK and BLAS (15 batches of "
-    "Cholesky factors, 16 of inverses from them, 16 of products, 128 x 128); the rest are passes over such matrices, "
-    "each a few per cent.",
+    "The rival minimises the same convex function to the same tolerance, with torch.linalg.inv of A and of the Hessian "
+    "at every step, all samples until the slowest is done, steps halved by a Cholesky test and where phi does not "
+    "fall, and its gradient by one Newton step through autograd of the same inverses. It starts from Gershgorin's "
+    "discs; `same start`: from the library's guess. `constant`: at constant multipliers instead, right for first "
+    "derivatives only. `forward`: F without a gradient.",
+    "`matrices`: the part of our time that LAPACK and BLAS take for the Cholesky factors, inverses and products of our "
+    "steps when nothing else is done, in the same run: 2 n + 1 factors, n + 1 inverses and 2 n + 2 products for n "
+    "evaluations. It bounds what fewer passes over matrices could bring.",
     "float32 is solved to what the dtype resolves, as the library reports it, by both.",
     "Scaling: seconds for F, U, S, C and m of one sample in float64 (m, delayed correlations and entropy production of "
     "the two closures of dynamics); the exponent is fitted over sizes from 128 that take at least 0.02 s. A size that "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import host_may_look_at_constant, is_fake
 from .._fused_rule import FusedRule
 from .._types import Impl
 from ..errors import UnsupportedImplementation
@@ -170,6 +171,12 @@ def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _
     """What `run`, the native library, answers if `impl` wants it and it is trusted, else None."""
     field, keys, _, _, mask, is_causal = problem
     if impl != "native" and not (impl == "auto" and field.device.type == "cpu" and field.dtype in NATIVE_DTYPES):
+        return None
+    if not host_may_look_at_constant(*(t for t in problem if isinstance(t, Tensor))):
+        # A mode of torch records what happens to tensors, and does not see what happens to their memory.
+        if impl == "native" and not is_fake(field):
+            reason = "a mode is active that sees operations of torch alone, or the tensors are wrapped"
+            raise UnsupportedImplementation(f"`impl='native'`: {reason}; use impl='auto'")
         return None
     use = native_use(operation, keys, mask, is_causal)
     if use is None or (impl == "auto" and native_unsupported(problem) is not None):

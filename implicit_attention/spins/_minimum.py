@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._newton import Multipliers, forward_mode
+from ._inverse import forward_mode
+from ._newton import Multipliers
 
 
 class Minimum:
@@ -88,9 +89,11 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
-        _, x, m = _Response.apply(*ctx.saved_tensors, ctx.tie)  # type: ignore[no-untyped-call]
+        x, m = ctx.saved_tensors[3:5]
+        if torch.is_grad_enabled():
+            _, x, m = _Response.apply(*ctx.saved_tensors, ctx.tie)  # type: ignore[no-untyped-call]
         by_value = by_value[..., None, None]
-        return None, by_value * (x + m @ m.mT) / 2, by_value * m, *(None,) * 6
+        return None, by_value / 2 * (m @ m.mT).add_(x), by_value * m, *(None,) * 6
 
 
 class _Response(torch.autograd.Function):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .._autograd import looks_every, uncompiled
+from .._autograd import exact_precision, looks_every, uncompiled
 from ..solution import Record, SolveReport
 from ..status import Status
+from ._inverse import inverse_and_logdet
 
 #: A step must lower phi by at least this part of what its slope predicts (Armijo's rule).
 ARMIJO = 0.1
@@ -29,60 +29,9 @@ CLOSE = 0.01
 COLDER, NEAR = 4.0, 2.0
 # Finished samples leave the working set when fewer than this part of it are running.
 COMPACT_BELOW = 2 / 3
+#: Passes by which `guess` finds what field the spins give each other.
+PASSES = 5
 _RUNNING = -1
-
-
-class _Inverse(torch.autograd.Function):
-    """A -> (A^{-1}, log det A, whether A is positive definite) by one Cholesky factorization.
-
-    The derivatives are products with A^{-1}, and so can be taken any number of times, in reverse mode.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _inverse(a)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(output[0])
-
-    @staticmethod
-    def backward(ctx: Any, by_inverse: Tensor, by_logdet: Tensor, _: Any) -> Tensor:
-        x: Tensor = ctx.saved_tensors[0]
-        return by_logdet[..., None, None] * x - x @ by_inverse @ x
-
-
-def _inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    factor, info = torch.linalg.cholesky_ex(a)
-    positive = info == 0
-    # cholesky_inverse raises for the whole batch if one factor is unfinished and has a zero on its diagonal.
-    factor = torch.where(positive[..., None, None], factor, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
-    # Torch's forward-mode derivative of cholesky_inverse is wrong.
-    inverse = torch.linalg.inv_ex(a).inverse if forward_mode() else torch.cholesky_inverse(factor)
-    logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return inverse, logdet.masked_fill(~positive, torch.nan), positive
-
-
-def inverse_and_logdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(A^{-1}, log det A, whether A > 0) of symmetric A, (*batch, n, n).
-
-    Where A is not positive log det A is NaN, and A^{-1} means nothing.
-
-    Gradients: of the first two, to any order.
-    """
-    # An autograd.Function does not see tangents of an outer forward mode.
-    if forward_mode() or not a.requires_grad:
-        return _inverse(a)
-    inverse, logdet, positive = _Inverse.apply(a)  # type: ignore[no-untyped-call]
-    return inverse, logdet, positive
-
-
-def forward_mode() -> bool:
-    """Whether tangents can be asked for."""
-    return forward_ad._current_level >= 0
 
 
 class Moments(NamedTuple):
@@ -164,6 +113,8 @@ class Multipliers(NamedTuple):
 
     def rows(self, of_groups: Tensor, elsewhere: float = 0.0) -> Tensor:
         """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
+        if self._alone:
+            return of_groups
         each = of_groups[..., None].expand(*of_groups.shape, self.tie)
         each = each.reshape(*of_groups.shape[:-1], of_groups.shape[-1] * self.tie)
         return each if self.live is None else torch.where(self.live, each, elsewhere)
@@ -173,6 +124,15 @@ class Multipliers(NamedTuple):
         if self.live is not None:
             rows = torch.where(self.live, rows, 0.0)
         return _sums(rows, self.tie)
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Means over groups, (*batch, G), of what belongs to rows."""
+        return rows if self._alone else self.pool(rows) / self.group_size
+
+    @property
+    def _alone(self) -> bool:
+        """Whether every row is a group."""
+        return self.tie == 1 and self.live is None
 
     def coldness(self) -> Tensor:
         """The part of the inverse temperature, (*batch), at which couplings are no more than spins can take."""
@@ -185,9 +145,42 @@ class Multipliers(NamedTuple):
         own = self.couplings.diagonal(dim1=-2, dim2=-1)
         reach = _grouped(size - own.abs() + own, self.tie).amax(-1)
         # A group needs the multiplier of a lone site in its field, plus the radius of its Gershgorin disc.
-        square = self.pool(self.field.square().sum(-1)) / self.group_size
+        square = self.mean(self.field.square().sum(-1))
         warm = 1 / self.coldness()[..., None]
         return reach + (warm + (warm.square() + 4 * square).sqrt()) / 2
+
+    def guess(self) -> Tensor:
+        """Multipliers, (batch, G), near the solution where couplings are many, weak and random; one axis of samples.
+
+        There the others give spin i a field f_i and add r_i = sum_j J_ij^2 X_jj to what its multiplier would be alone
+        (Thouless, Anderson and Palmer). So X_ii = 1/(lambda_i - J_ii - r_i) = c_i and m_i = c_i f_i, of length 1 with
+
+            c_i = 2/(1 + (1 + 4 |f_i|^2)^(1/2)),    f_i = g_i + sum_j J_ij m_j - r_i m_i,
+
+        which is found by passes that take the last m_i from the pass before (Bolthausen). For other couplings A may not
+        be positive here.
+        """
+        with exact_precision(self.field):
+            # Two digits are more than is true of the approximation.
+            g, couplings = self.field.float(), self.couplings.float()
+            own = couplings.diagonal(dim1=-2, dim2=-1)
+            couplings = couplings - torch.diag_embed(own)
+            squares = couplings.square()
+            field, before = g, torch.zeros_like(g)
+            c = self._lone_variance(field)
+            for _ in range(PASSES):
+                m = c[..., None] * field
+                reaction = torch.linalg.vecdot(squares, c[..., None, :])
+                direct = torch.addcmul(g, reaction[..., None], before, value=-1)
+                field, before = torch.baddbmm(direct, couplings, m), m
+                c = self._lone_variance(field)
+            reaction = torch.linalg.vecdot(squares, c[..., None, :])
+            return self.mean(own + reaction + 1 / c).to(self.field.dtype)
+
+    def _lone_variance(self, field: Tensor) -> Tensor:
+        """X_ii of rows without couplings, (*batch, n), in fields whose squares are averaged over groups."""
+        square = self.mean(torch.linalg.vecdot(field, field))
+        return 2 / (1 + (1 + 4 * self.rows(square)).sqrt())
 
     def moments(self, t: Tensor) -> Moments:
         spread = self.rows(t, 1.0)
@@ -201,17 +194,27 @@ class Multipliers(NamedTuple):
     def excess(self, moments: Moments) -> Tensor:
         """Mean squared lengths of the rows of every group, less 1, (*batch, G): minus twice the gradient of phi over
         the group's size."""
-        variance, square = self._lengths(moments.covariance, moments.mean)
-        return variance + square - 1
+        squares = moments.covariance.diagonal(dim1=-2, dim2=-1) + moments.mean.square().sum(-1)
+        return self.mean(squares) - 1
 
     def level(self, t: Tensor, moments: Moments) -> Level:
         x, m, value, energy, positive = moments
-        return Level(value, energy, *self._lengths(x, m), positive, *self._errors(self.rows(t, 1.0), x, m))
+        spread = self.rows(t, 1.0)
+        row, length = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(m, dim=-1)
+        # First-order effect on phi and on lengths of errors of eps in the entries of A, |A_ij| <= max_i A_ii.
+        eps = ROUNDING * torch.finfo(x.dtype).eps
+        size = (spread - self.couplings.diagonal(dim1=-2, dim2=-1)).abs().amax(-1)
+        noise = eps * (spread.abs().sum(-1) + spread.shape[-1])
+        each = row * (row + 2 * length * torch.linalg.vector_norm(length, dim=-1, keepdim=True))
+        floor = eps * size * self.mean(each).amax(-1)
+        variance, square = self.mean(x.diagonal(dim1=-2, dim2=-1)), self.mean(length.square())
+        return Level(value, energy, variance, square, positive, noise, floor)
 
     def hessian(self, x: Tensor, m: Tensor, coldness: Tensor | None = None) -> Tensor:
         """Second derivatives of phi by t, (*batch, G, G), where spins have covariance x and mean m."""
         pulled = m if coldness is None else coldness[..., None, None] * m
-        rows = x * (x / 2 + pulled @ m.mT)
+        # In place: new memory costs more time than what is written to it.
+        rows = (pulled @ m.mT).add_(x, alpha=0.5).mul_(x)
         if self.live is not None:
             rows = torch.where(self.live[..., :, None] & self.live[..., None, :], rows, 0.0)
         pooled = _sums(_sums(rows, self.tie).mT, self.tie)
@@ -219,20 +222,6 @@ class Multipliers(NamedTuple):
             return pooled
         # A sample without sites has a constant phi; it gets the Hessian of one lone row, which is invertible.
         return pooled + torch.where(self.live.any(-1), 0.0, 0.5).to(pooled)[..., None, None]
-
-    def _lengths(self, x: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        """Means over groups of X_ii and of |m_i|^2."""
-        size = self.group_size
-        return self.pool(x.diagonal(dim1=-2, dim2=-1)) / size, self.pool(m.square().sum(-1)) / size
-
-    def _errors(self, spread: Tensor, x: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        """First-order effect on phi and on lengths of errors of eps in the entries of A, |A_ij| <= max_i A_ii."""
-        eps = ROUNDING * torch.finfo(x.dtype).eps
-        size = (spread - self.couplings.diagonal(dim1=-2, dim2=-1)).abs().amax(-1)
-        noise = eps * (spread.abs().sum(-1) + spread.shape[-1])
-        row, length = x.square().sum(-1), m.square().sum(-1)
-        each = row + 2 * (row * length * length.sum(-1, keepdim=True)).sqrt()
-        return noise, eps * size * (self.pool(each) / self.group_size).amax(-1)
 
 
 class _State(NamedTuple):
@@ -251,7 +240,7 @@ class _State(NamedTuple):
 
 @uncompiled
 def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool = False) -> tuple[Tensor, SolveReport]:
-    """The multipliers t*, (*batch, G), by damped Newton steps from `start()`, every sample on its own.
+    """The multipliers t*, (*batch, G), by damped Newton steps from `guess()` or `start()`, every sample on its own.
 
     Cold spins drive Newton's method to the edge of the domain, along which it creeps. They are cooled by steps instead:
     at the coldness s, a part of the inverse temperature, couplings, field and multipliers are s times what they will
@@ -268,7 +257,7 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     batch = problem.field.shape[:-2]
     every = looks_every(None, problem.field, problem.couplings)
     problem = problem.samples(batch)
-    state = record = _begin(problem)
+    state = record = _begin(problem, every)
     places: Tensor | None = None
     for index in range(max_steps):
         state = _judged(state, rtol)
@@ -295,15 +284,23 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
     return t.reshape(*batch, t.shape[-1]), report
 
 
-def _begin(problem: Multipliers) -> _State:
-    t = problem.start()
-    moments, coldness = problem.moments(t), problem.coldness()
+def _begin(problem: Multipliers, every: int) -> _State:
+    """At the guess where lengths are near to 1 there, else at the start, which is the second evaluation then."""
+    t = problem.guess()
+    coldness = torch.ones_like(t[..., 0])
+    moments = problem.moments(t)
     here = problem.level(t, moments)
+    near = here.positive & _near(here, coldness)
+    if not (every and bool(near.all())):
+        t = torch.where(near[..., None], t, problem.start())
+        coldness = torch.where(near, coldness, problem.coldness())
+        moments = problem.moments(t)
+        here = problem.level(t, moments)
     fit = here.positive & here.value.isfinite()
     status = torch.where(fit, _RUNNING, int(Status.NONFINITE)).to(torch.int8)
     none = torch.zeros_like(status, dtype=torch.int32)
     step = _direction(problem, moments, here, coldness)
-    return _State(t, here, coldness, step, torch.ones_like(coldness), status, none, none + 1)
+    return _State(t, here, coldness, step, torch.ones_like(coldness), status, none, none + 2 - near.to(none))
 
 
 def _restored(record: _State, state: _State, places: Tensor | None) -> _State:
@@ -331,9 +328,7 @@ def _advanced(problem: Multipliers, state: _State) -> _State:
     stalled = active & ~good & (trial == t).all(-1)
     t = torch.where(good[..., None], trial, t)
     here = Level(*(where_samples(good, new, old) for new, old in zip(there, here, strict=True)))
-    squares = here.squares(coldness)
-    near = good & (squares.amax(-1) <= NEAR) & (squares.amin(-1) >= 1 / NEAR)
-    coldness = torch.where(near, COLDER * coldness, coldness).clamp(max=1.0)
+    coldness = torch.where(good & _near(here, coldness), COLDER * coldness, coldness).clamp(max=1.0)
     return _State(
         t,
         here,
@@ -344,6 +339,12 @@ def _advanced(problem: Multipliers, state: _State) -> _State:
         num_steps + good.to(num_steps),
         num_evals + active.to(num_evals),
     )
+
+
+def _near(level: Level, coldness: Tensor) -> Tensor:
+    """Whether squared lengths are near to 1."""
+    squares = level.squares(coldness)
+    return (squares.amax(-1) <= NEAR) & (squares.amin(-1) >= 1 / NEAR)
 
 
 def _grouped(rows: Tensor, tie: int) -> Tensor:
@@ -371,7 +372,9 @@ def _direction(problem: Multipliers, moments: Moments, level: Level, coldness: T
     force = _force(problem, level, coldness)
     hessian = problem.hessian(moments.covariance, moments.mean, coldness)
     factor, info = torch.linalg.cholesky_ex(hessian)
-    newton = torch.cholesky_solve(force[..., None], factor).squeeze(-1)
+    # cholesky_solve would copy the factor.
+    half = torch.linalg.solve_triangular(factor, force[..., None], upper=False)
+    newton = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
     # The inverse of the squared length c of a short spin is linear in its multiplier. So Newton's step is made for
     # 1/c = 1: it is c times the step for c = 1, which would have to be halved until it is as short.
     short = level.squares(coldness).amin(-1, keepdim=True).clamp(max=1.0)

@@ -13,8 +13,9 @@ from .. import _validate
 from ..potentials import SaddlePointResponse, SphericalLaw
 from ..solution import Remedies, SolveReport
 from ..status import Status
+from ._inverse import inverse_and_logdet
 from ._minimum import Minimum
-from ._newton import Multipliers, inverse_and_logdet, minimise
+from ._newton import Multipliers, minimise
 from .approximation import Answer, Approximation, Check, LogPartition
 from .system import SpinSystem, check_type
 
@@ -124,7 +125,7 @@ class SaddlePoint(Approximation):
         beta = torch.as_tensor(system.beta_over(2), dtype=field.dtype, device=field.device)
         scale = beta * radius**2 / d
         # One half of each order of a pair: derivatives with respect to J_ij and J_ji are the same.
-        scaled = scale * (couplings + couplings.mT) / 2
+        scaled = scale / 2 * (couplings + couplings.mT)
         live = None
         if self.shared:
             live = torch.ones_like(field[..., 0], dtype=torch.bool)

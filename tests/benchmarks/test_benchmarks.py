@@ -15,11 +15,13 @@ from benchmarks import baselines, guard, measure, problems, report, solve, spins
 from benchmarks.environment import environment
 from benchmarks.puzzles import guide
 from benchmarks.targets import SOLVE, SPINS, Target
+from implicit_attention import Status
 
 #: The guard itself, which conftest.py replaces for all other tests.
 RED = guard.red
 
-TINY = problems.Shape(batch=1, heads=2, length=40, dim=9)
+#: impl='tiled' takes 64 keys or more.
+TINY = problems.Shape(batch=1, heads=2, length=72, dim=9)
 SETTINGS = [
     problems.Setting("gaussian", 2.0, 0.0, shape=TINY),
     problems.Setting("clustered", 2.0, 0.5, shape=TINY),
@@ -56,7 +58,8 @@ def test_every_metric_is_measured_with_its_evidence(rows):
     assert [row["name"] for row in rows] == [setting.name for setting in SETTINGS]
     for row in rows:
         assert set(row["ratios"]) == {
-            "C1", "C2 anderson", "C2 fpi", "C2 anderson entry", "C2 fpi entry", "C3", "C5", "C5 memory",
+            "C1", "C1 tiled", "C2 anderson", "C2 fpi", "C2 anderson entry", "C2 fpi entry", "C3", "C3 tiled", "C5",
+            "C5 memory",
         }  # fmt: skip
         assert all(value is not None and value > 0 for value in row["ratios"].values())
         contenders = {name for pairs in solve.RATIOS.values() for pair in pairs.values() for name in pair}
@@ -77,13 +80,16 @@ def test_ratios_are_quotients_of_the_medians(rows):
     assert row["ratios"]["C1"] == pytest.approx(
         seconds["ours_forward"] / (row["picard"]["mean"] * seconds["sdpa_forward"])
     )
+    assert row["ratios"]["C1 tiled"] == pytest.approx(
+        seconds["ours_tiled_forward"] / (row["picard"]["mean"] * seconds["sdpa_forward"])
+    )
     assert row["ratios"]["C2 fpi"] == pytest.approx(seconds["torchdeq_fixed_point_iter"] / seconds["ours_forward"])
     assert row["ratios"]["C3"] == pytest.approx(seconds["ours_training"] / seconds["sdpa_training"])
     assert row["ratios"]["C5"] == pytest.approx(seconds["unrolled"] / seconds["ours_training"])
 
 
 def test_a_wrong_answer_is_not_timed_and_misses_its_targets(monkeypatch):
-    def wrong(data, queries, keys):
+    def wrong(data, queries, keys, impl):
         return queries * 1.0, torch.ones(queries.shape[:-1])
 
     monkeypatch.setattr(baselines, "_solve", wrong)
@@ -93,6 +99,23 @@ def test_a_wrong_answer_is_not_timed_and_misses_its_targets(monkeypatch):
     assert row["ratios"]["C1"] is None
     verdicts = [target.judge([row]) for target in SOLVE if target.id == "C1"]
     assert {(verdict["verdict"], verdict["wrong"]) for verdict in verdicts} == {("missed", 1)}
+
+
+def test_every_query_must_be_converged(monkeypatch):
+    right = baselines._solve
+
+    def unfinished(data, queries, keys, impl):
+        state, evaluations, status = right(data, queries, keys, impl)
+        status = status.clone()
+        status[0, 0, 3] = Status.MAX_STEPS
+        return state, evaluations, status
+
+    monkeypatch.setattr(baselines, "_solve", unfinished)
+    (row,) = solve.run(SETTINGS[:1], metrics=["C1"], repeats=1, max_seconds=0.1)
+    assert row["evidence"]["ours_forward"]["converged"] == 1
+    assert row["evidence"]["ours_forward"]["status"] == {"CONVERGED": 143, "MAX_STEPS": 1}
+    assert "wrong" in row["evidence"]["ours_forward"]["error"]
+    assert row["ratios"] == {"C1": None, "C1 tiled": None}
 
 
 def test_the_check_is_the_same_in_parts(monkeypatch):

@@ -97,7 +97,7 @@ def test_bad_arguments_are_refused():
         EquilibriumAttention(12, 5)
     with pytest.raises(ValueError, match="`norm_layer` must be given with qk_norm or scale_norm"):
         EquilibriumAttention(DIM, HEADS, qk_norm=True)
-    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'tiled', 'triton'"):
+    with pytest.raises(ValueError, match=r"impl.*'auto', 'reference', 'native', 'tiled', 'triton'"):
         EquilibriumAttention(DIM, HEADS, impl="fast")
     made, x = layer(), random(B, N, DIM)
     with pytest.raises(ValueError, match=r"`x` must be \(B, N, dim\)"):

@@ -82,7 +82,7 @@ Q, K = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
         (ValueError, "`mask` must be on cpu, got meta", {"mask": torch.ones(3, 5, device="meta")}),
         (
             ValueError,
-            "`impl` must be one of 'auto', 'tiled', 'triton', got 'cuda'",
+            "`impl` must be one of 'auto', 'native', 'tiled', 'triton', got 'cuda'",
             {"impl": "cuda"},
         ),
         (UnsupportedImplementation, "`impl='tiled'`: at least 64 keys are needed", {"impl": "tiled"}),

@@ -5,12 +5,24 @@ import torch
 from hopfield_cases import CASES, dense_adjoint, gradients, hessians, make, pairs, solved_by_the_loop
 
 from implicit_attention import Status
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.ops import dispatch, hopfield_adjoint, hopfield_solve, native_status
 from implicit_attention.ops.api import laid_out
 from implicit_attention.ops.rule import AdjointRule
 from implicit_attention.ops.tiled import adjoint
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.potential import Allocations
+
+pytestmark = pytest.mark.usefixtures("implementation")
+
+
+@pytest.fixture(params=["native", "tiled"])
+def implementation(request, monkeypatch):
+    """What answers by itself."""
+    native = request.param == "native"
+    if native and native_status().isa is None:
+        pytest.skip(native_status().reason)
+    monkeypatch.setattr(dispatch, "NATIVE_DTYPES", (torch.float32, torch.float64) if native else ())
+
 
 # Operations that have a solution: without a query there is none.
 SOLVABLE = [name for name in CASES if name != "no query"]

@@ -5,7 +5,7 @@ import torch
 from hopfield_cases import CASES, make, pairs, solved_by_the_loop, written_out
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Picard, Status, solve
-from implicit_attention.ops import dispatch, hopfield_solve
+from implicit_attention.ops import dispatch, hopfield_solve, native_status
 from implicit_attention.testing.numerics import random, relative_error
 from implicit_attention.testing.problems import hopfield_energy
 
@@ -32,9 +32,13 @@ def by_the_loop(query, keys, options, solver):
     return solve(energy, query, solver=solver, impl="reference", on_failure="ignore")
 
 
-@pytest.fixture(params=["kernel", "products"])
+@pytest.fixture(params=["native", "kernel", "products"])
 def evaluation(request, monkeypatch):
-    """Evaluations by torch's attention kernel, and by products written out, as where it is not there or not trusted."""
+    """Native solves, evaluations by torch's attention kernel, and by products written out where that is not there."""
+    native = request.param == "native"
+    if native and native_status().isa is None:
+        pytest.skip(native_status().reason)
+    monkeypatch.setattr(dispatch, "NATIVE_DTYPES", (torch.float32, torch.float64) if native else ())
     if request.param == "products":
         monkeypatch.setattr(dispatch, "without_kernel", lambda problem: "it is not there")
 
@@ -50,6 +54,7 @@ def check_same(found, expected):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-13)
 
 
+@EVALUATIONS
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_course_is_that_of_the_solvers_loop(case, solver):

@@ -20,7 +20,7 @@ from implicit_attention.ops.api import laid_out
 from implicit_attention.ops.registration import adjoint_op, solve_op
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 
-IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["auto", "tiled"])
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["auto", "native", "tiled"])
 TIGHT = {"rtol": 0.0, "atol": 1e-12, "max_steps": 500}
 
 

@@ -218,6 +218,13 @@ def broken(fault):
 MASKS = {"mask": {"mask": torch.arange(70) < 66}, "causal": {"is_causal": True}, "no mask": {}}
 
 
+@pytest.fixture
+def without_native(monkeypatch):
+    """Torch's attention kernel answers, as it does where no native operation does."""
+    monkeypatch.setattr(dispatch, "NATIVE_DTYPES", ())
+
+
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("fault", ["wrong", "wrong logsumexp", "unwritten", "raises"])
 def test_a_broken_attention_kernel_is_found_at_its_first_use(fault, options, monkeypatch):
@@ -266,6 +273,7 @@ def test_torchs_attention_kernel_is_verified_here(dtype):
     assert all(check.verdict == "verified" and check.errors for check in found), found
 
 
+@pytest.mark.usefixtures("without_native")
 def test_it_is_verified_once_and_leaves_no_trace(monkeypatch):
     check = Check(GOOD)
     with monkeypatch.context() as counting:

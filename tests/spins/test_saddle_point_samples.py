@@ -7,7 +7,7 @@ import torch
 from implicit_attention import Status
 from implicit_attention.errors import ConvergenceError
 from implicit_attention.spins import AdaTAP, SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins._newton import inverse_and_logdet
+from implicit_attention.spins._inverse import inverse_and_logdet
 from implicit_attention.spins.saddle_point import SaddlePoint
 from implicit_attention.testing.numerics import random, relative_error
 
@@ -132,7 +132,8 @@ def test_edges(method):
     assert value.shape == (3, 2)
     for i, beta in enumerate((0.5, 1.0, 2.0)):
         alone = free_energy(SpinSystem(one.couplings, one.field, beta), method)
-        torch.testing.assert_close(value[i], alone.expand(2), rtol=4 * 2.0**-52, atol=0)
+        # To the rounding error of the terms of log Z/D, of order 1, which cancel in it.
+        torch.testing.assert_close(value[i], alone.expand(2), rtol=0, atol=4 * 2.0**-52 * one.dim / beta)
 
 
 def test_failures_are_told():
@@ -141,7 +142,8 @@ def test_failures_are_told():
         free_energy(hard, SaddlePoint(max_steps=2))
     evidence = SaddlePoint(max_steps=2).log_partition(hard).report
     assert evidence.status.tolist() == [Status.MAX_STEPS] * 2
-    assert evidence.num_evals.tolist() == [3, 3]
+    # The guess, the start and two steps.
+    assert evidence.num_evals.tolist() == [4, 4]
     loose = SaddlePoint(rtol=1e-2).log_partition(hard).report
     assert bool(loose.converged.all() & (loose.residual > 1e-8).any() & (loose.residual <= 1e-2).all())
     for refused in (LEADING.multipliers, lambda system: free_energy(system, LEADING)):

@@ -44,7 +44,6 @@ struct AdjointTile {
   Mask<T> active[2], blocked[2];
   Pairs pairs[W];
   int64_t out[W];
-  bool idle[W];
   int lanes;
   int64_t failed = 0;
 
@@ -74,17 +73,45 @@ struct AdjointTile {
   // (*batch, M).
   void run(int64_t set, int64_t begin, int64_t end, T *by_keys, T *by_bias) {
     take_keys(set);
-    for (int64_t first = begin; first < end; first += W) {
-      lanes = static_cast<int>(end - first < W ? end - first : W);
-      enter(set, first);
-      weigh();
-      iterate();
-      finish();
-      add_gradients(by_keys, by_bias);
+    int64_t rows[W];
+    lanes = 0;
+    for (int64_t row = begin; row < end; ++row) {
+      if (rests(set, row)) continue;
+      rows[lanes++] = row;
+      if (lanes == W) solve_lanes(set, rows, by_keys, by_bias);
     }
+    if (lanes > 0) solve_lanes(set, rows, by_keys, by_bias);
   }
 
  private:
+  void solve_lanes(int64_t set, const int64_t *rows, T *by_keys, T *by_bias) {
+    enter(set, rows);
+    weigh();
+    iterate();
+    finish();
+    add_gradients(by_keys, by_bias);
+    lanes = 0;
+  }
+
+  // Whether the cotangent of a query is zero: then so is its answer, whatever the query holds.
+  bool rests(int64_t set, int64_t row) {
+    const int64_t at = row / p.queries, query = row % p.queries;
+    const ptrdiff_t step = given.cotangent.step[p.own() + 1];
+    const T *from = static_cast<const T *>(given.cotangent.data) + p.axes.offset(given.cotangent.step, set, at) +
+                    query * given.cotangent.step[p.own()];
+    for (int64_t d = 0; d < p.dim; ++d)
+      if (!(from[d * step] == 0)) return false;
+    const int64_t to = p.axes.offset(p.out, set, at) + query;
+    std::memset(given.value + to * p.dim, 0, p.dim * sizeof(T));
+    given.by_beta[to] = 0;
+    if (given.residual) given.residual[to] = 0;
+    if (given.tolerance) given.tolerance[to] = 0;
+    if (given.status) given.status[to] = CONVERGED;
+    if (given.steps) given.steps[to] = 0;
+    if (given.negative) given.negative[to] = false;
+    return true;
+  }
+
   int groups() const { return (lanes + L - 1) / L; }
 
   // Weights and covariances do not change when all keys are shifted, but their rounding, which grows with the square of
@@ -136,14 +163,14 @@ struct AdjointTile {
       transpose(own_keys + j * wide, wide, wide, turned + j / BLOCK * BLOCK * wide + j % BLOCK, BLOCK);
   }
 
-  // The queries from `first` on. A lane without a query, and one whose cotangent is zero, have the state zero and rest.
-  void enter(int64_t set, int64_t first) {
+  // A lane without a query has the state zero and rests.
+  void enter(int64_t set, const int64_t *rows) {
     const T *states[W], *means[W], *cotangents[W];
     const auto row_of = [&](const Operand &of, int64_t share, int64_t query) {
       return static_cast<const T *>(of.data) + p.axes.offset(of.step, set, share) + query * of.step[p.own()];
     };
     for (int q = 0; q < W; ++q) {
-      const int64_t row = q < lanes ? first + q : first, at = row / p.queries, query = row % p.queries;
+      const int64_t row = rows[q < lanes ? q : 0], at = row / p.queries, query = row % p.queries;
       out[q] = p.axes.offset(p.out, set, at) + query;
       pairs[q] = pairs_of<T>(p, set, at, query);
       beta[q] = number<T>(p, p.beta, set, at);
@@ -170,8 +197,7 @@ struct AdjointTile {
       Mask<T> busy;
       for (int i = 0; i < L; ++i) {
         const int q = at + i;
-        idle[q] = q >= lanes || (sound[i] && peak[i] == 0);
-        busy[i] = idle[q] ? 0 : -1;
+        busy[i] = q < lanes ? -1 : 0;
         // The power of two that brings the largest entry into [1/2, 1).
         int exponent = 0;
         if (sound[i] && peak[i] > 0) __builtin_frexp(static_cast<double>(peak[i]), &exponent);
@@ -200,7 +226,6 @@ struct AdjointTile {
       blocked[group] = Mask<T>{};
     }
     for (int group = groups(); group < 2; ++group) active[group] = blocked[group] = Mask<T>{};
-    for (int q = groups() * L; q < W; ++q) idle[q] = true;
   }
 
   // softmax(beta K z) of every lane, without what is invisible; zeros where nothing is attended to.
@@ -413,12 +438,8 @@ struct AdjointTile {
   // The residual at u, by a product of its own, and how each solve ended.
   void finish() {
     Mask<T> busy[2];
-    for (int q = 0; q < W; ++q) busy[q / L][q % L] = q < lanes && !idle[q] ? -1 : 0;
-    for (int group = 0; group < groups(); ++group) {
-      store(offset + group * L, along_mean(u, group));
-      // Of lanes that rest.
-      for (int64_t j = 0; j < p.count; ++j) store(centred + j * W + group * L, all(T(0)));
-    }
+    for (int q = 0; q < W; ++q) busy[q / L][q % L] = q < lanes ? -1 : 0;
+    for (int group = 0; group < groups(); ++group) store(offset + group * L, along_mean(u, group));
     spread_of<true>(busy, u);
     for (int group = 0; group < groups(); ++group) {
       const int at = group * L;
@@ -429,8 +450,9 @@ struct AdjointTile {
         sum = fma(rest, rest, sum);
         along = fma(spread_here, load(z + i), along);
       }
-      const Mask<T> finite = sum < T(__builtin_inf()), zero_cotangent = ~busy[group];
-      Mask<T> rests = zero_cotangent;
+      const Mask<T> finite = sum < T(__builtin_inf());
+      // What stalled adds nothing.
+      Mask<T> out_of_sums = Mask<T>{};
       const Vec<T> left_over = root(sum);
       T *values[L], *lefts[L], *rights[L];
       for (int i = 0; i < L; ++i) {
@@ -438,19 +460,19 @@ struct AdjointTile {
         values[i] = lefts[i] = rights[i] = nullptr;
         if (q >= lanes) continue;
         const bool stopped = blocked[group][i] != 0;
-        const bool solved = idle[q] || (finite[i] && left_over[i] <= T(SLACK) * tolerance[q] && !stopped);
+        const bool solved = finite[i] && left_over[i] <= T(SLACK) * tolerance[q] && !stopped;
         const bool stalled = stopped || (finite[i] && !solved && steps[q] < T(given.max_steps));
         const int8_t status = solved ? CONVERGED : stalled ? STALLED : finite[i] ? MAX_STEPS : NONFINITE;
         failed += status > UNSTABLE;
-        if (stalled) rests[i] = -1;
+        if (stalled) out_of_sums[i] = -1;
         const int64_t to = out[q];
         values[i] = given.value + to * p.dim;
         lefts[i] = left + q * wide;
         rights[i] = right + q * wide;
         // Zero times what is not finite would not be zero.
-        for (int64_t j = 0; rests[i] && j < p.count; ++j) weights[j * W + q] = centred[j * W + q] = 0;
-        given.by_beta[to] = rests[i] ? T(0) : share[q] * along[i] * unit[q];
-        if (given.residual) given.residual[to] = idle[q] ? T(0) : left_over[i] * unit[q];
+        for (int64_t j = 0; stalled && j < p.count; ++j) weights[j * W + q] = centred[j * W + q] = 0;
+        given.by_beta[to] = stalled ? T(0) : share[q] * along[i] * unit[q];
+        if (given.residual) given.residual[to] = left_over[i] * unit[q];
         if (given.tolerance) given.tolerance[to] = tolerance[q] * unit[q];
         if (given.status) given.status[to] = status;
         if (given.steps) given.steps[to] = static_cast<int32_t>(steps[q]);
@@ -459,10 +481,10 @@ struct AdjointTile {
       const Vec<T> zero = all(T(0));
       for (int64_t d = 0; d < p.dim; ++d) {
         const int64_t i = d * W + at;
-        const Vec<T> value = zero_cotangent ? zero : finite ? load(u + i) * power : all(T(__builtin_nan("")));
+        const Vec<T> value = finite ? load(u + i) * power : all(T(__builtin_nan("")));
         store(u + i, value);
-        store(v + i, rests ? zero : part * value);
-        store(r + i, rests ? zero : scale * power * load(z + i));
+        store(v + i, out_of_sums ? zero : part * value);
+        store(r + i, out_of_sums ? zero : scale * power * load(z + i));
       }
       scatter_lanes(u + at, W, p.dim, values);
       scatter_lanes(v + at, W, p.dim, lefts);

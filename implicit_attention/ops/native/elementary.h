@@ -45,7 +45,7 @@ IA_INLINE Vec<T> exponential(Vec<T> x, T least) {
   r = fma(n, all(-E::low), r);
   Vec<T> sum = all(inverse.of[E::degree]);
   for (int i = E::degree - 1; i >= 0; --i) sum = fma(sum, r, all(inverse.of[i]));
-  Mask<T> bits;
+  Pattern<T> bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits << E::shift) + (typename Simd<T>::Bits(E::bias) << E::shift);
   Vec<T> power;
@@ -58,10 +58,10 @@ template <typename T>
 IA_INLINE Vec<T> logarithm(Vec<T> x) {
   using E = Exponential<T>;
   using Bits = typename Simd<T>::Bits;
-  Mask<T> bits;
+  Pattern<T> bits;
   std::memcpy(&bits, &x, sizeof bits);
   // x = 2^e m with m in [1/sqrt(2), sqrt(2)).
-  Mask<T> exponent = (bits >> E::shift) - Bits(E::bias);
+  Mask<T> exponent = __builtin_convertvector(bits >> E::shift, Mask<T>) - E::bias;
   bits = (bits & ((Bits(1) << E::shift) - 1)) | (Bits(E::bias) << E::shift);
   Vec<T> m;
   std::memcpy(&m, &bits, sizeof m);

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import platform
+import struct
 import warnings
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,11 @@ def _found() -> tuple[Library | None, str]:
 
 def _loaded(isa: str) -> tuple[Library | None, str]:
     again = "install the package again, with g++ or clang at hand"
-    path = FOLDER / f"{isa}.so"
+    path = FOLDER / f"{isa}.library"
     if not path.exists():
         return None, f"{isa} was not compiled when the package was installed; {again}"
+    if not _is_whole(path):
+        return None, f"the compiled library for {isa} is not whole; {again}"
     try:
         handle = ctypes.CDLL(str(path))
         found = handle.ia_abi()
@@ -151,6 +154,18 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
     for function in (handle.ia_solve, handle.ia_adjoint):
         function.argtypes, function.restype = ARGUMENTS, ctypes.c_int64
     return Library(isa, handle, handle.ia_solve, handle.ia_adjoint, _parallel_for()), ""
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file is as long as it says: the system loads one that is not, and ends the process later."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head[:5] != b"\x7fELF\x02":
+        # Of other systems, which look themselves.
+        return len(head) == 64
+    (table,) = struct.unpack_from("<Q", head, 40)
+    size, count = struct.unpack_from("<HH", head, 58)
+    return bool(path.stat().st_size >= table + size * count)
 
 
 def _without_paths(error: Exception) -> str:

@@ -32,14 +32,16 @@ template <>
 struct Simd<float> {
   typedef float Vec __attribute__((vector_size(IA_BYTES)));
   typedef int32_t Int __attribute__((vector_size(IA_BYTES)));
-  using Bits = int32_t;
+  typedef uint32_t Unsigned __attribute__((vector_size(IA_BYTES)));
+  using Bits = uint32_t;
 };
 
 template <>
 struct Simd<double> {
   typedef double Vec __attribute__((vector_size(IA_BYTES)));
   typedef int64_t Int __attribute__((vector_size(IA_BYTES)));
-  using Bits = int64_t;
+  typedef uint64_t Unsigned __attribute__((vector_size(IA_BYTES)));
+  using Bits = uint64_t;
 };
 
 template <typename T>
@@ -47,6 +49,9 @@ using Vec = typename Simd<T>::Vec;
 // What comparisons of vectors give: all bits of a lane, or none.
 template <typename T>
 using Mask = typename Simd<T>::Int;
+// The bits of numbers, whose sums may overflow.
+template <typename T>
+using Pattern = typename Simd<T>::Unsigned;
 
 template <typename T>
 constexpr int LANES = IA_BYTES / sizeof(T);
@@ -118,6 +123,6 @@ IA_INLINE V absolute(V a) {
 template <typename T>
 IA_INLINE bool any(Mask<T> mask) {
   typename Simd<T>::Bits bits = 0;
-  for (int i = 0; i < LANES<T>; ++i) bits |= mask[i];
+  for (int i = 0; i < LANES<T>; ++i) bits |= static_cast<typename Simd<T>::Bits>(mask[i]);
   return bits != 0;
 }

@@ -1,0 +1,85 @@
+"""What a run of the suite `native` looks like in print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .report import Table, number, spread
+from .targets import Row
+
+#: What the ratios of a row are.
+THREADS = {
+    "THREADS": "speed-up by a second thread",
+    "CONTENDED": "two threads on one core / one thread there",
+    "NEIGHBOUR": "two threads beside a busy neighbour / without it",
+}
+
+
+def tables(run: dict[str, Any]) -> list[Table]:
+    """One table for short calls, one for threads and neighbours, one for instruction sets, as far as they were run."""
+    short, sets = ([row for row in run["rows"] if row["metric"] == metric] for metric in ("SHORT", "SETS"))
+    threads = [row for row in run["rows"] if row["metric"] in THREADS]
+    made = [(short, _short), (threads, _threads), (sets, _sets)]
+    return [make(rows) for rows, make in made if rows]
+
+
+def costs(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the short calls in SDPA calls, for the README at the top as well."""
+    columns = {
+        "explicit": "`max_steps=0`",
+        "forward": "forward",
+        "training": "training step",
+        "forward tiled": "forward, tiled",
+        "training tiled": "training step, tiled",
+    }
+    lines = [[sizes(row), *(number(row["ratios"].get(name)) for name in columns)] for row in rows]
+    return ["case", *columns.values()], lines
+
+
+def sizes(row: Row) -> str:
+    shape = row["shape"]
+    if shape["num_keys"] is None:
+        return f"H {shape['heads']}, N = M = {shape['length']}"
+    return f"H {shape['heads']}, N {shape['length']}, M {shape['num_keys']}"
+
+
+def _short(rows: list[Row]) -> Table:
+    header, lines = costs(rows)
+    for row, line in zip(rows, lines, strict=True):
+        found, times, by_clock = row["evidence"]["ours"], row.get("process_seconds", {}), row.get("wall_ratios", {})
+        wrong = found.get("error")
+        line += [number(by_clock.get(name)) for name in ("explicit", "forward", "training")]
+        line += [
+            wrong or f"{found['evaluations_mean']:.1f}/{found['evaluations_max']}",
+            "-" if wrong else f"{100 * found['converged']:.4g}",
+            "/".join(f"{1e6 * times[n]['median']:.0f}" for n in ("sdpa_forward", "sdpa_training") if n in times) or "-",
+            spread(times),
+        ]
+    header += [f"{name}, wall" for name in ("`max_steps=0`", "forward", "training step")]
+    header += ["our evals mean/max", "converged %", "SDPA, us, forward/training", "spread"]
+    intro = (
+        "SHORT: `equilibrium_attention` in calls of SDPA, one thread, process time and, where it says so, wall time:"
+    )
+    return Table("short calls", intro, header, lines)
+
+
+def _threads(rows: list[Row]) -> Table:
+    columns = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    lines = [
+        [THREADS[row["metric"]], sizes(row), *(number(row["ratios"].get(name)) for name in columns), _spread(row)]
+        for row in rows
+    ]
+    intro = "THREADS (larger is better), CONTENDED, NEIGHBOUR (smaller is better):"
+    return Table("threads and neighbours", intro, ["ratio of times", "sizes", *columns, "spread"], lines)
+
+
+def _sets(rows: list[Row]) -> Table:
+    columns = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    lines = [[row["native"], *(number(row["ratios"].get(name)) for name in columns), _spread(row)] for row in rows]
+    return Table("instruction sets", "SETS, over SDPA, one thread:", ["library", *columns, "spread"], lines)
+
+
+def _spread(row: Row) -> str:
+    """The spread of the times, or why there are none."""
+    reason = next((found["error"] for found in row["evidence"].values() if "error" in found), None)
+    return spread(row["seconds"]) if row["seconds"] else reason or "-"

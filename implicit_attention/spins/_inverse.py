@@ -1,0 +1,66 @@
+"""The inverse and the log-determinant of symmetric matrices, with derivatives of any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .._autograd import host_may_look
+
+
+class _Inverse(torch.autograd.Function):
+    """A -> (A^{-1}, log det A, whether A is positive definite) by one Cholesky factorization.
+
+    The derivatives are products with A^{-1}, and so can be taken any number of times, in reverse mode.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _inverse(a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(output[0])
+
+    @staticmethod
+    def backward(ctx: Any, by_inverse: Tensor, by_logdet: Tensor, _: Any) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return by_logdet[..., None, None] * x - x @ by_inverse @ x
+
+
+def _inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    factor, info = torch.linalg.cholesky_ex(a)
+    positive = info == 0
+    # cholesky_inverse raises for the whole batch if one factor is unfinished and has a zero on its diagonal.
+    if not (host_may_look(positive) and bool(positive.all())):
+        factor = torch.where(positive[..., None, None], factor, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
+    # Torch's forward-mode derivative of cholesky_inverse is wrong. LAPACK's columns are taken as rows of a symmetric
+    # matrix: passes over it and over products are faster in one order.
+    inverse = torch.linalg.inv_ex(a).inverse if forward_mode() else torch.cholesky_inverse(factor).mT
+    logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return inverse, logdet.masked_fill(~positive, torch.nan), positive
+
+
+def inverse_and_logdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(A^{-1}, log det A, whether A > 0) of symmetric A, (*batch, n, n).
+
+    Where A is not positive log det A is NaN, and A^{-1} means nothing.
+
+    Gradients: of the first two, to any order.
+    """
+    # An autograd.Function does not see tangents of an outer forward mode.
+    if forward_mode() or not a.requires_grad:
+        return _inverse(a)
+    inverse, logdet, positive = _Inverse.apply(a)  # type: ignore[no-untyped-call]
+    return inverse, logdet, positive
+
+
+def forward_mode() -> bool:
+    """Whether tangents can be asked for."""
+    return forward_ad._current_level >= 0

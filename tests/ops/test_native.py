@@ -1,0 +1,383 @@
+"""The native operations: what their answers may depend on, every layout, size and number, and their memory."""
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from implicit_attention import AnchoredEnergy, LogSumExp, Status, UnsupportedImplementation, solve
+from implicit_attention.ops import dispatch, hopfield_adjoint, hopfield_solve
+from implicit_attention.ops.native import library
+from implicit_attention.testing.numerics import random, relative_error
+
+SETS = library.SETS.get(platform.machine(), ())
+SOURCE = Path(library.__file__).parent / "kernels.cpp"
+
+
+@pytest.fixture(autouse=True, params=SETS)
+def instruction_set(request, monkeypatch):
+    """Each instruction set that this processor has."""
+    loaded, reason = library._loaded(request.param)
+    if loaded is None:
+        pytest.skip(reason)
+    monkeypatch.setattr(library, "_found", lambda: (loaded, ""))
+    return request.param
+
+
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def solved(query, keys, *, beta=0.4, anchor=0.3, impl="native", **options):
+    return hopfield_solve(query, keys, beta=beta, anchor=anchor, impl=impl, **options)
+
+
+def adjoint(query, keys, state, cotangent, *, beta=0.4, anchor=0.3, impl="native", **options):
+    return hopfield_adjoint(query, keys, state, cotangent, beta=beta, anchor=anchor, impl=impl, **options)
+
+
+def problem(*lead, n=40, m=150, dim=20, dtype=torch.float32):
+    """Queries, keys and cotangents; queries need from 3 to some 30 evaluations."""
+    query, keys, cotangent = (random(*lead, size, dim, seed=seed) for seed, size in enumerate((n, m, n)))
+    return (3 * query).to(dtype), (2 * keys).to(dtype), cotangent.to(dtype)
+
+
+def check_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+# What bits depend on.
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+MASKS = {
+    "no mask": lambda n, m: {},
+    "causal": lambda n, m: {"is_causal": True},
+    "per pair": lambda n, m: {"mask": random(n, m, seed=5) > -0.5},
+    "added": lambda n, m: {"mask": random(n, m, seed=5).float()},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("rows", [1, 3, 6, 7, 8, 13, 14, 16, 17, 29, 30, 33, 70])
+def test_a_query_has_the_same_bits_among_others_and_among_few(rows, mask, dtype):
+    """Different kernels work on few queries and on many, and on the last ones of many."""
+    n, m = 100, 150
+    query, keys, cotangent = problem(n=n, m=m, dtype=dtype)
+    options = MASKS[mask](n, m)
+    pairs = options.get("mask")
+    whole = solved(query, keys, **options)
+    there = adjoint(query, keys, whole.state, cotangent, **options)
+    some = slice(0, rows) if "is_causal" in options else slice(n - rows, n)
+    own = options if pairs is None else {"mask": pairs[some]}
+    check_equal(solved(query[some], keys, **own), [t[some] for t in whole])
+    part = adjoint(query[some], keys, whole.state[some], cotangent[some], **own)
+    if mask in ("no mask", "added"):
+        check_equal(part[:-1], [t[some] for t in there[:-1]])
+    # Elsewhere keys are shifted by what those have in common that somebody attends to.
+    torch.testing.assert_close(part.value, there.value[some], rtol=1e-4, atol=1e-3)
+
+
+@DTYPES
+def test_neither_order_nor_place_nor_threads_change_a_bit(dtype):
+    query, keys, cotangent = problem(3, 4, n=130, dtype=dtype)
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(3))
+    with threads(1):
+        one = solved(query, keys)
+        there = adjoint(query, keys, one.state, cotangent)
+    with threads(2):
+        check_equal(solved(query, keys), one)
+        check_equal(adjoint(query, keys, one.state, cotangent), there)
+    check_equal(solved(query[..., order, :], keys), [t[:, :, order] for t in one])
+    check_equal(solved(query[1:2, 2], keys[1:2, 2]), [t[1:2, 2] for t in one])
+    back = adjoint(query[..., order, :], keys, one.state[..., order, :], cotangent[..., order, :])
+    check_equal(back[:-1], [t[:, :, order] for t in there[:-1]])
+    torch.testing.assert_close(back.by_keys, there.by_keys, rtol=1e-4, atol=1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_the_gradient_of_one_set_of_keys_is_a_sum_in_the_same_order_for_any_number_of_threads(rows, dtype):
+    query, keys, cotangent = problem(n=64 * rows, dtype=dtype)
+    state = solved(query, keys).state
+    sums = []
+    for count in (1, 2):
+        with threads(count):
+            sums.append(adjoint(query, keys, state, cotangent).by_keys)
+    assert torch.equal(*sums)
+
+
+@DTYPES
+def test_shared_keys_are_those_that_were_copied(dtype):
+    query, keys, cotangent = problem(2, 5, n=9, dtype=dtype)
+    keys = keys[:, :1]
+    copied = keys.expand(2, 5, 150, 20).contiguous()
+    shared = solved(query, keys)
+    check_equal(solved(query, copied), shared)
+    found, of_copies = (adjoint(query, k, shared.state, cotangent) for k in (keys, copied))
+    check_equal(of_copies[:-1], found[:-1])
+    torch.testing.assert_close(of_copies.by_keys.sum(1, keepdim=True), found.by_keys, rtol=1e-4, atol=1e-4)
+
+
+# Layouts.
+
+
+def strided(tensor):
+    """Every second number of a larger memory."""
+    wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+def offset(tensor):
+    """In the middle of other numbers."""
+    padded = tensor.new_full([size + 2 for size in tensor.shape], torch.nan)
+    middle = padded[tuple(slice(1, -1) for _ in tensor.shape)]
+    middle.copy_(tensor)
+    return middle
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "permuted": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+    "heads inside": lambda t: t.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "strided": strided,
+    "offset": offset,
+    "sign kept aside": lambda t: torch._neg_view(-t),
+    "part of a gradient": lambda t: t.detach().clone().requires_grad_() * 1,
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_change_no_bit(layout, dtype):
+    query, keys, cotangent = problem(2, 3, dtype=dtype)
+    mask, beta = random(2, 3, 40, 150, seed=7).to(dtype), torch.tensor([[0.3, 0.4, 0.5]] * 2, dtype=dtype)
+    options = {"beta": beta, "mask": mask}
+    expected = solved(query, keys, **options)
+    there = adjoint(query, keys, expected.state, cotangent, **options)
+    laid = LAYOUTS[layout]
+    options = {"beta": beta.mT.contiguous().mT, "mask": laid(mask).detach()}
+    with torch.no_grad():
+        check_equal(solved(laid(query), laid(keys), **options), expected)
+        found = adjoint(laid(query), laid(keys), laid(expected.state), laid(cotangent), **options)
+    check_equal(found, there)
+
+
+def test_zeros_that_have_no_memory_are_zeros():
+    query, keys, _ = problem()
+    zeros = torch._efficientzerotensor(query.shape)
+    check_equal(solved(query, keys, initial=zeros), solved(query, keys, initial=torch.zeros_like(query)))
+
+
+def test_axes_of_size_one_and_expanded_tensors():
+    query, keys, cotangent = problem(2, 1, 3, dtype=torch.float64)
+    mask = random(3, 1, 150, seed=4) > -0.5
+    beta = torch.tensor(0.4, dtype=torch.float64)
+    options = {"mask": mask, "beta": beta.expand(2, 1, 3), "anchor": beta.view(1, 1, 1)}
+    found = solved(query, keys, **options)
+    written = {"mask": mask.expand(2, 1, 3, 40, 150).contiguous(), "beta": 0.4, "anchor": 0.4}
+    check_equal(solved(query, keys, **written), found)
+    there, again = (adjoint(query, keys, found.state, cotangent, **o) for o in (options, written))
+    check_equal(again, there)
+
+
+def test_leading_axes_are_up_to_sixteen():
+    query, keys, _ = problem(2, n=3, m=5, dim=4)
+    many, more = ((1,) * 14, (1,) * 15)
+    found = solved(query.view(2, *many, 1, 3, 4), keys.view(2, *many, 1, 5, 4))
+    check_equal(
+        [t.reshape(other.shape) for t, other in zip(found, solved(query, keys), strict=True)], solved(query, keys)
+    )
+    wide = query.view(2, *more, 1, 3, 4), keys.view(2, *more, 1, 5, 4)
+    with pytest.raises(UnsupportedImplementation, match="at most 16 leading axes, got 17; flatten some"):
+        solved(*wide)
+    torch.testing.assert_close(solved(*wide, impl="auto").state.view_as(query), solved(query, keys).state)
+
+
+# Sizes and numbers, against the tiled operation in float64.
+
+
+def check_as_tiled(query, keys, cotangent, *, alike=1.0, **options):
+    """The same courses in at least the part `alike` of the queries, and the same numbers at the same states."""
+    found, expected = (solved(query, keys, impl=impl, rtol=1e-7, **options) for impl in ("native", "auto"))
+    assert torch.equal(found.status, expected.status)
+    same = found.num_evals == expected.num_evals
+    assert same.double().mean() >= alike
+    torch.testing.assert_close(found.state[same], expected.state[same], rtol=1e-5, atol=1e-5)
+    stop = {name: value for name, value in options.items() if name != "plain_steps"}
+    there = solved(query, keys, initial=found.state, impl="auto", max_steps=0, **stop)
+    for name in ("mean", "logsumexp"):
+        torch.testing.assert_close(getattr(found, name), getattr(there, name), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.residual, there.residual, rtol=1e-3, atol=1e-4 * float(there.tolerance.max()))
+    u, v = (adjoint(query, keys, found.state, cotangent, impl=impl, **stop) for impl in ("native", "auto"))
+    assert torch.equal(u.status, v.status)
+    assert torch.equal(u.negative_curvature, v.negative_curvature)
+    if (v.status == Status.CONVERGED).all():
+        assert relative_error(u.value, v.value) < 1e-6
+        assert relative_error(u.by_keys, v.by_keys) < 1e-6
+        torch.testing.assert_close(u.by_beta, v.by_beta, rtol=1e-4, atol=1e-9 + 1e-8 * float(v.by_beta.abs().max()))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 16, 17, 64, 65, 128, 200])
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16, 17, 127, 128, 129, 300])
+def test_sizes(count, dim):
+    query, keys, cotangent = problem(2, n=11, m=count, dim=dim, dtype=torch.float64)
+    check_as_tiled(query, keys, cotangent, beta=1 / dim**0.5, anchor=0.6)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_shape_mask_and_rule(data):
+    sizes = st.integers(1, 5)
+    lead = data.draw(st.lists(st.integers(1, 3), max_size=3))
+    n, m, dim = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 160)), data.draw(st.integers(1, 24))
+    of_keys = [data.draw(st.sampled_from([1, size])) for size in lead][data.draw(st.integers(0, len(lead))) :]
+    query, cotangent = random(*lead, n, dim), random(*lead, n, dim, seed=2)
+    keys = random(*of_keys, m, dim, seed=1)
+    shapes = [(n, m), (1, m), (n, 1), (*lead, 1, m), (*lead, n, m), (1,) * len(lead) + (n, m)]
+    shape = data.draw(st.sampled_from(shapes))
+    kind = data.draw(st.sampled_from(["none", "boolean", "added"]))
+    options = {"is_causal": data.draw(st.booleans())}
+    if kind != "none":
+        numbers = random(*shape, seed=3)
+        options["mask"] = numbers > -0.8 if kind == "boolean" else numbers.masked_fill(numbers < -0.8, -torch.inf)
+    batch = data.draw(st.sampled_from([(), tuple(lead)]))
+    options["beta"] = random(*batch, seed=4).sigmoid()
+    options["anchor"] = data.draw(st.sampled_from([0.0, 0.5, 1.0, random(*batch, seed=5).sigmoid()]))
+    # Near a fold the rounding of one step decides how many follow.
+    check_as_tiled(query, keys, cotangent, alike=0.9, plain_steps=data.draw(sizes) + 1, **options)
+
+
+@pytest.mark.parametrize("size", [1e-60, 1e-20, 1e20, 1e60])
+def test_keys_of_any_size(size):
+    query, keys, cotangent = problem(2, n=9, dtype=torch.float64)
+    beta = 0.4 / max(size, 1.0) ** 2 if size > 1 else 0.4
+    check_as_tiled(size * query, size * keys, cotangent, beta=max(beta, 1e-300), anchor=0.3, plain_steps=201)
+
+
+@pytest.mark.parametrize("where", ["query", "keys", "mask", "beta", "anchor", "initial", "cotangent"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_where_it_was_born(where, bad):
+    query, keys, cotangent = problem(2, 3, n=20)
+    held = {"mask": torch.zeros(2, 3, 20, 150), "beta": torch.full((2, 3), 0.4), "anchor": torch.full((2, 3), 0.3)}
+    tensors = {"query": query, "keys": keys, "cotangent": cotangent, "initial": query.clone(), **held}
+
+    def run(tensors):
+        options = {name: tensors[name] for name in held}
+        found = solved(tensors["query"], tensors["keys"], initial=tensors["initial"], **options)
+        return found, adjoint(
+            tensors["query"], tensors["keys"], found.state.nan_to_num(), tensors["cotangent"], **options
+        )
+
+    clean, there = run(tensors)
+    of_set = where in ("keys", "beta", "anchor")
+    spoiled = tensors[where].clone()
+    spoiled[(1, 1) if where in ("beta", "anchor") else (1, 1, 4, 2)] = bad if where != "anchor" else torch.nan
+    found, back = run(tensors | {where: spoiled})
+    others = torch.ones(2, 3, 20, dtype=torch.bool)
+    others[1, 1, slice(None) if of_set else 4] = False
+    for before, after in zip((*clean, *there[:-1]), (*found, *back[:-1]), strict=True):
+        assert torch.equal(before[others], after[others])
+    if where == "cotangent":
+        assert (back.status[~others] == Status.NONFINITE).all()
+        assert back.by_keys[1, 1].isnan().all()
+    elif (where, bad) != ("mask", torch.inf):
+        assert (found.status[~others] == Status.NONFINITE).all()
+    assert back.by_keys[0].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-43, 1e-30, 1e30])
+def test_cotangents_of_any_size(size):
+    query, keys, cotangent = problem(n=20)
+    state = solved(query, keys, rtol=1e-6).state
+    found, expected = (adjoint(query, keys, state, factor * cotangent) for factor in (size, 1.0))
+    assert torch.equal(found.status, expected.status)
+    torch.testing.assert_close(
+        found.value.double() / size, expected.value.double(), rtol=1e-4 if size > 1e-40 else 0.2, atol=1e-2
+    )
+
+
+# What it keeps out of, and what it costs.
+
+
+def test_modes_of_torch_see_the_operations_of_torch():
+    query, keys, _ = problem(n=70, m=80)
+    energy = AnchoredEnergy(LogSumExp(keys, 0.4), query, 0.3)
+    tiled, native = (solve(energy, query, impl=impl).value for impl in ("tiled", "native"))
+    assert not torch.equal(tiled, native)
+    with FlopCounterMode(display=False):
+        assert torch.equal(solve(energy, query).value, tiled)
+    with FlopCounterMode(display=False), pytest.raises(UnsupportedImplementation, match="a mode is active"):
+        solve(energy, query, impl="native")
+
+
+def test_it_is_what_answers_float32_on_a_cpu(monkeypatch):
+    calls = []
+    native = dispatch.native_solve
+    monkeypatch.setattr(dispatch, "native_solve", lambda *args, **options: calls.append(1) or native(*args, **options))
+    query, keys, _ = problem()
+    for dtype, expected in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float64, 0)):
+        calls.clear()
+        solved(query.to(dtype), keys.to(dtype), impl="auto", rtol=1e-3)
+        assert len(calls) == expected
+    with pytest.raises(UnsupportedImplementation, match="`impl='native'`: the native operations run on a CPU"):
+        solved(query.to("meta"), keys.to("meta"))
+
+
+def test_no_matrix_of_queries_by_keys_is_stored():
+    """Scores of 8,192 queries with as many keys are 256 MB; a quarter of that would be seen."""
+    script = """
+import resource, torch
+from implicit_attention.ops import hopfield_solve
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+torch.manual_seed(0)
+def step(n):
+    query, keys = (torch.randn(n, 16).requires_grad_() for _ in range(2))
+    hopfield_solve(query, keys, beta=0.1, anchor=0.5).state.sum().backward()
+step(256)
+before = peak()
+step(8192)
+print(peak() - before)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 64
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ compiles the kernels with sanitizers")
+def test_sanitizers_find_nothing(instruction_set, tmp_path):
+    flags = {"avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw", "avx2": "-mavx2 -mfma", "neon": ""}
+    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+    command = f"g++ -O1 -g -std=c++17 -ffp-contract=off -fPIC -shared {flags[instruction_set]} {sanitizers}".split()
+    target = tmp_path / f"{instruction_set}.library"
+    subprocess.run([*command, f'-DIA_ISA="{instruction_set}"', str(SOURCE), "-o", str(target)], check=True)
+    preload = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "LD_PRELOAD": preload.stdout.strip(),
+        # Python frees nothing at its end.
+        "ASAN_OPTIONS": "detect_leaks=0",
+        library.VARIABLE: instruction_set,
+        "PYTHONPATH": str(Path(library.__file__).parents[3]),
+    }
+    script = str(Path(__file__).with_name("native_sanitized.py"))
+    found = subprocess.run(
+        [sys.executable, script, str(tmp_path), instruction_set], env=environment, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == "clean", found.stderr[-3000:]
