@@ -24,7 +24,7 @@ from torch._C import (
 )
 from torch.autograd import forward_ad
 
-from ._autograd import sum_to_shape
+from ._autograd import backward_running, sum_to_shape
 from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
 from .adjoints import Implicit, Request
@@ -249,6 +249,8 @@ def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failu
     if differentiated:
         how = _How(solver, impl, report, found.failed == 0)
         value = _Equilibrium.apply(how, found, *problem)  # type: ignore[no-untyped-call]
+        report.awaited = not backward_running()
+        report.state_residual = None if on_failure == "ignore" else record.residual
     return Found(Outcome(value, record), report, found.failed)
 
 

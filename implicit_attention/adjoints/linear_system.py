@@ -17,7 +17,7 @@ from .._types import LinearMap
 from ..fused import Adjoined, lower
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
-from ..linear._vectors import ORDINARY, norm, normalised
+from ..linear._vectors import ORDINARY, length, norm, normalised
 from ..problem import Linearization, Problem
 from ..solution import AdjointReport, Record
 from ..solvers import Solver
@@ -290,10 +290,11 @@ def _gradient_error(
     u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
     inverse = _inverse(u, g, answer.negative_curvature if symmetric else None)
     # What atol takes for zero is no scale: as large as where it takes over from rtol.
-    least = solver.atol / (solver.rtol or SCALE)
-    scale = z.square().sum(-1).sqrt().clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
-    error = torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
-    if not bool(((error > UNSURE) | (answer.status > Status.UNSTABLE)).any()):
+    root = math.sqrt(max(z.shape[-1], 1))
+    size = torch.linalg.vector_norm(z, dim=-1).clamp(min=root * solver.atol / (solver.rtol or SCALE))
+    error = torch.nan_to_num(inverse.square() * residual * (root / size), nan=0.0)
+    worst = float(error.max()) > UNSURE or int(answer.status.max()) > Status.UNSTABLE if error.numel() else False
+    if not worst:
         return error, False
     # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
     r, u = (mapped() - states).reshape(u.shape), u / norm(u)[..., None]
@@ -306,14 +307,14 @@ def _inverse(u: Tensor, g: Tensor, indefinite: Tensor | None) -> Tensor:
 
     The quotient <u, u>/<u, A u> is nearer to the smallest eigenvalue, unless there are two signs.
     """
-    square = g.square().sum(-1)
-    low, high = torch.aminmax(square) if square.numel() else (square.sum(), square.sum())
-    if not (float(low) > ORDINARY**-2 and float(high) < ORDINARY**2):
+    size = length(g)
+    low, high = torch.aminmax(size) if size.numel() else (size.sum(), size.sum())
+    if not 1 / ORDINARY < float(low) <= float(high) < ORDINARY:
         g, scale = normalised(g)
-        u, square = u / scale[..., None], g.square().sum(-1)
-    whole = u.square().sum(-1)
-    inverse = (whole / square).sqrt()
-    return inverse if indefinite is None else torch.where(indefinite, inverse, whole / (u * g).sum(-1))
+        u, size = u / scale[..., None], length(g)
+    found = length(u)
+    inverse = found / size
+    return inverse if indefinite is None else torch.where(indefinite, inverse, found.square() / (u * g).sum(-1))
 
 
 def report_adjoint(

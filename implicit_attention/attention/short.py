@@ -88,13 +88,21 @@ def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options
     problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None)
     if plan.solver is None:
         return explicit(problem, value)
-    if not is_differentiated(*problem) and problem.is_native(plan.impl, value):
-        # Nobody asks for evidence, unless a query has no answer.
+    if not problem.is_native(plan.impl, value):
+        return None
+    # Nobody sees evidence, unless a query has no answer.
+    if is_differentiated(*problem):
+        found = find(problem, query, plan.solver, plan.impl, plan.on_failure)
+        state, failed = (None, 0) if found is None else (found.outcome.value, found.failed)
+    else:
         bare = found_states(problem, query, plan.solver, plan.impl, mean=False, evidence=False)
-        if bare is not None and bare.failed == 0:
-            return _read(bare.state, key, value, problem.beta)
-    found = solved(problem, value, query, plan)
-    return None if found is None else found[0]
+        state, failed = (None, 0) if bare is None else (bare.state, bare.failed)
+    if state is None:
+        return None
+    if failed:
+        told = solved(problem, value, query, plan)
+        return None if told is None else told[0]
+    return _read(state, key, value, problem.beta)
 
 
 def explicit(problem: Problem, values: Any) -> Tensor | None:
