@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from layouts import MATRICES
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia
@@ -397,6 +398,11 @@ class Peculiar(ia.LogSumExp):
     pass
 
 
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 class Labelled(torch.Tensor):
     pass
 
@@ -451,6 +457,13 @@ def general(leaves):
             made = torch.autograd.forward_ad.make_dual(query.detach(), torch.ones_like(query))
             return tuple(torch.autograd.forward_ad.unpack_dual(call(made)))
 
+    def beside_a_transform():
+        return torch.func.grad(lambda x: (x * call()).sum())(torch.ones(D))
+
+    def in_a_mode():
+        with Passing():
+            return call()
+
     def dropped():
         torch.manual_seed(0)
         return ia.solve(ia.AnchoredEnergy(ia.Softmax1(key, 0.3), query, 0.5), query).value
@@ -459,6 +472,8 @@ def general(leaves):
         "vmap": lambda: torch.vmap(call)(query, key, value),
         "func.grad": lambda: torch.func.grad(lambda q: call(q).sum())(query),
         "jvp": jvp,
+        "inside func.grad of something else": beside_a_transform,
+        "a mode that sees every operation": in_a_mode,
         "dual numbers": dual,
         "compile": compiled,
         "autocast": with_autocast,
@@ -614,6 +629,8 @@ def test_what_is_saved_has_no_axis_of_queries_and_keys(options):
         output = ia.equilibrium_attention(*leaves, **options)
     assert taken
     assert max(sizes) == B * H * m * D
+    # The read-out keeps three tensors, the solve state, mean, query and keys.
+    assert len(sizes) == (3 if options else 7)
     gradients(output, leaves)
 
 
@@ -632,13 +649,52 @@ def test_a_failed_query_changes_no_gradient_of_others():
     expected_leaves = [leaf(t) for t in (query, key, value)]
     cotangent = random(B, H, N, D, seed=5, dtype=torch.float32)
     cotangent[0, 1, 2] = 0
-    expected = torch.autograd.grad(ia.equilibrium_attention(*expected_leaves), expected_leaves, cotangent)
+    anchor = leaf(torch.full((H,), 0.4))
+
+    def call(*leaves):
+        output = ia.equilibrium_attention(*leaves, anchor=anchor, on_failure="ignore")
+        return torch.autograd.grad(output, [*leaves, anchor], cotangent)
+
+    expected = call(*expected_leaves)
     query[0, 1, 2] = torch.nan
     leaves = [leaf(t) for t in (query, key, value)]
-    output = ia.equilibrium_attention(*leaves, on_failure="ignore")
-    found = torch.autograd.grad(output, leaves, cotangent)
+    found = agree(lambda: call(*leaves))[0]
     for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b)
+
+
+@native
+def test_a_saddle_is_told_and_differentiated_alike():
+    # Both keys are as near: the state in the middle is stationary, and E curves down there.
+    key = leaf(torch.stack([torch.ones(D), -torch.ones(D)])[None, None])
+    query = leaf(torch.zeros(1, 1, 3, D))
+
+    def run():
+        energy = ia.AnchoredEnergy(ia.LogSumExp(key, 1.0), query, 0.5)
+        solution = ia.solve(energy, query, on_failure="warn")
+        return evidence(solution), gradients(solution.value, [query, key]), evidence(solution)
+
+    _, _, after = agree(run)[0]
+    assert after["adjoint"]["negative_curvature"].all()
+    assert (after["adjoint"]["status"] == ia.Status.UNSTABLE).all()
+
+
+@native
+def test_a_masked_key_of_nan_reaches_only_the_queries_that_attend_to_it():
+    query, key, value = (t.detach() for t in tensors())
+    key[0, 0, 2] = torch.nan
+    mask = torch.ones(N, M, dtype=torch.bool)
+    mask[1:, 2] = False
+
+    def run():
+        energy = ia.AnchoredEnergy(ia.LogSumExp(key, 0.4, mask=mask), query, 0.5)
+        state = ia.solve(energy, query, on_failure="ignore").value
+        return state, ia.equilibrium_attention(query, key, value, attn_mask=mask, on_failure="ignore")
+
+    state, output = agree(run, takes=False)[0]
+    for found in (state, output):
+        assert found[0, 0, 0].isnan().all()
+        assert found.isnan().sum() == D
 
 
 @native
