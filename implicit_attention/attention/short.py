@@ -32,7 +32,7 @@ from ..ops.fold import Fold
 from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
 from ..solvers import Anderson, Picard, Solver
-from .read_out import lies_aligned, read_out
+from .read_out import LINE, read_out
 
 
 def untouched() -> bool:
@@ -112,7 +112,7 @@ def explicit(problem: Problem, values: Any) -> Tensor | None:
         return None
     query = query.contiguous()
     # What a query that is not finite reads is NaN, which kernels do not always find.
-    if not lies_aligned(query) or not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
+    if query.data_ptr() % LINE or not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
         return None
     output = _read(query, keys, values, beta)
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
