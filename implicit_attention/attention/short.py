@@ -148,9 +148,9 @@ def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tens
     """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
     query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
-    shape, lead = z.shape, z.shape[:-2]
-    alike = keys.shape == values.shape and lead == keys.shape[:-2]
-    if alike and len(shape) == 4 and shape[-1] % WIDTH == 0:
+    shape, of_keys = z.shape, keys.shape
+    lead = shape[:-2]
+    if len(shape) == 4 and of_keys == values.shape and lead == of_keys[:-2] and shape[-1] % WIDTH == 0:
         # What `attend` does where there is nothing to lay out anew.
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         if not differentiated:
