@@ -32,7 +32,7 @@ from ..ops.fold import Fold
 from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
 from ..solvers import Anderson, Picard, Solver
-from .read_out import lies_aligned, read_out
+from .read_out import LINE, read_out
 
 
 def untouched() -> bool:
@@ -112,7 +112,7 @@ def explicit(problem: Problem, values: Any) -> Tensor | None:
         return None
     query = query.contiguous()
     # What a query that is not finite reads is NaN, which kernels do not always find.
-    if not lies_aligned(query) or not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
+    if query.data_ptr() % LINE or not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
         return None
     output = _read(query, keys, values, beta)
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
@@ -148,9 +148,9 @@ def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tens
     """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
     query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
-    shape, lead = z.shape, z.shape[:-2]
-    alike = keys.shape == values.shape and lead == keys.shape[:-2]
-    if alike and len(shape) == 4 and shape[-1] % WIDTH == 0:
+    shape, of_keys = z.shape, keys.shape
+    lead = shape[:-2]
+    if len(shape) == 4 and of_keys == values.shape and lead == of_keys[:-2] and shape[-1] % WIDTH == 0:
         # What `attend` does where there is nothing to lay out anew.
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         if not differentiated:
