@@ -51,10 +51,7 @@ def adjoints(
     """
     loaded = library()
     assert loaded is not None
-    operands = Operands(cotangent, keys, beta, anchor, mask, is_causal)
-    operands.add(state, own=2)
-    operands.add(mean, own=2)
-    operands.integers.append(rule.max_steps)
+    operands = Operands(cotangent, keys, beta, anchor, mask, is_causal, state, mean)
     shape, dtype, device = cotangent.shape, cotangent.dtype, cotangent.device
     rows = shape[:-1]
     value, by_beta = empty(shape, dtype=dtype, device=device), empty(rows, dtype=dtype, device=device)
@@ -65,8 +62,8 @@ def adjoints(
         kinds = (torch.int8, torch.int32, torch.bool)
         status, steps, negative = (empty(rows, dtype=kind, device=device) for kind in kinds)
     wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative)
-    operands.addresses += [0 if t is None else t.data_ptr() for t in wanted]
-    failed = operands.call(loaded.adjoint, dtype.itemsize, [rule.rtol], loaded.parallel_for)
+    numbers = [rule.rtol, rule.max_steps]
+    failed = operands.call(loaded.adjoint, dtype.itemsize, numbers, wanted, loaded.parallel_for)
     return Adjoints(value, by_beta, by_keys, status, residual, tolerance, steps, negative, failed)
 
 

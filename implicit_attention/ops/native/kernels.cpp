@@ -120,7 +120,7 @@ int64_t solve(const int64_t *integers, const double *numbers, void *const *data,
   Reader reader = {integers};
   const Problem p = read_problem(reader, data);
   const Operand initial = reader.operand(data[5], p.own() + 2);
-  const SolveRule rule = {numbers[0], numbers[1], reader.next(), reader.next()};
+  const SolveRule rule = {numbers[0], numbers[1], static_cast<int64_t>(numbers[2]), static_cast<int64_t>(numbers[3])};
   const Answers<T> answers = {static_cast<T *>(data[6]), static_cast<T *>(data[7]), static_cast<T *>(data[8]),
                               static_cast<T *>(data[9]), static_cast<T *>(data[10]), static_cast<int8_t *>(data[11]),
                               static_cast<int32_t *>(data[12])};
@@ -160,7 +160,7 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
   given.state = reader.operand(data[5], p.own() + 2);
   given.mean = reader.operand(data[6], p.own() + 2);
   given.rtol = numbers[0];
-  given.max_steps = reader.next();
+  given.max_steps = static_cast<int64_t>(numbers[1]);
   given.value = static_cast<T *>(data[7]);
   given.by_beta = static_cast<T *>(data[8]);
   T *const by_keys = static_cast<T *>(data[9]), *const by_bias = static_cast<T *>(data[10]);

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from array import array
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ AXES = 16
 LARGEST = 2**55
 #: Steps that float32 counts.
 MOST_STEPS = 2**24
+#: Of `ia_solve` and `ia_adjoint`.
+ARGUMENTS: Any = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)
+
+#: Shape and steps of a tensor.
+_Place: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
@@ -34,75 +40,48 @@ class Operands:
         anchor: float | Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        *,
+        *others: Tensor,
         expanded: bool = False,
     ) -> None:
-        """`like` is (*batch, N, D); `expanded` keys, which lie in the same place, count as shared."""
-        *batch, queries, dim = like.shape
-        keys = _in_memory(keys)
-        if keys.stride(-1) != 1 and dim != 1:
+        """`like` and `others` are (*batch, N, D); `expanded` keys, which lie in the same place, count as shared."""
+        like, keys = _in_memory(like), _in_memory(keys)
+        if keys.stride(-1) != 1 and keys.shape[-1] != 1:
             keys = keys.contiguous()
-        self.kept: list[Any] = [keys]
-        axes = len(batch)
-        steps, sizes = keys.stride(), keys.shape
-        ahead = axes + 2 - keys.ndim
-        of_keys = [0] * ahead + [0 if size == 1 else step for size, step in zip(sizes[:-2], steps, strict=False)]
-        shared = [
-            batch[i] != 1 and (i < ahead or sizes[i - ahead] == 1 or (expanded and of_keys[i] == 0))
-            for i in range(axes)
-        ]
-        self.order = [i for i in range(axes) if not shared[i]] + [i for i in range(axes) if shared[i]]
-        folded = sum(shared)
-        kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == torch.bool else _ADDED
-        order, size = self.order, 1
-        out = [0] * axes
-        for i in reversed(range(axes)):
-            out[i], size = size, size * batch[i]
-        for i in range(axes):
-            out[i] *= queries
-        self.integers = [axes - folded, folded, queries, sizes[-2], dim, kind, is_causal]
-        self.integers += [batch[i] for i in order]
-        self.integers += [out[i] for i in order]
-        self.addresses: list[int] = []
-        self.add(like, own=2)
-        self.integers += [of_keys[i] for i in order]
-        self.integers.append(steps[-2])
-        self.addresses.append(keys.data_ptr())
-        numbers: array[float] = array(_CODES[like.dtype])
-        for number in (beta, anchor):
-            if not isinstance(number, Tensor):
-                numbers.append(number)
-        start, _ = numbers.buffer_info()
-        self.kept.append(numbers)
+        own: list[float] = []
+        numbers: list[Tensor | None] = []
         for number in (beta, anchor):
             if isinstance(number, Tensor):
-                self.add(number, own=0)
+                numbers.append(_in_memory(number))
             else:
-                self.integers += [0] * axes
-                self.addresses.append(start)
-                start += numbers.itemsize
-        if mask is None:
-            self.addresses.append(0)
-        else:
-            self.add(mask, own=2)
+                own.append(number)
+                numbers.append(None)
+        others = tuple(map(_in_memory, others))
+        kind = _NO_MASK
+        if mask is not None:
+            mask = _in_memory(mask)
+            kind = _BOOLEAN if mask.dtype == torch.bool else _ADDED
+        places = (*map(_place, (like, keys, *numbers, mask)), *map(_place, others))
+        self._integers = _packed(kind, is_causal, expanded, *places)
+        held = array(_CODES[like.dtype], own)
+        start = held.buffer_info()[0]
+        self._addresses = [like.data_ptr(), keys.data_ptr()]
+        for tensor in numbers:
+            self._addresses.append(start if tensor is None else tensor.data_ptr())
+            start += held.itemsize if tensor is None else 0
+        self._addresses.append(0 if mask is None else mask.data_ptr())
+        self._addresses += [t.data_ptr() for t in others]
+        self._kept = like, keys, numbers, mask, others, held
 
-    def add(self, tensor: Tensor, own: int) -> None:
-        """A tensor whose last `own` axes are not of the batch, and which may lack leading axes."""
-        tensor = _in_memory(tensor)
-        steps, sizes = tensor.stride(), tensor.shape
-        ahead = len(self.order) + own - len(sizes)
-        found = [0] * ahead + [0 if size == 1 else step for size, step in zip(sizes, steps, strict=True)]
-        self.integers += [found[i] for i in self.order]
-        self.integers += found[len(self.order) :]
-        self.addresses.append(tensor.data_ptr())
-        self.kept.append(tensor)
-
-    def call(self, function: Any, bytes_: int, numbers: list[float], parallel_for: int) -> int:
-        """What the function of the library returns."""
-        integers, doubles, addresses = array("q", self.integers), array("d", numbers), array("Q", self.addresses)
+    def call(
+        self, function: Any, bytes_: int, numbers: list[float], outputs: tuple[Any, ...], parallel_for: int
+    ) -> int:
+        """What the function of the library returns; an output that is None is left out."""
+        doubles = array("d", numbers)
+        addresses = array("Q", self._addresses)
+        addresses.extend([0 if t is None else t.data_ptr() for t in outputs])
         found: int = function(
             bytes_,
-            integers.buffer_info()[0],
+            self._integers.buffer_info()[0],
             doubles.buffer_info()[0],
             addresses.buffer_info()[0],
             parallel_for,
@@ -120,5 +99,48 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-#: Of `ia_solve` and `ia_adjoint`.
-ARGUMENTS: Any = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)
+def _place(tensor: Tensor | None) -> _Place | None:
+    return None if tensor is None else (tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(
+    kind: int,
+    is_causal: bool,
+    expanded: bool,
+    like: _Place,
+    keys: _Place,
+    beta: _Place | None,
+    anchor: _Place | None,
+    mask: _Place | None,
+    *others: _Place,
+) -> array[int]:
+    """Sizes and steps, in the order in which the library reads them: the same for all calls of one layout."""
+    *batch, queries, dim = like[0]
+    axes = len(batch)
+    of_keys = _steps(keys, axes + 2)
+    ahead = axes + 2 - len(keys[0])
+    shared = [
+        batch[i] != 1 and (i < ahead or keys[0][i - ahead] == 1 or (expanded and of_keys[i] == 0)) for i in range(axes)
+    ]
+    order = [i for i in range(axes) if not shared[i]] + [i for i in range(axes) if shared[i]]
+    out, size = [0] * axes, queries
+    for i in reversed(range(axes)):
+        out[i], size = size, size * batch[i]
+    found = array("q", [axes - sum(shared), sum(shared), queries, keys[0][-2], dim, kind, is_causal])
+    found.extend([batch[i] for i in order])
+    found.extend([out[i] for i in order])
+    # Keys without the step of their dimension, which is 1.
+    for place, own, kept in ((like, 2, 2), (keys, 2, 1), (beta, 0, 0), (anchor, 0, 0)):
+        steps = [0] * axes if place is None else _steps(place, axes + own)
+        found.extend([steps[i] for i in order] + steps[axes : axes + kept])
+    for place in (*(() if mask is None else (mask,)), *others):
+        steps = _steps(place, axes + 2)
+        found.extend([steps[i] for i in order] + steps[axes:])
+    return found
+
+
+def _steps(place: _Place, axes: int) -> list[int]:
+    """Of a tensor that may lack leading axes; 0 along those of size 1, which broadcast."""
+    found = [0 if size == 1 else step for size, step in zip(*place, strict=True)]
+    return [0] * (axes - len(found)) + found

@@ -48,9 +48,7 @@ def equilibria(
     """
     loaded = library()
     assert loaded is not None
-    operands = Operands(query, keys, beta, anchor, mask, is_causal, expanded=True)
-    operands.add(initial, own=2)
-    operands.integers += (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
+    operands = Operands(query, keys, beta, anchor, mask, is_causal, initial, expanded=True)
     shape, dtype, device = query.shape, query.dtype, query.device
     rows = shape[:-1]
     state = empty(shape, dtype=dtype, device=device)
@@ -61,8 +59,9 @@ def equilibria(
         status, steps = (empty(rows, dtype=kind, device=device) for kind in (torch.int8, torch.int32))
     logsumexp, residual, tolerance = (None,) * 3 if numbers is None else numbers.unbind()
     wanted = (state, means, logsumexp, residual, tolerance, status, steps)
-    operands.addresses += [0 if t is None else t.data_ptr() for t in wanted]
-    failed = operands.call(loaded.solve, dtype.itemsize, [rule.rtol, rule.atol], loaded.parallel_for)
+    steps_of_rule = (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
+    numbers_of_rule = [rule.rtol, rule.atol, *steps_of_rule]
+    failed = operands.call(loaded.solve, dtype.itemsize, numbers_of_rule, wanted, loaded.parallel_for)
     return Equilibria(state, means, logsumexp, status, residual, tolerance, steps, failed)
 
 
