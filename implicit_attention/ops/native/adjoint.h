@@ -2,15 +2,11 @@
 // that u carries. The weights of a tile of queries are formed once and serve all products.
 #pragma once
 
-#include "evaluate.h"
 #include "rule.h"
+#include "weighted.h"
 
 // As in `ops/tiled/adjoint.py`.
 constexpr double NOISE = 10.0, SLACK = 10.0;
-// Smaller attention weights count as zero: products of subnormal numbers are slow.
-template <typename T>
-constexpr T LEAST_WEIGHT = sizeof(T) == 4 ? T(-40) : T(-300);
-
 template <typename T>
 struct AdjointOperands {
   Operand state, mean, cotangent;
@@ -25,16 +21,11 @@ struct AdjointOperands {
 
 template <typename T>
 struct AdjointTile {
-  static constexpr int L = LANES<T>, W = WIDTH<T>, FEW = FEW_LANES<T>;
+  static constexpr int L = LANES<T>, W = WIDTH<T>;
   const Problem &p;
   const AdjointOperands<T> &given;
   const int64_t wide;
-  Work<T> work;
-  // The keys without what they have in common, and that, with zeros up to whole vectors; blocks of them turned.
-  T *own_keys, *common, *turned;
-  Keys<T> keys;
-  // (M, lanes): weights of the keys, and at the end weights times centred scores.
-  T *weights, *centred;
+  WeightedKeys<T> held;
   // (D, lanes).
   T *z, *mean, *g, *u, *r, *v, *spread;
   // (lanes, D): what the gradient of the keys is made of.
@@ -48,20 +39,12 @@ struct AdjointTile {
   int64_t failed = 0;
 
   static int64_t bytes(const Problem &p) {
-    const int64_t wide = padded(p.dim, L), count = padded(p.count, L);
-    return Work<T>::bytes(p.dim, 0, false) + sizeof(T) * ((count + padded(count, BLOCK) + 1) * wide + 2 * p.count * W + 7 * p.dim * W + 2 * W * wide + 11 * W) +
-           24 * 64;
+    const int64_t wide = padded(p.dim, L);
+    return WeightedKeys<T>::bytes(p) + sizeof(T) * (7 * p.dim * W + 2 * W * wide + 11 * W) + 20 * 64;
   }
 
-  AdjointTile(const Problem &p, const AdjointOperands<T> &given, void *memory)
-      : p(p), given(given), wide(padded(p.dim, L)) {
-    Arena arena = {static_cast<char *>(memory)};
-    work = Work<T>::of(arena, p.dim, 0, false);
-    own_keys = arena.take<T>(padded(p.count, L) * wide);
-    common = arena.take<T>(wide);
-    turned = arena.take<T>(padded(p.count, BLOCK) * wide);
-    weights = arena.take<T>(p.count * W);
-    centred = arena.take<T>(p.count * W);
+  AdjointTile(const Problem &p, const AdjointOperands<T> &given, Arena arena)
+      : p(p), given(given), wide(padded(p.dim, L)), held(p, arena) {
     for (T **t : {&z, &mean, &g, &u, &r, &v, &spread}) *t = arena.take<T>(p.dim * W);
     left = arena.take<T>(W * wide);
     right = arena.take<T>(W * wide);
@@ -72,7 +55,7 @@ struct AdjointTile {
   // Rows begin .. end of a set; the gradient of its keys is added to by_keys (M, wide), that of biases to by_bias
   // (*batch, M).
   void run(int64_t set, int64_t begin, int64_t end, T *by_keys, T *by_bias) {
-    take_keys(set);
+    held.take_keys(set);
     int64_t rows[W];
     lanes = 0;
     for (int64_t row = begin; row < end; ++row) {
@@ -86,7 +69,7 @@ struct AdjointTile {
  private:
   void solve_lanes(int64_t set, const int64_t *rows, T *by_keys, T *by_bias) {
     enter(set, rows);
-    weigh();
+    held.weigh(lanes, z, beta, pairs, mean);
     iterate();
     finish();
     add_gradients(by_keys, by_bias);
@@ -113,55 +96,6 @@ struct AdjointTile {
   }
 
   int groups() const { return (lanes + L - 1) / L; }
-
-  // Weights and covariances do not change when all keys are shifted, but their rounding, which grows with the square of
-  // the shift, does. A key that is far off is no guide and counts by the inverse square of its length; one that nobody
-  // attends to changes no bit, whatever it holds.
-  void take_keys(int64_t set) {
-    const T *from = static_cast<const T *>(p.keys.data) + p.axes.offset(p.keys.step, set, 0);
-    const ptrdiff_t row = p.keys.step[p.own()];
-    const int64_t count = padded(p.count, L);
-    keys = {own_keys, static_cast<ptrdiff_t>(wide), p.count, p.dim};
-    bool *attended = reinterpret_cast<bool *>(weights);
-    mark_attended<T>(p, set, attended);
-    T *const lengths = centred, least = __builtin_inf();
-    for (int64_t j = 0; j < count; ++j) {
-      T *const to = own_keys + j * wide;
-      if (j < p.count) std::memcpy(to, from + j * row, p.dim * sizeof(T));
-      for (int64_t d = j < p.count ? p.dim : 0; d < wide; ++d) to[d] = 0;
-    }
-    for (int64_t start = 0; start < count; start += L) {
-      Vec<T> block[L], sum = all(T(0));
-      for (int i = 0; i < L; ++i) {
-        block[i] = all(T(0));
-        for (int64_t d = 0; d < wide; d += L) {
-          const Vec<T> part = load(own_keys + (start + i) * wide + d);
-          block[i] = fma(part, part, block[i]);
-        }
-      }
-      exchange_all<T, L / 2>(block);
-      for (int i = 0; i < L; ++i) sum = sum + block[i];
-      store(lengths + start, sum);
-    }
-    for (int64_t j = 0; j < p.count; ++j)
-      if (attended[j] && lengths[j] < least) least = lengths[j];
-    for (int64_t d = 0; d < wide; d += L) store(common + d, all(T(0)));
-    T whole = 0;
-    for (int64_t j = 0; j < p.count; ++j) {
-      if (!attended[j] || !(lengths[j] > 0) || !(lengths[j] < T(__builtin_inf()))) continue;
-      const T part = least / lengths[j];
-      whole += part;
-      for (int64_t d = 0; d < wide; d += L) store(common + d, fma(all(part), load(own_keys + j * wide + d), load(common + d)));
-    }
-    for (int64_t d = 0; d < wide && whole > 0; d += L) store(common + d, load(common + d) / whole);
-    for (int64_t j = 0; j < p.count && whole > 0; ++j)
-      for (int64_t d = 0; d < wide; d += L) {
-        T *const at = own_keys + j * wide + d;
-        store(at, load(at) - load(common + d));
-      }
-    for (int64_t j = 0; j < count; j += L)
-      transpose(own_keys + j * wide, wide, wide, turned + j / BLOCK * BLOCK * wide + j % BLOCK, BLOCK);
-  }
 
   // A lane without a query has the state zero and rests.
   void enter(int64_t set, const int64_t *rows) {
@@ -210,7 +144,7 @@ struct AdjointTile {
         const int64_t i = d * W + at;
         const Vec<T> right = busy ? load(g + i) / power : zero;
         store(z + i, busy ? load(z + i) : zero);
-        store(mean + i, busy ? load(mean + i) - common[d] : zero);
+        store(mean + i, busy ? load(mean + i) - held.common[d] : zero);
         store(g + i, right);
         store(u + i, zero);
         store(r + i, right);
@@ -228,162 +162,6 @@ struct AdjointTile {
     for (int group = groups(); group < 2; ++group) active[group] = blocked[group] = Mask<T>{};
   }
 
-  // softmax(beta K z) of every lane, without what is invisible; zeros where nothing is attended to.
-  void weigh() {
-    Mask<T> all_lanes[2];
-    for (int q = 0; q < W; ++q) all_lanes[q / L][q % L] = q < lanes ? -1 : 0;
-    scores_of(all_lanes, z);
-    for (int64_t start = 0; start < p.count; start += BLOCK) {
-      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
-      if (p.mask_kind == NO_MASK && start + size - 1 <= first_of(pairs, lanes)) continue;
-      lay_pairs(p, pairs, lanes, start, size, work.bias, 1, W);
-      for (int64_t j = 0; j < size; ++j)
-        for (int q = 0; q < lanes; ++q) {
-          T &score = weights[(start + j) * W + q];
-          const T bias = work.bias[j * W + q];
-          score = bias == T(-__builtin_inf()) ? bias : score + bias;
-        }
-    }
-    for (int group = 0; group < groups(); ++group) {
-      T *const at = weights + group * L;
-      Vec<T> top = all(T(-__builtin_inf())), total = all(T(0));
-      for (int64_t j = 0; j < p.count; ++j) top = larger(top, load(at + j * W));
-      const Vec<T> shift = finite_top<T>(top);
-      for (int64_t j = 0; j < p.count; ++j) {
-        const Vec<T> weight = exponential<T>(load(at + j * W) - shift, LEAST_WEIGHT<T>);
-        store(at + j * W, weight);
-        total = total + weight;
-      }
-      const Mask<T> empty = total == T(0);
-      const Vec<T> inverse = empty ? all(T(0)) : T(1) / total;
-      // Where nothing is attended to the mean is zero, without what keys have in common.
-      for (int64_t d = 0; d < p.dim; ++d) {
-        T *const of = mean + d * W + group * L;
-        store(of, empty ? all(T(0)) : load(of));
-      }
-      for (int64_t j = 0; j < p.count; ++j) store(at + j * W, load(at + j * W) * inverse);
-    }
-  }
-
-  // beta K z of the chosen lanes, in the place of the weights.
-  void scores_of(const Mask<T> *chosen, const T *state) {
-    Plan plan = planned(chosen);
-    for (int64_t start = 0; start < p.count; start += BLOCK) {
-      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
-      const T *block = keys.data + start * wide;
-      T *const to = weights + start * W;
-      if (plan.both)
-        product<T, 2, false>(size, block, wide, 1, state, W, p.dim, to, W);
-      else
-        for (int group = 0; group < 2; ++group)
-          if (plan.whole[group]) product<T, 1, false>(size, block, wide, 1, state + group * L, W, p.dim, to + group * L, W);
-      if (plan.few > 0) {
-        if (start == 0) gather(plan, state);
-        row_scores(plan, start, size);
-        for (int i = 0; i < plan.few; ++i)
-          for (int64_t j = 0; j < size; ++j) to[j * W + plan.lane[i]] = work.scores[i * BLOCK + j];
-      }
-      for (int64_t j = 0; j < size; ++j)
-        for (int group = 0; group < groups(); ++group) {
-          T *const at = to + j * W + group * L;
-          store(at, load(at) * load(beta + group * L));
-        }
-    }
-  }
-
-  // Which lanes are worked on as whole vectors, and which one by one.
-  struct Plan {
-    bool whole[2], both;
-    int few, lane[W];
-  };
-
-  static Plan planned(const Mask<T> *chosen) {
-    Plan plan{};
-    for (int group = 0; group < 2; ++group) {
-      int count = 0;
-      for (int i = 0; i < L; ++i) count += chosen[group][i] != 0;
-      plan.whole[group] = count > FEW;
-      for (int i = 0; i < L && !plan.whole[group]; ++i)
-        if (chosen[group][i]) plan.lane[plan.few++] = group * L + i;
-    }
-    plan.both = plan.whole[0] && plan.whole[1];
-    return plan;
-  }
-
-  // The few lanes of a plan as rows, and zeros for their sums.
-  void gather(const Plan &plan, const T *from) {
-    for (int i = 0; i < plan.few; ++i)
-      for (int64_t d = 0; d < wide; ++d) {
-        work.rows[i * wide + d] = d < p.dim ? from[d * W + plan.lane[i]] : T(0);
-        work.sums[i * wide + d] = 0;
-      }
-  }
-
-  // Scores of the few with a block of keys, in work.scores (few, BLOCK).
-  void row_scores(const Plan &plan, int64_t start, int64_t size) {
-    const T *const from = turned + start * wide;
-    const int64_t whole = padded(size, L);
-    int64_t j = 0;
-    for (; j + 2 * L <= whole; j += 2 * L)
-      product<T, 2, false>(plan.few, work.rows, wide, 1, from + j, BLOCK, p.dim, work.scores + j, BLOCK);
-    if (j < whole) product<T, 1, false>(plan.few, work.rows, wide, 1, from + j, BLOCK, p.dim, work.scores + j, BLOCK);
-  }
-
-  // spread = K^T (p (K v)) of the chosen lanes; Centred: spread = K^T c with c = p (K v - offset), which is kept.
-  template <bool Centred>
-  void spread_of(const Mask<T> *chosen, const T *vector) {
-    const Plan plan = planned(chosen);
-    for (int group = 0; group < 2; ++group)
-      if (plan.whole[group])
-        for (int64_t d = 0; d < p.dim; ++d) store(spread + d * W + group * L, all(T(0)));
-    if (plan.few > 0) gather(plan, vector);
-    for (int64_t start = 0; start < p.count; start += BLOCK) {
-      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
-      const T *block = keys.data + start * wide;
-      if (plan.both)
-        product<T, 2, false>(size, block, wide, 1, vector, W, p.dim, work.scores, W);
-      else
-        for (int group = 0; group < 2; ++group)
-          if (plan.whole[group])
-            product<T, 1, false>(size, block, wide, 1, vector + group * L, W, p.dim, work.scores + group * L, W);
-      for (int group = 0; group < 2; ++group) {
-        if (!plan.whole[group]) continue;
-        const Vec<T> from = Centred ? load(offset + group * L) : all(T(0));
-        for (int64_t j = 0; j < size; ++j) {
-          T *const at = work.scores + j * W + group * L;
-          const int64_t pair = (start + j) * W + group * L;
-          const Vec<T> score = load(at), product = (Centred ? score - from : score) * load(weights + pair);
-          store(at, product);
-          if (Centred) store(centred + pair, product);
-        }
-      }
-      if (plan.both)
-        product<T, 2, true>(p.dim, block, 1, wide, work.scores, W, size, spread, W);
-      else
-        for (int group = 0; group < 2; ++group)
-          if (plan.whole[group])
-            product<T, 1, true>(p.dim, block, 1, wide, work.scores + group * L, W, size, spread + group * L, W);
-      if (plan.few == 0) continue;
-      row_scores(plan, start, size);
-      for (int i = 0; i < plan.few; ++i) {
-        const int q = plan.lane[i];
-        const T from = Centred ? offset[q] : T(0);
-        for (int64_t j = 0; j < size; ++j) {
-          T &score = work.scores[i * BLOCK + j];
-          const int64_t pair = (start + j) * W + q;
-          score = (Centred ? score - from : score) * weights[pair];
-          if (Centred) centred[pair] = score;
-        }
-      }
-      int64_t d = 0;
-      for (; d + 2 * L <= wide; d += 2 * L)
-        product<T, 2, true>(plan.few, work.scores, BLOCK, 1, block + d, wide, size, work.sums + d, wide);
-      if (d < wide) product<T, 1, true>(plan.few, work.scores, BLOCK, 1, block + d, wide, size, work.sums + d, wide);
-    }
-    for (int i = 0; i < plan.few; ++i)
-      for (int64_t d = 0; d < p.dim; ++d) spread[d * W + plan.lane[i]] = work.sums[i * wide + d];
-  }
-
   Vec<T> along_mean(const T *vector, int group) const {
     Vec<T> sum = all(T(0));
     for (int64_t d = 0; d < p.dim; ++d) sum = fma(load(mean + d * W + group * L), load(vector + d * W + group * L), sum);
@@ -393,7 +171,7 @@ struct AdjointTile {
   void iterate() {
     for (int64_t step = 0; step < given.max_steps; ++step) {
       if (!any<T>(active[0] | active[1])) return;
-      spread_of<false>(active, v);
+      held.template spread_of<false>(active, v, nullptr, spread);
       for (int group = 0; group < groups(); ++group) {
         const int at = group * L;
         if (!any<T>(active[group])) continue;
@@ -440,7 +218,7 @@ struct AdjointTile {
     Mask<T> busy[2];
     for (int q = 0; q < W; ++q) busy[q / L][q % L] = q < lanes ? -1 : 0;
     for (int group = 0; group < groups(); ++group) store(offset + group * L, along_mean(u, group));
-    spread_of<true>(busy, u);
+    held.template spread_of<true>(busy, u, offset, spread);
     for (int group = 0; group < groups(); ++group) {
       const int at = group * L;
       Vec<T> sum = all(T(0)), along = sum, scale = load(by_cov + at), part = load(share + at), power = load(unit + at);
@@ -470,7 +248,7 @@ struct AdjointTile {
         lefts[i] = left + q * wide;
         rights[i] = right + q * wide;
         // Zero times what is not finite would not be zero.
-        for (int64_t j = 0; stalled && j < p.count; ++j) weights[j * W + q] = centred[j * W + q] = 0;
+        for (int64_t j = 0; stalled && j < p.count; ++j) held.weights[j * W + q] = held.centred[j * W + q] = 0;
         given.by_beta[to] = stalled ? T(0) : share[q] * along[i] * unit[q];
         if (given.residual) given.residual[to] = left_over[i] * unit[q];
         if (given.tolerance) given.tolerance[to] = tolerance[q] * unit[q];
@@ -499,16 +277,16 @@ struct AdjointTile {
   void add_gradients(T *by_keys, T *by_bias) {
     int64_t d = 0;
     for (; d + 2 * L <= wide; d += 2 * L) {
-      product<T, 2, true>(p.count, weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
-      product<T, 2, true>(p.count, centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
+      product<T, 2, true>(p.count, held.weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
+      product<T, 2, true>(p.count, held.centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
     }
     if (d < wide) {
-      product<T, 1, true>(p.count, weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
-      product<T, 1, true>(p.count, centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
+      product<T, 1, true>(p.count, held.weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
+      product<T, 1, true>(p.count, held.centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
     }
     for (int q = 0; by_bias && q < lanes; ++q) {
       T *const to = by_bias + out[q] / p.queries * p.count;
-      for (int64_t j = 0; j < p.count; ++j) to[j] += share[q] * unit[q] * centred[j * W + q];
+      for (int64_t j = 0; j < p.count; ++j) to[j] += share[q] * unit[q] * held.centred[j * W + q];
     }
   }
 };

@@ -185,7 +185,7 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
       lost = true;
       return;
     }
-    AdjointTile<T> tile(p, given, memory.data);
+    AdjointTile<T> tile(p, given, Arena{static_cast<char *>(memory.data)});
     for (int64_t task = next(); task >= 0; task = next()) {
       const int64_t set = task / parts, begin = task % parts * size, end = begin + size;
       T *const to = summed + task * numbers_of_set;

@@ -128,7 +128,7 @@ def _found() -> tuple[Library | None, str]:
         return None, f"there are none for processors of the family {machine}; use x86-64 or 64-bit ARM"
     if asked != "auto" and asked not in known:
         return None, f"{asked} is not of the processor's family, {machine}; unset {VARIABLE}"
-    reasons = []
+    reasons: list[str] = []
     for isa in known if asked == "auto" else (asked,):
         loaded, reason = _loaded(isa)
         if loaded is not None:
@@ -145,29 +145,31 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
     if not path.exists():
         return None, f"{isa} was not compiled when the package was installed; {again}"
     try:
-        if _cut_short(path):
-            return None, f"the compiled library for {isa} is only a part of one; {again}"
+        if not _is_whole(path):
+            return None, f"the compiled library for {isa} is not whole; {again}"
         handle = ctypes.CDLL(str(path))
-        found, supported = handle.ia_abi(), handle.ia_supported
+        found, supported, functions = handle.ia_abi(), handle.ia_supported, (handle.ia_solve, handle.ia_adjoint)
     except (OSError, AttributeError) as error:
         return None, f"the compiled library for {isa} cannot be loaded ({_without_paths(error)}); {again}"
     if found != ABI:
         return None, f"the compiled library for {isa} is of interface {found}, the package of {ABI}; {again}"
     if not supported():
         return None, f"this processor has no {isa}"
-    for function in (handle.ia_solve, handle.ia_adjoint):
+    for function in functions:
         function.argtypes, function.restype = ARGUMENTS, ctypes.c_int64
-    return Library(isa, handle, handle.ia_solve, handle.ia_adjoint, _parallel_for()), ""
+    return Library(isa, handle, *functions, _parallel_for()), ""
 
 
-def _cut_short(path: Path) -> bool:
-    """Whether the end of an ELF file is missing: the table of sections. Loading such a file can end the process."""
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file is as long as it says: the system loads one that is not, and ends the process."""
     with path.open("rb") as file:
         head = file.read(64)
-    if len(head) < 64 or not head.startswith(b"\x7fELF"):
-        return False  # The loader refuses it itself.
-    (start,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
-    return bool(path.stat().st_size < start + size * count)
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+        # Of other systems, which look themselves.
+        return len(head) == 64
+    (table,) = struct.unpack_from("<Q", head, 40)
+    size, count = struct.unpack_from("<HH", head, 58)
+    return bool(path.stat().st_size >= table + size * count)
 
 
 def _without_paths(error: Exception) -> str:

@@ -102,7 +102,7 @@ def solve_adjoint(
 
 
 def _tiles_with_cotangents(rows: Rows, g: Tensor, size: int) -> Iterator[tuple[Rows, Tensor]]:
-    """Tiles without most of the rows whose cotangent is zero, as their answer is, and the sets of all that they hold."""
+    """Tiles without most of the rows whose cotangent is zero, as is their answer, and the sets that they are of."""
     origin: Tensor | None = None
     if g.device.type == "cpu":
         busy = (g != 0).any(-1)
