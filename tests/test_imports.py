@@ -94,6 +94,7 @@ ALLOWED = {
         "linear",
         "solution",
         "problem",
+        "ops",
     },
     "__main__": {"cli"},
 }
@@ -169,6 +170,9 @@ def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+ASKED = "from ..ops import native_status"
+
+
 def test_operations_are_asked_for_in_two_places():
     askers = {
         dotted_name(path)
@@ -177,7 +181,10 @@ def test_operations_are_asked_for_in_two_places():
     }
     # The root only makes them known to torch; the third takes the layout of keys from there, no operation.
     layout = PACKAGE / "potentials" / "masked_keys.py"
-    assert askers - {""} == {"fused", "potentials.scored_keys", dotted_name(layout)}
+    # Commands say which implementation there was.
+    tellers = {PACKAGE / "cli" / "report.py", PACKAGE / "cli" / "run.py"}
+    assert askers - {""} == {"fused", "potentials.scored_keys", *map(dotted_name, (layout, *tellers))}
+    assert all(re.findall(r"from \.\.ops.* import .*", path.read_text()) == [ASKED] for path in tellers)
     assert set(re.findall(r"from \.\.ops\.(\w+) import", layout.read_text())) == {"fold", "problem"}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..ops import native_status
 from ..plotting import (
     configuration_figure,
     convergence_figure,
@@ -55,7 +56,8 @@ Files: TypeAlias = "tuple[str, dict[str, Any], dict[str, Figure]]"
 def write(out: Path, name: str, content: dict[str, Any], figures: dict[str, Figure]) -> list[str]:
     """Write everything into the folder `out`; the names of the files."""
     versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
-    text = json.dumps(_plain(content | {"versions": versions}), indent=1, allow_nan=False)
+    where = {"versions": versions, "native": str(native_status())}
+    text = json.dumps(_plain(content | where), indent=1, allow_nan=False)
     # A list of numbers, or of vectors, in one line: there can be one for every spin.
     text = re.sub(r"\[(?:[^][{}\"]|\[[^][{}\"]*\])*\]", lambda match: " ".join(match[0].split()), text)
     (out / name).write_text(text + "\n", encoding="utf-8")
