@@ -28,7 +28,8 @@ def table(path: Path) -> str:
     settings = CompareSettings(
         **{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")}
     )
-    comparison = SimpleNamespace(settings=settings, rows=run["rows"], threads=run["device"]["threads"])
+    ran = {"threads": run["device"]["threads"], "native": run["device"].get("native")}
+    comparison = SimpleNamespace(settings=settings, rows=run["rows"], **ran)
     console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
     for part in (*comparison_tables(comparison, 120), *retrieval_tables(run["retrieval"], 120)):
         console.print(part)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from . import _validate
 from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures
+from ._short import Found, are_plain, find, is_exact, rule_of, unobserved
+from ._short import Problem as Short
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Solution, Trace
-from .solvers import Anderson, Solver
+from .solvers import Anderson, Outcome, Solver
 from .status import Status
 
 
@@ -77,6 +82,8 @@ def solve(
             raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
     check_on_failure(on_failure)
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
+    if not trace and (found := _shortly(problem, initial, solver, adjoint, impl, on_failure)) is not None:
+        return concluded(found.outcome, solver, adjoint, found.report, problem.energy, failed=found.failed > 0)
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
     problem.check_solver(solver)
@@ -91,27 +98,61 @@ def solve(
     with exact_precision(initial):
         outcome = adjoint.run(request)
     outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
-    request.report.awaited = outcome.value.requires_grad and not backward_running()
+    energy = problem.energy if problem.has_energy else None
+    cause = partial(randomness, problem, outcome.value)
+    return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, if_outside=problem.if_outside)
+
+
+def concluded(
+    outcome: Outcome,
+    solver: Solver,
+    adjoint: Adjoint,
+    report: AdjointReport,
+    energy_function: Callable[[Tensor], Tensor] | None,
+    *,
+    cause: Callable[[], str] = str,
+    if_outside: str = "",
+    failed: bool = True,
+) -> Solution:
+    """The solution with its evidence, once failures are reported as `report.on_failure` says, with their `cause`.
+
+    failed: whether a problem may have no answer; False spares a look at all of them.
+    """
+    report.awaited = outcome.value.requires_grad and not backward_running()
+    on_failure = report.on_failure
     solution = Solution(
         outcome.record,
-        request.report,
-        adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: problem.if_outside}),
+        report,
+        adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: if_outside}),
         value=outcome.value,
         trace=_trace(outcome.trace),
         course=outcome.states,
-        energy_function=problem.energy if problem.has_energy else None,
+        energy_function=energy_function,
     )
     if on_failure != "ignore" and not transforms_active():
-        request.report.state_residual = solution.residual
+        report.state_residual = solution.residual
     if adjoint.needs_solution:
-        request.report.unsolved = solution.failed
+        report.unsolved = solution.failed
 
-    def cause() -> str:
-        wrong = request.report.awaited and adjoint.needs_solution and on_failure == "warn"
-        return randomness(problem, outcome.value) or (NO_GRADIENT if wrong else "")
+    def told() -> str:
+        wrong = report.awaited and adjoint.needs_solution and on_failure == "warn"
+        return cause() or (NO_GRADIENT if wrong else "")
 
-    report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, cause)
+    if failed:
+        report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, told)
     return solution
+
+
+def _shortly(
+    problem: Problem, initial: Tensor, solver: Solver, adjoint: Adjoint, impl: Impl, on_failure: OnFailure
+) -> Found | None:
+    """What the short way finds where it may be taken, else None."""
+    if impl not in ("auto", "native") or not is_exact(adjoint) or not unobserved() or rule_of(solver) is None:
+        return None
+    short = Short.of(problem)
+    if short is None or not short.is_native(impl) or not are_plain(short.query.dtype, initial):
+        return None
+    return find(short, initial, solver, impl, on_failure) if initial.shape == short.query.shape else None
 
 
 def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:

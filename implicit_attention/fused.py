@@ -19,7 +19,7 @@ from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
 from .ops import dispatch, registration
 from .ops.problem import Hopfield, carries
-from .ops.rule import Solved
+from .ops.rule import THERE, Solved
 from .potentials import LogSumExp, Potential
 from .potentials._read import surely_finite, without_nan
 from .potentials.log_sum_exp import OverLogSumExp, as_log_sum_exp
@@ -103,7 +103,7 @@ class Lowered:
         if own is not None and by_potential[-1] is not None:
             by_potential[-1] = sum_to_shape(by_potential[-1], own.shape)
         gradients = by_potential
-        gradients += energy._by_own(found.value, lambda: potential.mean(z))
+        gradients += energy._by_own(found.value, lambda: dispatch.solve(problem, z, THERE, impl).mean)
         return Adjoined(*found[:6], gradients=tuple(gradients))
 
     @property

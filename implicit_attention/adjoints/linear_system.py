@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from .._types import LinearMap
 from ..fused import Adjoined, lower
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
-from ..linear._vectors import norm
+from ..linear._vectors import ORDINARY, length, norm, normalised
 from ..problem import Linearization, Problem
-from ..solution import Record
+from ..solution import AdjointReport, Record
+from ..solvers import Solver
 from ..status import Status
 from .base import Request
 from .tape import Tape
@@ -38,7 +40,16 @@ def solve_system(
     with torch.no_grad():
         method = method or _default_method(problem, z.dtype)
         answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
-        _report(request, method, answer, problem, z, rhs)
+        report_adjoint(
+            request.report,
+            request.solver,
+            method,
+            answer,
+            problem.symmetric,
+            z,
+            rhs,
+            lambda: problem.fixed_point_map(z),
+        )
     return answer.value
 
 
@@ -59,7 +70,11 @@ def adjoint_gradients(
             answer = lowered.adjoint(z, cotangent, chosen.rtol, steps)
     if answer is None:
         answer, tape = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
-    _report(request, chosen, answer, problem, z, cotangent, None if tape is None else tape.mapped)
+
+    def mapped() -> Tensor:
+        return problem.fixed_point_map(z) if tape is None else tape.mapped
+
+    report_adjoint(request.report, request.solver, chosen, answer, problem.symmetric, z, cotangent, mapped)
     return answer.gradients
 
 
@@ -233,9 +248,20 @@ def _finish_with_minres(
 
 
 def _default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
+    if problem.symmetric or problem.has_metric:
+        return conjugate_gradients(dtype)
+    return GMRES(rtol=_rtol(dtype))
+
+
+@functools.cache
+def conjugate_gradients(dtype: torch.dtype) -> CG:
+    """The default method for symmetric problems."""
+    return CG(rtol=_rtol(dtype))
+
+
+def _rtol(dtype: torch.dtype) -> float:
     # Tighter than any forward tolerance in use, and within reach of the precision.
-    rtol = 1e-5 if dtype == torch.float32 else 1e-10
-    return CG(rtol=rtol) if problem.symmetric or problem.has_metric else GMRES(rtol=rtol)
+    return 1e-5 if dtype == torch.float32 else 1e-10
 
 
 def _norm(states: Tensor, event_ndim: int) -> Tensor:
@@ -245,50 +271,66 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
 
 @torch.no_grad()
 def _gradient_error(
-    request: Request, answer: Adjoined, problem: Problem, z: Tensor, rhs: Tensor, mapped: Tensor | None
+    report: AdjointReport,
+    solver: Solver,
+    answer: Adjoined,
+    symmetric: bool,
+    z: Tensor,
+    rhs: Tensor,
+    mapped: Callable[[], Tensor],
 ) -> tuple[Tensor | None, bool]:
     """`AdjointReport.gradient_error`, (*lead), and whether something may have to be told: one look of the host.
 
-    `mapped` is f(z), if it is known.
+    `mapped` gives f(z).
     """
-    residual, solver = request.report.state_residual, request.solver
+    residual = report.state_residual
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
         return None, True
     lead, states = residual.ndim, z
     u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
-    size = norm(g)
-    inverse = norm(u) / size
-    if problem.symmetric:
-        u, g = u / size[..., None], g / size[..., None]
-        square = u.square().sum(-1)
-        # The quotient of Rayleigh at u is nearer to the smallest eigenvalue than |g|/|u|, unless there are two signs.
-        inverse = torch.where(answer.negative_curvature, inverse, square / (u * g).sum(-1))
+    inverse = _inverse(u, g, answer.negative_curvature if symmetric else None)
     # What atol takes for zero is no scale: as large as where it takes over from rtol.
-    least = solver.atol / (solver.rtol or SCALE)
-    scale = torch.linalg.vector_norm(z, dim=-1).clamp(min=least) / math.sqrt(max(z.shape[-1], 1))
-    error = torch.nan_to_num(inverse.square() * residual / scale, nan=0.0)
-    if not bool(((error > UNSURE) | (answer.status > Status.UNSTABLE)).any()):
+    root = math.sqrt(max(z.shape[-1], 1))
+    size = torch.linalg.vector_norm(z, dim=-1).clamp(min=root * solver.atol / (solver.rtol or SCALE))
+    error = torch.nan_to_num(inverse.square() * residual * (root / size), nan=0.0)
+    worst = float(error.max()) > UNSURE or int(answer.status.max()) > Status.UNSTABLE if error.numel() else False
+    if not worst:
         return error, False
     # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
-    mapped = problem.fixed_point_map(states) if mapped is None else mapped
-    r, u = (mapped - states).reshape(u.shape), u / norm(u)[..., None]
+    r, u = (mapped() - states).reshape(u.shape), u / norm(u)[..., None]
     along = (r * u).sum(-1).abs() / (torch.linalg.vector_norm(r, dim=-1) * torch.linalg.vector_norm(u, dim=-1))
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
 
 
-def _report(
-    request: Request,
+def _inverse(u: Tensor, g: Tensor, indefinite: Tensor | None) -> Tensor:
+    """|u|/|g|, for the size of A^-1 where A u = g; of a symmetric A that is not `indefinite` Rayleigh's quotient at u.
+
+    The quotient <u, u>/<u, A u> is nearer to the smallest eigenvalue, unless there are two signs.
+    """
+    size = length(g)
+    low, high = torch.aminmax(size) if size.numel() else (size.sum(), size.sum())
+    if not 1 / ORDINARY < float(low) <= float(high) < ORDINARY:
+        g, scale = normalised(g)
+        u, size = u / scale[..., None], length(g)
+    found = length(u)
+    inverse = found / size
+    return inverse if indefinite is None else torch.where(indefinite, inverse, found.square() / (u * g).sum(-1))
+
+
+def report_adjoint(
+    report: AdjointReport,
+    solver: Solver,
     method: LinearSolver[Any],
     answer: Adjoined,
-    problem: Problem,
+    symmetric: bool,
     z: Tensor,
     rhs: Tensor,
-    mapped: Tensor | None = None,
+    mapped: Callable[[], Tensor],
 ) -> None:
-    report = request.report
+    """Keep the evidence in the report of the request, and tell of gradients that are wrong or unsure."""
     fields = answer._asdict()
     del fields["value"], fields["gradients"]
-    error, doubtful = _gradient_error(request, answer, problem, z, rhs, mapped)
+    error, doubtful = _gradient_error(report, solver, answer, symmetric, z, rhs, mapped)
     if error is not None:
         fields["gradient_error"] = error
     if report.lead is not None and report.lead.numel() == answer.status.numel():

@@ -19,6 +19,7 @@ from .._autograd import (
     uncompiled,
 )
 from .._reporting import report_failures
+from .._short import Problem
 from .._solve import solve
 from .._types import Impl, OnFailure
 from ..adjoints import Implicit, Unrolled
@@ -32,6 +33,7 @@ from ..potentials.scored_keys import ScoredKeys
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
 from ..status import Status
+from . import short
 from .heads import group_size, split_groups
 from .masks import check_whole
 from .read_out import PotentialFactory, made_by, read_out, reads_out
@@ -218,6 +220,8 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
         given = _with_masked_key(given)
     with exact_precision(given.query):
         call = _in_single(given)
+        if not in_graph and not empty and (found := _shortly(call, given.query.dtype)) is not None:
+            return found
         potential = _potential(call)
         unbounded = "ignore" if call.options.explicit else call.unbounded
         energy = AnchoredEnergy(potential, call.query, call.anchor, unbounded=unbounded)
@@ -237,6 +241,24 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
         if empty and weights is not None:
             weights = weights[..., :0]
         return output.to(given.query.dtype), state, solution, weights
+
+
+def _shortly(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor, Solution, None] | None:
+    """The answer for inputs of `dtype` by the short way, where it may be taken, else None."""
+    more = call.dropout_p != 0 or call.trace or call.return_solution or call.return_weights
+    if more or call.potential is not LogSumExp or (call.mask is not None and call.bias is not None):
+        return None
+    plan = short.planned(call.options) if short.untouched() else None
+    if plan is None:
+        return None
+    problem = Problem(call.query, call.keys, call.beta, call.anchor, call.mask if call.bias is None else call.bias)
+    if plan.solver is None:
+        # In half precision nothing is widened to read out.
+        fits = dtype not in HALF and call.values is not None
+        output = short.explicit(problem, call.values) if fits else None
+        return None if output is None else (output, call.query, _unsolved(call.query), None)
+    found = short.solved(problem, call.values, call.query if call.initial is None else call.initial, plan)
+    return None if found is None else (found[0].to(dtype), found[1].value, found[1], None)
 
 
 def _with_masked_key(call: Call) -> Call:
@@ -299,18 +321,26 @@ def _check_explicit(energy: AnchoredEnergy, impl: Impl) -> None:
 
 def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> Solution | Record:
     """The query as a solution with the status EXPLICIT; its residual is evaluated only if it is asked for."""
-    query = call.query.detach()
     if not (call.return_solution or call.trace):
-        unknown = query.new_full(query.shape[:-1], torch.nan)
-        none = torch.zeros_like(unknown, dtype=torch.int32)
-        status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
-        record = Record(status, unknown, unknown, none, none)
-        return record if in_graph else Solution(record, value=query)
+        return _unmeasured(call.query) if in_graph else _unsolved(call.query)
     # Without tolerances the status is EXPLICIT even where the query solves its problem.
     solver = Picard(rtol=0, atol=0, max_steps=0)
     with torch.no_grad():
         detached = energy.replace(*(t.detach() for t in energy.tensors()))
+        query = call.query.detach()
         return solve(detached, query, solver=solver, adjoint=Unrolled(), on_failure="ignore", trace=call.trace)
+
+
+def _unsolved(query: Tensor) -> Solution:
+    """The query as a solution of which nothing was measured."""
+    return Solution(_unmeasured(query), value=query.detach())
+
+
+def _unmeasured(query: Tensor) -> Record:
+    unknown = query.detach().new_full(query.shape[:-1], torch.nan)
+    none = torch.zeros_like(unknown, dtype=torch.int32)
+    status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
+    return Record(status, unknown, unknown, none, none)
 
 
 def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:

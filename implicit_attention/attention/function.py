@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from .. import _validate
 from ..options import SolveKeywords, SolveOptions
 from ..solution import Solution
+from . import short
 from .core import Call, attend
 from .masks import mask_and_bias
 
@@ -79,6 +80,11 @@ def equilibrium_attention(
     Not for queries, keys and values that have yet to be projected: use `ImplicitAttention`. Where keys and values are
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
+    plain = attn_mask is None and is_causal is False and enable_gqa is False and return_solution is False
+    if plain and type(dropout_p) in (float, int) and dropout_p == 0:
+        found = short.attention(query, key, value, scale, anchor, options)
+        if found is not None:
+            return found
     solve_options = _DEFAULTS.override(**options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
@@ -111,8 +117,8 @@ def equilibrium_attention(
         grouped=enable_gqa,
         return_solution=return_solution,
     )
-    found = attend(call)
-    return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
+    attended = attend(call)
+    return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import Solution
+from ..ops import native_status
 from .contenders import contenders
 from .data import Sample, draw, load_digits, noise_of
 from .errors import InputError
@@ -44,6 +45,7 @@ class Comparison:
         unusable: how many patterns hold NaN or infinity.
         untrusted: how many queries have no exact fixed point.
         threads: of torch.
+        native: the instruction set of the native operations, if any.
         seconds: of everything.
     """
 
@@ -57,6 +59,7 @@ class Comparison:
     unusable: int
     untrusted: int
     threads: int
+    native: str | None
     seconds: float
 
 
@@ -149,4 +152,5 @@ def run(settings: CompareSettings, progress: Progress) -> Comparison:
     unusable = int((~sample.usable).sum())
     untrusted = int((sample.finite & (task.weights == 0).all(-1)).sum())
     seconds = time.perf_counter() - begin
-    return Comparison(settings, noise, rows, rates, sample, shown, solutions, unusable, untrusted, threads, seconds)
+    own = (unusable, untrusted, threads, native_status().isa, seconds)
+    return Comparison(settings, noise, rows, rates, sample, shown, solutions, *own)

@@ -56,8 +56,8 @@ Files: TypeAlias = "tuple[str, dict[str, Any], dict[str, Figure]]"
 def write(out: Path, name: str, content: dict[str, Any], figures: dict[str, Figure]) -> list[str]:
     """Write everything into the folder `out`; the names of the files."""
     versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
-    where = {"versions": versions, "native": str(native_status())}
-    text = json.dumps(_plain(content | where), indent=1, allow_nan=False)
+    ran = {"versions": versions, "native": str(native_status())}
+    text = json.dumps(_plain(content | ran), indent=1, allow_nan=False)
     # A list of numbers, or of vectors, in one line: there can be one for every spin.
     text = re.sub(r"\[(?:[^][{}\"]|\[[^][{}\"]*\])*\]", lambda match: " ".join(match[0].split()), text)
     (out / name).write_text(text + "\n", encoding="utf-8")
@@ -113,6 +113,7 @@ def comparison_files(comparison: Comparison) -> Files:
             "type": device.type,
             "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "threads": comparison.threads,
+            "native": comparison.native,
         },
         "rows": comparison.rows,
         "retrieval": comparison.retrieval,

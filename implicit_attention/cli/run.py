@@ -5,11 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..ops import native_status
 from . import report, table
 from .errors import require_modules, writable
 from .progress import Progress, make_console
-from .settings import CharactersSettings, CompareSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
+from .settings import CharactersSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
 
 
 def run(settings: Settings) -> None:
@@ -65,5 +64,3 @@ def run(settings: Settings) -> None:
     show(result, console)
     names = f"{', '.join(written[:-1])} and {written[-1]}"
     console.print(f"{names} written to {out} after {result.seconds:.1f} s", markup=False)
-    if isinstance(settings, CompareSettings) and settings.device == "cpu":
-        console.print(str(native_status()), markup=False)

@@ -239,6 +239,8 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     settings = comparison.settings
     source = "scikit-learn's digits" if settings.data is None else printable(settings.data.name)
     threads = f"; {comparison.threads} thread{'s' * (comparison.threads > 1)}" if settings.device == "cpu" else ""
+    if threads and comparison.native:
+        threads += f", native {comparison.native}"
     title = (
         f"{source}: {settings.patterns} patterns, {settings.queries} half-masked + {settings.queries} noisy "
         f"queries, beta {inverse_temperature(settings):g}, anchor {settings.anchor:g}, {settings.dtype} "

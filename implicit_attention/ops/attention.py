@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from .fold import Fold, addressable, aligned, widened
 
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
+# So many bytes has a vector register at most.
+REGISTER = 64
 # The kernels behind scaled_dot_product_attention, on a CPU and on CUDA, which also return the log-sum-exp that the
 # energy needs. A torch without them pays for the scores instead. Nothing but the two functions below may call them.
 _FLASH_FOR_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -51,6 +53,11 @@ def aligned_mask(mask: Tensor) -> Tensor:
         return mask
     *lead, count = mask.shape
     return mask.new_zeros(*lead, -(-count // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :count].copy_(mask)
+
+
+def loses_nan(keys: Tensor) -> bool:
+    """Whether keys that are not finite may be turned into an answer by torch's kernel on a CPU, as queries may."""
+    return keys.shape[-2] * keys.dtype.itemsize < REGISTER
 
 
 def has_kernel(device: str) -> bool:
@@ -153,21 +160,37 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         ctx.save_for_backward(query, keys, values, mask)
-        ctx.scale = scale
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        ctx.scale, ctx.graph = scale, None
+        # Hooks on saved tensors are to see what is kept once, as all functions have it.
+        if not any(ctx.needs_input_grad) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        graph = _recorded((query, keys, values), mask, scale, ctx.needs_input_grad)
+        ctx.graph = (*graph, graph[0]._version)
+        return graph[0].detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, mask = ctx.saved_tensors
+        graph, ctx.graph = ctx.graph, None
         with exact_precision(cotangent):
             if torch.is_grad_enabled() or transforms_active():
                 _, pullback = vjp(lambda q, k, v: _formula(q, k, v, mask, ctx.scale), *inputs)
                 return (*pullback(cotangent), None, None)
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, ctx.needs_input_grad, strict=False)]
-                (out,) = sdpa(*leaves, attn_mask=mask, scale=ctx.scale)
+            if graph is None or graph[0]._version != graph[2]:
+                # It was used up, or its output was written to.
+                graph = _recorded(inputs, mask, ctx.scale, ctx.needs_input_grad)
+            out, leaves = graph[:2]
             gradients = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], cotangent))
         return (*(next(gradients) if t.requires_grad else None for t in leaves), None, None)
+
+
+def _recorded(
+    inputs: Sequence[Tensor], mask: Tensor | None, scale: float, needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor]]:
+    """The kernel's output with its own graph, for one backward pass, and the leaves of that."""
+    leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=False)]
+    with torch.enable_grad():
+        return sdpa(*leaves, attn_mask=mask, scale=scale)[0], leaves
 
 
 def _formula(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -14,9 +14,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import exact_precision, is_differentiated, is_plain, transforms_active
-from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, sdpa
+from .._autograd import exact_precision, host_may_look, is_differentiated, is_plain, transforms_active
+from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, loses_nan, sdpa
 from ..ops.dispatch import by_attention
+from ._read import surely_finite
 from .masked_keys import SMALL_PRODUCT as SMALL_PRODUCT
 from .masked_keys import KeyPotential as KeyPotential
 from .masked_keys import MaskedKeys, Read
@@ -106,7 +107,8 @@ class ScoredKeys(MaskedKeys):
         self._check_readout(z, values, dropout_p)
         # The kernels have no derivative with respect to the bias, and none that torch.func could take.
         tracked = transforms_active() or (self.bias is not None and is_differentiated(self.bias))
-        fused = not self._dense and (dropout_p > 0 or (self._fits_kernels(z) and not tracked))
+        few = dropout_p == 0 and not tracked and self._fits_few(z)
+        fused = few or (not self._dense and (dropout_p > 0 or (self._fits_kernels(z) and not tracked)))
         if not fused and torch.finfo(z.dtype).bits < 32:
             return self._single().readout(z.float(), values.float(), dropout_p=dropout_p).to(z.dtype)
         with exact_precision(z):
@@ -115,6 +117,8 @@ class ScoredKeys(MaskedKeys):
             if not fused:
                 weights = F.dropout(self._scores(z, read).softmax(-1), dropout_p)
                 return read.finish(read.fold.product(weights, read.values), rows=True)
+            if few:
+                return self._flash_few(z, read)
             kernel = partial(sdpa, dropout_p=dropout_p) if dropout_p > 0 else differentiable
             return read.finish(self._flash(z, read, kernel)[0], rows=True)
 
@@ -178,7 +182,27 @@ class ScoredKeys(MaskedKeys):
         return self._fits_kernels(z) and is_plain(z, *values, *self.tensors())
 
     def _fits_kernels(self, z: Tensor) -> bool:
-        return not self._dense and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
+        return self._is_softmax() and z.numel() > 0 and self.keys.shape[-2] >= FLASH_KEYS
+
+    def _is_softmax(self) -> bool:
+        """Whether the weights are what kernels know, and may be left to them."""
+        return not self._dense and type(self)._shaped is ScoredKeys._shaped
+
+    def _fits_few(self, z: Tensor) -> bool:
+        """Whether a kernel may read out few keys, whose NaN it may lose: where a look tells whether there is any."""
+        few = self._is_softmax() and z.numel() > 0 and self.keys.shape[-2] < FLASH_KEYS
+        return few and torch.finfo(z.dtype).bits >= 32 and host_may_look(z, self.keys)
+
+    def _flash_few(self, z: Tensor, read: Read) -> Tensor:
+        """What few keys are read out to, NaN for states that are not finite, or beside keys that are not."""
+        lost = None if surely_finite(z) else ~torch.isfinite(z).all(-1, keepdim=True)
+        out = read.finish(
+            self._flash(z if lost is None else z.masked_fill(lost, 0.0), read, differentiable)[0], rows=True
+        )
+        if read.pairs is None and loses_nan(self.keys) and not surely_finite(self.keys):
+            whole = torch.isfinite(self.keys).all((-1, -2), keepdim=True)
+            out = out.where(whole, torch.nan)
+        return out if lost is None else out.masked_fill(lost, torch.nan)
 
     def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""

@@ -135,6 +135,15 @@ def test_shared_keys_are_those_that_were_copied(dtype):
     torch.testing.assert_close(of_copies.by_keys.sum(1, keepdim=True), found.by_keys, rtol=1e-4, atol=1e-4)
 
 
+def test_as_many_steps_as_anybody_allows():
+    query, keys, _ = problem(n=5)
+    expected = solved(query, keys, rtol=1e-4)
+    check_equal(solved(query, keys, rtol=1e-4, max_steps=2**31), expected)
+    check_equal(
+        solved(query, keys, rtol=1e-4, max_steps=2**31, plain_steps=2**40), solved(query, keys, plain_steps=201)
+    )
+
+
 # Layouts.
 
 

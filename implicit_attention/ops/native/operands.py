@@ -13,6 +13,8 @@ from torch import Tensor
 AXES = 16
 #: Numbers that an index of the library can count without overflow, even times their bytes.
 LARGEST = 2**55
+#: Steps that float32 counts.
+MOST_STEPS = 2**24
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
 _NO_MASK, _BOOLEAN, _ADDED = range(3)

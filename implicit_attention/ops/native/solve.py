@@ -12,7 +12,7 @@ from ..problem import Hopfield
 from ..rule import Solved
 from ..trust import empty
 from .library import library
-from .operands import Operands
+from .operands import MOST_STEPS, Operands
 
 
 class Equilibria(NamedTuple):
@@ -50,7 +50,7 @@ def equilibria(
     assert loaded is not None
     operands = Operands(query, keys, beta, anchor, mask, is_causal, expanded=True)
     operands.add(initial, own=2)
-    operands.integers += (rule.max_steps, rule.plain_steps)
+    operands.integers += (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
     shape, dtype, device = query.shape, query.dtype, query.device
     rows = shape[:-1]
     state = empty(shape, dtype=dtype, device=device)

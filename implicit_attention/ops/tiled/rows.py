@@ -45,14 +45,8 @@ class Rows:
         self.block = row_block(self.dim, keys.shape[-2], keys.dtype)
         self.ids = torch.arange(self.sets * self.count, device=self.device)
         self.beta, self.anchor = self._laid(problem.beta), self._laid(problem.anchor)
-        #: Anchor and beta as numbers, where they are such that the host knows.
-        known = self.device.type == "cpu"
-        self.one_anchor = float(self.anchor) if known and self.anchor.numel() == 1 else None
-        self.one_beta = float(self.beta) if known and self.beta.numel() == 1 else None
-        self.field = self.laid(problem.field).flatten(0, 1)
-        if self.one_anchor is None:
-            # Without an anchor the field is not read, whatever it holds.
-            self.field = self.field.masked_fill(self.per_row(self.anchor) == 0, 0.0)
+        # Without an anchor the field is not read, whatever it holds.
+        self.field = self.laid(problem.field).flatten(0, 1).masked_fill(self.per_row(self.anchor) == 0, 0.0)
         self.is_causal = problem.is_causal
         self.mask: Tensor | None = None
         self.mask_rows: Tensor | None = None
@@ -148,8 +142,7 @@ class Rows:
         new = copy.copy(self)
         new._whole, new._pairs = False, None
         new.ids = self.ids[flat]
-        if self.one_anchor != 0:
-            new.field = self.field.index_select(0, flat)
+        new.field = self.field.index_select(0, flat)
         if entries is not None:
             new.keys = self.keys.index_select(0, entries)
         new.sets, before = len(new.keys), self.count
@@ -227,21 +220,13 @@ class Rows:
 
     def mapped(self, mean: Tensor) -> Tensor:
         """f(z) = anchor x + (1 - anchor) mean."""
-        if self.one_anchor is not None:
-            return mean if self.one_anchor == 0 else mean.lerp(self.field, self.one_anchor)
         return mean.lerp(self.field, self.per_row(self.anchor))
 
     def energy(self, z: Tensor, logsumexp: Tensor) -> Tensor:
         """E(z)."""
-        size = torch.linalg.vector_norm(z, dim=-1)
-        if self.one_anchor is not None and self.one_beta is not None:
-            energy = (logsumexp * ((self.one_anchor - 1) / self.one_beta)).addcmul_(size, size, value=0.5)
-            if self.one_anchor != 0:
-                energy = energy - self.one_anchor * dot(z, self.field)
-            return energy
         anchor, beta = self.per_row(self.anchor)[:, 0], self.per_row(self.beta)[:, 0]
-        value: Tensor = size.square() / 2 + (anchor - 1) / beta * logsumexp
-        return value if self.one_anchor == 0 else value - anchor * dot(z, self.field)
+        value: Tensor = dot(z, z) / 2 + (anchor - 1) / beta * logsumexp - anchor * dot(z, self.field)
+        return value
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (E * R, D) and logsumexp (E * R) of the keys at z."""
@@ -296,14 +281,13 @@ class Rows:
         return pairs
 
     def _evaluate(self, z: Tensor, keys: Tensor, beta: Tensor, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
-        query, scale = (z * beta, 1.0) if self.one_beta is None else (z, self.one_beta)
         if self.fused:
-            return mean_and_logsumexp(query, keys, pairs, scale, is_causal=self._triangle)
+            return mean_and_logsumexp(z * beta, keys, pairs, 1.0, is_causal=self._triangle)
         scores = self._scores(z, keys, beta, pairs)
         return _product(scores.softmax(-1), keys), scores.logsumexp(-1)
 
     def _scores(self, z: Tensor, keys: Tensor, beta: Tensor, pairs: Tensor | None) -> Tensor:
-        scores = _product(z * (beta if self.one_beta is None else self.one_beta), keys.mT)
+        scores = _product(z * beta, keys.mT)
         if pairs is None:
             return scores
         return (scores.view(len(pairs), -1, *scores.shape[1:]) + pairs[:, None]).view_as(scores)

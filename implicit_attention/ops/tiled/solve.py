@@ -1,7 +1,6 @@
 """The iteration in torch: every query stops on its own, and finished ones stop costing anything.
 
-An evaluation of few queries costs as little as a handful of calls of torch, so that these are counted here: states are
-flat, (E * R, D), numbers per query (E * R), and what can be told from other numbers is not computed from vectors.
+It answers where no kernel of ours does. States are flat, (E * R, D), and numbers per query (E * R).
 """
 
 from __future__ import annotations
@@ -65,14 +64,12 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
     learns = stop.plain_steps < stop.max_steps
     base: Point | None = None
     tried: Step | None = None
-    # Memory of a state that is no longer needed: what is made anew costs as much as several passes over it.
-    spare: Tensor | None = None
     for index in range(stop.max_steps + 1):
         mean, logsumexp = rows.evaluate(z)
         f = rows.mapped(mean)
-        r = torch.sub(f, z, out=None if spare is None else spare[: len(z)])
+        r = f - z
         residual = torch.linalg.vector_norm(r, dim=-1)
-        tolerance = torch.linalg.vector_norm(f, dim=-1).mul_(stop.rtol).add_(stop.atol)
+        tolerance = stop.atol + stop.rtol * torch.linalg.vector_norm(f, dim=-1)
         finite = residual + tolerance < torch.inf
         unsolved = finite if stop.fixed_budget else finite & (residual > tolerance)
         candidates, accepted, point = active, None, None
@@ -80,7 +77,7 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
             point = Point(r, residual.square(), rows.energy(z, logsumexp))
             if base is not None and tried is not None:
                 end_slope = dot(r, tried.direction)
-                accepted = (_descends(point, base, tried, end_slope) & finite).logical_or_(tried.plain)
+                accepted = (_descends(point, base, tried, end_slope) & finite) | tried.plain
                 candidates = active & accepted
         if base is not None and tried is not None and (looks_every != 1 or not bool(finite.all())):
             # What diverged is answered by the point before.
@@ -97,19 +94,18 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
             break
         del mean, logsumexp
         if point is None:
-            z, spare = f, r
+            z = f
         elif base is None or tried is None or accepted is None:
-            spare = None
             base, tried, z = point, Step(r, point.square, point.square, torch.ones_like(active)), f
         else:
-            del f
-            z = _back(z, accepted, point, base, tried)
-            spare = None if tried.direction is base.r else base.r
-            tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps, spare=spare)
-            base, z = point, z.add_(tried.direction)
+            # Where the step was not accepted, the last accepted point again; what diverged is there already.
+            z = torch.where((accepted | ~finite)[:, None], z, z - tried.direction)
+            rows_of = (accepted[:, None], accepted, accepted)
+            point = Point(*(torch.where(a, new, old) for a, new, old in zip(rows_of, point, base, strict=True)))
+            tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps)
+            base, z = point, z + tried.direction
         if counts is not None and (smaller := rows.compacted(active, counts)) is not None:
             rows, flat = smaller
-            spare = None
             z, active = z.index_select(0, flat), active[flat]
             if base is not None and tried is not None:
                 base = Point(*(t.index_select(0, flat) for t in base))
@@ -121,61 +117,36 @@ def _descends(point: Point, base: Point, tried: Step, end_slope: Tensor) -> Tens
     required = DESCENT * base.square
     rounding = torch.finfo(required.dtype).eps * torch.maximum(point.energy.abs(), base.energy.abs())
     resolved = required > ENERGY_SLACK * rounding
-    fall = torch.where(resolved, (base.energy - point.energy).add_(rounding), (tried.slope + end_slope) / 2)
+    fall = torch.where(resolved, base.energy - point.energy + rounding, (tried.slope + end_slope) / 2)
     return fall >= required
 
 
-def _back(z: Tensor, accepted: Tensor, point: Point, base: Point, tried: Step) -> Tensor:
-    """The last accepted point again, in place and as the state, where the step from it was not accepted."""
-    if z.device.type != "cpu":
-        for new, old in zip(point, base, strict=True):
-            new.copy_(torch.where(accepted[:, None] if new.ndim > 1 else accepted, new, old))
-        return torch.where(accepted[:, None], z, z - tried.direction)
-    rejected = accepted.logical_not().nonzero().squeeze(-1)
-    if len(rejected) == 0:
-        return z
-    for new, old in zip(point, base, strict=True):
-        new.index_copy_(0, rejected, old.index_select(0, rejected))
-    return z.index_copy_(0, rejected, z.index_select(0, rejected) - tried.direction.index_select(0, rejected))
-
-
-def _proposed(
-    point: Point,
-    base: Point,
-    tried: Step,
-    end_slope: Tensor,
-    accepted: Tensor,
-    *,
-    plain: bool,
-    spare: Tensor | None,
-) -> Step:
+def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepted: Tensor, *, plain: bool) -> Step:
     """r - gamma (dz + dr), gamma = <dr, r>/|dr|^2, where that promises descent, 4 r where E curves down, else r.
 
-    dz is the step tried, whose memory takes the new one, and end_slope = <r, dz>; neither is read where it was not
-    accepted.
+    dz is the step tried and end_slope = <r, dz>; neither is read where it was not accepted.
     """
     r, square = point.r, point.square
     if plain:
         return Step(r, square, square, torch.ones_like(accepted))
-    dr = torch.sub(r, base.r, out=spare)
-    dr_dr = torch.linalg.vector_norm(dr, dim=-1).square_()
-    dr_r = (square + dr_dr).sub_(base.square).div_(2)
+    dr = r - base.r
+    dr_dr = dot(dr, dr)
+    dr_r = (square + dr_dr - base.square) / 2
     dz_dr = end_slope - tried.slope
     gamma = dr_r / dr_dr.clamp(min=torch.finfo(r.dtype).tiny)
     fall = gamma * (end_slope + dr_r)
     slope = square - fall
-    length = (slope - fall).addcmul_(gamma.square(), tried.square.add(dz_dr, alpha=2).add_(dr_dr))
-    cut = (LONGEST**2 * square).div_(length).clamp_(max=1).sqrt_()
+    length = slope - fall + gamma.square() * (tried.square + 2 * dz_dr + dr_dr)
+    cut = (LONGEST**2 * square / length).clamp(max=1).sqrt()
     slope = cut * slope
     downward = dz_dr >= 0
     # Of a step without a finite length, slope is NaN, and compares false.
-    mixed = (slope >= SLOPE * square).logical_and_(accepted) > downward
-    stretched = downward & accepted
-    by_r = torch.where(mixed, cut, stretched * (STRETCH - 1) + 1)
-    by_df = torch.where(mixed, -cut * gamma, 0.0).unsqueeze(-1)
-    direction = tried.direction.mul_(by_df).addcmul_(by_df, dr).addcmul_(by_r.unsqueeze(-1), r)
-    reached = torch.linalg.vector_norm(direction, dim=-1).square_()
-    return Step(direction, reached, torch.where(mixed, slope, by_r * square), ~(mixed | stretched))
+    mixed = accepted & ~downward & (slope >= SLOPE * square)
+    stretched = accepted & downward
+    by_r = torch.where(mixed, cut, torch.where(stretched, STRETCH, 1.0))
+    by_df = torch.where(mixed, -cut * gamma, 0.0)
+    direction = by_df[:, None] * (tried.direction + dr) + by_r[:, None] * r
+    return Step(direction, dot(direction, direction), torch.where(mixed, slope, by_r * square), ~(mixed | stretched))
 
 
 class _Answers:

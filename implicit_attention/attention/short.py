@@ -1,0 +1,166 @@
+"""The short way of attention: of plain tensors, a few checks, the kernel that solves, and one that reads out.
+
+As in `_short`: what is not certainly fine is left to the general path, whose bits these are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._short import (
+    KINDS,
+    Problem,
+    are_plain,
+    find,
+    found_states,
+    is_differentiated,
+    is_exact,
+    is_finite,
+    rule_of,
+    unobserved,
+)
+from .._solve import concluded
+from .._types import Impl, OnFailure
+from ..adjoints import Implicit
+from ..ops.attention import attend, differentiable, loses_nan, sdpa
+from ..ops.fold import Fold
+from ..options import SolveKeywords, SolveOptions
+from ..solution import Solution
+from ..solvers import Anderson, Picard, Solver
+from .read_out import lies_aligned, read_out
+
+
+def untouched() -> bool:
+    """Whether torch runs eagerly, `unobserved`, and its attention is its own."""
+    own = F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    return own and unobserved()
+
+
+# Rows of so many numbers are aligned in any precision.
+WIDTH = 4
+
+
+class Plan(NamedTuple):
+    """What `SolveOptions` ask for that the short way does. solver: None where nothing is solved."""
+
+    solver: Solver | None
+    impl: Impl
+    on_failure: OnFailure
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(options: SolveOptions) -> Plan | None:
+    solver, adjoint = options.effective_solver, options.effective_adjoint
+    if options.explicit:
+        return Plan(None, options.impl, options.on_failure) if options.impl == "auto" else None
+    if rule_of(solver) is None or not (adjoint is None or is_exact(adjoint)) or options.impl not in ("auto", "native"):
+        return None
+    return Plan(solver, options.impl, options.on_failure)
+
+
+def planned(options: SolveOptions) -> Plan | None:
+    """The plan, or None where the short way does not do what the options ask for."""
+    known = type(options.solver) in (type(None), Anderson, Picard)
+    return _plan(options) if known and (options.adjoint is None or is_exact(options.adjoint)) else None
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _overridden(**options: Any) -> Plan | None:
+    return planned(SolveOptions(**{name: value for name, value in options.items() if value is not None}))
+
+
+def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options: SolveKeywords) -> Tensor | None:
+    """`equilibrium_attention` without a mask; None where it is left to the general path."""
+    if not untouched() or type(query) not in KINDS or query.is_nested or query.ndim < 2:
+        return None
+    try:
+        plan = _overridden(**options)
+    except (TypeError, ValueError):
+        # The general path says what is wrong.
+        return None
+    if plan is None:
+        return None
+    problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None)
+    if plan.solver is None:
+        return explicit(problem, value)
+    if not problem.is_native(plan.impl, value):
+        return None
+    # Nobody sees evidence, unless a query has no answer.
+    if is_differentiated(*problem):
+        found = find(problem, query, plan.solver, plan.impl, plan.on_failure)
+        state, failed = (None, 0) if found is None else (found.outcome.value, found.failed)
+    else:
+        bare = found_states(problem, query, plan.solver, plan.impl, mean=False, evidence=False)
+        state, failed = (None, 0) if bare is None else (bare.state, bare.failed)
+    if state is None:
+        return None
+    if failed:
+        told = solved(problem, value, query, plan)
+        return None if told is None else told[0]
+    return _read(state, key, value, problem.beta)
+
+
+def explicit(problem: Problem, values: Any) -> Tensor | None:
+    """The values read out at the query; None where it is left to the general path. Call while `untouched`."""
+    query, keys, beta, anchor, pairs = problem
+    if pairs is not None or not problem.is_plain(values):
+        return None
+    query = query.contiguous()
+    # What a query that is not finite reads is NaN, which kernels do not always find.
+    if not lies_aligned(query) or not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
+        return None
+    output = _read(query, keys, values, beta)
+    return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
+
+
+def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[Tensor, Solution] | None:
+    """What is read out at the equilibria (the state, without values), and the solution, told of as `solve` does.
+
+    None where it is left to the general path. Call while `untouched`.
+    """
+    assert plan.solver is not None
+    if not problem.is_native(plan.impl, values) or (initial is not problem.query and not _starts(initial, problem)):
+        return None
+    found = find(problem, initial, plan.solver, plan.impl, plan.on_failure)
+    if found is None:
+        return None
+    failed = found.failed > 0
+    energy = functools.partial(_energy, problem)
+    solution = concluded(found.outcome, plan.solver, Implicit(), found.report, energy, failed=failed)
+    state, pairs = solution.value, problem.pairs
+    if values is None:
+        return state, solution
+    if failed or pairs is not None:
+        return read_out(problem.potential, state, values, 0.0), solution
+    return _read(state, problem.keys, values, problem.beta), solution
+
+
+def _starts(initial: Tensor, problem: Problem) -> bool:
+    return are_plain(problem.query.dtype, initial) and initial.shape == problem.query.shape
+
+
+def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tensor:
+    """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
+    query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
+    shape, lead = z.shape, z.shape[:-2]
+    alike = keys.shape == values.shape and lead == keys.shape[:-2]
+    if alike and len(shape) == 4 and shape[-1] % WIDTH == 0:
+        # What `attend` does where there is nothing to lay out anew.
+        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+        if not differentiated:
+            return F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        return differentiable(query, keys, values, attn_mask=None, scale=scale)[0]  # type: ignore[no-any-return]
+    kernel = differentiable if differentiated else sdpa
+    fold = Fold(lead, keys.shape[:-2], values.shape[:-2])
+    keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
+    return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale)[0])
+
+
+def _energy(problem: Problem, z: Tensor) -> Tensor:
+    return problem.energy.energy(z)
