@@ -145,7 +145,8 @@ def test_windows_has_none(stand_ins, monkeypatch):
 def test_the_best_set_of_the_processor_answers_and_a_forced_one(monkeypatch):
     best = native_status()
     assert best.isa in library.SETS[platform.machine()]
-    assert best.reason == ""
+    # Where the processor lacks the fastest set that is all that is told.
+    assert best.reason in ("", "this processor has no avx512")
     assert str(best).startswith(f"native operations: {best.isa}, ")
     for isa in library.SETS[platform.machine()]:
         if library._loaded(isa)[0] is None:
