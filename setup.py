@@ -10,14 +10,15 @@ from setuptools.command.build_ext import build_ext
 FOLDER = Path("implicit_attention", "ops", "native")
 # Contraction into fused multiply-adds is written out where it is meant, so that all ways to a number make the same one.
 FLAGS = (
-    "-O3 -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden -fno-exceptions -fno-rtti"
+    "-O3 -g0 -std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=off "
+    "-fvisibility=hidden -fno-exceptions -fno-rtti"
 )
 X86 = {
     "avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw -mprefer-vector-width=512 -Wno-uninitialized",
     "avx2": "-mavx2 -mfma",
 }
 # A library for each instruction set of the processor's family; which one answers is chosen when it is loaded.
-SETS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": ""}, "arm64": {"neon": ""}}
+SETS = {"x86_64": X86, "aarch64": {"neon": ""}, "arm64": {"neon": ""}}
 
 
 class Libraries(build_ext):
@@ -29,12 +30,21 @@ class Libraries(build_ext):
     def get_export_symbols(self, ext):
         return []
 
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except Exception:
+            # Nor may what was compiled of other sources answer.
+            for folder in (Path(), Path(self.build_lib)):
+                (folder / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+            raise
+
 
 def library(isa, flags):
     return Extension(
         f"implicit_attention.ops.native.{isa}",
         sources=[str(FOLDER / "kernels.cpp")],
-        depends=sorted(str(path) for path in FOLDER.glob("*.h")),
+        depends=["setup.py", *sorted(str(path) for path in FOLDER.glob("*.h"))],
         extra_compile_args=[*FLAGS.split(), *flags.split(), f'-DIA_ISA="{isa}"'],
         language="c++",
         # Without a compiler the package is installed all the same, and says so where it matters.
@@ -42,6 +52,6 @@ def library(isa, flags):
     )
 
 
-# The kernels are written with the vector extensions of GCC and clang.
+# The kernels are written with the vector extensions of GCC and clang, so not for MSVC; `native_status()` says so there.
 sets = {} if sys.platform == "win32" else SETS.get(platform.machine(), {})
 setup(ext_modules=[library(*each) for each in sets.items()], cmdclass={"build_ext": Libraries})

@@ -17,6 +17,7 @@ from implicit_attention.cli.contenders import Contender
 from implicit_attention.cli.data import draw
 from implicit_attention.cli.progress import Progress
 from implicit_attention.cli.settings import CompareSettings
+from implicit_attention.ops import native_status
 
 METHODS = [
     "one-step softmax",
@@ -242,7 +243,7 @@ def test_progress_is_a_plain_line_per_method_where_there_is_no_terminal(digits):
 
 
 def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digits):
-    _, out, content = digits
+    result, out, content = digits
     pictures = ["convergence.png", "rates.png", "retrieval.png"]
     assert sorted(p.name for p in out.iterdir()) == ["compare.json", *pictures]
     for name in pictures:
@@ -253,6 +254,10 @@ def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digit
     assert str(out) not in text
     assert os.path.expanduser("~") + "/" not in text
     assert {"python", "torch", "numpy", "torchdeq"} <= set(content["versions"])
+    assert content["native"] == str(native_status())
+    isa = native_status().isa
+    assert content["device"]["native"] == isa
+    assert (f"native {isa}" in result.stdout) == (isa is not None)
     assert content["status_counts"]["Anderson"] == {"CONVERGED": 100}
 
 

@@ -1,18 +1,21 @@
 """Which native library answers, what is told where none does, and that the install never depends on one."""
 
+import ctypes
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from implicit_attention import Status
+from implicit_attention import Status, UnsupportedImplementation
 from implicit_attention.errors import KernelWarning
 from implicit_attention.ops import NativeStatus, hopfield_solve, native_status, rule
 from implicit_attention.ops.native import library
@@ -20,8 +23,10 @@ from implicit_attention.ops.tiled import adjoint as tiled_adjoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(library.__file__).parent
-X86 = platform.machine() in ("x86_64", "AMD64")
+X86 = platform.machine() == "x86_64"
+COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 needs_library = pytest.mark.skipif(native_status().isa is None, reason=native_status().reason)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
 on_x86 = pytest.mark.skipif(not X86, reason="names the sets of x86-64")
 
 
@@ -59,13 +64,89 @@ def refused(reason):
         warnings.simplefilter("error")
         solve_once()
     assert (found.status == Status.CONVERGED).all()
+    assert status.reason.partition("; ")[2]
+    with pytest.raises(UnsupportedImplementation, match=re.escape(f"`impl='native'`: {status.reason}")):
+        hopfield_solve(torch.ones(2, 4), torch.eye(4), beta=0.5, impl="native")
+
+
+def stand_in(folder, isa, *, abi=library.ABI, supported=1, without=None):
+    """A library of functions that return a number, but for one that it lacks."""
+    returned = {"ia_abi": abi, "ia_supported": supported, "ia_solve": 0, "ia_adjoint": 0}
+    lines = [f'extern "C" int {name}() {{ return {number}; }}' for name, number in returned.items() if name != without]
+    source = folder / f"{isa}.cpp"
+    source.write_text("\n".join(lines))
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(folder / f"{isa}.library")], check=True)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    """An empty folder for libraries, on a processor of the family x86-64."""
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    return tmp_path
+
+
+@pytest.mark.skipif(COMPILER is None or platform.machine() not in library.SETS, reason="nothing can be compiled here")
+def test_where_there_is_a_compiler_there_is_a_library():
+    assert native_status().isa is not None, str(native_status())
+
+
+@needs_compiler
+def test_the_faster_of_two_sets_answers(stand_ins, monkeypatch):
+    for isa in ("avx2", "avx512"):
+        stand_in(stand_ins, isa)
+    assert (native_status().isa, native_status().reason) == ("avx512", "")
+    library._found.cache_clear()
+    monkeypatch.setenv(library.VARIABLE, "avx2")
+    assert (native_status().isa, native_status().reason) == ("avx2", "")
+
+
+@needs_compiler
+def test_it_is_told_why_the_faster_set_does_not_answer(stand_ins):
+    stand_in(stand_ins, "avx2")
+    stand_in(stand_ins, "avx512", supported=0)
+    assert (native_status().isa, library.unavailable()) == ("avx2", None)
+    assert str(native_status()) == f"native operations: avx2, {native_status().threads}; this processor has no avx512"
+    library._found.cache_clear()
+    # A new file: the process still uses the other one.
+    (stand_ins / "avx512.library").unlink()
+    (stand_ins / "avx512.library").write_bytes((stand_ins / "avx2.library").read_bytes()[:5000])
+    assert "; the compiled library for avx512 is not whole; install" in str(native_status())
+
+
+@needs_compiler
+@pytest.mark.parametrize("without", ["ia_abi", "ia_supported", "ia_solve", "ia_adjoint"])
+def test_a_library_that_lacks_a_function(stand_ins, without):
+    stand_in(stand_ins, "avx2", without=without)
+    refused(f"avx2 cannot be loaded .*{without}.*; install the package again")
+
+
+@needs_compiler
+def test_a_forced_set_that_the_processor_lacks(stand_ins, monkeypatch):
+    stand_in(stand_ins, "avx2")
+    stand_in(stand_ins, "avx512", supported=0)
+    monkeypatch.setenv(library.VARIABLE, "avx512")
+    refused("this processor has no avx512; unset IMPLICIT_ATTENTION_NATIVE")
+
+
+@needs_compiler
+def test_a_processor_without_any_set(stand_ins):
+    for isa in ("avx2", "avx512"):
+        stand_in(stand_ins, isa, supported=0)
+    refused("this processor has no avx2; use another processor")
+
+
+def test_windows_has_none(stand_ins, monkeypatch):
+    monkeypatch.setattr(library.sys, "platform", "win32")
+    refused("they are written for GCC and clang and not built on Windows; use Linux or macOS")
 
 
 @needs_library
 def test_the_best_set_of_the_processor_answers_and_a_forced_one(monkeypatch):
     best = native_status()
     assert best.isa in library.SETS[platform.machine()]
-    assert best.reason == ""
+    # Where the processor lacks the fastest set that is all that is told.
+    assert best.reason in ("", "this processor has no avx512")
     assert str(best).startswith(f"native operations: {best.isa}, ")
     for isa in library.SETS[platform.machine()]:
         if library._loaded(isa)[0] is None:
@@ -73,7 +154,9 @@ def test_the_best_set_of_the_processor_answers_and_a_forced_one(monkeypatch):
         library._found.cache_clear()
         monkeypatch.setenv(library.VARIABLE, isa)
         assert native_status().isa == isa
-        assert library.library().handle.ia_isa is not None
+        named = library.library().handle.ia_isa
+        named.restype = ctypes.c_char_p
+        assert named() == isa.encode()
 
 
 def test_off_uses_none_and_says_nothing(monkeypatch):
@@ -91,14 +174,14 @@ def test_an_unknown_value_is_told(value, monkeypatch):
 
 
 @on_x86
-def test_a_set_of_other_processors_was_not_compiled(monkeypatch):
+def test_a_set_of_other_processors(monkeypatch):
     monkeypatch.setenv(library.VARIABLE, "neon")
-    refused("neon was not compiled when the package was installed; install the package again")
+    refused("neon is not of the processor's family, x86_64; unset IMPLICIT_ATTENTION_NATIVE")
 
 
 def test_other_processors_have_none(monkeypatch):
     monkeypatch.setattr(library.platform, "machine", lambda: "riscv64")
-    refused("there are none for 'riscv64'; use an x86-64 or ARM processor")
+    refused("there are none for processors of the family riscv64; use x86-64 or 64-bit ARM")
 
 
 def test_without_a_compiled_library(monkeypatch, tmp_path):
@@ -107,11 +190,14 @@ def test_without_a_compiled_library(monkeypatch, tmp_path):
 
 
 @needs_library
-@pytest.mark.parametrize("part", [0.0, 0.0001, 0.5, 0.99])
+@pytest.mark.parametrize("part", [0.0, 0.0001, 0.1, 0.5, 0.99])
 def test_a_half_written_library(part, monkeypatch, tmp_path):
     for isa in library.SETS[platform.machine()]:
         whole = (SOURCE / f"{isa}.library").read_bytes()
-        (tmp_path / f"{isa}.library").write_bytes(whole[: int(part * len(whole))])
+        path = tmp_path / f"{isa}.library"
+        path.write_bytes(whole[: int(part * len(whole))])
+        # Asked first, since loading such a file can end the process.
+        assert not library._is_whole(path)
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     refused("is not whole; install the package again")
 
@@ -129,21 +215,10 @@ def test_a_library_of_another_interface(monkeypatch):
     refused(f"is of interface {library.ABI - 1}, the package of {library.ABI}; install the package again")
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler makes a library")
-def test_a_processor_without_the_set(monkeypatch, tmp_path):
-    """A library that says so of itself, as the compiled ones do by asking the processor."""
-    source = tmp_path / "other.c"
-    source.write_text(f"int ia_abi(void) {{ return {library.ABI}; }} int ia_supported(void) {{ return 0; }}")
-    for isa in library.SETS[platform.machine()]:
-        target = str(tmp_path / f"{isa}.library")
-        subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", target], check=True)
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
-    refused("this processor has no .*; unset IMPLICIT_ATTENTION_NATIVE, or use another processor")
-
-
 @needs_library
-def test_without_torchs_loop_one_thread_works(monkeypatch):
-    monkeypatch.setattr(library, "_parallel_for", lambda: 0)
+def test_without_torchs_loop_one_thread_works(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    assert library.library().parallel_for == 0
     assert "one thread (torch " in native_status().threads
     assert "2.10 has" in native_status().threads
     query, keys = torch.randn(64, 64, 16), torch.randn(64, 64, 16)
@@ -187,6 +262,8 @@ def built(folder, **variables):
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     (folder / "implicit_attention" / "__init__.py").touch()
+    for isa in library.SETS.get(platform.machine(), ()):
+        (package / f"{isa}.library").write_bytes(b"compiled of other sources")
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     found = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True)
     return found, sorted(path.stem for path in package.glob("*.library"))
@@ -257,3 +334,32 @@ def test_an_editable_install_is_seen_by_type_checkers(tmp_path):
     # Torch is not in that environment; the types of this package are.
     assert "Revealed type is" in found.stdout, found.stdout
     assert "implicit_attention.solution.Solution" in found.stdout, found.stdout
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in library.SETS, reason="there are no kernels for this processor")
+def test_wheels_and_sources_hold_what_they_need(tmp_path):
+    clone, out = tmp_path / "clone", tmp_path / "out"
+    copied = shutil.ignore_patterns(".git", "build", "*.egg-info", ".*cache", "*.library", ".venv")
+    shutil.copytree(ROOT, clone, ignore=copied)
+    out.mkdir()
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True)
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path / "unpacked")
+    folder = "implicit_attention/ops/native"
+    needed = {f"{folder}/{path.name}" for path in (*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp"))}
+    assert needed | {"setup.py", "implicit_attention/py.typed"} <= names
+    assert not [name for name in names if name.endswith(".library")]
+
+    # Of the sources as they are packed.
+    (sources,) = (tmp_path / "unpacked").iterdir()
+    wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(sources)]
+    subprocess.run([sys.executable, "-m", "pip", *wheel], check=True, cwd=tmp_path)
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as opened:
+        names = set(opened.namelist())
+    compiled = {f"{folder}/{isa}.library" for isa in library.SETS[platform.machine()]}
+    assert compiled | {"implicit_attention/py.typed"} <= names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]

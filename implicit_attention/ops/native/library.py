@@ -8,6 +8,7 @@ import functools
 import os
 import platform
 import struct
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,7 @@ ABI = 1
 #: Chooses an instruction set; "off" uses none and says nothing.
 VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
 #: Instruction sets by the family of processors, the fastest first.
-SETS = {
-    "x86_64": ("avx512", "avx2"),
-    "AMD64": ("avx512", "avx2"),
-    "aarch64": ("neon",),
-    "arm64": ("neon",),
-}
+SETS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",), "arm64": ("neon",)}
 #: What nobody has run yet: their code is that of the others, compiled for them.
 UNVERIFIED = ("neon",)
 FOLDER = Path(__file__).parent
@@ -51,7 +47,7 @@ class NativeStatus:
     Attributes:
         isa: the instruction set of the library that answers, or None.
         threads: "torch's threads", or "one thread" and why.
-        reason: why no library answers, and what to do; "" where one does.
+        reason: why no library answers, and what to do; where one does, why none of a faster instruction set, or "".
 
     Not for choosing: set the environment variable IMPLICIT_ATTENTION_NATIVE before the first solve.
 
@@ -69,7 +65,8 @@ class NativeStatus:
         if self.isa is None:
             return f"native operations: none; {self.reason}"
         unverified = ", unverified" if self.isa in UNVERIFIED else ""
-        return f"native operations: {self.isa}{unverified}, {self.threads}"
+        slower = f"; {self.reason}" if self.reason else ""
+        return f"native operations: {self.isa}{unverified}, {self.threads}{slower}"
 
 
 def native_status() -> NativeStatus:
@@ -86,7 +83,7 @@ def native_status() -> NativeStatus:
     if loaded is None:
         return NativeStatus(None, "one thread", reason)
     one = f"one thread (torch {torch.__version__} has no torch_parallel_for; 2.10 has)"
-    return NativeStatus(loaded.isa, "torch's threads" if loaded.parallel_for else one, "")
+    return NativeStatus(loaded.isa, "torch's threads" if loaded.parallel_for else one, reason)
 
 
 def library() -> Library | None:
@@ -96,7 +93,8 @@ def library() -> Library | None:
 
 def unavailable() -> str | None:
     """Why there is no library, as "reason; remedy"."""
-    return _found()[1] or None
+    loaded, reason = _found()
+    return reason if loaded is None else None
 
 
 @functools.cache
@@ -115,24 +113,30 @@ def warn_once() -> None:
 
 @functools.cache
 def _found() -> tuple[Library | None, str]:
-    """The library, or why there is none."""
-    asked = os.environ.get(VARIABLE, "auto") or "auto"
+    """The library, and why it is none or not the fastest that there is."""
+    asked = os.environ.get(VARIABLE) or "auto"
     if asked == "off":
         return None, f"they are switched off; unset {VARIABLE}"
-    known = SETS.get(platform.machine(), ())
     names = sorted({name for sets in SETS.values() for name in sets})
     if asked != "auto" and asked not in names:
         return None, f"{VARIABLE} must be auto, off, {', '.join(names)}, got {asked!r}; change it"
+    machine = platform.machine()
+    known = SETS.get(machine, ())
+    if sys.platform == "win32":
+        return None, "they are written for GCC and clang and not built on Windows; use Linux or macOS"
     if not known:
-        return None, f"there are none for {platform.machine()!r}; use an x86-64 or ARM processor"
-    reasons = []
+        return None, f"there are none for processors of the family {machine}; use x86-64 or 64-bit ARM"
+    if asked != "auto" and asked not in known:
+        return None, f"{asked} is not of the processor's family, {machine}; unset {VARIABLE}"
+    reasons: list[str] = []
     for isa in known if asked == "auto" else (asked,):
         loaded, reason = _loaded(isa)
         if loaded is not None:
-            return loaded, ""
+            return loaded, "; ".join(reasons)
         reasons.append(reason)
     # The last is that of the set that most processors have.
-    return None, reasons[-1]
+    remedy = "use another processor" if asked == "auto" else f"unset {VARIABLE}"
+    return None, reasons[-1] if ";" in reasons[-1] else f"{reasons[-1]}; {remedy}"
 
 
 def _loaded(isa: str) -> tuple[Library | None, str]:
@@ -140,27 +144,27 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
     path = FOLDER / f"{isa}.library"
     if not path.exists():
         return None, f"{isa} was not compiled when the package was installed; {again}"
-    if not _is_whole(path):
-        return None, f"the compiled library for {isa} is not whole; {again}"
     try:
+        if not _is_whole(path):
+            return None, f"the compiled library for {isa} is not whole; {again}"
         handle = ctypes.CDLL(str(path))
-        found = handle.ia_abi()
+        found, supported, functions = handle.ia_abi(), handle.ia_supported, (handle.ia_solve, handle.ia_adjoint)
     except (OSError, AttributeError) as error:
         return None, f"the compiled library for {isa} cannot be loaded ({_without_paths(error)}); {again}"
     if found != ABI:
         return None, f"the compiled library for {isa} is of interface {found}, the package of {ABI}; {again}"
-    if not handle.ia_supported():
-        return None, f"this processor has no {isa}; unset {VARIABLE}, or use another processor"
-    for function in (handle.ia_solve, handle.ia_adjoint):
+    if not supported():
+        return None, f"this processor has no {isa}"
+    for function in functions:
         function.argtypes, function.restype = ARGUMENTS, ctypes.c_int64
-    return Library(isa, handle, handle.ia_solve, handle.ia_adjoint, _parallel_for()), ""
+    return Library(isa, handle, *functions, _parallel_for()), ""
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether an ELF file is as long as it says: the system loads one that is not, and ends the process later."""
+    """Whether an ELF file is as long as it says: the system loads one that is not, and ends the process."""
     with path.open("rb") as file:
         head = file.read(64)
-    if head[:5] != b"\x7fELF\x02":
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
         # Of other systems, which look themselves.
         return len(head) == 64
     (table,) = struct.unpack_from("<Q", head, 40)
