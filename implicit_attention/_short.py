@@ -31,7 +31,7 @@ from .adjoints import Implicit, Request
 from .adjoints.implicit import Call, gradients_at
 from .adjoints.linear_system import conjugate_gradients, report_adjoint
 from .energies import AnchoredEnergy
-from .fused import Adjoined
+from .fused import Adjoined, Lowered
 from .ops import dispatch, trust
 from .ops.native import checks
 from .ops.native.adjoint import adjoints
@@ -304,22 +304,25 @@ class _Equilibrium(torch.autograd.Function):
 def _by_adjoint(
     problem: Problem, how: _How, state: Tensor, mean: Tensor, cotangent: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    """The gradients by the native backward solve, with its report; None where it does not answer for every query."""
+    """The gradients by the native backward solve, with its report; None where there is none."""
     query, keys, beta, anchor, pairs = problem
     method = conjugate_gradients(state.dtype)
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
     run = partial(adjoints, keys, beta, anchor, pairs, False, state, mean, cotangent, rule)
-    found = _trusted("hopfield_adjoint", how.impl, keys, pairs, run)
-    if found is None or found.failed:
+    native = _trusted("hopfield_adjoint", how.impl, keys, pairs, run)
+    if native is None:
         return None
+    found = native.whole
+    if native.failed:
+        held = problem.detached()
+        packed = Lowered(held.energy, held.potential, None, how.impl).packed()
+        found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
     by_query = anchor[..., None, None] * found.value if isinstance(anchor, Tensor) else anchor * found.value
     by_beta = sum_to_shape(found.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
     by_anchor = None
     if isinstance(anchor, Tensor):
         by_anchor = sum_to_shape((found.value * (query - mean)).sum((-1, -2)), anchor.shape)
-    # Status, residual, tolerance, steps and negative curvature, all of which are asked for.
-    evidence: Any = found[3:8]
-    answer = Adjoined(found.value, *evidence)
+    answer = Adjoined(*found[:6])
 
     def mapped() -> Tensor:
         return problem.detached().energy.fixed_point_map(state)

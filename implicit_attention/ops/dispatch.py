@@ -118,9 +118,16 @@ def solve_adjoint(
         found = by_native(impl, "hopfield_adjoint", wide, run_native)
     if found is None:
         return tiled_adjoint(problem, state, cotangent, rule, by_bias=by_bias)
-    stalled = found.status == Status.STALLED
     if not may_look(state):
-        return unanswered(found, stalled)
+        return unanswered(found, found.status == Status.STALLED)
+    return with_stalled(found, problem, state, cotangent, rule, by_bias=by_bias)
+
+
+def with_stalled(
+    found: Adjoint, problem: Hopfield, state: Tensor, cotangent: Tensor, rule: AdjointRule, *, by_bias: Tensor | None
+) -> Adjoint:
+    """`found` with what stalled there, at saddles above all, solved again."""
+    stalled = found.status == Status.STALLED
     if not bool(stalled.any()):
         return found
     again = tiled_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), rule, by_bias=by_bias)

@@ -289,19 +289,25 @@ def test_a_failed_query_changes_no_gradient_of_others():
 
 
 @native
-def test_a_saddle_is_told_and_differentiated_alike():
+@pytest.mark.parametrize("mask", [None, torch.ones(3, 2, dtype=torch.bool)], ids=["bare", "mask"])
+def test_a_saddle_among_others_is_told_and_differentiated_alike(mask, monkeypatch):
     # Both keys are as near: the state in the middle is stationary, and E curves down there.
     key = leaf(torch.stack([torch.ones(D), -torch.ones(D)])[None, None])
-    query = leaf(torch.zeros(1, 1, 3, D))
+    query = leaf(torch.stack([torch.zeros(D), torch.linspace(0.5, 1.5, D), torch.zeros(D)])[None, None])
+    beta, anchor = leaf(torch.tensor(1.0)), leaf(torch.tensor([0.5]))
 
     def run():
-        energy = ia.AnchoredEnergy(ia.LogSumExp(key, 1.0), query, 0.5)
+        energy = ia.AnchoredEnergy(ia.LogSumExp(key, beta, mask=mask), query, anchor)
         solution = ia.solve(energy, query, on_failure="warn")
-        return evidence(solution), gradients(solution.value, [query, key]), evidence(solution)
+        return evidence(solution), gradients(solution.value, [query, key, beta, anchor]), evidence(solution)
 
     _, _, after = agree(run)[0]
-    assert after["adjoint"]["negative_curvature"].all()
-    assert (after["adjoint"]["status"] == ia.Status.UNSTABLE).all()
+    assert after["adjoint"]["negative_curvature"].tolist() == [[[True, False, True]]]
+    unstable, converged = int(ia.Status.UNSTABLE), int(ia.Status.CONVERGED)
+    assert after["adjoint"]["status"].tolist() == [[[unstable, converged, unstable]]]
+    # The other queries are not solved a second time.
+    monkeypatch.setattr("implicit_attention._short._by_general", None)
+    run()
 
 
 @native

@@ -30,6 +30,12 @@ class Adjoints(NamedTuple):
     negative_curvature: Tensor | None
     failed: int
 
+    @property
+    def whole(self) -> Adjoint:
+        """The same where all evidence was asked for."""
+        evidence: Any = (self.status, self.residual, self.tolerance, self.num_steps, self.negative_curvature)
+        return Adjoint._make((self.value, *evidence, self.by_beta, self.by_keys))
+
 
 def adjoints(
     keys: Tensor,
@@ -79,7 +85,4 @@ def solve_adjoint(
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
     _, keys, beta, anchor, mask, is_causal = problem
     beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
-    found = adjoints(keys, beta, anchor, mask, is_causal, state, mean, cotangent, rule, by_bias=by_bias)
-    # All of it is there, as it was asked for.
-    evidence: Any = (found.status, found.residual, found.tolerance, found.num_steps, found.negative_curvature)
-    return Adjoint._make((found.value, *evidence, found.by_beta, found.by_keys))
+    return adjoints(keys, beta, anchor, mask, is_causal, state, mean, cotangent, rule, by_bias=by_bias).whole
