@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -305,6 +306,14 @@ def picked(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
 def pick(tensor: Tensor, index: Tensor) -> Tensor:
     """The rows `index` (*batch, K) of a tensor (*batch, N, ...)."""
     return tensor.gather(index.ndim - 1, spread(index, tensor))
+
+
+def first_of(chosen: Tensor) -> Tensor | None:
+    """Indices (*lead[:-1], K) with all chosen problems (*lead) among them, as few as fit; None without an axis."""
+    if chosen.ndim == 0:
+        return None
+    order = torch.argsort(chosen.logical_not().to(torch.int8), dim=-1, stable=True)
+    return order[..., : int(chosen.sum(-1).max())]
 
 
 def put(tensor: Tensor, index: Tensor, rows: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .._autograd import (
     transforms_active,
     vjp,
 )
+from .._declared import first_of
 from ..linear import LinearSolver
 from ..problem import Problem, isolated, pullback
 from ..solution import Record, Remedies
@@ -32,7 +33,7 @@ from ..solvers._rows import maps_alone
 from ..solvers.iterate import Outcome
 from ..status import Status
 from .base import Adjoint, Request
-from .linear_system import adjoint_gradients, first_of, merged, rows_of, solve_system
+from .linear_system import adjoint_gradients, merged, rows_of, solve_system
 from .vmapped import VmappedProblem
 
 

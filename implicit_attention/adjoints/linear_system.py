@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import host_may_look, transforms_active
-from .._declared import pick, put
+from .._declared import first_of, pick, put
 from .._reporting import UNSURE, report_gradients
 from .._types import LinearMap
 from ..fused import Adjoined, lower
@@ -124,14 +124,6 @@ def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
         yield None
     else:
         yield from indices
-
-
-def first_of(chosen: Tensor) -> Tensor | None:
-    """Indices (*lead[:-1], K) with all chosen problems (*lead) among them, as few as fit; None without an axis."""
-    if chosen.ndim == 0:
-        return None
-    order = torch.argsort(chosen.logical_not().to(torch.int8), dim=-1, stable=True)
-    return order[..., : int(chosen.sum(-1).max())]
 
 
 def merged(index: Tensor | None, chosen: Tensor, old: Tensor, new: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import host_may_look_at_constant, is_fake
+from .._declared import first_of, pick, picked, put
 from .._fused_rule import FusedRule
 from .._types import Impl
 from ..errors import UnsupportedImplementation
@@ -130,10 +131,23 @@ def with_stalled(
     stalled = found.status == Status.STALLED
     if not bool(stalled.any()):
         return found
-    again = tiled_adjoint(problem, state, cotangent.where(stalled[..., None], 0.0), rule, by_bias=by_bias)
-    value = torch.where(stalled[..., None], again.value, found.value)
-    evidence = (torch.where(stalled, b, a) for a, b in zip(found[1:-1], again[1:-1], strict=True))
-    return Adjoint._make((value, *evidence, found.by_keys + again.by_keys))
+    index = first_of(stalled)
+    if index is None or problem.is_causal:
+        # A query is known by its place.
+        index = torch.arange(stalled.shape[-1], device=stalled.device).expand(stalled.shape)
+    chosen, axis = pick(stalled, index), stalled.ndim - 1
+    few = problem._replace(
+        field=pick(problem.field, index), mask=None if problem.mask is None else picked(problem.mask, index, axis)
+    )
+    few_cotangents = pick(cotangent, index).where(chosen[..., None], 0.0)
+    again = tiled_adjoint(few, pick(state, index), few_cotangents, rule, by_bias=by_bias)
+
+    def merged(old: Tensor, new: Tensor) -> Tensor:
+        own = chosen if old.ndim == chosen.ndim else chosen[..., None]
+        return put(old, index, new.where(own, pick(old, index)))
+
+    parts = map(merged, found[:-1], again[:-1])
+    return Adjoint._make((*parts, found.by_keys + again.by_keys))
 
 
 def may_look(tensor: Tensor) -> bool:

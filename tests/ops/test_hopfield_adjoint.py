@@ -160,18 +160,30 @@ def test_a_saddle_is_answered_and_told(dtype):
         torch.testing.assert_close(getattr(found, name)[rows], getattr(rest, name), rtol=bound, atol=bound)
 
 
-def test_saddles_among_many_rows_of_several_sets_are_answered_where_they_are():
+MANY = {
+    "all pairs": {},
+    "a row of the mask per query": {"mask": random(600, 70, seed=4) > -1},
+    "a row of the mask per sample": {"mask": random(3, 1, 70, seed=4) > -1},
+    "added to the scores": {"mask": random(3, 600, 70, seed=4)},
+    "causal": {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("pairs", MANY.values(), ids=MANY)
+def test_saddles_among_many_rows_of_several_sets_are_answered_where_they_are(pairs):
     """More rows than a working set is made anew for, of sets with and without a saddle."""
     query, keys, _, options = saddle()
+    options |= pairs
     keys = torch.stack([keys, keys.flip(-1), keys / 3])
     query, state = random(3, 600, 6), random(3, 600, 6)
-    state[:, ::100] = 0.0
+    state[:, 99::100] = 0.0
+    state[0, 7] = 0.0
     cotangent = random(3, 600, 6, seed=3)
     fast = hopfield_adjoint(query, keys, state, cotangent, **options, rtol=1e-10)
     slow = dense_adjoint(query, keys, state, cotangent, **options)
     # Not at a solution, so that any of the rows may curve down.
     assert torch.equal(fast.status, slow.status)
-    assert (fast.status[:2, ::100] == Status.UNSTABLE).all()
+    assert (fast.status[:2, 99::100] == Status.UNSTABLE).all()
     assert (fast.status[2] == Status.CONVERGED).all()
     for name in ("value", "by_keys", "by_beta"):
         assert relative_error(getattr(fast, name), getattr(slow, name)) < 1e-7
