@@ -35,6 +35,7 @@ from .fused import Adjoined, Lowered
 from .ops import dispatch, trust
 from .ops.native import checks
 from .ops.native.adjoint import adjoints
+from .ops.native.library import library
 from .ops.native.solve import Equilibria, equilibria
 from .ops.problem import carries
 from .ops.rule import AdjointRule
@@ -89,11 +90,13 @@ def _plain_keys() -> tuple[int, ...]:
         return tuple(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
-def _is_number_in(value: Any, lead: torch.Size, dtype: torch.dtype, low: float, high: float) -> bool:
-    """Whether `value` is a number in [low, high], or a small tensor of such numbers that broadcasts to `lead`."""
+def _is_number_in(value: Any, query: Tensor, low: float, high: float) -> bool:
+    """Whether `value` is a number in [low, high], or a small tensor of such numbers, one per batch entry of a query."""
     if type(value) in (float, int):
         return bool(low <= value <= high)
-    if not are_plain(dtype, value) or value.numel() > MOST_NUMBERS or not broadcasts(value.shape, lead):
+    if not are_plain(query.dtype, value) or value.numel() > MOST_NUMBERS:
+        return False
+    if not broadcasts(value.shape, query.shape[:-2]):
         return False
     return all(low <= number <= high for number in value.flatten().tolist())
 
@@ -104,6 +107,20 @@ def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
         return True
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(size in (1, whole) for size, whole in pairs)
+
+
+@functools.lru_cache(maxsize=1024)
+def fit(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size | None) -> bool:
+    """Whether queries, keys and values (if any) have shapes that belong together, with few axes and nothing empty."""
+    if not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
+        return False
+    lead = shape[:-2]
+    if not broadcasts(of_keys[:-2], lead) or 0 in shape or 0 in of_keys:
+        return False
+    if of_values is None or of_values == of_keys:
+        return True
+    fits = len(of_values) >= 2 and of_values[-2] == of_keys[-2] and 0 not in of_values
+    return fits and broadcasts(of_values[:-2], lead)
 
 
 class Problem(NamedTuple):
@@ -159,25 +176,17 @@ class Problem(NamedTuple):
             dtype, query, keys, keys if values is None else values
         ):
             return False
-        shape, of_keys = query.shape, keys.shape
-        if not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
+        if not fit(query.shape, keys.shape, None if values is None else values.shape):
             return False
-        lead = shape[:-2]
-        if not broadcasts(of_keys[:-2], lead) or 0 in shape or 0 in of_keys:
-            return False
-        if values is not None and (width := values.shape) != of_keys:
-            fits = len(width) >= 2 and width[-2] == of_keys[-2] and 0 not in width
-            if not (fits and broadcasts(width[:-2], lead)):
-                return False
         # Written out for the most frequent kind.
-        if not ((type(anchor) is float and 0.0 <= anchor <= 1.0) or _is_number_in(anchor, lead, dtype, 0.0, 1.0)):
+        if not ((type(anchor) is float and 0.0 <= anchor <= 1.0) or _is_number_in(anchor, query, 0.0, 1.0)):
             return False
-        if not ((type(beta) is float and LEAST <= beta <= MOST) or _is_number_in(beta, lead, dtype, LEAST, MOST)):
+        if not ((type(beta) is float and LEAST <= beta <= MOST) or _is_number_in(beta, query, LEAST, MOST)):
             return False
         if pairs is None:
             return True
         fixed = are_plain(torch.bool, pairs) or (are_plain(dtype, pairs) and not pairs.requires_grad)
-        return fixed and pairs.ndim >= 2 and broadcasts(pairs.shape, (*shape[:-1], of_keys[-2]))
+        return fixed and pairs.ndim >= 2 and broadcasts(pairs.shape, (*query.shape[:-1], keys.shape[-2]))
 
     def is_native(self, impl: Impl, values: Any = None) -> bool:
         """Whether it `is_plain`, and the native operations solve it as it is."""
@@ -190,7 +199,10 @@ class Problem(NamedTuple):
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are known to be finite."""
+    """Whether all numbers of a plain tensor are known to be finite."""
+    loaded = library()
+    if loaded is not None and tensor.is_contiguous():
+        return bool(loaded.finite(tensor.itemsize, tensor.data_ptr(), tensor.numel()))
     return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum().item())
 
 

@@ -148,18 +148,22 @@ def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tens
     """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
     query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
-    shape, of_keys = z.shape, keys.shape
-    lead = shape[:-2]
-    if len(shape) == 4 and of_keys == values.shape and lead == of_keys[:-2] and shape[-1] % WIDTH == 0:
+    if _is_laid_out(z.shape, keys.shape, values.shape):
         # What `attend` does where there is nothing to lay out anew.
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         if not differentiated:
             return F.scaled_dot_product_attention(query, keys, values, scale=scale)
         return differentiable(query, keys, values, attn_mask=None, scale=scale)[0]  # type: ignore[no-any-return]
     kernel = differentiable if differentiated else sdpa
-    fold = Fold(lead, keys.shape[:-2], values.shape[:-2])
+    fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
     keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
     return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale)[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_laid_out(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size) -> bool:
+    """Whether torch's kernel takes tensors of these shapes, and takes them aligned, as they are."""
+    return len(shape) == 4 and of_keys == of_values and shape[:-2] == of_keys[:-2] and shape[-1] % WIDTH == 0
 
 
 def _energy(problem: Problem, z: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from .._autograd import exact_precision, transforms_active, vjp
 from .fold import Fold, addressable, aligned, widened
@@ -17,12 +18,21 @@ from .fold import Fold, addressable, aligned, widened
 FLASH_KEYS = 64
 # So many bytes has a vector register at most.
 REGISTER = 64
+
+
+def _operation(name: str) -> Any:
+    return getattr(getattr(torch.ops.aten, name, None), "default", None)
+
+
 # The kernels behind scaled_dot_product_attention, on a CPU and on CUDA, which also return the log-sum-exp that the
-# energy needs. A torch without them pays for the scores instead. Nothing but the two functions below may call them.
-_FLASH_FOR_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_EFFICIENT = getattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", None)
+# energy needs. A torch without them pays for the scores instead. Nothing but the functions below may call them.
+_FLASH_FOR_CPU = _operation("_scaled_dot_product_flash_attention_for_cpu")
+_FLASH_BACKWARD = _operation("_scaled_dot_product_flash_attention_for_cpu_backward")
+_EFFICIENT = _operation("_scaled_dot_product_efficient_attention")
 # The kernel on CUDA wants the rows of a mask to begin at multiples of this.
 MASK_ALIGNMENT = 8
+# What torch calls the kernel for the CPU where it chooses one.
+FLASH = SDPBackend.FLASH_ATTENTION.value
 
 
 def flash_with_logsumexp(
@@ -160,28 +170,53 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         ctx.save_for_backward(query, keys, values, mask)
-        ctx.scale, ctx.graph = scale, None
+        ctx.scale, ctx.kept, ctx.is_flash = scale, None, False
         # Hooks on saved tensors are to see what is kept once, as all functions have it.
         if not any(ctx.needs_input_grad) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
-        graph = _recorded((query, keys, values), mask, scale, ctx.needs_input_grad)
-        ctx.graph = (*graph, graph[0]._version)
-        return graph[0].detach()
+        ctx.is_flash = _is_flash(query, keys, values, mask, scale)
+        ctx.kept = _kept(ctx, query, keys, values, mask)
+        return ctx.kept[0].detach()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, mask = ctx.saved_tensors
-        graph, ctx.graph = ctx.graph, None
-        with exact_precision(cotangent):
-            if torch.is_grad_enabled() or transforms_active():
-                _, pullback = vjp(lambda q, k, v: _formula(q, k, v, mask, ctx.scale), *inputs)
+        query, keys, values, mask = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None
+        if torch.is_grad_enabled() or transforms_active():
+            with exact_precision(cotangent):
+                _, pullback = vjp(lambda q, k, v: _formula(q, k, v, mask, ctx.scale), query, keys, values)
                 return (*pullback(cotangent), None, None)
-            if graph is None or graph[0]._version != graph[2]:
-                # It was used up, or its output was written to.
-                graph = _recorded(inputs, mask, ctx.scale, ctx.needs_input_grad)
-            out, leaves = graph[:2]
-            gradients = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], cotangent))
+        if kept is None or kept[0]._version != kept[2]:
+            # It was used up, or its output was written to.
+            with exact_precision(cotangent):
+                kept = _kept(ctx, query, keys, values, mask)
+        if ctx.is_flash:
+            assert _FLASH_BACKWARD is not None
+            given = (cotangent, query, keys, values, *kept[:2])
+            found = _FLASH_BACKWARD(*given, 0.0, False, attn_mask=mask, scale=ctx.scale)
+            return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None, None)
+        leaves = kept[1]
+        with exact_precision(cotangent):
+            gradients = iter(torch.autograd.grad(kept[0], [t for t in leaves if t.requires_grad], cotangent))
         return (*(next(gradients) if t.requires_grad else None for t in leaves), None, None)
+
+
+def _is_flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> bool:
+    """Whether torch takes its kernel for the CPU, whose derivative can be called without a graph of its own."""
+    own = F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    if query.device.type != "cpu" or _FLASH_BACKWARD is None or torch.is_autocast_enabled("cpu") or not own:
+        return False
+    chosen: int = torch._fused_sdp_choice(query, keys, values, mask, 0.0, False, scale=scale)
+    return chosen == FLASH
+
+
+def _kept(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Any, Any, int]:
+    """The kernel's output; its log-sum-exp, or the leaves of its own graph; and the version of the output."""
+    if ctx.is_flash:
+        out, rest = flash_with_logsumexp(query, keys, values, attn_mask=mask, scale=ctx.scale)
+        return out, rest, out._version
+    out, leaves = _recorded((query, keys, values), mask, ctx.scale, ctx.needs_input_grad)
+    return out, leaves, out._version
 
 
 def _recorded(

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from implicit_attention._fused_rule import FusedRule
+from implicit_attention._short import is_finite
 from implicit_attention.ops.native import library
 from implicit_attention.ops.native.adjoint import adjoints
 from implicit_attention.ops.native.solve import equilibria
@@ -32,6 +33,7 @@ def run(dtype):
         generator = torch.Generator().manual_seed(queries + keys + dim)
         query = torch.randn(2, 3, queries, dim, generator=generator).to(dtype)
         key = torch.randn(2, 1 if shared else 3, keys, dim, generator=generator).to(dtype)
+        assert is_finite(key)
         # Exactly its own memory: what is read beyond it is seen.
         for mask, is_causal in masks(queries, keys):
             mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask

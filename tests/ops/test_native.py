@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Status, UnsupportedImplementation, solve
+from implicit_attention._short import is_finite
 from implicit_attention.ops import dispatch, hopfield_adjoint, hopfield_solve
 from implicit_attention.ops.native import library
 from implicit_attention.testing.numerics import random, relative_error
@@ -60,6 +61,28 @@ def problem(*lead, n=40, m=150, dim=20, dtype=torch.float32):
 def check_equal(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+# Numbers that are not finite.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 7, 16, 67])
+def test_each_number_that_is_not_finite_is_found(count, dtype):
+    largest = torch.full((count,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(largest.view(1, -1).requires_grad_())
+    assert is_finite(torch.zeros_like(largest) * -1)
+    for place in range(count):
+        for number in (torch.nan, torch.inf, -torch.inf):
+            given = largest.clone()
+            given[place] = number
+            assert not is_finite(given), (place, number)
+            # Between the numbers of a view lie others.
+            among = torch.full((count, 3), torch.nan, dtype=dtype)
+            among[:, 1] = torch.arange(count)
+            assert is_finite(among[:, 1])
+            among[place, 1] = number
+            assert not is_finite(among[:, 1]), (place, number)
 
 
 # What bits depend on.

@@ -202,20 +202,16 @@ static void evaluate_rows(const Problem &p, const Keys<T> &keys, const Work<T> &
     const T *const turned = work.turned + (work.all_turned ? start * wide : 0);
     ptrdiff_t row;
     const T *const block = work.whole_rows(keys, start, size, false, row);
-    int64_t j = 0;
-    for (; j + 2 * L <= whole; j += 2 * L)
-      product<T, 2, false>(lanes, work.rows, wide, 1, turned + j, BLOCK, keys.dim, work.scores + j, BLOCK);
-    if (j < whole)
-      product<T, 1, false>(lanes, work.rows, wide, 1, turned + j, BLOCK, keys.dim, work.scores + j, BLOCK);
+    product_of_few<T, false>(lanes, work.rows, wide, turned, BLOCK, keys.dim, work.scores, BLOCK, whole);
     const bool hides = start + size - 1 > bare;
     if (hides) lay_pairs(p, pairs, lanes, start, size, work.bias, BLOCK, 1);
     for (int q = 0; q < lanes; ++q) {
       T *scores = work.scores + q * BLOCK;
       const T *bias = work.bias + q * BLOCK;
       const Vec<T> scale = all(beta[q]);
-      for (j = size; j < whole; ++j) scores[j] = -__builtin_inf();
+      for (int64_t j = size; j < whole; ++j) scores[j] = -__builtin_inf();
       Vec<T> highest = all(most[q]);
-      for (j = 0; j < whole; j += L) {
+      for (int64_t j = 0; j < whole; j += L) {
         Vec<T> score = load(scores + j);
         score = scaled<T>(score, scale);
         if (hides && j + L <= size) score = biased<T>(score, load(bias + j));
@@ -236,16 +232,13 @@ static void evaluate_rows(const Problem &p, const Keys<T> &keys, const Work<T> &
         }
         most[q] = best;
       }
-      for (j = 0; j < whole; j += L) {
+      for (int64_t j = 0; j < whole; j += L) {
         const Vec<T> weight = exponential<T>(load(scores + j) - shift, LEAST<T>);
         store(scores + j, weight);
         partial[q] = partial[q] + weight;
       }
     }
-    int64_t d = 0;
-    for (; d + 2 * L <= wide; d += 2 * L)
-      product<T, 2, true>(lanes, work.scores, BLOCK, 1, block + d, row, size, work.sums + d, wide);
-    if (d < wide) product<T, 1, true>(lanes, work.scores, BLOCK, 1, block + d, row, size, work.sums + d, wide);
+    product_of_few<T, true>(lanes, work.scores, BLOCK, block, row, size, work.sums, wide, wide);
   }
   for (int q = 0; q < lanes; ++q) {
     T whole = 0;

@@ -9,7 +9,7 @@
 
 #define IA_EXPORT extern "C" __attribute__((visibility("default")))
 
-constexpr int32_t ABI = 1;
+constexpr int32_t ABI = 2;
 // What a call returns that found no memory; else it returns how many queries have no answer.
 constexpr int64_t NO_MEMORY = -1;
 // Fewer products of a number are not worth waking threads for.
@@ -205,6 +205,19 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
   return failed.load();
 }
 
+template <typename T>
+bool finite(const T *numbers, int64_t count) {
+  int64_t i = 0;
+  Mask<T> bad = Mask<T>{};
+  for (; i + LANES<T> <= count; i += LANES<T>) {
+    const Vec<T> x = load(numbers + i);
+    bad |= x - x != T(0);
+  }
+  bool found = any<T>(bad);
+  for (; i < count; ++i) found |= numbers[i] - numbers[i] != 0;
+  return !found;
+}
+
 }  // namespace
 
 IA_EXPORT int32_t ia_abi(void) { return ABI; }
@@ -232,4 +245,9 @@ IA_EXPORT int64_t ia_adjoint(int64_t bytes, const int64_t *integers, const doubl
                              const void *parallel_for, int64_t threads) {
   return bytes == 4 ? adjoint<float>(integers, numbers, data, parallel_for, threads)
                     : adjoint<double>(integers, numbers, data, parallel_for, threads);
+}
+
+// Whether all numbers are finite.
+IA_EXPORT int32_t ia_finite(int64_t bytes, const void *numbers, int64_t count) {
+  return bytes == 4 ? finite(static_cast<const float *>(numbers), count) : finite(static_cast<const double *>(numbers), count);
 }

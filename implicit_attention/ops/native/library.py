@@ -19,7 +19,7 @@ from ...errors import KernelWarning, outside
 from .operands import ARGUMENTS
 
 #: What calls and the libraries must agree on; the same number stands in kernels.cpp.
-ABI = 1
+ABI = 2
 #: Chooses an instruction set; "off" uses none and says nothing.
 VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
 #: Instruction sets by the family of processors, the fastest first.
@@ -37,6 +37,7 @@ class Library:
     handle: ctypes.CDLL
     solve: Any
     adjoint: Any
+    finite: Any
     parallel_for: int
 
 
@@ -148,7 +149,8 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
         if not _is_whole(path):
             return None, f"the compiled library for {isa} is not whole; {again}"
         handle = ctypes.CDLL(str(path))
-        found, supported, functions = handle.ia_abi(), handle.ia_supported, (handle.ia_solve, handle.ia_adjoint)
+        found, supported, finite = handle.ia_abi(), handle.ia_supported, handle.ia_finite
+        functions = handle.ia_solve, handle.ia_adjoint
     except (OSError, AttributeError) as error:
         return None, f"the compiled library for {isa} cannot be loaded ({_without_paths(error)}); {again}"
     if found != ABI:
@@ -157,7 +159,8 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
         return None, f"this processor has no {isa}"
     for function in functions:
         function.argtypes, function.restype = ARGUMENTS, ctypes.c_int64
-    return Library(isa, handle, *functions, _parallel_for()), ""
+    finite.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    return Library(isa, handle, *functions, finite, _parallel_for()), ""
 
 
 def _is_whole(path: Path) -> bool:

@@ -51,6 +51,23 @@ static void product(ptrdiff_t rows, const T *a, ptrdiff_t row, ptrdiff_t step, c
   }
 }
 
+// C (R, n columns) = A (R, n) B, or C += that, as many vectors at once as `whole` columns and the registers allow: sums
+// that wait for nothing but themselves are too few to keep a processor busy.
+template <typename T, bool Add>
+static void product_of_few(int rows, const T *a, ptrdiff_t row, const T *b, ptrdiff_t next, ptrdiff_t n, T *c,
+                           ptrdiff_t c_row, ptrdiff_t whole) {
+  constexpr int L = LANES<T>;
+  ptrdiff_t j = 0;
+  for (; rows <= 2 && j + 4 * L <= whole; j += 4 * L) {
+    if (rows == 1)
+      product_rows<T, 1, 4, Add>(a, row, 1, b + j, next, n, c + j, c_row);
+    else
+      product_rows<T, 2, 4, Add>(a, row, 1, b + j, next, n, c + j, c_row);
+  }
+  for (; j + 2 * L <= whole; j += 2 * L) product<T, 2, Add>(rows, a, row, 1, b + j, next, n, c + j, c_row);
+  if (j < whole) product<T, 1, Add>(rows, a, row, 1, b + j, next, n, c + j, c_row);
+}
+
 // One step of a transposition: lanes of a and b whose numbers differ in the bit S are exchanged.
 template <typename T, int S>
 IA_INLINE void exchange(Vec<T> &a, Vec<T> &b) {
