@@ -15,12 +15,13 @@ from implicit_attention import (
     UnsupportedImplementation,
     equilibrium_attention,
 )
-from implicit_attention.ops import hopfield_adjoint, hopfield_solve
+from implicit_attention.ops import hopfield_adjoint, hopfield_solve, native_status
 from implicit_attention.ops.api import laid_out
 from implicit_attention.ops.registration import adjoint_op, solve_op
 from implicit_attention.testing.numerics import dense_gradients, random, relative_error
 
-IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["auto", "native", "tiled"])
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(native_status().isa is None, reason=str(native_status())))
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", ["auto", NATIVE, "tiled"])
 TIGHT = {"rtol": 0.0, "atol": 1e-12, "max_steps": 500}
 
 
