@@ -329,17 +329,17 @@ def _by_adjoint(
         held = problem.detached()
         packed = Lowered(held.energy, held.potential, None, how.impl).packed()
         found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
-    by_query = anchor[..., None, None] * found.value if isinstance(anchor, Tensor) else anchor * found.value
     by_beta = sum_to_shape(found.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
     by_anchor = None
     if isinstance(anchor, Tensor):
         by_anchor = sum_to_shape((found.value * (query - mean)).sum((-1, -2)), anchor.shape)
-    answer = Adjoined(*found[:6])
 
     def mapped() -> Tensor:
         return problem.detached().energy.fixed_point_map(state)
 
-    report_adjoint(how.report, how.solver, method, answer, True, state, cotangent, mapped)
+    report_adjoint(how.report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
+    # In the memory of u, which nobody else reads.
+    by_query = found.value.mul_(anchor[..., None, None] if isinstance(anchor, Tensor) else anchor)
     return by_query, found.by_keys, by_beta, by_anchor, None
 
 

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <new>
+#include <thread>
 
 #include "adjoint.h"
 #include "solve.h"
@@ -144,6 +146,8 @@ int64_t solve(const int64_t *integers, const double *numbers, void *const *data,
   return lost ? NO_MEMORY : failed.load();
 }
 
+using Turn = std::atomic<int64_t>;
+
 // Gradients of shared keys are sums over queries, made in parts that depend on the shape alone, and in order.
 template <typename T>
 int64_t parts_of_sums(const Problem &p) {
@@ -171,37 +175,43 @@ int64_t adjoint(const int64_t *integers, const double *numbers, void *const *dat
   given.negative = static_cast<bool *>(data[15]);
   const int64_t sets = p.axes.sets, parts = by_bias ? 1 : parts_of_sums<T>(p), size = padded((p.rows() + parts - 1) / parts, WIDTH<T>);
   const int64_t wide = padded(p.dim, LANES<T>), numbers_of_set = p.count * wide;
-  // Where nothing is left to sum the answer is written where it belongs.
+  // Where nothing is left to sum the answer is written where it belongs; else each thread has sums of its own.
   const bool direct = parts == 1 && wide == p.dim;
-  Memory sums(direct ? 64 : sets * parts * numbers_of_set * sizeof(T));
-  if (!direct && !sums.data) return NO_MEMORY;
-  T *const summed = direct ? by_keys : static_cast<T *>(sums.data);
+  const int64_t own = direct ? 0 : padded(numbers_of_set * sizeof(T), 64);
+  // So many parts of the sums of a set are in its gradient.
+  Memory memory_of_turns(sets * sizeof(Turn));
+  if (!memory_of_turns.data) return NO_MEMORY;
+  Turn *const turns = static_cast<Turn *>(memory_of_turns.data);
+  for (int64_t set = 0; set < sets; ++set) new (turns + set) Turn{0};
   std::atomic<int64_t> failed{0};
   std::atomic<bool> lost{false};
   const double operations = 16.0 * sets * p.rows() * p.count * p.dim;
   in_threads(sets * parts, operations, parallel_for, threads, [&](auto next) {
-    Memory memory(AdjointTile<T>::bytes(p));
+    Memory memory(AdjointTile<T>::bytes(p) + own);
     if (!memory.data) {
       lost = true;
       return;
     }
-    AdjointTile<T> tile(p, given, Arena{static_cast<char *>(memory.data)});
+    char *const start = static_cast<char *>(memory.data);
+    AdjointTile<T> tile(p, given, Arena{start + own});
     for (int64_t task = next(); task >= 0; task = next()) {
-      const int64_t set = task / parts, begin = task % parts * size, end = begin + size;
-      T *const to = summed + task * numbers_of_set;
-      std::memset(to, 0, numbers_of_set * sizeof(T));
-      tile.run(set, begin, end < p.rows() ? end : p.rows(), to, by_bias);
+      // The first parts of all sets, then the second ones: whose turn it is has been taken long before.
+      const int64_t set = task % sets, part = task / sets, begin = part * size, end = begin + size;
+      T *const to = by_keys + set * p.count * p.dim, *const summed = direct ? to : reinterpret_cast<T *>(start);
+      std::memset(summed, 0, numbers_of_set * sizeof(T));
+      tile.run(set, begin, end < p.rows() ? end : p.rows(), summed, by_bias);
+      if (direct) continue;
+      while (turns[set].load(std::memory_order_acquire) != part) std::this_thread::yield();
+      for (int64_t j = 0; j < p.count; ++j)
+        for (int64_t d = 0; d < p.dim; ++d) {
+          const T sum = summed[j * wide + d];
+          to[j * p.dim + d] = part == 0 ? sum : to[j * p.dim + d] + sum;
+        }
+      turns[set].store(part + 1, std::memory_order_release);
     }
     failed += tile.failed;
   });
   if (lost) return NO_MEMORY;
-  for (int64_t row = 0; !direct && row < sets * p.count; ++row) {
-    T *const to = by_keys + row * p.dim;
-    const T *from = summed + (row / p.count * parts * p.count + row % p.count) * wide;
-    for (int64_t d = 0; d < p.dim; ++d) to[d] = from[d];
-    for (int64_t part = 1; part < parts; ++part)
-      for (int64_t d = 0; d < p.dim; ++d) to[d] += from[part * numbers_of_set + d];
-  }
   return failed.load();
 }
 
