@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import host_may_look_at_constant, is_fake
-from .._declared import first_of, pick, picked, put
+from .._declared import first_of, pick, picked
 from .._fused_rule import FusedRule
 from .._types import Impl
 from ..errors import UnsupportedImplementation
@@ -127,27 +127,39 @@ def solve_adjoint(
 def with_stalled(
     found: Adjoint, problem: Hopfield, state: Tensor, cotangent: Tensor, rule: AdjointRule, *, by_bias: Tensor | None
 ) -> Adjoint:
-    """`found` with what stalled there, at saddles above all, solved again."""
+    """`found`, whose memory is nobody else's, with what stalled there, at saddles above all, solved again."""
     stalled = found.status == Status.STALLED
     if not bool(stalled.any()):
         return found
-    index = first_of(stalled)
+    few, of_few = stalled, by_bias
+    sets = stalled.any(-1).nonzero(as_tuple=True)
+    if problem.keys.shape[:-2] == stalled.shape[:-1] and len(sets[0]) < few[..., 0].numel():
+        # Only sets of keys that a stalled query reads.
+        def within(tensor: Tensor) -> Tensor:
+            return tensor[tuple(i if size > 1 else i * 0 for i, size in zip(sets, tensor.shape, strict=False))]
+
+        tensors = (None if t is None else within(t) for t in problem[:5])
+        problem = Hopfield._make((*tensors, problem.is_causal))
+        few, state, cotangent = within(few), within(state), within(cotangent)
+        of_few = None if by_bias is None else by_bias.new_zeros(len(few), by_bias.shape[-1])
+    index = first_of(few)
     if index is None or problem.is_causal:
         # A query is known by its place.
-        index = torch.arange(stalled.shape[-1], device=stalled.device).expand(stalled.shape)
-    chosen, axis = pick(stalled, index), stalled.ndim - 1
-    few = problem._replace(
-        field=pick(problem.field, index), mask=None if problem.mask is None else picked(problem.mask, index, axis)
-    )
-    few_cotangents = pick(cotangent, index).where(chosen[..., None], 0.0)
-    again = tiled_adjoint(few, pick(state, index), few_cotangents, rule, by_bias=by_bias)
-
-    def merged(old: Tensor, new: Tensor) -> Tensor:
-        own = chosen if old.ndim == chosen.ndim else chosen[..., None]
-        return put(old, index, new.where(own, pick(old, index)))
-
-    parts = map(merged, found[:-1], again[:-1])
-    return Adjoint._make((*parts, found.by_keys + again.by_keys))
+        index = torch.arange(few.shape[-1], device=few.device).expand(few.shape)
+    chosen = pick(few, index)
+    mask = None if problem.mask is None else picked(problem.mask, index, few.ndim - 1)
+    problem = problem._replace(field=pick(problem.field, index), mask=mask)
+    cotangent = pick(cotangent, index).where(chosen[..., None], 0.0)
+    again = tiled_adjoint(problem, pick(state, index), cotangent, rule, by_bias=of_few)
+    for old, new in zip(found[:-1], again[:-1], strict=True):
+        old[stalled] = new[chosen]
+    if few is stalled:
+        found.by_keys.add_(again.by_keys)
+        return found
+    found.by_keys[sets] += again.by_keys
+    if by_bias is not None and of_few is not None:
+        by_bias[sets] += of_few
+    return found
 
 
 def may_look(tensor: Tensor) -> bool:

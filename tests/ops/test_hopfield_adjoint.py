@@ -189,6 +189,24 @@ def test_saddles_among_many_rows_of_several_sets_are_answered_where_they_are(pai
         assert relative_error(getattr(fast, name), getattr(slow, name)) < 1e-7
 
 
+@pytest.mark.parametrize("sets", [3, 1], ids=["some sets", "shared keys"])
+def test_saddles_count_in_the_gradient_of_a_bias_of_every_key(sets):
+    _, keys, _, options = saddle()
+    keys = torch.stack([keys, keys / 3, keys.flip(-1)])[:sets]
+    state, cotangent = random(3, 90, 6), random(3, 90, 6, seed=3)
+    state[0, 5], state[2, 70] = 0.0, 0.0
+    problem = laid_out(state, keys, **options, mask=None, is_causal=False)
+    by_bias = state.new_zeros(3, 70)
+    found = dispatch.solve_adjoint(problem, state, cotangent, 1e-11, 500, "auto", by_bias=by_bias)
+    assert found.status[0, 5] == Status.UNSTABLE
+    hessian = hessians(state, keys.expand(3, -1, -1), state, options)
+    u = torch.linalg.solve(hessian, cotangent)
+    bias = state.new_zeros(3, 1, 70).requires_grad_()
+    mapped = (state @ keys.mT + bias).softmax(-1) @ keys
+    (expected,) = torch.autograd.grad((mapped * u).sum(), bias)
+    assert relative_error(by_bias, expected.squeeze(1)) < 1e-8
+
+
 def test_a_singular_system_is_told_and_not_forgiven():
     """Curvature exactly 0 along a cotangent: no answer, so a failing status and nothing that looks like a gradient."""
     keys = torch.zeros(70, 6, dtype=torch.float64)
