@@ -279,12 +279,14 @@ def _gradient_error(
     if residual is None or transforms_active() or residual.shape != answer.status.shape:
         return None, True
     lead, states = residual.ndim, z
-    u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (answer.value, rhs, z))
+    u, g = answer.value, rhs
+    if z.ndim != lead + 1:
+        u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (u, g, z))
     inverse = _inverse(u, g, answer.negative_curvature if symmetric else None)
     # What atol takes for zero is no scale: as large as where it takes over from rtol.
     root = math.sqrt(max(z.shape[-1], 1))
     size = torch.linalg.vector_norm(z, dim=-1).clamp(min=root * solver.atol / (solver.rtol or SCALE))
-    error = torch.nan_to_num(inverse.square() * residual * (root / size), nan=0.0)
+    error = torch.nan_to_num(inverse.square() * residual * root / size, nan=0.0)
     worst = float(error.max()) > UNSURE or int(answer.status.max()) > Status.UNSTABLE if error.numel() else False
     if not worst:
         return error, False
@@ -299,12 +301,19 @@ def _inverse(u: Tensor, g: Tensor, indefinite: Tensor | None) -> Tensor:
 
     The quotient <u, u>/<u, A u> is nearer to the smallest eigenvalue, unless there are two signs.
     """
+    found = length(u)
+    # The most frequent case, with as few operations as it takes.
+    if indefinite is not None and u.numel() and not bool(indefinite.any()):
+        product = (u * g).sum(-1)
+        low, high = torch.aminmax(product)
+        if 1 / ORDINARY < float(low) <= float(high) < ORDINARY:
+            return found.square() / product
     size = length(g)
     low, high = torch.aminmax(size) if size.numel() else (size.sum(), size.sum())
     if not 1 / ORDINARY < float(low) <= float(high) < ORDINARY:
         g, scale = normalised(g)
         u, size = u / scale[..., None], length(g)
-    found = length(u)
+        found = length(u)
     inverse = found / size
     return inverse if indefinite is None else torch.where(indefinite, inverse, found.square() / (u * g).sum(-1))
 
