@@ -56,8 +56,8 @@ NOTES = (
     "What bounds C3 tiled (torch's profiler at beta*sqrt(D) 1, anchor 0): seven tenths of the backward pass are matrix "
     "products, two for each step of the conjugate gradients and six for weights and gradients, and the softmax is "
     "7 %.",
-    "C5's memory is bound by single queries that conjugate gradients leave (saddles): the general adjoint that "
-    "solves them makes gradients of keys and queries of its own, up to 8 of 20 MiB.",
+    "C5's memory is largest where conjugate gradients leave single queries (saddles), which are solved again, with "
+    "copies of the keys that they read.",
     "C7 is the time until torch and then the package are imported, over that until torch is, in one process: "
     "the package loads its operations, everything else when it is asked for.",
     "An answer of ours that is wrong (float64 residuals, dense float64 gradient) has no ratio and misses its targets.",
