@@ -51,8 +51,8 @@ static void product(ptrdiff_t rows, const T *a, ptrdiff_t row, ptrdiff_t step, c
   }
 }
 
-// C (R, n columns) = A (R, n) B, or C += that, as many vectors at once as `whole` columns and the registers allow: sums
-// that wait for nothing but themselves are too few to keep a processor busy.
+// C (rows, whole columns) = A (rows, n) B, or C += that, for few rows: with one or two of them four vectors at once are
+// needed for as many sums as a processor can work on side by side.
 template <typename T, bool Add>
 static void product_of_few(int rows, const T *a, ptrdiff_t row, const T *b, ptrdiff_t next, ptrdiff_t n, T *c,
                            ptrdiff_t c_row, ptrdiff_t whole) {
