@@ -191,7 +191,7 @@ class Problem(NamedTuple):
     def is_native(self, impl: Impl, values: Any = None) -> bool:
         """Whether it `is_plain`, and the native operations solve it as it is."""
         query, keys, _, anchor, pairs = self
-        wanted = query.dtype == torch.float32 or impl == "native"
+        wanted = query.dtype in dispatch.NATIVE_DTYPES or impl == "native"
         if not (wanted and self.is_plain(values) and carries(query.dtype, anchor)):
             return False
         # Keys that are not finite are kept from the queries that do not attend to them.

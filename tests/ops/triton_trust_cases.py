@@ -54,6 +54,8 @@ def untried(*broken):
         replaced(trust, "_found", {})
         replaced(trust, "_told", set())
         replaced(dispatch, "TRITON_DEVICES", ("cpu", "cuda"))
+        # The short way of attention on a CPU asks the native operations first.
+        replaced(dispatch, "NATIVE_DTYPES", ())
         kernels = []
         for name, fault in broken:
             file, kernel = BROKEN[name]
