@@ -217,14 +217,14 @@ def test_a_library_of_another_interface(monkeypatch):
 
 @needs_library
 def test_without_torchs_loop_one_thread_works(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
-    assert library.library().parallel_for == 0
-    assert "one thread (torch " in native_status().threads
-    assert "2.10 has" in native_status().threads
     query, keys = torch.randn(64, 64, 16), torch.randn(64, 64, 16)
-    found = hopfield_solve(query, keys, beta=0.2, anchor=0.5)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+        assert library.library().parallel_for == 0
+        assert "one thread (torch " in native_status().threads
+        assert "2.10 has" in native_status().threads
+        found = hopfield_solve(query, keys, beta=0.2, anchor=0.5)
     library._found.cache_clear()
-    monkeypatch.undo()
     assert torch.equal(hopfield_solve(query, keys, beta=0.2, anchor=0.5).state, found.state)
 
 
