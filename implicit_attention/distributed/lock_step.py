@@ -1,0 +1,143 @@
+"""Collectives of a group whose processes take the same steps on the same numbers, or all of them raise."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from .. import _validate
+
+# An odd number whose multiples spread over all bits (2^64 divided by the golden ratio), as a signed one.
+_SPREAD = -7046029254386353131
+# What is compared of each state: two whole numbers of so many bits at most; in float32 of 11 bits for two processes, of
+# 7 for a thousand. States that differ pass for equal once in 2^22 or 2^14 times then; a solve compares many of them,
+# and what it starts from in float64.
+_BITS = 20
+# So many different values are told of.
+MOST = 4
+
+
+class LockStepError(RuntimeError):
+    """The processes of a group differ in what they were given, or one of them has ended; raised in all of them.
+
+    Not for a solve without an answer: that raises `ConvergenceError`, in all processes alike.
+
+    Examples:
+        >>> from implicit_attention.distributed import LockStepError
+        >>> issubclass(LockStepError, RuntimeError)
+        True
+    """
+
+
+class LockStep:
+    """Sums over the processes of a group, with a check that all of them are at the same place.
+
+    Args:
+        group: of torch.distributed; None is the default group.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup | None) -> None:
+        ready = distributed.is_available() and distributed.is_initialized()
+        remedy = "call torch.distributed.init_process_group first"
+        _validate.require(ready, "group", "belong to processes that have met", "no process group", remedy)
+        self.group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        _validate.require(self.rank >= 0, "group", "hold this process", "a group without it", "pass a group of its own")
+
+    def __deepcopy__(self, memo: Any) -> LockStep:
+        # A group belongs to its process, and its copies are the same group.
+        return self
+
+    def compare(self, given: dict[str, str], device: torch.device) -> None:
+        """Raise in all processes unless what is `given`, argument -> what it is, is the same in each of them."""
+        text = hashlib.blake2b(repr(given).encode(), digest_size=8).digest()
+        total = torch.tensor(int.from_bytes(text, "little", signed=True), device=device)
+        # As many numbers whatever is given, so that what differs cannot break the comparison itself. Devices without
+        # float64 compare fewer bits.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        sums = self._all_reduce(self._digits(total, dtype), distributed.ReduceOp.SUM)
+        if not self._alike(sums):
+            self._tell(given)
+
+    def sum(self, what: str, state: Tensor, parts: Tensor) -> Tensor:
+        """The sum of `parts` over the processes, if all are at `what` with the same bits of `state`."""
+        digits = self._digits(_total(state) + zlib.crc32(what.encode()), parts.dtype)
+        sums = self._all_reduce(torch.cat([parts.flatten(), digits]), distributed.ReduceOp.SUM)
+        if not self._alike(sums[-4:]):
+            self._tell({"operation": what, "state": described(state)})
+        return sums[:-4].view_as(parts)
+
+    def maximum(self, numbers: Tensor) -> Tensor:
+        """The largest of each number, which must not be NaN, over the processes."""
+        return self._all_reduce(numbers.clone(memory_format=torch.contiguous_format), distributed.ReduceOp.MAX)
+
+    def _digits(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Two whole numbers h of a 64-bit one, and their squares: few bits, so that sums of them are exact."""
+        exact = 24 if dtype == torch.float32 else 53
+        bits = min(_BITS, (exact - math.ceil(math.log2(self.size))) // 2)
+        mixed = total * _SPREAD
+        whole = [(mixed >> (64 - (i + 1) * bits)) & (2**bits - 1) for i in range(2)]
+        return torch.stack([part for h in whole for part in (h, h * h)]).to(dtype)
+
+    def _alike(self, sums: Tensor) -> bool:
+        """Whether the h of all processes are equal: P sum h^2 = (sum h)^2, and greater where they differ (Cauchy).
+
+        As all processes have the same sums, they come to the same answer.
+        """
+        first, squares, second, more = (int(x) for x in sums.tolist())
+        return self.size * squares == first**2 and self.size * more == second**2
+
+    def _all_reduce(self, numbers: Tensor, operation: Any) -> Tensor:
+        self.call(lambda: distributed.all_reduce(numbers, operation, group=self.group))
+        return numbers
+
+    def _tell(self, given: dict[str, str]) -> None:
+        all_given: list[Any] = [None] * self.size
+        self.call(lambda: distributed.all_gather_object(all_given, given, group=self.group))
+        for name in given:
+            held = [one.get(name) for one in all_given]
+            if len(set(held)) > 1:
+                break
+        ranks = {one: [rank for rank, other in enumerate(held) if other == one] for one in held}
+        received = ", ".join(f"{_named(some)}: {one}" for one, some in list(ranks.items())[:MOST])
+        remedy = "broadcast it from one process (torch.distributed.broadcast), or give all the same options"
+        raise LockStepError(_validate.message(name, "be the same in all processes of the group", received, remedy))
+
+    def call(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise LockStepError(
+                f"process {self.rank} of {self.size} lost the others: one of them has ended, or has not come within "
+                f"the group's timeout; read its own error, and start all of them anew ({str(error).splitlines()[0]})"
+            ) from error
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
+
+
+def described(value: Any) -> str:
+    """What is compared of an argument: shape, dtype and bits of a tensor, the text of anything else."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    told = f"shape {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if value.numel() == 0 or not value.is_floating_point():
+        return told
+    value = value.detach()
+    size = float(torch.linalg.vector_norm(value.double() if value.device.type != "mps" else value.float()))
+    return f"{told} of length {size:.9g} (bits {int(_total(value)) & 0xFFFFFFFF:08x})"
+
+
+def _total(tensor: Tensor) -> Tensor:
+    """A number of 64 bits that changes with every bit of the tensor."""
+    words = tensor.detach().contiguous().flatten().view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32)
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    # Sums of integers wrap around, in any order to the same.
+    return (words * (places * _SPREAD | 1)).sum()

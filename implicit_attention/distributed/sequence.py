@@ -1,0 +1,238 @@
+"""`sequence_parallel`: attention over a sequence whose tokens are spread over processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, distributed
+
+from .. import _validate
+from ..attention.masks import check_whole
+from .lock_step import LockStep, LockStepError
+
+Exchange: TypeAlias = Literal["heads", "keys"]
+
+# Arguments of attention functions that may have one number for each head.
+_PER_HEAD = ("scale", "anchor")
+
+
+def sequence_parallel(
+    fn: Callable[..., Any], group: distributed.ProcessGroup | None = None, exchange: Exchange = "heads"
+) -> Callable[..., Any]:
+    """Make an attention function take the tokens of this process and answer as one process does for all tokens.
+
+    Every process of the group holds a part of the sequence, in the order of ranks; parts may be of different length.
+    What is exchanged does not depend on how many evaluations the equilibria take.
+
+    exchange="heads": each process gets all tokens of an equal part of the heads, calls `fn`, and hands the answers
+    back: softmax attention and equilibria have the bits of one process. The heads of queries and keys must be
+    divisible by the number of processes.
+
+    exchange="keys": each process gets all keys and values, and calls `fn` for its own queries, with `query_offset` if
+    is_causal=True. For few heads, and for keys that many heads share.
+
+    Args:
+        fn: fn(query, key, value, **options), such as `equilibrium_attention` or a partial of it. It must compute each
+            query and each head by itself.
+        group: of torch.distributed; None is the default group.
+        exchange: "heads" or "keys".
+
+    Returns:
+        A function of query (*batch, H, N, D), key (*batch, Hkv, M, D), value (*batch, Hkv, M, E), where N and M are
+        those of this process, and of the options of `fn`. Its answer is (*batch, H, N, E), or what `fn` returned with
+        the answer first (a solution is that of the problems that were solved here). Options with a number for each
+        head (`scale`, `anchor`, shape (..., H)) are given whole, and so is `attn_mask`, over all tokens; with
+        exchange="keys" its rows are those of the queries of this process.
+
+    Raises:
+        LockStepError: in all processes, if shapes, dtypes, exchanges or options differ, or if `fn` raised in one (that
+            one raises its own error).
+        TypeError, ValueError: tensors that do not fit, heads that the processes cannot share, a DTensor.
+
+    Gradients: of any order that `fn` has, where the loss is the sum of those of the processes: each gets the gradient
+    of what it holds. Parameters that all processes hold get a part of their gradient in each: add these
+    (`torch.distributed.all_reduce`; DDP divides the sum by the number of processes).
+
+    Not for stored keys with replicated queries, which are never moved: use `ShardedLogSumExp`. Not for a layer whose
+    heads are to be spread with its weights: use `ImplicitAttention.parallel_plan`. Keys are never passed around in a
+    ring, which would have to turn once for each evaluation.
+
+    Examples:
+        >>> import torch
+        >>> from torch import distributed
+        >>> from implicit_attention import equilibrium_attention
+        >>> from implicit_attention.distributed import sequence_parallel
+        >>> store = distributed.HashStore()
+        >>> distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
+        >>> attention = sequence_parallel(equilibrium_attention)
+        >>> query, key, value = torch.randn(3, 2, 4, 10, 8)
+        >>> whole = equilibrium_attention(query, key, value, is_causal=True)
+        >>> torch.equal(attention(query, key, value, is_causal=True), whole)
+        True
+        >>> distributed.destroy_process_group()
+
+    Reference: Jacobs et al. (2023), DeepSpeed Ulysses, for the exchange of heads.
+    """
+    if not callable(fn):
+        raise TypeError(_validate.message("fn", "be callable", type(fn).__name__, "pass equilibrium_attention"))
+    _validate.check_choice("exchange", exchange, ("heads", "keys"))
+    # Numbers per head may be among what a partial holds.
+    held: dict[str, Any] = {}
+    inner: Any = fn
+    while isinstance(inner, functools.partial) and not inner.args:
+        inner, held = inner.func, {**inner.keywords, **held}
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        check_whole()
+        _check(query, key, value)
+        lock, options = LockStep(group), {**held, **options}
+        lengths = _lengths(lock, exchange, query, key, value, options)
+        run = _by_heads if exchange == "heads" else _by_keys
+        return run(inner, lock, lengths, query, key, value, options)
+
+    return attention
+
+
+def _check(query: Any, key: Any, value: Any) -> None:
+    named = [("query", query), ("key", key), ("value", value)]
+    for name, tensor in named:
+        _validate.check_float_tensor(name, tensor, min_ndim=3)
+    _validate.check_same_kind(named)
+    for name, tensor in named[1:]:
+        required = f"have the query's leading axes {tuple(query.shape[:-3])} before heads, tokens and dimension"
+        _validate.require(tensor.shape[:-3] == query.shape[:-3], name, required, f"shape {tuple(tensor.shape)}")
+    fits = value.shape[-3:-1] == key.shape[-3:-1]
+    required = f"have the {key.shape[-3]} heads and {key.shape[-2]} rows of `key`"
+    _validate.require(fits, "value", required, f"shape {tuple(value.shape)}")
+
+
+def _lengths(
+    lock: LockStep, exchange: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """How many queries and keys each process holds, once all agree on the rest."""
+    given = {"exchange": repr(exchange)}
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        *lead, _, dim = tensor.shape
+        given[name] = f"shape {(*lead, '...', dim)} {str(tensor.dtype).removeprefix('torch.')}"
+    for name, option in sorted(options.items()):
+        # A mask may differ in its rows.
+        given[name] = f"a tensor with {option.ndim} axes" if isinstance(option, Tensor) else repr(option)
+    lock.compare(given, query.device)
+    own = torch.tensor([query.shape[-2], key.shape[-2]], device=query.device)
+    held = [torch.empty_like(own) for _ in range(lock.size)]
+    lock.call(lambda: distributed.all_gather(held, own, group=lock.group))
+    of_queries, of_keys = (list(numbers) for numbers in zip(*(each.tolist() for each in held), strict=True))
+    if exchange == "keys" and options.get("is_causal"):
+        required, received = "be as many as the keys of each process with is_causal=True", f"{of_queries} of {of_keys}"
+        _validate.require(of_queries == of_keys, "query", required, received)
+    return of_queries, of_keys
+
+
+def _by_heads(
+    fn: Callable[..., Any],
+    lock: LockStep,
+    lengths: tuple[list[int], list[int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> Any:
+    size, heads, of_keys = lock.size, query.shape[-3], key.shape[-3]
+    for name, count in (("query", heads), ("key", of_keys)):
+        remedy = "use exchange='keys', which takes any number"
+        _validate.require(count % size == 0, name, f"have heads that {size} processes can share", f"{count}", remedy)
+    parts = [tensor.chunk(size, -3) for tensor in (query, key, value)]
+    counts = (lengths[0], lengths[1], lengths[1])
+    arrived = _exchanged(
+        lock,
+        [[part[rank] for part in parts] for rank in range(size)],
+        [[_shape(part[0], -2, count[rank]) for part, count in zip(parts, counts, strict=True)] for rank in range(size)],
+    )
+    whole = [torch.cat([source[i] for source in arrived], -2) for i in range(3)]
+    here = {name: _own_heads(option, heads, lock) for name, option in options.items() if name in _PER_HEAD}
+    if isinstance(mask := options.get("attn_mask"), Tensor) and mask.ndim > 2 and mask.shape[-3] == heads > 1:
+        here["attn_mask"] = mask.chunk(size, -3)[lock.rank]
+    answer, error = None, None
+    try:
+        answer = fn(*whole, **{**options, **here})
+    except Exception as raised:  # the others wait, and are told
+        error = raised
+    failed = lock.maximum(torch.tensor(float(error is not None), device=query.device))
+    if error is not None:
+        raise error
+    if bool(failed):
+        raise LockStepError("`fn` raised in another process of the group; read the error there")
+    output, *others = answer if isinstance(answer, tuple) else (answer,)
+    back = _exchanged(
+        lock,
+        [[rows] for rows in output.split(lengths[0], -2)],
+        [[_shape(output, -2, query.shape[-2])] for _ in range(size)],
+    )
+    output = torch.cat([source[0] for source in back], -3)
+    return (output, *others) if isinstance(answer, tuple) else output
+
+
+def _by_keys(
+    fn: Callable[..., Any],
+    lock: LockStep,
+    lengths: tuple[list[int], list[int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> Any:
+    counts = lengths[1]
+    arrived = _exchanged(
+        lock, [[key, value]] * lock.size, [[_shape(t, -2, count) for t in (key, value)] for count in counts]
+    )
+    keys, values = (torch.cat([source[i] for source in arrived], -2) for i in range(2))
+    here = {"query_offset": sum(counts[: lock.rank])} if options.get("is_causal") else {}
+    return fn(query, keys, values, **{**options, **here})
+
+
+def _own_heads(option: Any, heads: int, lock: LockStep) -> Any:
+    """What of an option, (..., H), belongs to the heads of this process."""
+    if not isinstance(option, Tensor) or option.ndim == 0 or option.shape[-1] != heads or heads == 1:
+        return option
+    return option.chunk(lock.size, -1)[lock.rank]
+
+
+def _shape(tensor: Tensor, axis: int, size: int) -> torch.Size:
+    shape = list(tensor.shape)
+    shape[axis] = size
+    return torch.Size(shape)
+
+
+def _exchanged(
+    lock: LockStep, given: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[torch.Size]]
+) -> list[list[Tensor]]:
+    """given[r] goes to rank r, and what rank r gives to this process comes, in the shapes expected[r]."""
+    sent = [sum(t.numel() for t in parts) for parts in given]
+    come = [sum(shape.numel() for shape in shapes) for shapes in expected]
+    flat = torch.cat([t.reshape(-1) for parts in given for t in parts])
+    received = _AllToAll.apply(flat, lock, sent, come)  # type: ignore[no-untyped-call]
+    arrived = []
+    for shapes, part in zip(expected, received.split(come), strict=True):
+        pieces = part.split([shape.numel() for shape in shapes])
+        arrived.append([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+    return arrived
+
+
+class _AllToAll(torch.autograd.Function):
+    """(numbers, lock, how many go to each rank, how many come from each) -> what comes; its transpose goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, lock: LockStep, sent: list[int], come: list[int]) -> Tensor:
+        ctx.lock, ctx.sent, ctx.come = lock, sent, come
+        out = flat.new_empty(sum(come))
+        flat = flat.contiguous()
+        lock.call(lambda: distributed.all_to_all_single(out, flat, come, sent, group=lock.group))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
+        by_flat = _AllToAll.apply(cotangent, ctx.lock, ctx.come, ctx.sent)  # type: ignore[no-untyped-call]
+        return by_flat, None, None, None
