@@ -266,6 +266,8 @@ class ImplicitMultiheadAttention(HostAttention):
         weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)  # type: ignore[assignment]
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
+        for name, weight in (("in_proj_weight", weights[0]), ("out_proj.weight", self.out_proj.weight)):
+            _validate.check_local(name, weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         query, key, value = (F.linear(*given) for given in zip((query, key, value), weights, biases, strict=True))
         if self.bias_k is not None and self.bias_v is not None:

@@ -11,8 +11,9 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from ..attention.heads import merge_heads
-from ..attention.masks import mask_and_bias
+from ..attention.masks import check_causal, mask_and_bias
 from ..layers.projections import Scalar
+from ..layers.sharding import check_whole
 from ..options import SolveKeywords
 from ._base import HostAttention, check_shape
 
@@ -129,12 +130,15 @@ class EquilibriumAttention(HostAttention):
             remedy = "add an axis for the heads"
             check_shape(attn_mask.ndim in (2, 4), "attn_mask", attn_mask, "have two or four axes", remedy)
         batch, count, _ = x.shape
-        q, k, v = self.qkv(x).view(batch, count, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        packed = check_whole("qkv", self.qkv(x), 3 * self.attn_dim)
+        q, k, v = packed.view(batch, count, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
         shape = (batch, self.num_heads, count, count)
-        mask, bias = mask_and_bias(attn_mask, causal=is_causal, shape=shape, like=q, names=("attn_mask", "is_causal"))
-        scale, dropout = self.head_dim**-0.5, self.attn_drop.p
-        found = self._attend(q, k, v, beta=scale, mask=mask, bias=bias, dropout=dropout)
+        if is_causal:
+            check_causal("attn_mask", attn_mask, "is_causal")
+        mask, bias = mask_and_bias(attn_mask, shape=shape, like=q, name="attn_mask")
+        scale, dropout, first = self.head_dim**-0.5, self.attn_drop.p, 0 if is_causal else None
+        found = self._attend(q, k, v, beta=scale, mask=mask, bias=bias, first=first, dropout=dropout)
         output: Tensor = self.norm(merge_heads(found.output))
         if self.gate is not None:
             output = output * self.gate(x).sigmoid()

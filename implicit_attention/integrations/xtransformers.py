@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single
-from ..attention.masks import mask_and_bias
 from ..layers.projections import Scalar
 from ..options import SolveKeywords
 from ._base import HostAttention, capped, check_shape, joined_masks, with_zero_key
@@ -164,11 +163,12 @@ class EquilibriumAttend(HostAttention):
         masks = {"mask": _four_axes(mask, shape), "attn_bias": attn_bias}
         if attn_bias is not None:
             _validate.check_broadcast("attn_bias", attn_bias.shape, shape, "(B, H, N, M)")
+        first = None
         if self.causal if causal is None else causal:
             rows, count = shape[2:]
             received, remedy = f"{count} keys", "pass causal=False to attend to a context"
             _validate.require(count >= rows, "k", f"hold the {rows} queries' own keys if causal", received, remedy)
-            masks["causal"], _ = mask_and_bias(None, shape=shape, like=q, causal=True, first=count - rows)
+            first = count - rows
         mask, bias = joined_masks(masks, q)
         beta = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self.l2_distance:
@@ -180,6 +180,9 @@ class EquilibriumAttend(HostAttention):
             k, v, mask, bias = with_zero_key(k, v, mask, bias, None)
         if self.head_attn_sink is not None:
             k, v, mask, bias = with_zero_key(k, v, mask, bias, self.head_attn_sink)
+        if first is not None:
+            # Keys that were put before those of the tokens.
+            first += k.shape[2] - shape[3]
         found = self._attend(
             q,
             k,
@@ -187,6 +190,7 @@ class EquilibriumAttend(HostAttention):
             beta=beta,
             mask=mask,
             bias=bias,
+            first=first,
             potential=capped(self.logit_softclamp_value if self.softclamp_logits else None),
             dropout=self.dropout,
             grouped="tiled",

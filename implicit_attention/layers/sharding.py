@@ -27,6 +27,9 @@ class HeadShard:
         """What of `given` belongs to this process's heads, which lie along `axis`; one for all heads stays whole."""
         if not isinstance(given, Tensor) or given.ndim < -axis or given.shape[axis] == 1:
             return given
+        if _validate.is_distributed(given) and given.placements[0].is_shard():  # type: ignore[attr-defined]
+            # Sharded as the heads are, its gradient is this process's own.
+            return given.to_local()  # type: ignore[attr-defined, no-any-return]
         here = given.shape[axis] // self.count
         return self.shared(given).narrow(axis, self.index * here, here)
 
@@ -34,6 +37,9 @@ class HeadShard:
         """`given`, which all processes have; its gradient is the sum of theirs."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
+        if isinstance(given, DTensor):
+            # Without this step, the gradient of a parameter would stay a sum that is yet to be made.
+            return given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         if not given.requires_grad:
             return given
         everywhere = DTensor.from_local(given, self.mesh, [Replicate()], run_check=False)
@@ -49,12 +55,21 @@ def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, h
     made = split_heads(flat, flat.shape[-1] // head_dim)
     if norm is None:
         return made
-    if made.shape[-3] == heads:
+    if made.shape[-3] == heads and not _validate.is_distributed(norm.weight):
         whole: Tensor = norm(made)
         return whole
     shard = _shard_of([projection], heads)
     part: Tensor = functional_call(norm, {name: shard.shared(p) for name, p in norm.named_parameters()}, (made,))
     return part
+
+
+def check_whole(argument: str, flat: Tensor, width: int) -> Tensor:
+    """What a projection made, unless a part of it is on another process, with heads that other parameters belong to."""
+    _validate.check_local(argument, flat)
+    required = f"make width {width}, as its heads cannot be spread over processes"
+    received, remedy = f"width {flat.shape[-1]}", "leave the layer out of the plan of parallelize_module"
+    _validate.require(flat.shape[-1] == width, argument, required, received, remedy)
+    return flat
 
 
 def head_shard(
@@ -70,9 +85,10 @@ def head_shard(
     """
     queries, keys, values = found
     here = [t.shape[-3] for t in (queries, keys, keys if values is None else values)]
-    if here == [heads, kv_heads, kv_heads]:
-        return None
     *inward, outward = projections
+    # On a mesh of one process, too, the parameters are DTensors.
+    if here == [heads, kv_heads, kv_heads] and _placed(outward) == (None, None):
+        return None
     shard = _shard_of([p for p in inward if p is not None], heads, kv_heads)
     if [n * shard.count for n in here] != [heads, kv_heads, kv_heads] or _placed(outward) != (shard.mesh, 1):
         raise ValueError(_refusal(f"{here[0]} heads of queries, {here[1]} of keys, {here[2]} of values", heads))
@@ -101,5 +117,5 @@ def _refusal(received: str, *heads: int) -> str:
         "be sharded alike by ColwiseParallel(), and `out_proj` by RowwiseParallel(), over a number of processes that "
         f"divides the heads ({' and '.join(map(str, heads))}), each of which sees all tokens"
     )
-    remedy = "leave the layer out of the plan, or gather x before it (PrepareModuleInput)"
+    remedy = "use layer.parallel_plan(), leave the layer out of the plan, or gather x before it (PrepareModuleInput)"
     return _validate.message("q_proj`, `k_proj` and `v_proj", required, received, remedy)

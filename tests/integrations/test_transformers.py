@@ -51,7 +51,7 @@ def test_without_a_mask_causality_ends_at_the_last_key():
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 4, n, 8, generator=generator, dtype=torch.float64) for n in (3, 5))
     by_hand = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)[None, None]
-    assert torch.equal(forward(query, key, None), forward(query, key, by_hand))
+    torch.testing.assert_close(forward(query, key, None), forward(query, key, by_hand), rtol=1e-12, atol=1e-12)
     everything = torch.ones(1, 1, 3, 5, dtype=torch.bool)
     assert torch.equal(forward(query, key, None, is_causal=False), forward(query, key, everything))
     # One query, the newest token, sees the whole cache.

@@ -122,7 +122,7 @@ def overridden(model, anchor):
 def test_an_anchor_that_no_optimiser_and_no_engine_knows_of_is_refused(give):
     anchor, model = HEADS.clone().requires_grad_(), make("llama")
     with pytest.raises(
-        ValueError, match=r"`anchor` must not require grad here.*parameter of a module of yours.*detach"
+        ValueError, match=r"`anchor` must not require grad here.*learn_anchors.*parameter of yours.*detach"
     ):
         give(model, anchor)
     give(model, anchor.detach())

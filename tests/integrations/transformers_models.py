@@ -132,10 +132,12 @@ STILL = 1e-12
 def with_equilibria(anchor):
     """The model's own eager attention, its queries replaced by equilibria: plain steps of a gradient by autograd.
 
-    Everything is differentiated through all steps, in the model's precision.
+    Everything is differentiated through all steps, in the model's precision. The anchor may be a function of the
+    attention module.
     """
 
     def forward(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **given):
+        own_anchor = anchor(module) if callable(anchor) else anchor
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
 
@@ -157,7 +159,7 @@ def with_equilibria(anchor):
             while moved > STILL:
                 z = z if z.requires_grad else z.detach().requires_grad_()
                 (mean,) = torch.autograd.grad(potential(z).sum(), z, create_graph=differentiated)
-                after = z + step * (anchor * query + (1 - anchor) * mean - z)
+                after = z + step * (own_anchor * query + (1 - own_anchor) * mean - z)
                 moved = float((after - z).detach().abs().max())
                 z = after if differentiated else after.detach()
         own = sys.modules[type(module).__module__].eager_attention_forward
@@ -165,7 +167,7 @@ def with_equilibria(anchor):
         with mock.patch("torch.nn.functional.softmax", _softmax):
             return own(module, z, key, value, attention_mask, scaling=scaling, **extra, **given)
 
-    name = f"reference_{anchor}"
+    name = f"reference_{anchor.__name__ if callable(anchor) else anchor}"
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, eager_mask)
     return name

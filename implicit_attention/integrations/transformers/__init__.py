@@ -9,7 +9,9 @@ except ImportError as error:
     ) from error
 
 from .attach import attach, load, register
+from .checkpoints import last_whole_checkpoint
 from .convert import Conversion, Stage, convert
+from .learn import learn_anchors
 from .report import LayerReport, last_solves, report
 from .settings import override
 
@@ -19,7 +21,9 @@ __all__ = [
     "Stage",
     "attach",
     "convert",
+    "last_whole_checkpoint",
     "last_solves",
+    "learn_anchors",
     "load",
     "override",
     "register",

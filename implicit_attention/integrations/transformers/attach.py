@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
@@ -16,14 +17,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import Unpack
 
 from ... import _validate
+from ..._autograd import host_may_look
 from ..._types import Impl, OnFailure
 from ...adjoints import Adjoint
 from ...options import SolveKeywords
 from ...solvers import Solver
+from .anchors import check_none_learned, check_read, learned_per, with_learned
 from .attention import EquilibriumForward
 from .reach import Reach, attention_names, listed, reach, takes_masks
 from .saved import held, keep, names, of_config, written
-from .settings import ANCHORS, SOLVERS, Layers, Settings, check_fixed
+from .settings import ANCHORS, SAYS_CAUSAL, SOLVERS, Layers, Settings, check_fixed
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 Partial: TypeAlias = Literal["refuse", "warn"]
@@ -58,7 +61,7 @@ def register(
     Args:
         name: how models ask for it; not one of transformers' own.
         anchor: in [0, 1], how much of the query stays: 1 is softmax attention. A tensor has one number for each head
-            and is fixed: it must not require a gradient.
+            and is fixed: it must not require a gradient (`learn_anchors` trains them).
         layers: other options for some layers, `{3: {"anchor": 0.9}}`, or a function from the index of a layer to its
             options. Indices are those of the stack: encoder and decoder count from 0 each. Attention that has no index
             (`layer_idx`) takes the general options.
@@ -123,7 +126,7 @@ def attach(
             interface: "refuse" the model, or "warn" and leave them as they are. Both name the modules. A model without
             any attention that asks is always refused.
         name: the name of the attention, which is registered if it is not yet.
-        anchor: as in `register`. A tensor is fixed: it must not require a gradient.
+        anchor: as in `register`; see `learn_anchors` to train them.
         layers: as in `register`; indices that the model does not have are refused.
         ignore: as in `register`.
         **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`. The solver is part of the
@@ -146,6 +149,7 @@ def attach(
     Not for a trained model that should keep what it knows, which `convert` moves by small steps, and not for models
     outside transformers: `integrations.multihead.replace_attention` serves those of torch.nn.
     """
+    check_none_learned(model)
     _put(model, name, Settings.of_model(anchor, layers, ignore, options), partial)
     return model
 
@@ -165,7 +169,8 @@ def load(
 ) -> Any:
     """`cls.from_pretrained(path, **loading)` with the attention that `attach` or `convert` gave to the saved model.
 
-    Name, anchors and solver come from its configuration: on the same machine the logits are the same, bit for bit.
+    Name, anchors and solver come from its configuration, and anchors of `learn_anchors` from its weights: on the same
+    machine the logits are the same, bit for bit.
     The other options belong to a run, are not saved, and are given here.
 
     Args:
@@ -181,7 +186,8 @@ def load(
         **loading: other arguments of `from_pretrained`.
 
     Raises:
-        ValueError: a configuration without anchors, or without a solver that can be read.
+        ValueError: a configuration without anchors, or without a solver that can be read; weights without the learned
+            anchors that the configuration names.
 
     Examples:
         >>> import tempfile
@@ -198,7 +204,9 @@ def load(
     Not for models that were saved without equilibria: use `from_pretrained` and `attach`.
     """
     # A class that chooses its attention modules by the name of the attention would not know this one.
-    model = cls.from_pretrained(path, **{**loading, "attn_implementation": None})
+    with with_learned():
+        given = {**loading, "attn_implementation": None, "output_loading_info": True}
+        model, found = cls.from_pretrained(path, **given)
     known = names(model.config)
     wanted = [each for each in known if name in (each, None)]
     received = f"anchors for {', '.join(map(repr, known))}" if known else "none"
@@ -210,8 +218,9 @@ def load(
         raise ValueError(_validate.message("solver", required, None, remedy))
     options: SolveKeywords = {"adjoint": adjoint, "impl": impl, "on_failure": on_failure}
     settings = of_config(model.config, name, Settings.of_model(0.5, None, ignore, options), solver)
+    check_read(model.config, name, found["missing_keys"])
     _put(model, name, settings, partial)
-    return model
+    return (model, found) if loading.get("output_loading_info") else model
 
 
 def is_ours(name: str | None) -> bool:
@@ -228,8 +237,9 @@ def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
     """The mask that transformers make for a registered name, (B, 1, N, M), True = attend.
 
     Transformers give an attention function None if there is no mask function of its name, so that padding, sliding
-    windows and the unwritten part of a static cache would be forgotten. The mask is written out also where transformers
-    would leave causality to a flag, which does not say where in a cache the queries begin.
+    windows and the unwritten part of a static cache would be forgotten. None is given here where a mask would say no
+    more than that the queries are the last tokens and attend to those before them, to models whose attention says by
+    itself that it is causal.
 
     Raises:
         ValueError: for a model that computes attention by itself and would add the mask to its scores.
@@ -239,23 +249,47 @@ def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
             f"models of type {config.model_type!r} compute attention by themselves, not by transformers' attention "
             "interface, so that it cannot be replaced; choose another architecture"
         )
+    if getattr(config, SAYS_CAUSAL, False) and _is_plainly_causal(**given):
+        return None
     # Informer halves its sequences between layers, and would give a mask of the first length to all of them.
     skip = given.get("allow_is_bidirectional_skip", False) and getattr(config, "model_type", None) == "informer"
     mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": skip})
     return mask
 
 
+def _is_plainly_causal(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **others: Any,
+) -> bool:
+    """Whether the queries are the last of all tokens, none of which is missing or beyond a window."""
+    if not allow_is_causal_skip or torch.compiler.is_compiling() or not isinstance(q_offset, int):
+        # A graph would keep what was found for the lengths that it was made with.
+        return False
+    if kv_offset != 0 or q_offset + q_length != kv_length or (local_size is not None and kv_length >= local_size):
+        return False
+    if attention_mask is None:
+        return True
+    return attention_mask.shape[-1] == kv_length and host_may_look(attention_mask) and bool(attention_mask.all())
+
+
 def _put(model: PreTrainedModel, name: str, settings: Settings, partial: Partial) -> None:
     found = checked(model, partial, stacklevel=4)
     settings = resolved(settings, model, found)
     written(settings)  # Settings that cannot be saved are refused before anything changes.
-    keep(model, seated(model, name, found), name, settings)
+    keep(model, seated(model, name, found), name, settings, learned_per(model, name))
 
 
 def checked(model: Any, partial: Partial, stacklevel: int) -> Reach:
     """The attention of a model that can be reached; the rest is refused, or warned of, by the names of its modules."""
     _validate.check_choice("partial", partial, ("refuse", "warn"))
-    _check_model(model)
+    check_model(model)
     found, who = reach(model), type(model).__name__
     own = listed(found.own)
     if not found.asks:
@@ -289,7 +323,7 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
     configs = own_configs(model)
     before = [(config, config._attn_implementation) for config in configs]
     model.set_attn_implementation(name)
-    deaf = {key: kind for key, kind in found.asks.items() if _asked(model.get_submodule(key)) not in (name, None)}
+    deaf = {key: kind for key, kind in found.asks.items() if asked(model.get_submodule(key)) not in (name, None)}
     if deaf:
         for config, attention in before:
             config._attn_implementation_internal = attention
@@ -297,6 +331,11 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
             f"{type(model).__name__}.set_attn_implementation does not reach all attention: {listed(deaf)}; attach to "
             "the parts that it reaches"
         )
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    told = all(isinstance(getattr(model.get_submodule(key), "is_causal", None), bool) for key in found.asks)
+    for config in configs:
+        # Where torch's own attention is supported, transformers themselves leave causality to the modules.
+        setattr(config, SAYS_CAUSAL, told and all(part._supports_sdpa for part in parts))
     return configs
 
 
@@ -329,7 +368,8 @@ def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list({id(config): config for config in configs}.values())
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise unless `model` is a model of transformers."""
     if isinstance(model, PreTrainedModel):
         return
     remedy = ""
@@ -341,5 +381,6 @@ def _check_model(model: Any) -> None:
     raise TypeError(_validate.message("model", "be a PreTrainedModel of transformers", type(model).__name__, remedy))
 
 
-def _asked(module: nn.Module) -> str | None:
+def asked(module: nn.Module) -> str | None:
+    """The name of the attention that a module asks for."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from ...attention.masks import mask_and_bias
 from ...attention.read_out import PotentialFactory
 from ...solution import Record, SolveReport
 from .._base import capped, with_zero_key
+from .anchors import anchor_here
 from .saved import settings_of
-from .settings import OPTIONS, Given, Settings
+from .settings import OPTIONS, SAYS_CAUSAL, Given, Settings
 
 #: Where an attention module keeps its `Last`.
 LAST = "_equilibrium_last"
@@ -69,6 +71,7 @@ class Last:
     sample: Sample | None = None
     settings: Settings | None = None
     change: Tensor | None = None
+    anchor: float | Tensor = math.nan
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Last, ())
@@ -121,13 +124,16 @@ class EquilibriumForward:
         # Settings of `attach` or `convert`, else those of the model's file, else those registered for the name.
         general = settings_of(module, self.name, self.settings)
         settings = general.of(module, self._call_options(module, others, general))
-        mask, bias = self._mask_and_bias(module, query, key, attention_mask, is_causal, others.get("position_ids"))
+        mask, bias, first = self._mask_and_bias(
+            module, query, key, attention_mask, is_causal, others.get("position_ids")
+        )
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
             heads = query.shape[1]
             _validate.require(s_aux.numel() == heads, "s_aux", "have one logit for each head", tuple(s_aux.shape))
             key, value, mask, bias = with_zero_key(key, value, mask, bias, s_aux)
+            first = None if first is None else first + 1
         make, anchor = capped(softcap), settings.anchor
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
         call = Call(
@@ -135,26 +141,32 @@ class EquilibriumForward:
             key,
             value,
             beta,
-            anchor.to(query.device) if isinstance(anchor, Tensor) else anchor,
+            anchor_here(module, anchor, others, query),
             settings.options,
             mask=mask,
             bias=bias,
+            first=first,
             potential=make,
             dropout_p=dropout,
             grouped=True,
             return_weights=_weights_wanted(module, output_attentions),
         )
         found = attend(call)
+        if torch.compiler.is_exporting():
+            # Nothing of a program is remembered: its tensors have shapes alone, which may be open.
+            weights = None if found.weights is None else found.weights[..., s_aux is not None :].to(query.dtype)
+            return found.output.transpose(1, 2).contiguous(), weights
         change = None
         if getattr(module, COMPARE, False):
             with torch.no_grad():
                 options = settings.options.override(max_steps=0)
                 explicit = attend(call._replace(options=options, dropout_p=0.0, return_weights=False)).output
                 change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
-        sample = _sample(make, found.state, key, beta, mask, bias)
+        sample = _sample(make, found.state, key, beta, mask, bias, first)
         # A graph that looked at the tensors of the last call would be compiled again for each of their shapes.
         if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, Last()).report):
-            setattr(module, LAST, Last(found.report, sample, settings, change))
+            anchor = call.anchor.detach() if isinstance(call.anchor, Tensor) else call.anchor
+            setattr(module, LAST, Last(found.report, sample, settings, change, anchor))
         weights = found.weights
         if weights is not None:
             weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
@@ -187,20 +199,22 @@ class EquilibriumForward:
         attention_mask: Tensor | None,
         is_causal: bool | None,
         position_ids: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(mask, bias), each None or broadcasting to (B, H, N, M)."""
+    ) -> tuple[Tensor | None, Tensor | None, int | None]:
+        """(mask, bias), each None or broadcasting to (B, H, N, M), and which key the first query is, if causal."""
         rows, count = query.shape[-2], key.shape[-2]
         if attention_mask is not None and attention_mask.ndim != 4:
             required, received = "have four axes (B, 1 or H, N, M) here", f"shape {tuple(attention_mask.shape)}"
             raise ValueError(_validate.message("attention_mask", required, received))
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and rows != 1
-        shape, names, first = (*query.shape[:-1], count), ("attention_mask", "is_causal"), count - rows
-        mask, bias = mask_and_bias(attention_mask, shape=shape, like=query, causal=causal, first=first, names=names)
-        if causal and position_ids is not None and position_ids.ndim == 2 and position_ids.shape[-1] == rows:
-            assert mask is not None
-            mask = mask & _same_document(position_ids.to(query.device), count)
-        return mask, bias
+        mask, bias = mask_and_bias(attention_mask, shape=(*query.shape[:-1], count), like=query, name="attention_mask")
+        # Where transformers leave causality to the module, they have looked for several documents.
+        looked = getattr(getattr(module, "config", None), SAYS_CAUSAL, False)
+        several = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[-1] == rows
+        if causal and several and not looked:
+            assert position_ids is not None
+            mask = _same_document(position_ids.to(query.device), count)
+        return mask, bias, count - rows if causal else None
 
 
 def _same_document(position_ids: Tensor, count: int) -> Tensor:
@@ -229,7 +243,13 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
 
 
 def _sample(
-    make: PotentialFactory, state: Tensor, keys: Tensor, beta: float, mask: Tensor | None, bias: Tensor | None
+    make: PotentialFactory,
+    state: Tensor,
+    keys: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    first: int | None,
 ) -> Sample:
     """Evenly spaced states of the first sequence, with keys and masks. All are copies, as caches change and go."""
     count = state.shape[-2]
@@ -241,4 +261,9 @@ def _sample(
         pairs = pairs.detach()[:1] if pairs.ndim == 4 else pairs.detach()
         return (pairs if pairs.shape[-2] == 1 else pairs[..., ::step, :]).clone()
 
+    if first is not None:
+        places = torch.arange(first, first + count, step, device=keys.device)
+        lower = places[:, None] >= torch.arange(keys.shape[-2], device=keys.device)
+        mask = lower if mask is None else rows(mask) & lower  # type: ignore[operator]
+        return Sample(make, state.detach()[:1, :, ::step].clone(), keys.detach()[:1].clone(), beta, mask, rows(bias))
     return Sample(make, state.detach()[:1, :, ::step].clone(), keys.detach()[:1].clone(), beta, rows(mask), rows(bias))

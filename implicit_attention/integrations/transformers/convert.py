@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from ... import _validate
 from ...options import SolveKeywords, SolveOptions
 from ...solution import SolveReport
+from .anchors import check_none_learned
 from .attach import Partial, checked, registered, resolved, seated
 from .attention import COMPARE, LAST, Last
 from .report import aligned, last_calls, last_solves, percent
@@ -123,6 +124,7 @@ def convert(
     SolveOptions().override(**options)  # Options that do not fit are refused before anything changes.
     given = {option: value for option, value in options.items() if value is not None}
     anchors = _checked(schedule, inputs)
+    check_none_learned(model)
     found = checked(model, partial, stacklevel=3)
     before = resolved(settings_of(model, name, registered(name)), model, found)
     assert not callable(before.layers)

@@ -144,10 +144,9 @@ def _report(last: Last) -> SolveReport:
 
 
 def _row(name: str, last: Last) -> LayerReport:
-    solve, sample, settings = _report(last), last.sample, last.settings
+    solve, sample = _report(last), last.sample
     assert sample is not None
-    assert settings is not None
-    anchor = settings.anchor.detach().mean() if isinstance(settings.anchor, Tensor) else settings.anchor
+    anchor = last.anchor.mean() if isinstance(last.anchor, Tensor) else last.anchor
     states, evals, backward = sample.state, solve.num_evals, solve.adjoint.status
     if evals.numel() == 0 or states.numel() == 0:
         nan = math.nan

@@ -14,16 +14,21 @@ from transformers import PreTrainedConfig
 
 from ... import _validate, solvers
 from ...solvers import Solver
-from .settings import ANCHORS, LAYERS, SETTINGS, SOLVERS, Settings
+from .settings import ANCHORS, LAYERS, LEARNED, SETTINGS, SOLVERS, Settings
 
 #: The attribute from which transformers read the name of a model's attention. They do not write it. A file that has it
 #: is loaded with that attention, or not at all.
 NAME = "attn_implementation"
 
 
-def keep(model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, settings: Settings) -> None:
-    """Give settings for a name to the modules of a model, and the saved part of them to its configurations."""
-    saved = written(settings)
+def keep(
+    model: nn.Module, configs: Iterable[PreTrainedConfig], name: str, settings: Settings, learned: str | None = None
+) -> None:
+    """Give settings for a name to the modules of a model, and the saved part of them to its configurations.
+
+    `learned` says whether anchors are parameters, per "head" or "layer".
+    """
+    saved = {**written(settings), LEARNED: learned}
     for config in configs:
         for attribute, value in saved.items():
             known = {key: other for key, other in (getattr(config, attribute, None) or {}).items() if key != name}
@@ -43,6 +48,9 @@ def settings_of(module: nn.Module, name: str, general: Settings) -> Settings:
     if not torch.compiler.is_compiling() and name in names(config) and not hasattr(config, NAME):
         # Transformers forget the name when they read a file, and it would not be there when the model is saved again.
         setattr(config, NAME, name)
+    if held(config, LEARNED, name) is not None:
+        required = f"be loaded by `load`, which reads its learned anchors (config.{LEARNED})"
+        raise ValueError(_validate.message("model", required, "one by from_pretrained", "load(cls, path)"))
     return of_config(config, name, general)
 
 
@@ -52,7 +60,7 @@ def names(config: Any) -> list[str]:
 
 
 def held(config: Any, attribute: str, name: str) -> Any:
-    """The entry of a name in `attribute` (ANCHORS, SOLVERS or LAYERS) of a configuration, or None."""
+    """The entry of a name in `attribute` (ANCHORS, ...) of a configuration, or None."""
     return (getattr(config, attribute, None) or {}).get(name)
 
 

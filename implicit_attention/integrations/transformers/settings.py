@@ -23,10 +23,15 @@ OPTIONS = ("anchor", *SolveKeywords.__annotations__)
 #: Where the configuration of a model holds its anchors, its solver, and both for layers that differ, by registered
 #: name; saved with it.
 ANCHORS, SOLVERS, LAYERS = "equilibrium_anchors", "equilibrium_solver", "equilibrium_layers"
+#: Where a configuration says that all attention of its model knows by itself whether it is causal, so that no mask
+#: needs to be written for that.
+SAYS_CAUSAL = "equilibrium_says_causal"
 #: Where an attention module holds the settings of its model, by registered name.
 SETTINGS = "_equilibrium_settings"
 #: Where it holds the options of an `override`, for all names.
 OVERRIDES = "_equilibrium_options"
+#: Where a configuration says that anchors are parameters, one per "head" or "layer", by registered name.
+LEARNED = "equilibrium_learned"
 
 _COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
@@ -175,7 +180,7 @@ def check_fixed(anchor: Any) -> None:
     """
     if isinstance(anchor, Tensor) and anchor.requires_grad:
         remedy = (
-            "to train it, make it a parameter of a module of yours and hand it to each call, "
+            "to train anchors, call learn_anchors(model) after attach, or hand a parameter of yours to each call, "
             "model(**inputs, anchor=parameter); to keep it fixed, pass anchor.detach()"
         )
         raise ValueError(_validate.message("anchor", "not require grad here", "a tensor that does", remedy))

@@ -1,0 +1,305 @@
+"""`learn_anchors`: anchors of converted models as parameters."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from transformers_learning import learning, loss_of, steps, values, written_out
+from transformers_models import MODELS, TIGHT, batch, logits, make, with_equilibria
+
+from implicit_attention.integrations.transformers import (
+    attach,
+    convert,
+    last_solves,
+    learn_anchors,
+    override,
+    register,
+    report,
+)
+from implicit_attention.integrations.transformers.anchors import put_anchors
+
+every = pytest.mark.parametrize("name", MODELS)
+# Norms and rotary angles are rounded to float32, whatever the precision of the model.
+ROUNDING = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def equilibrium():
+    register(on_failure="raise")
+
+
+# What they are.
+
+
+@every
+@pytest.mark.parametrize("per", ["head", "layer"])
+def test_every_attention_module_has_a_parameter_that_starts_where_it_was_told(name, per):
+    model = attach(make(name))
+    before = {key for key, _ in model.named_parameters()}
+    anchors = learn_anchors(model, initial=0.7, per=per)
+    count = 6 if name == "t5" else 2  # layers of encoder, decoder, and between both
+    assert len(anchors) == count
+    held = dict(model.named_parameters())
+    assert held.keys() - before == anchors.keys() == {key for key in model.state_dict() if key.endswith("anchor.logit")}
+    for key, parameter in anchors.items():
+        assert parameter is held[key]
+        assert parameter.requires_grad
+        assert parameter.dtype == torch.float64
+        assert parameter.shape == ((4,) if per == "head" else (1,))  # of queries, also where keys have two heads
+    assert all(torch.allclose(value, torch.tensor(0.7).double(), atol=1e-7) for value in values(anchors))
+    logits(model, batch(name))
+    assert [row.anchor for row in report(model)] == pytest.approx([0.7] * count)
+
+
+@every
+@pytest.mark.parametrize("per", ["head", "layer"])
+def test_values_and_gradients_are_those_of_a_reference_inside_eager_attention(name, per):
+    model, anchors, given = learning(name, torch.float64, per, **TIGHT)
+    parameters = dict(model.named_parameters())
+    found = []
+    for attention in ("equilibrium", with_equilibria(written_out)):
+        model.set_attn_implementation(attention)
+        loss = loss_of(model, given, name)
+        found.append([loss, *torch.autograd.grad(loss, parameters.values(), allow_unused=True)])
+    for key, ours, reference in zip(["loss", *parameters], *found, strict=True):
+        assert (ours is None) == (reference is None), key
+        if ours is not None:
+            assert (ours - reference).abs().max() <= ROUNDING * max(1, reference.abs().max()), key
+    gradients = dict(zip(parameters, found[0][1:], strict=True))
+    assert min(gradients[key].norm() for key in anchors) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])  # their norms keep float64
+def test_gradients_are_finite_differences_of_the_whole_model(name):
+    model, anchors, given = learning(name, torch.float64, **TIGHT)
+    loss_of(model, given, name).backward()
+    width = 1e-5
+    with torch.no_grad():
+        for parameter in anchors.values():
+            for entry in range(len(parameter)):
+                middle, found = parameter[entry].clone(), []
+                for place in (middle + width, middle - width):
+                    parameter[entry] = place
+                    found.append(loss_of(model, given, name))
+                parameter[entry] = middle
+                difference = (found[0] - found[1]) / (2 * width)
+                assert abs(difference - parameter.grad[entry]) <= 1e-9 + 1e-6 * abs(difference)
+
+
+def test_second_derivatives_are_differences_of_the_first():
+    model, anchors, given = learning("bert", torch.float64, **TIGHT)
+    parameters, width = list(anchors.values()), 1e-5
+    along = [torch.linspace(-1, 1, 4, dtype=torch.float64) for _ in parameters]
+
+    def gradients(**options):
+        return torch.autograd.grad(loss_of(model, given, "bert"), parameters, **options)
+
+    slope = sum((g * direction).sum() for g, direction in zip(gradients(create_graph=True), along, strict=True))
+    found, sides = torch.autograd.grad(slope, parameters), []
+    for move in (width, -2 * width):
+        with torch.no_grad():
+            torch._foreach_add_(parameters, along, alpha=move)
+        sides.append(gradients())
+    for ours, above, below in zip(found, *sides, strict=True):
+        torch.testing.assert_close(ours, (above - below) / (2 * width), rtol=1e-6, atol=1e-8)
+
+
+def test_an_image_model_learns_them_too():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = attach(hf.ViTModel(hf.ViTConfig(**sizes, image_size=8, patch_size=4)), anchor=0.2)
+    (anchor,) = learn_anchors(model).values()
+    model(torch.randn(2, 3, 8, 8)).last_hidden_state.square().sum().backward()
+    assert anchor.grad.shape == (2,)
+    assert anchor.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_gradient(reentrant):
+    model, anchors, given = learning()
+    model.train()
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        loss_of(model, given).backward()
+        found.append([parameter.grad.clone() for parameter in anchors.values()])
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_trains_them(autocast):
+    model, anchors, given = learning(dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss_of(model, given).backward()
+    reference, exact, _ = learning()
+    loss_of(reference, given).backward()
+    for ours, theirs in zip(anchors.values(), exact.values(), strict=True):
+        assert ours.grad.dtype == ours.dtype == (torch.float32 if autocast else torch.bfloat16)
+        assert (ours.grad - theirs.grad).abs().max() <= 0.2 * theirs.grad.abs().max()
+
+
+# Which anchor wins.
+
+
+def test_they_replace_anchors_of_attach_and_of_its_layers():
+    model, anchors, given = learning(anchor=0.2, layers={1: {"anchor": 0.3, "max_steps": 50}})
+    fixed = attach(
+        make("llama", torch.float32), on_failure="raise", layers=lambda i: {"anchor": values(anchors)[i].float()}
+    )
+    torch.testing.assert_close(logits(model, given), logits(fixed, given), rtol=1e-5, atol=1e-5)
+
+
+def test_a_call_and_an_override_go_before_them_and_only_while_they_last():
+    model, anchors, given = learning()
+    own = logits(model, given)
+    called = logits(model, given, anchor=0.4)
+    assert {row.anchor for row in report(model)} == {0.4}
+    with override(model, anchor=0.4):
+        assert torch.equal(logits(model, given), called)
+    assert torch.equal(logits(model, given, anchor=None), own)
+    with override(model, max_steps=50, anchor=None):
+        torch.testing.assert_close(logits(model, given), own)
+    assert torch.equal(logits(model, given), own)
+    assert not torch.allclose(own, called, atol=1e-2)
+    assert [row.anchor for row in report(model)] == pytest.approx([float(value.mean()) for value in values(anchors)])
+
+
+def test_softmax_attention_gives_them_zeros_instead_of_no_gradient():
+    model, anchors, given = learning(layers={0: {"max_steps": 0}})
+    loss_of(model, given).backward()
+    first, second = (parameter.grad for parameter in anchors.values())
+    assert first.eq(0).all()
+    assert second.ne(0).all()
+
+
+# Training.
+
+
+def test_a_step_moves_them_and_frozen_ones_stay():
+    model, anchors, given = learning()
+    model.requires_grad_(False)
+    for parameter in anchors.values():
+        parameter.requires_grad_()
+    before = copy.deepcopy(model.state_dict())
+    losses, _ = steps(model, given, 5, torch.optim.Adam(anchors.values(), lr=0.1))
+    assert losses[-1] < losses[0]
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved == anchors.keys()
+    model.requires_grad_()
+    for parameter in anchors.values():
+        parameter.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    steps(model, given, 1)
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved
+    assert not moved & anchors.keys()
+
+
+def test_averages_of_weights_average_them():
+    model, anchors, given = learning()
+    average, seen = AveragedModel(model, avg_fn=lambda mean, new, _: 0.75 * mean + 0.25 * new), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        steps(model, given, 1, optimizer)
+        average.update_parameters(model)
+        seen.append([parameter.detach().clone() for parameter in anchors.values()])
+    averaged = dict(average.module.named_parameters())
+    for i, key in enumerate(anchors):
+        expected = 0.75 * (0.75 * seen[0][i] + 0.25 * seen[1][i]) + 0.25 * seen[2][i]
+        torch.testing.assert_close(averaged[key], expected)
+        assert averaged[key] is not anchors[key]
+    model.load_state_dict(average.module.state_dict())
+    assert torch.equal(logits(average.module, given), logits(model, given))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_their_own(duplicate):
+    model, anchors, given = learning()
+    expected = logits(model, given)
+    other = duplicate(model)
+    with torch.no_grad():
+        for parameter in anchors.values():
+            parameter += 1
+    assert torch.equal(logits(other, given), expected)
+    assert not torch.allclose(logits(model, given), expected)
+
+
+def test_steps_of_a_compiled_model_share_one_graph():
+    found = []
+    for compiled in (False, True):
+        model, anchors, given = learning(on_failure="warn")
+        given.pop("position_ids")
+        train = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(anchors.values(), lr=1.0)
+        first, _ = steps(train, given, 1, optimizer)
+        # The compiler's own state of recording is new in the second call.
+        second, _ = steps(train, given, 1, optimizer)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            rest, _ = steps(train, given, 3, optimizer)
+        found.append((torch.cat([first, second, rest]), *(parameter.detach() for parameter in anchors.values())))
+        assert [row.anchor for row in report(model)] != pytest.approx([0.7, 0.7])
+    for eager, graph in zip(*found, strict=True):
+        torch.testing.assert_close(graph, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_a_converted_model_learns_from_where_it_is():
+    model, given = make("llama", torch.float32), batch("llama")
+    convert(model, schedule=(0.9, 0.8), inputs=given)
+    expected = logits(model, given)
+    learn_anchors(model, 0.8)
+    torch.testing.assert_close(logits(model, given), expected, rtol=1e-5, atol=1e-5)
+    assert all(solve.converged.all() for solve in last_solves(model).values())
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("initial", [0, 1, 0.0, 1.0, 1e-5, -0.1, 1.5, float("nan"), float("inf")])
+def test_anchors_that_cannot_be_learned_are_refused(initial):
+    model = attach(make("llama"))
+    with pytest.raises(ValueError, match=r"`initial` must (be in \[0, 1\]|lie in \(0.0001, 0.9999\) to be learned)"):
+        learn_anchors(model, initial)
+    assert not any("anchor" in key for key, _ in model.named_parameters())
+
+
+def test_other_bad_input_is_refused_with_a_remedy():
+    model = make("llama")
+    for call, words in {
+        lambda: learn_anchors(model): r"`model` must have equilibrium attention.*attach\(model\)",
+        lambda: learn_anchors(attach(model), per="row"): r"`per` must be one of 'head', 'layer', got 'row'",
+        lambda: put_anchors(nn.Sequential(nn.Linear(2, 2)), ["0"], "head"): r"`per` must be 'layer' for Linear \(0\)",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    for wrong, words in {
+        nn.Linear(2, 2): "PreTrainedModel",
+        nn.Sequential(model): r"pass model\.0",
+        None: "NoneType",
+    }.items():
+        with pytest.raises(TypeError, match=words):
+            learn_anchors(wrong)
+    with pytest.raises(TypeError, match=r"`initial` must be a number"):
+        learn_anchors(model, "0.5")
+    learn_anchors(model)
+    for again in (learn_anchors, attach, lambda model: convert(model, schedule=(0.9,))):
+        with pytest.raises(ValueError, match=r"`model` must have fixed anchors, got learned ones; \w+"):
+            again(model)
+    registered = make("llama")
+    registered.set_attn_implementation("equilibrium")
+    with pytest.raises(ValueError, match=r"call attach\(model\) or convert\(model\) first"):
+        learn_anchors(registered)
+
+
+def test_anchors_of_another_number_of_heads_are_refused_in_the_call():
+    model, _, given = learning()
+    for module in model.modules():
+        if hasattr(module, "anchor"):
+            module.anchor.logit = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"`anchor` must be one number, or one for each of the 4 heads.*got 3 numbers"):
+        model(**given)
