@@ -16,6 +16,7 @@ from . import headline
 from . import native as native_suite
 from . import potentials as potentials_suite
 from . import report as reports
+from . import scale as scale_suite
 from . import solve as solve_suite
 from . import spin_layers as spin_layers_suite
 from . import spins as spins_suite
@@ -37,6 +38,7 @@ SUITES: dict[str, ModuleType] = {
     "spin_layers": spin_layers_suite,
     "potentials": potentials_suite,
     "energy_transformer": energy_transformer_suite,
+    "scale": scale_suite,
     "usefulness": usefulness_suite,
 }
 
@@ -104,6 +106,12 @@ def energy_transformer(quick: Quick = False, only: Only = None, repeats: Repeats
 
 
 @app.command()
+def scale(quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None) -> None:
+    """EVALUATION, SOLVE, TRAINING, COLLECTIVE: keys that several processes hold together."""
+    measure("scale", quick=quick, only=only, repeats=repeats, out=out)
+
+
+@app.command()
 def usefulness(
     quick: Quick = False, only: Only = None, repeats: Repeats = None, out: Out = None, keep: Keep = None
 ) -> None:
@@ -117,13 +125,13 @@ def usefulness(
 @app.command()
 def report() -> None:
     """Rewrite, from the newest runs, tables and figures of the README beside this, the headline of the top one, and the
-    tables of the guide to equilibrium blocks and of the pages of potentials and the Energy Transformer."""
+    tables of the guide to equilibrium blocks and of the pages of potentials, the Energy Transformer and scale."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **ways_to_tell(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     headline.rewrite()
     guide.rewrite()
-    pages = (guide, potentials_suite, energy_transformer_suite)
+    pages = (guide, potentials_suite, energy_transformer_suite, scale_suite)
     for page in pages[1:]:
         page.rewrite()
     names = ", ".join(page.PAGE.name for page in pages)

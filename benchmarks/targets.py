@@ -200,7 +200,25 @@ NATIVE = (
 _BLOCK = "training step of a block as a fixed point"
 _FASTER = f"{_BLOCK} / torchdeq's faster solver at equal measured residuals"
 
+_LLAMA = "converted Llama, anchor .9, 1024 tokens"
+
+
+def _llama(row: Row) -> bool:
+    return row.get("metric") == "LLAMA" and row.get("tokens") == 1024
+
+
 TRAIN = (
+    Target("LLAMA", f"{_LLAMA}: max_steps=0 / torch's attention", "explicit / sdpa", "worst", "<=", 1.2, _llama),
+    Target("LLAMA", f"{_LLAMA}: training step / torch's attention", "training / sdpa", "worst", "<=", 3.5, _llama),
+    Target(
+        "LLAMA",
+        "peak memory of its training step per token, 32768 tokens / 4096",
+        "memory growth",
+        "worst",
+        "<=",
+        1.2,
+        _metric("LLAMA"),
+    ),
     Target("EQUILIBRIUM", _FASTER, "ours / torchdeq", "worst", "<=", 1.0, _metric("EQUILIBRIUM"), 0.8),
     Target(
         "EQUILIBRIUM",
@@ -313,4 +331,54 @@ ENERGY_TRANSFORMER = (
     ),
     Target("TRAINING", "the same, published, 12 steps / one", "published, 12 / 1 steps", "worst", "<=", 13.0),
     Target("TRAINING", "the same, checkpointed", "checkpointed, 12 / 1 steps", "worst", "<=", 4.0),
+)
+
+
+_SHARDED = "64 queries, 200,000 keys"
+
+
+def _large(row: Row) -> bool:
+    """Evaluations and solves over many keys with many queries."""
+    return row["metric"] in ("EVALUATION", "SOLVE") and row["shape"]["length"] * row["shape"]["num_keys"] >= 12_800_000
+
+
+SCALE = (
+    Target(
+        "SCALE",
+        f"evaluation and solves by one process / (2 x by two), {_SHARDED}",
+        "efficiency 2",
+        "worst",
+        ">=",
+        0.8,
+        _large,
+    ),
+    Target(
+        "SCALE",
+        f"the same by one process / by the fused operation, {_SHARDED}",
+        "sharded / fused",
+        "worst",
+        "<=",
+        1.15,
+        _large,
+    ),
+    Target(
+        "EVALUATION",
+        "collectives of one more evaluation",
+        "collectives",
+        "worst",
+        "<=",
+        2.0,
+        _metric("EVALUATION"),
+        1.0,
+    ),
+    Target("SOLVE", "collectives of a solve / its evaluations", "collectives", "worst", "<=", 2.0, _metric("SOLVE")),
+    Target(
+        "EVALUATION",
+        "bytes of a query in one more evaluation of 64, D 64: (D + 6) x 4",
+        "bytes",
+        "worst",
+        "<=",
+        280.0,
+        lambda row: row["shape"]["length"] == 64,
+    ),
 )

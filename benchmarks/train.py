@@ -14,6 +14,7 @@ from .block_memory import MemorySetting, memory_row
 from .compare import compared, ratios
 from .environment import default_device
 from .figures import train_figures as figures
+from .llama import SMALL, LlamaSetting, llama_row
 from .problems import Setting, Shape, draw
 from .targets import TRAIN as TARGETS
 from .targets import Row
@@ -21,7 +22,7 @@ from .train_tables import tables
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
-METRICS = ("STEP", "LENGTH", "BLOCK", "EQUILIBRIUM", "MEMORY", "G4")
+METRICS = ("STEP", "LENGTH", "BLOCK", "LLAMA", "EQUILIBRIUM", "MEMORY", "G4")
 
 RATIOS = {
     "ours / SDPA": ("ours_training", "sdpa_training"),
@@ -38,6 +39,10 @@ NOTES = (
     "Gradient errors are those of one head against dense float64 solves. Rivals are timed whatever theirs is.",
     "BLOCK: training step of a pre-norm transformer block, width 256, 4 heads, causal, by ImplicitAttention with its "
     "defaults / with max_steps=0.",
+    "LLAMA: a converted Llama / the same with torch's attention, with no mask in either: forward pass with "
+    "max_steps=0, forward pass and training step of equilibria with the default solver. Peaks of memory are those of "
+    "fresh processes, of one small layer, so that attention is most of it; growth is from the fewest tokens to the "
+    "most, per token.",
     "EQUILIBRIUM: training step of a whole post-norm block (attention, MLP, the input added at every step) as a fixed "
     "point per sample, by Anderson(history=2) and Implicit(GMRES()) to the same relative tolerance; torchdeq with the "
     "loosest tolerances at which the largest residuals of its states and adjoints, measured anew, are within it; a "
@@ -54,7 +59,7 @@ class Case:
     """What one row measures: a metric, and the problem it is measured on."""
 
     metric: str
-    problem: Setting | BlockSetting | EquilibriumSetting
+    problem: Setting | BlockSetting | EquilibriumSetting | LlamaSetting
 
     @property
     def name(self) -> str:
@@ -69,6 +74,8 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     shape, block = Shape(), BlockSetting(device=device)
     equilibrium, memory = EquilibriumSetting(device=device), MemorySetting(device=device)
+    llamas = [LlamaSetting(256, device=device), LlamaSetting(1024, device=device)]
+    llamas.append(LlamaSetting(**SMALL, memory=(4096, 8192, 16384, 32768), device=device))  # type: ignore[arg-type]
     if device != "cpu":
         # What bfloat16 resolves, on a block that fills a card.
         card: dict[str, Any] = {"length": 512, "dim": 512, "heads": 8, "rtol": 1e-2, "dtype": "bfloat16"}
@@ -77,11 +84,13 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     if quick:
         equilibrium, memory = (dataclasses.replace(s, batch=1, length=64) for s in (equilibrium, memory))
         chosen, lengths = chosen[:1], (64, 128)
+        llamas = [LlamaSetting(64, **SMALL, memory=m, device=device) for m in ((), (128, 256))]  # type: ignore[arg-type]
         shape, block = Shape(length=64), BlockSetting(length=64, batch=1, device=device)
     cases = [
         *(Case("STEP", Setting(*problem, shape, **where)) for problem in chosen),  # type: ignore[arg-type]
         *(Case("LENGTH", Setting("gaussian", 2.0, 0.5, Shape(1, 4, length), **where)) for length in lengths),  # type: ignore[arg-type]
         Case("BLOCK", block),
+        *(Case("LLAMA", llama) for llama in llamas),
         Case("EQUILIBRIUM", equilibrium),
         Case("MEMORY", memory),
     ]
@@ -108,6 +117,8 @@ def run(
             row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
             if isinstance(case.problem, BlockSetting):
                 row |= block_row(case.problem, repeats=repeats, max_seconds=max_seconds)
+            elif isinstance(case.problem, LlamaSetting):
+                row |= llama_row(case.problem, repeats=repeats, max_seconds=max_seconds)
             elif isinstance(case.problem, MemorySetting):
                 row |= memory_row(case.problem, repeats=repeats, max_seconds=max_seconds)
             elif isinstance(case.problem, EquilibriumSetting):

@@ -22,7 +22,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
         rows = [row for row in run["rows"] if row["metric"] == metric]
         if rows:
             made.append(table(rows))
-    return made
+    return made + _llamas([row for row in run["rows"] if row["metric"] == "LLAMA"])
 
 
 def _steps(metric: str, title: str, rows: list[Row]) -> Table:
@@ -62,6 +62,34 @@ def _blocks(rows: list[Row]) -> Table:
         sizes = f"B {row['batch']}, N {row['length']}, width {row['dim']}, {row['heads']} heads"
         lines.append([sizes, evaluations(found)[0], number(row["ratios"]["block"]), spread(row["seconds"])])
     return Table("transformer block", "BLOCK: training step of a transformer block:", header, lines)
+
+
+def _llamas(rows: list[Row]) -> list[Table]:
+    header = ["tokens", "evaluations mean/max", "converged %", "explicit / sdpa", "forward / sdpa", "training / sdpa"]
+    lines, made = [], []
+    for row in rows:
+        if row["memory"]:
+            made.append(_llama_memory(row))
+            continue
+        found = row["evidence"]["equilibrium"]
+        ratios = (row["ratios"].get(f"{name} / sdpa") for name in ("explicit", "forward", "training"))
+        counts, _, converged = evaluations(found)
+        lines.append([str(row["tokens"]), counts, converged, *map(number, ratios), spread(row["seconds"])])
+    names = [row["name"] for row in rows if not row["memory"]]
+    table = [Table("Llama", f"{names[0]}, beside torch's attention:", [*header, "spread"], lines)] if names else []
+    return table + made
+
+
+def _llama_memory(row: Row) -> Table:
+    names = list(dict.fromkeys(name.split(",")[0] for name in row["evidence"]))
+    lines = []
+    for name in names:
+        for kind in ("forward", "peak"):
+            found = (row["evidence"][f"{name}, {tokens} tokens"] for tokens in row["memory"])
+            cells = [f"{f[f'{kind}_bytes'] / 2**20:.0f}" if "peak_bytes" in f else "-" for f in found]
+            lines.append([f"{name}, {'training' if kind == 'peak' else kind}", *cells])
+    header = ["peak, MiB", *(f"{tokens} tokens" for tokens in row["memory"])]
+    return Table("memory of a Llama", f"{row['name'].removeprefix('LLAMA: ')}, by tokens:", header, lines)
 
 
 def _equilibria(rows: list[Row]) -> Table:

@@ -15,6 +15,7 @@ from benchmarks.block import BlockSetting
 from benchmarks.block_equilibrium import EquilibriumSetting
 from benchmarks.block_memory import MemorySetting
 from benchmarks.environment import environment
+from benchmarks.llama import NAMES, SMALL, LlamaSetting
 from benchmarks.problems import Setting, Shape
 from benchmarks.targets import TRAIN
 
@@ -28,6 +29,8 @@ CASES = [
     train.Case("BLOCK", BLOCK),
     train.Case("EQUILIBRIUM", EQUILIBRIUM),
     train.Case("MEMORY", MemorySetting(batch=2, length=128, dim=32)),
+    train.Case("LLAMA", LlamaSetting(1024, **SMALL)),
+    train.Case("LLAMA", LlamaSetting(**SMALL, memory=(512, 1024))),
 ]
 
 
@@ -162,6 +165,22 @@ def test_memory_of_a_block_is_that_of_one_evaluation(rows):
     (row,) = [row for row in rows if row["metric"] == "MEMORY"]
     assert set(row["ratios"]) == {"memory growth", "unrolled / ours"}
     assert all(found["peak_bytes"] > 0 for found in row["evidence"].values())
+
+
+def test_a_llama_is_timed_beside_torchs_attention_and_its_memory_measured_apart(rows):
+    times, memory = (row for row in rows if row["metric"] == "LLAMA")
+    assert times["evidence"]["equilibrium"]["converged"] == 1
+    assert times["evidence"]["equilibrium"]["adjoints_converged"]
+    assert times["evidence"]["explicit"]["relative_error"] < 1e-5
+    seconds = {name: timing["median"] for name, timing in times["seconds"].items()}
+    ratio = seconds["equilibrium, training"] / seconds["sdpa, training"]
+    assert times["ratios"]["training / sdpa"] == pytest.approx(ratio)
+    assert set(memory["evidence"]) == {f"{name}, {tokens} tokens" for name in NAMES for tokens in (512, 1024)}
+    peaks = {name: found["peak_bytes"] for name, found in memory["evidence"].items()}
+    grown = peaks["equilibrium, 1024 tokens"] / peaks["equilibrium, 512 tokens"] / 2
+    assert memory["ratios"]["memory growth"] == pytest.approx(grown)
+    titles = [table.title for table in train.tables({"rows": rows})]
+    assert titles[-2:] == ["Llama", "memory of a Llama"]
 
 
 @pytest.mark.gpu
