@@ -78,7 +78,9 @@ def at_least_single(given: Any) -> Any:
 
 def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast lowers no precision on the device of `tensor`."""
-    if tensor.device.type == "meta":
+    kind = tensor.device.type
+    # In an exported program a context would be a graph of its own.
+    if kind == "meta" or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(kind)):
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
@@ -86,11 +88,14 @@ def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, which torch.compile does not compile: one clean graph break.
 
-    For loops in which the host decides when to stop, which would break the graph at every step.
+    For loops in which the host decides when to stop, which would break the graph at every step. In torch.export, whose
+    graphs have no breaks, the function is recorded, and has to say what it cannot do there.
     """
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_exporting():
+            return function(*args, **kwargs)
         # Of a frame that it gave up the compiler still traces what is called there, each function by itself.
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             outside: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -100,11 +105,22 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+def into_onnx() -> bool:
+    """Whether a model is being exported to ONNX, which knows no operations but its own."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# The strict tracer, which ONNX tries where the other failed, has an answer of its own, "no". This mark has it ask.
+into_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_batched(*tensors: Tensor) -> bool:
     """Whether one of `tensors` is inside torch.vmap at any level, where the host cannot read numbers.
 
     Elsewhere it can, though it may have to wait for another device; see `host_may_look`.
     """
+    if torch.compiler.is_exporting():
+        return False
     for tensor in tensors:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             if torch._C._functorch.is_batchedtensor(tensor):

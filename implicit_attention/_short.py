@@ -127,7 +127,7 @@ class Problem(NamedTuple):
     """`AnchoredEnergy` of `LogSumExp` by its tensors, plain and of one dtype.
 
     query: (*batch, N, D). keys: (*#batch, M, D). beta, anchor: numbers or (*#batch). pairs: the mask, or the bias that
-    has no derivative, (*#batch, #N, #M), or None.
+    has no derivative, (*#batch, #N, #M), or None. first: without pairs, query i attends to keys up to first + i.
     """
 
     query: Tensor
@@ -135,6 +135,7 @@ class Problem(NamedTuple):
     beta: float | Tensor
     anchor: float | Tensor
     pairs: Tensor | None
+    first: int | None = None
 
     @classmethod
     def of(cls, energy: Any) -> Problem | None:
@@ -147,13 +148,14 @@ class Problem(NamedTuple):
         mask, bias = potential.mask, potential.bias
         if mask is not None and bias is not None:
             return None
-        return cls(energy.field, potential.keys, potential.beta, energy.anchor, mask if bias is None else bias)
+        pairs = mask if bias is None else bias
+        return cls(energy.field, potential.keys, potential.beta, energy.anchor, pairs, potential.query_offset)
 
     @property
     def potential(self) -> LogSumExp:
         pairs = self.pairs
         if pairs is None:
-            return LogSumExp(self.keys, self.beta)
+            return LogSumExp(self.keys, self.beta, query_offset=self.first)
         if pairs.dtype == torch.bool:
             return LogSumExp(self.keys, self.beta, mask=pairs)
         return LogSumExp(self.keys, self.beta, bias=pairs)
@@ -170,7 +172,7 @@ class Problem(NamedTuple):
 
         values: what is read out, (*#batch, M, E), if anything.
         """
-        query, keys, beta, anchor, pairs = self
+        query, keys, beta, anchor, pairs, _ = self
         dtype = query.dtype
         if dtype not in (torch.float32, torch.float64) or not are_plain(
             dtype, query, keys, keys if values is None else values
@@ -190,12 +192,12 @@ class Problem(NamedTuple):
 
     def is_native(self, impl: Impl, values: Any = None) -> bool:
         """Whether it `is_plain`, and the native operations solve it as it is."""
-        query, keys, _, anchor, pairs = self
+        query, keys, _, anchor, pairs, first = self
         wanted = query.dtype in dispatch.NATIVE_DTYPES or impl == "native"
         if not (wanted and self.is_plain(values) and carries(query.dtype, anchor)):
             return False
         # Keys that are not finite are kept from the queries that do not attend to them.
-        return pairs is None or is_finite(keys)
+        return (pairs is None and first is None) or is_finite(keys)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -244,8 +246,8 @@ def found_states(
     """The equilibria of a problem that `is_native`, by a solver with a rule; None where no native library answers."""
     rule = rule_of(solver)
     assert rule is not None
-    run = partial(equilibria, *problem, False, initial, rule, mean=mean, evidence=evidence)
-    return _trusted("hopfield_solve", impl, problem.keys, problem.pairs, run)
+    run = partial(equilibria, *problem, initial, rule, mean=mean, evidence=evidence)
+    return _trusted("hopfield_solve", impl, problem, run)
 
 
 def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failure: OnFailure) -> Found | None:
@@ -266,8 +268,8 @@ def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failu
     return Found(Outcome(value, record), report, found.failed)
 
 
-def _trusted(operation: str, impl: Impl, keys: Tensor, pairs: Tensor | None, run: Callable[[], _R]) -> _R | None:
-    use = dispatch.native_use(operation, keys, pairs, False)
+def _trusted(operation: str, impl: Impl, problem: Problem, run: Callable[[], _R]) -> _R | None:
+    use = dispatch.native_use(operation, problem.keys, problem.pairs, problem.first)
     if use is None:
         return None
     check = partial(checks.CHECKS[operation], use.variant)
@@ -317,11 +319,11 @@ def _by_adjoint(
     problem: Problem, how: _How, state: Tensor, mean: Tensor, cotangent: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     """The gradients by the native backward solve, with its report; None where there is none."""
-    query, keys, beta, anchor, pairs = problem
+    query, keys, beta, anchor, pairs, first = problem
     method = conjugate_gradients(state.dtype)
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
-    run = partial(adjoints, keys, beta, anchor, pairs, False, state, mean, cotangent, rule)
-    native = _trusted("hopfield_adjoint", how.impl, keys, pairs, run)
+    run = partial(adjoints, keys, beta, anchor, pairs, first, state, mean, cotangent, rule)
+    native = _trusted("hopfield_adjoint", how.impl, problem, run)
     if native is None:
         return None
     found = native.whole
@@ -340,7 +342,7 @@ def _by_adjoint(
     report_adjoint(how.report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
     # In the memory of u, which nobody else reads.
     by_query = found.value.mul_(anchor[..., None, None] if isinstance(anchor, Tensor) else anchor)
-    return by_query, found.by_keys, by_beta, by_anchor, None
+    return by_query, found.by_keys, by_beta, by_anchor, None, None
 
 
 def _by_general(

@@ -19,6 +19,7 @@ from .fused import lower, written_out
 from .problem import Problem, randomness, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Solution, Trace
 from .solvers import Anderson, Outcome, Solver
+from .solvers.exported import check_budget, check_no_evidence, stepped
 from .status import Status
 
 
@@ -80,8 +81,11 @@ def solve(
                 "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)" if name == "problem" else "see the docs"
             )
             raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
+    if torch.compiler.is_exporting():
+        return _exported(problem, initial, solver, trace)
     check_on_failure(on_failure)
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
+    problem.check_start({"initial": initial, "trace": trace}, solver, adjoint)
     if not trace and (found := _shortly(problem, initial, solver, adjoint, impl, on_failure)) is not None:
         return concluded(found.outcome, solver, adjoint, found.report, problem.energy, failed=found.failed > 0)
     problem, initial = _checked(problem, initial)
@@ -101,6 +105,21 @@ def solve(
     energy = problem.energy if problem.has_energy else None
     cause = partial(randomness, problem, outcome.value)
     return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, if_outside=problem.if_outside)
+
+
+def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) -> Solution:
+    """The state after a fixed budget of steps, as plain operations; nothing is measured there."""
+    check_no_evidence(trace, "trace")
+    check_budget(solver)
+    problem.check_state(initial)
+    solver.check_problem(problem)
+    problem.check_solver(solver)
+    problem, (initial,) = widened(problem.settled(), initial)
+    value = stepped(solver, written_out(problem), initial)
+    lead = value.sum(tuple(range(-problem.event_ndim, 0))) if problem.event_ndim else value
+    return Solution(
+        Record.unmeasured(lead, solver.exhausted), AdjointReport(in_graph=True), solver.remedies, value=value
+    )
 
 
 def concluded(

@@ -65,8 +65,7 @@ def check_local(argument: str, value: Tensor) -> None:
                 "be a tensor of this process",
                 f"a DTensor of shape {tuple(value.shape)}",
                 "pass .to_local() where it is sharded over samples or heads, .full_tensor() where it is over tokens; "
-                "ImplicitAttention takes parallelize_module with ColwiseParallel() for q_proj, k_proj and v_proj and "
-                "RowwiseParallel() for out_proj",
+                "heads of ImplicitAttention are sharded by parallelize_module(layer, mesh, layer.parallel_plan())",
             )
         )
 

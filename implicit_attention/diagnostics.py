@@ -311,6 +311,7 @@ def _mapped(problem: Problem, z: Tensor) -> Tensor:
     potential = getattr(problem, "potential", None)
     if type(problem) is not AnchoredEnergy or type(potential) is not LogSumExp:
         return problem.fixed_point_map(z)
+    potential = potential.masked_for(z.shape[-2])
     shared = common(potential.keys.nan_to_num(0.0, 0.0, 0.0))
     centred = LogSumExp(potential.keys - shared, potential.beta, mask=potential.mask, bias=potential.bias).mean(z)
     anchor = problem.anchor[..., None, None] if isinstance(problem.anchor, Tensor) else problem.anchor

@@ -21,7 +21,7 @@ from .ops import dispatch, registration
 from .ops.problem import Hopfield, carries
 from .ops.rule import THERE, Solved
 from .potentials import LogSumExp, Potential
-from .potentials._read import surely_finite, without_nan
+from .potentials._read import surely_finite, without_nan, without_nan_before
 from .potentials.log_sum_exp import OverLogSumExp, as_log_sum_exp
 from .problem import Problem
 from .solution import Record
@@ -75,6 +75,11 @@ class Lowered:
         found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, on_failure))
         return found.state, found.record
 
+    def there(self) -> tuple[Tensor, Tensor]:
+        """Mean of the potential and log-sum-exp of its scores at the field, in one sweep over the keys."""
+        found = dispatch.solve(self.packed(), self.energy.field, THERE, self.impl)
+        return found.mean, found.logsumexp
+
     def adjoint(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
         """The adjoint solve at z by conjugate gradients; None for a gradient of the bias that it has not.
 
@@ -126,15 +131,21 @@ class Lowered:
         beta, anchor = (t[(None,) * (axes - t.ndim)] for t in tensors)
         keys = potential.keys[(None,) * (axes - potential.keys.ndim)]
         pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
-        return Hopfield(field, keys, beta, anchor, pairs)
+        return Hopfield(field, keys, beta, anchor, pairs, potential.query_offset)
 
     def _isolated(self) -> tuple[Hopfield, Tensor | None]:
         """The same with keys that are not finite read as 0, and NaN for the queries that attend to such a key."""
         problem = self.packed()
-        if problem.mask is None or surely_finite(problem.keys):
+        if (problem.mask is None and problem.first is None) or surely_finite(problem.keys):
             return problem, None
+        dtype = problem.field.dtype
+        if problem.mask is None:
+            assert problem.first is not None
+            rows = problem.field.shape[-2]
+            (keys,), poison = without_nan_before([problem.keys], problem.first, rows, dtype)
+            return problem._replace(keys=keys), poison
         attended = problem.mask if problem.mask.dtype == torch.bool else torch.ne(problem.mask, -torch.inf)
-        (keys, _), poison = without_nan([problem.keys, problem.keys], attended, problem.field.dtype)
+        (keys, _), poison = without_nan([problem.keys, problem.keys], attended, dtype)
         return problem._replace(keys=keys), poison
 
 

@@ -191,7 +191,8 @@ def _explain(potential: Potential, m: Tensor, eta: Tensor, short: Tensor, failed
             * torch.finfo(m.dtype).eps
             * (m.norm(dim=-1) + keys.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max())
         )
-        attended = joined(potential.mask, potential.bias)[1]
+        masked = potential.masked_for(m.shape[-2])
+        attended = joined(masked.mask, masked.bias)[1]
         for direction in (torch.nn.functional.normalize(d, dim=-1) for d in (eta, short)):
             along = direction @ keys.mT
             if attended is not None:

@@ -185,6 +185,12 @@ class Problem(Declared, general=True):
     def check_solver(self, solver: Any) -> None:
         """Raise if the problem cannot be solved by this solver."""
 
+    def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
+        """Raise if a solve cannot start with what it is `given`, by argument: for parts that several processes hold."""
+        for part in vars(self).values():
+            if hasattr(part, "check_start"):
+                part.check_start(given, solver, adjoint)
+
     #: What to do about a state that is `outside`.
     if_outside: str = ""
 
@@ -276,6 +282,9 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
 
     The first calls, 0 and 1, get copies: the state may be a tensor of the user's, or what the map itself returned.
     """
+    if torch.compiler.is_exporting():
+        # What is recorded has no memory to look at; torch turns what is done in place into operations that are not.
+        return problem.evaluate(z, energy=energy)
     given = _counted_copy(z) if call < 2 else z
     writes = _writes(given)
     found = problem.evaluate(given, energy=energy)

@@ -46,6 +46,13 @@ class Record(NamedTuple):
     num_steps: Tensor
     num_evals: Tensor
 
+    @classmethod
+    def unmeasured(cls, like: Tensor, status: Status) -> Record:
+        """The record of problems of which the status alone is known; `like` has their leading axes, (*lead)."""
+        unknown = like.detach().new_full(like.shape, torch.nan)
+        none = torch.zeros_like(unknown, dtype=torch.int32)
+        return cls(torch.full_like(none, int(status), dtype=torch.int8), unknown, unknown, none, none)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Record:
         """The record with `function` applied to every field."""
         return Record(*map(function, self))

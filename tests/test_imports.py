@@ -80,6 +80,7 @@ ALLOWED = {
         "adjoints",
         "solution",
     },
+    "distributed": {"attention", "fused", "adjoints", "energies", "potentials", "solvers"},
     "models": {"layers", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
     "plotting": {"energies", "potentials", "_solve", "solution", "diagnostics", "spins"},

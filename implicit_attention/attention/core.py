@@ -13,6 +13,7 @@ from .._autograd import (
     at_least_single,
     backward_running,
     exact_precision,
+    into_onnx,
     is_batched,
     is_fake,
     may_have_tangent,
@@ -32,10 +33,11 @@ from ..potentials.log_sum_exp import OverLogSumExp
 from ..potentials.scored_keys import ScoredKeys
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
+from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
 from ..status import Status
 from . import short
 from .heads import group_size, split_groups
-from .masks import check_whole
+from .masks import check_whole, triangle
 from .read_out import PotentialFactory, made_by, read_out, reads_out
 
 
@@ -83,6 +85,7 @@ class Call(NamedTuple):
         beta, anchor: numbers, or tensors that broadcast to the leading axes of `query`.
         options: how the equilibria are found and differentiated.
         mask, bias: boolean and additive, each None or broadcasting to (*batch, N, M).
+        first: None, or beside them: query i attends to keys up to first + i only.
         potential: what makes the potential of the keys.
         dropout_p: part of the weights dropped in the read-out.
         grouped: whether fewer heads of keys are shared by heads of queries: head h reads key head h // (H / Hkv), or
@@ -102,6 +105,7 @@ class Call(NamedTuple):
     options: SolveOptions
     mask: Tensor | None = None
     bias: Tensor | None = None
+    first: int | None = None
     potential: PotentialFactory = LogSumExp
     dropout_p: float = 0.0
     grouped: bool | Literal["tiled"] = False
@@ -123,7 +127,10 @@ def attend(call: Call) -> Attended:
     take the same path.
     """
     check_whole()
+    call = _with_triangle(call)
     in_graph = torch.compiler.is_compiling()
+    if torch.compiler.is_exporting():
+        return _exported(call)
     if in_graph and any(isinstance(t, Tensor) and may_have_tangent(t) for t in call):
         raise UnsupportedImplementation(
             "equilibria have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual numbers) inside "
@@ -134,6 +141,21 @@ def attend(call: Call) -> Attended:
         if attended is not None:
             return attended
     return _outside_graph(call)
+
+
+def _with_triangle(call: Call) -> Call:
+    """The call with a mask for its `first`, unless the potential knows what that says."""
+    first, count = call.first, call.keys.shape[-2]
+    if first is None:
+        return call
+    # An exported program takes other lengths, too.
+    if not torch.compiler.is_exporting():
+        if first + 1 >= count:
+            return call._replace(first=None)
+        if call.mask is None and call.bias is None and call.potential is LogSumExp:
+            return call
+    lower = triangle(call.query.shape[-2], count, first, call.query.device)
+    return call._replace(mask=lower if call.mask is None else call.mask & lower, first=None)
 
 
 @uncompiled
@@ -159,6 +181,22 @@ def _fits_graph(call: Call) -> bool:
         return call.values is not None
     exact = adjoint is None or (isinstance(adjoint, Implicit) and adjoint.linear_solver is None)
     return exact and not options.effective_solver.fixed_budget
+
+
+def _exported(call: Call) -> Attended:
+    """The answer as operations of an exported program: plain ones of a fixed budget, or the one of a solve."""
+    check_no_evidence(call.return_solution, "return_solution")
+    check_no_evidence(call.trace, "return_trajectory")
+    solver, attended = call.options.effective_solver, None
+    if is_budget(solver):
+        # Written out for any number of keys, of which torch's kernels want some.
+        call = call._replace(options=call.options.override(impl="reference"))
+    if is_budget(solver) or (_fits_graph(call) and not into_onnx()):
+        attended = _by_groups(call, in_graph=True)
+    if attended is None:
+        check_budget(solver)
+    assert attended is not None
+    return attended
 
 
 # Heads that share keys.
@@ -251,7 +289,8 @@ def _shortly(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor, Solution, 
     plan = short.planned(call.options) if short.untouched() else None
     if plan is None:
         return None
-    problem = Problem(call.query, call.keys, call.beta, call.anchor, call.mask if call.bias is None else call.bias)
+    pairs = call.mask if call.bias is None else call.bias
+    problem = Problem(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
     if plan.solver is None:
         # In half precision nothing is widened to read out.
         fits = dtype not in HALF and call.values is not None
@@ -269,6 +308,7 @@ def _with_masked_key(call: Call) -> Call:
         values=None if values is None else values.new_zeros(*values.shape[:-2], 1, values.shape[-1]),
         mask=torch.zeros(1, dtype=torch.bool, device=keys.device),
         bias=None,
+        first=None,
     )
 
 
@@ -282,7 +322,7 @@ def _in_single(call: Call) -> Call:
 
 
 def _potential(call: Call) -> Potential:
-    made = made_by(call.potential, call.keys, call.beta, call.mask, call.bias)
+    made = made_by(call.potential, call.keys, call.beta, call.mask, call.bias, call.first)
     if call.options.impl == "reference" and isinstance(made, LogSumExp | OverLogSumExp):
         return made.written_out()
     return made
@@ -290,6 +330,9 @@ def _potential(call: Call) -> Potential:
 
 def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor, Solution | Record] | None:
     options, initial = call.options, call.query if call.initial is None else call.initial
+    if in_graph and is_budget(options.effective_solver):
+        solver = options.effective_solver
+        return stepped(solver, energy, initial), _unmeasured(call.query, solver.exhausted)
     if in_graph:
         lowered = lower(energy, options.effective_solver, options.impl)
         # The operation has no gradient of a bias, which the potential may have made of its keys.
@@ -336,11 +379,10 @@ def _unsolved(query: Tensor) -> Solution:
     return Solution(_unmeasured(query), value=query.detach())
 
 
-def _unmeasured(query: Tensor) -> Record:
+def _unmeasured(query: Tensor, status: Status = Status.EXPLICIT) -> Record:
     unknown = query.detach().new_full(query.shape[:-1], torch.nan)
     none = torch.zeros_like(unknown, dtype=torch.int32)
-    status = torch.full_like(none, int(Status.EXPLICIT), dtype=torch.int8)
-    return Record(status, unknown, unknown, none, none)
+    return Record(torch.full_like(none, int(status), dtype=torch.int8), unknown, unknown, none, none)
 
 
 def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:

@@ -9,10 +9,12 @@ from typing_extensions import Unpack
 
 from .. import _validate
 from ..options import SolveKeywords, SolveOptions
+from ..potentials import LogSumExp
 from ..solution import Solution
 from . import short
 from .core import Call, attend
-from .masks import mask_and_bias
+from .masks import check_causal, check_order, mask_and_bias
+from .read_out import PotentialFactory
 
 _DEFAULTS = SolveOptions()
 
@@ -28,6 +30,8 @@ def equilibrium_attention(
     enable_gqa: bool = False,
     *,
     anchor: float | Tensor = 0.5,
+    query_offset: int = 0,
+    potential: PotentialFactory = LogSumExp,
     return_solution: bool = False,
     **options: Unpack[SolveKeywords],
 ) -> Tensor | tuple[Tensor, Solution]:
@@ -46,12 +50,17 @@ def equilibrium_attention(
             gives zeros.
         dropout_p: part of the attention weights dropped in the read-out, always (pass 0 in evaluation); the
             equilibrium itself has no noise.
-        is_causal: a query attends to keys up to its own index, both counted from the start. Beside it, `attn_mask` may
-            only say which keys exist, shape (..., 1, M).
+        is_causal: a query attends to keys up to its own index, both counted from the start; no mask of the pairs is
+            written. Beside it, `attn_mask` may only say which keys exist, shape (..., 1, M).
         scale: inverse temperature beta > 0, default 1/sqrt(D); a tensor broadcasts to *batch (one per head: (H,)).
         enable_gqa: query head h reads key head h // (H / Hkv).
         anchor: in [0, 1], how much of the query stays, a float or a tensor that broadcasts to *batch. With 0 the query
             gets no gradient from the solve.
+        query_offset: with `is_causal`, the index of the first query among the keys, where the queries are a part of a
+            sequence: query i attends to keys up to query_offset + i.
+        potential: makes the potential of the keys, (key, scale, mask=, bias=) -> Potential; mask and bias are given
+            only where there are any. The output is its `readout`, the equilibrium z = anchor query + (1 - anchor) times
+            its `mean`. Keys that are spread over processes: `functools.partial(ShardedLogSumExp, group=group)`.
         return_solution: return (output, solution): states, statuses, residuals, evaluations.
         **options: how the equilibrium is found and differentiated, see `SolveOptions`.
 
@@ -80,9 +89,10 @@ def equilibrium_attention(
     Not for queries, keys and values that have yet to be projected: use `ImplicitAttention`. Where keys and values are
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
-    plain = attn_mask is None and is_causal is False and enable_gqa is False and return_solution is False
-    if plain and type(dropout_p) in (float, int) and dropout_p == 0:
-        found = short.attention(query, key, value, scale, anchor, options)
+    query_offset = _checked_offset(query_offset, is_causal)
+    plain = attn_mask is None and type(is_causal) is bool and enable_gqa is False and return_solution is False
+    if plain and potential is LogSumExp and type(dropout_p) in (float, int) and dropout_p == 0:
+        found = short.attention(query, key, value, scale, anchor, query_offset if is_causal else None, options)
         if found is not None:
             return found
     solve_options = _DEFAULTS.override(**options)
@@ -103,7 +113,10 @@ def equilibrium_attention(
         if isinstance(number, Tensor):
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
     shape = (*query.shape[:-1], key.shape[-2])
-    mask, bias = mask_and_bias(attn_mask, shape=shape, like=query, causal=is_causal, names=("attn_mask", "is_causal"))
+    if is_causal:
+        check_order("is_causal", potential)
+        check_causal("attn_mask", attn_mask, "is_causal")
+    mask, bias = mask_and_bias(attn_mask, shape=shape, like=query, name="attn_mask")
     call = Call(
         query,
         key,
@@ -113,12 +126,23 @@ def equilibrium_attention(
         solve_options,
         mask=mask,
         bias=bias,
+        first=query_offset if is_causal else None,
+        potential=potential,
         dropout_p=dropout_p,
         grouped=enable_gqa,
         return_solution=return_solution,
     )
     attended = attend(call)
     return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
+
+
+def _checked_offset(offset: int, is_causal: bool) -> int:
+    if type(offset) is int and offset == 0:
+        return 0
+    offset = _validate.check_integer("query_offset", offset, low=0)
+    remedy = "without it every query attends to every key, wherever it stands"
+    _validate.require(bool(is_causal) or offset == 0, "query_offset", "come with is_causal=True", offset, remedy)
+    return offset
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import HALF
+from ..potentials.masked_keys import triangle as triangle
 
 
 def mask_and_bias(
@@ -17,9 +18,7 @@ def mask_and_bias(
     shape: tuple[int, ...],
     like: Tensor,
     key_mask: Tensor | None = None,
-    causal: bool = False,
-    first: int = 0,
-    names: tuple[str, str] = ("mask", "causal"),
+    name: str = "mask",
 ) -> tuple[Tensor | None, Tensor | None]:
     """(mask, bias), each None or broadcasting to `shape`.
 
@@ -28,26 +27,17 @@ def mask_and_bias(
         shape: of the scores, (*batch, N, M) or (*batch, heads, N, M).
         like: a tensor of the queries' dtype and device.
         key_mask: which keys exist, (*batch, M), beside a shape with heads.
-        causal: whether query i, which is token first + i, attends to keys up to its own index only.
-        first: index of the first query.
-        names: what the caller's users call `mask` and `causal`.
+        name: what the caller's users call `mask`.
     """
-    pairs, bias = split_mask(names[0], mask, like)
+    pairs, bias = split_mask(name, mask, like)
     if mask is not None:
-        _validate.check_broadcast(names[0], mask.shape, shape, "the shape of the scores (..., N, M)")
-    *lead, rows, count = shape
+        _validate.check_broadcast(name, mask.shape, shape, "the shape of the scores (..., N, M)")
     if key_mask is not None:
+        *lead, _, count = shape
         check_key_mask(key_mask, tuple(lead[:-1]), count)
-        pairs = _both(pairs, key_mask[..., None, None, :])
-    if causal:
-        check_causal(names[0], mask, names[1])
-        order = torch.arange(count, device=like.device)
-        pairs = _both(pairs, order <= torch.arange(first, first + rows, device=like.device)[:, None])
+        existing = key_mask[..., None, None, :]
+        pairs = existing if pairs is None else pairs & existing
     return pairs, bias
-
-
-def _both(mask: Tensor | None, other: Tensor) -> Tensor:
-    return other if mask is None else mask & other
 
 
 def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -66,6 +56,15 @@ def split_mask(argument: str, mask: Tensor | None, like: Tensor) -> tuple[Tensor
     if like.dtype in HALF:
         return None, mask if mask.dtype == like.dtype else mask.float()
     return None, mask.to(like.dtype)
+
+
+def check_order(argument: str, make: Any) -> None:
+    """Raise for a causal flag beside keys that are spread over processes: no process knows where its keys begin."""
+    make = getattr(make, "func", make)
+    remedy = "use distributed.sequence_parallel, or a mask of the local keys"
+    whole = not getattr(make, "keys_are_spread", False)
+    name = getattr(make, "__name__", type(make).__name__)
+    _validate.require(whole, argument, f"be False with keys that are spread over processes ({name})", True, remedy)
 
 
 def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:

@@ -22,10 +22,16 @@ LINE = 64
 
 
 def made_by(
-    make: PotentialFactory, keys: Tensor, beta: float | Tensor, mask: Tensor | None, bias: Tensor | None
+    make: PotentialFactory,
+    keys: Tensor,
+    beta: float | Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    query_offset: int | None = None,
 ) -> Potential:
-    """The potential that the factory makes, or an error if it is none."""
-    given = {name: pairs for name, pairs in (("mask", mask), ("bias", bias)) if pairs is not None}
+    """The potential that the factory makes, or an error if it is none; `query_offset` is for `LogSumExp` alone."""
+    options = (("mask", mask), ("bias", bias), ("query_offset", query_offset))
+    given = {name: option for name, option in options if option is not None}
     made: Any = make(keys, beta, **given)
     if not isinstance(made, Potential):
         required = "make a Potential from (keys, beta, mask=, bias=)"

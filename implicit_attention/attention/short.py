@@ -74,8 +74,13 @@ def _overridden(**options: Any) -> Plan | None:
     return planned(SolveOptions(**{name: value for name, value in options.items() if value is not None}))
 
 
-def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options: SolveKeywords) -> Tensor | None:
-    """`equilibrium_attention` without a mask; None where it is left to the general path."""
+def attention(
+    query: Any, key: Any, value: Any, scale: Any, anchor: Any, first: int | None, options: SolveKeywords
+) -> Tensor | None:
+    """`equilibrium_attention` without a mask; None where it is left to the general path.
+
+    first: with it, query i attends to keys up to first + i.
+    """
     if not untouched() or type(query) not in KINDS or query.is_nested or query.ndim < 2:
         return None
     try:
@@ -85,10 +90,12 @@ def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options
         return None
     if plan is None:
         return None
-    problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None)
+    if first is not None and (type(key) not in KINDS or key.ndim < 2 or first + 1 >= key.shape[-2]):
+        first = None
+    problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None, first)
     if plan.solver is None:
         return explicit(problem, value)
-    if not problem.is_native(plan.impl, value):
+    if not problem.is_native(plan.impl, value) or (first is not None and not is_finite(value)):
         return None
     # Nobody sees evidence, unless a query has no answer.
     if is_differentiated(*problem):
@@ -102,19 +109,24 @@ def attention(query: Any, key: Any, value: Any, scale: Any, anchor: Any, options
     if failed:
         told = solved(problem, value, query, plan)
         return None if told is None else told[0]
-    return _read(state, key, value, problem.beta)
+    return _read(state, key, value, problem.beta, first)
 
 
 def explicit(problem: Problem, values: Any) -> Tensor | None:
     """The values read out at the query; None where it is left to the general path. Call while `untouched`."""
-    query, keys, beta, anchor, pairs = problem
+    query, keys, beta, anchor, pairs, first = problem
     if pairs is not None or not problem.is_plain(values):
         return None
     query = query.contiguous()
     # What a query that is not finite reads is NaN, which kernels do not always find.
-    if query.data_ptr() % LINE or not is_finite(query) or (loses_nan(keys) and not is_finite(keys)):
+    if query.data_ptr() % LINE or not is_finite(query):
         return None
-    output = _read(query, keys, values, beta)
+    # What some queries do not attend to must not reach them.
+    if (loses_nan(keys) or first is not None) and not is_finite(keys):
+        return None
+    if first is not None and not is_finite(values):
+        return None
+    output = _read(query, keys, values, beta, first)
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
 
 
@@ -137,14 +149,16 @@ def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[
         return state, solution
     if failed or pairs is not None:
         return read_out(problem.potential, state, values, 0.0), solution
-    return _read(state, problem.keys, values, problem.beta), solution
+    if problem.first is not None and not is_finite(values):
+        return read_out(problem.potential, state, values, 0.0), solution
+    return _read(state, problem.keys, values, problem.beta, problem.first), solution
 
 
 def _starts(initial: Tensor, problem: Problem) -> bool:
     return are_plain(problem.query.dtype, initial) and initial.shape == problem.query.shape
 
 
-def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tensor:
+def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor, first: int | None) -> Tensor:
     """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
     query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
@@ -152,12 +166,12 @@ def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor) -> Tens
         # What `attend` does where there is nothing to lay out anew.
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         if not differentiated:
-            return F.scaled_dot_product_attention(query, keys, values, scale=scale)
-        return differentiable(query, keys, values, attn_mask=None, scale=scale)[0]  # type: ignore[no-any-return]
+            return sdpa(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
+        return differentiable(query, keys, values, attn_mask=None, scale=scale, first=first)[0]  # type: ignore[no-any-return]
     kernel = differentiable if differentiated else sdpa
     fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
     keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
-    return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale)[0])
+    return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale, first)[0])
 
 
 @functools.lru_cache(maxsize=1024)

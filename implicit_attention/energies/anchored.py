@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -228,6 +228,9 @@ class AnchoredEnergy(Anchored, Energy):
             return *by_potential, *self._by_own(u, lambda: self.potential.mean(z))
 
         return Linearization(product, product, pullback)
+
+    def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
+        self.potential.check_start({"field": self.field, "anchor": self.anchor, **given}, solver, adjoint)
 
     def falls(self) -> Tensor | None:
         return None if self._checked else falls(self.potential, self.anchor)

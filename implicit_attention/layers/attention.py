@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from .. import _validate
 from .._types import OnFailure
 from ..attention.core import Call, attend
 from ..attention.heads import merge_heads
-from ..attention.masks import mask_and_bias
+from ..attention.masks import check_causal, check_order, mask_and_bias
 from ..attention.read_out import PotentialFactory
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut
@@ -20,6 +20,9 @@ from .cache import Held, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .remembering import Remembering
 from .sharding import head_shard, projected
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 Readout: TypeAlias = Literal["values", "state"]
 
@@ -31,9 +34,8 @@ class ImplicitAttention(Remembering):
     z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
     ordinary multi-head attention, with the same parameters.
 
-    Tensor parallel: `parallelize_module` with `ColwiseParallel()` for q_proj, k_proj and v_proj and `RowwiseParallel()`
-    for out_proj gives each process an equal part of the heads, whose solution and weights it returns. Other ways to
-    shard heads, and `context_parallel`, are refused.
+    Tensor parallel: `parallelize_module(layer, mesh, layer.parallel_plan())` gives each process an equal part of the
+    heads, whose solution and weights it returns. Other ways to shard heads, and `context_parallel`, are refused.
 
     Args:
         dim: width of input and output.
@@ -208,7 +210,10 @@ class ImplicitAttention(Remembering):
         shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
         if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
             mask = mask.unsqueeze(-3)
-        pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask, causal=causal, first=first)
+        if causal:
+            check_order("causal", self.potential)
+            check_causal("mask", mask, "causal")
+        pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
         beta, anchor = self.beta(), self.anchor()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
@@ -225,6 +230,7 @@ class ImplicitAttention(Remembering):
             self.options.override(**options),
             mask=pairs,
             bias=bias,
+            first=first if causal else None,
             potential=self.potential,
             unbounded=self.unbounded,
             dropout_p=self.dropout if self.training else 0.0,
@@ -272,6 +278,33 @@ class ImplicitAttention(Remembering):
             positions = torch.arange(context.shape[-2], device=context.device)
             cache.held, cache.fixed = self._held(context, None, key_mask, positions, cache), True
         return cache
+
+    def parallel_plan(self) -> dict[str, ParallelStyle]:
+        """The plan by which `torch.distributed.tensor.parallel.parallelize_module` spreads the heads over processes.
+
+        Query, key and value projections are sharded by columns, learned anchors and temperatures by head, the output
+        projection by rows. Inputs and masks are whole on every process, and so are the parameters of `qk_norm`.
+
+        Returns:
+            Styles by the names of the layer's parts, for a mesh of one dimension. For a layer inside a module, put its
+            name and a dot before each.
+
+        Raises:
+            ValueError: for one head, or one of keys that all queries share. A number of processes that does not divide
+                the heads is refused in the first call.
+
+        Gradients: those of one process; each parameter's is sharded as the parameter is.
+
+        Examples:
+            >>> from implicit_attention import ImplicitAttention
+            >>> sorted(ImplicitAttention(16, heads=4, anchor=0.5).parallel_plan())
+            ['beta', 'k_proj', 'out_proj', 'q_proj', 'v_proj']
+
+        Not for tokens spread over processes, nor for samples: use `DistributedDataParallel` or FSDP for these.
+        """
+        from .parallel import head_plan
+
+        return head_plan(self, heads=self.heads, kv_heads=self.kv_heads)
 
     # Parts of the forward.
 

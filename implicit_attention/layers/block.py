@@ -19,6 +19,7 @@ from ..fixed_point_map import PerSample, Shared
 from ..options import SolveOptions
 from ..solution import Record, Solution
 from ..solvers import Picard, Solver
+from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall
 from .block_map import BlockMap, Draws, DrawsNumbers, Frame, Layout, check_leaf
 from .remembering import Remembering
@@ -163,6 +164,12 @@ class Equilibrium(Remembering):
             steps = self.steps
         if isinstance(steps, range) and not self.training:
             steps = None
+        if torch.compiler.is_exporting():
+            check_no_evidence(return_solution, "return_solution")
+            budget = options.effective_solver
+            if steps is None and type(budget) is Picard and is_budget(budget):
+                # The same steps, without the copies of modules that a problem makes.
+                steps = budget.max_steps
         if isinstance(steps, int) and not self.training and not return_solution:
             # Operations alone, which a compiler may have as they are: no loop that the host ends, no random numbers.
             return self._found(x, args, start, steps, options)[0]

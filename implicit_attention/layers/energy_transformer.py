@@ -23,6 +23,7 @@ from ..potentials import LogSumExp, Potential, TokenAttention, TokenMemory
 from ..potentials.summed_scores import Polynomial
 from ..problem import Problem
 from ..solution import Solution
+from ..solvers.exported import check_no_evidence
 from .cache import KeyValueCache
 from .causal_tokens import CausalSteps, Order, check_cachable, check_causal_call, pairs_that_exist, solve_tokens
 from .energy_layer_norm import EnergyLayerNorm, check_tokens
@@ -259,11 +260,13 @@ class EnergyTransformer(Remembering):
             # 0 * NaN is NaN: what stands at a missing token must reach no gradient.
             state = state.masked_fill(~key_mask[..., None], 0.0)
         problem = self._problem(state, mask, key_mask, cache)
-        if is_fake(x):
+        if torch.compiler.is_exporting():
+            check_no_evidence(return_energies or return_solution, "return_energies` and `return_solution")
+        elif is_fake(x):
             # Shapes are answered with shapes, but not where they are recorded as the operations of a program.
             shapes = x.device.type == "meta" and not torch.compiler.is_compiling()
             if not shapes or return_energies or return_solution:
-                remedy = "a solve cannot be exported, and on the device meta there are no energies and no solution"
+                remedy = "on the device meta there are no energies and no solution"
                 _validate.check_numbers("x", x, remedy)
             return problem.fixed_point_map(state).to(x.dtype)
         if isinstance(problem, CausalTokens):
@@ -309,7 +312,12 @@ class EnergyTransformer(Remembering):
         if self.mode == "published":
             steps = self.steps if options.max_steps is None else options.max_steps
             solver, adjoint = published_solver(self.step_size, steps, causal=self.causal), Unrolled()
-            watched = not self.causal and options.on_failure != "ignore" and host_may_look(x)
+            watched = (
+                not self.causal
+                and not torch.compiler.is_exporting()
+                and options.on_failure != "ignore"
+                and host_may_look(x)
+            )
         solution = solve(
             problem,
             x,

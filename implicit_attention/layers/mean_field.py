@@ -34,6 +34,7 @@ from .mean_field_map import (
 )
 from .projections import check_sizes
 from .remembering import Remembering
+from .sharding import check_whole
 
 Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
 Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None
@@ -254,7 +255,9 @@ class MeanFieldAttention(Remembering):
             # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
             x = x.masked_fill(~key_mask[..., None], 0.0)
             live = key_mask.expand(x.shape[:-1])[..., None, :, None]
-        return split_heads(x if self.in_proj is None else self.in_proj(x), self.heads), live
+        if self.in_proj is not None:
+            x = check_whole("in_proj", self.in_proj(x), self.heads * self.head_dim)
+        return split_heads(x, self.heads), live
 
     @property
     def _block(self) -> bool:

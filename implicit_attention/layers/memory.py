@@ -12,6 +12,7 @@ from typing_extensions import Self, Unpack
 from .. import _validate
 from .._autograd import HALF, at_least_single, exact_precision
 from ..attention.core import Call, attend
+from ..attention.read_out import PotentialFactory
 from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import DistanceLogSumExp, LogSumExp
@@ -51,6 +52,9 @@ class MemoryLookup(Remembering):
             1/sqrt(dim)), or a number > 0. Default "auto", with learned patterns "learned".
         anchor: in [0, 1] or "learned" (from .5, inside (0, 1)). Default 0, pure recall: the query is only where a solve
             starts, and gets no gradient from it; with learned patterns "learned".
+        potential: makes the potential of the patterns in place of the similarity's, (patterns, beta) -> Potential; it
+            needs a `beta` that is given. Of patterns that are spread over processes each stores its own, or none, in a
+            memory with `functools.partial(ShardedLogSumExp, group=group)`, and all ask it together.
         device: of patterns and targets.
         dtype: of patterns and targets.
         **options: how equilibria are found and differentiated, see `SolveOptions`.
@@ -96,6 +100,7 @@ class MemoryLookup(Remembering):
         similarity: Literal["distance", "dot"] = "distance",
         beta: Scalar | Literal["auto"] | None = None,
         anchor: Scalar | None = None,
+        potential: PotentialFactory | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[SolveKeywords],
@@ -107,6 +112,11 @@ class MemoryLookup(Remembering):
         beta = ("learned" if learned else "auto") if beta is None else beta
         anchor = ("learned" if learned else 0.0) if anchor is None else anchor
         self.learned, self.similarity, self.auto = learned, similarity, beta == "auto"
+        self.potential = potential
+        remedy = "'auto' reads the similarities of the patterns, which say nothing of a potential of your own"
+        _validate.require(
+            potential is None or not self.auto, "beta", "be a number or 'learned' with potential=", "'auto'", remedy
+        )
         self.options = SolveOptions().override(**options)
         if learned:
             if size is None:
@@ -245,13 +255,17 @@ class MemoryLookup(Remembering):
         _validate.check_float_tensor("queries", queries, min_ndim=2)
         fits, received = queries.shape[-1] == self.dim, f"shape {tuple(queries.shape)}"
         _validate.require(fits, "queries", f"have width {self.dim}", received)
-        _validate.require(len(self.patterns) > 0, "store", "be called before a memory is asked", "an empty memory")
+        # Patterns that are spread over processes may all be elsewhere.
+        fits = len(self.patterns) > 0 or self.potential is not None
+        _validate.require(fits, "store", "be called before a memory is asked", "an empty memory")
 
     def _beta(self) -> float | Tensor:
         found: float | Tensor = self.found_beta if self.beta is None else self.beta()
         return found
 
-    def _factory(self) -> type[LogSumExp | DistanceLogSumExp]:
+    def _factory(self) -> PotentialFactory:
+        if self.potential is not None:
+            return self.potential
         return LogSumExp if self.similarity == "dot" else DistanceLogSumExp
 
     @torch.inference_mode(False)

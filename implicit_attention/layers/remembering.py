@@ -23,6 +23,9 @@ class Remembering(nn.Module):
         self._remembered = None
 
     def _remember(self, report: SolveReport | Record | None) -> None:
+        if torch.compiler.is_exporting():
+            # Its tensors have shapes alone, and no program has a place for them.
+            return
         # A graph that looked at what is there would be compiled anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
             self._remembered = report

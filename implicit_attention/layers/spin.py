@@ -33,6 +33,7 @@ from .cache import Held, KeyValueCache, check_cache
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta, check_sizes
 from .remembering import Remembering
+from .sharding import check_whole
 
 
 class SpinAttention(Remembering):
@@ -247,7 +248,8 @@ class SpinAttention(Remembering):
         return x.masked_fill(~key_mask[..., -count:, None], 0.0)
 
     def _field(self, x: Tensor) -> Tensor:
-        field = split_heads(x if self.in_proj is None else self.in_proj(x), self.heads)
+        width = self.heads * self.head_dim
+        field = split_heads(x if self.in_proj is None else check_whole("in_proj", self.in_proj(x), width), self.heads)
         return field if self.norm is None else self.norm(field.to(self.norm.weight.dtype))
 
     def _seen(self, field: Tensor) -> Tensor:

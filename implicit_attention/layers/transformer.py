@@ -13,12 +13,13 @@ from .. import _validate
 from .._types import OnFailure
 from ..adjoints import Adjoint
 from ..attention.heads import merge_heads, split_heads
-from ..attention.masks import mask_and_bias
+from ..attention.masks import check_causal, mask_and_bias, triangle
 from ..fixed_point_map import PerSample, Shared
 from ..solvers import Solver
 from .attention import ImplicitAttention
 from .block import Equilibrium, Start, Steps
 from .projections import Rotary
+from .sharding import check_whole
 
 Injection: TypeAlias = Literal["add", "concat", "film"]
 Norm: TypeAlias = Literal["post", "pre"]
@@ -40,7 +41,8 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (*batch, N, dim); mask boolean or additive, broadcasting to (*batch, heads, N, N)."""
-        query, key, value = (split_heads(part, self.heads) for part in self.qkv_proj(x).chunk(3, -1))
+        packed = check_whole("qkv_proj", self.qkv_proj(x), 3 * x.shape[-1])
+        query, key, value = (split_heads(part, self.heads) for part in packed.chunk(3, -1))
         if self.rotary is not None:
             positions = torch.arange(x.shape[-2], device=x.device)
             query, key = self.rotary(query, positions), self.rotary(key, positions)
@@ -235,7 +237,11 @@ class EquilibriumTransformer(Equilibrium):
         lead, count = x.shape[:-2], x.shape[-2]
         causal = self._draws_triangle or (self.causal and (mask is not None or key_mask is not None))
         shape = (*lead, self.heads, count, count)
-        pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask, causal=causal)
+        pairs, bias = mask_and_bias(mask, shape=shape, like=x, key_mask=key_mask)
+        if causal:
+            check_causal("mask", mask, "causal")
+            lower = triangle(count, count, 0, x.device)
+            pairs = lower if pairs is None else pairs & lower
         if bias is not None:
             bias = bias.to(x.dtype) if pairs is None else bias.to(x.dtype).masked_fill(~pairs, -torch.inf)
         merged = pairs if bias is None else bias

@@ -25,6 +25,7 @@ def hopfield_solve(
     anchor: float | Float[Tensor, "*#batch"] = 0.0,
     mask: Tensor | None = None,
     is_causal: bool = False,
+    query_offset: int = 0,
     initial: Float[Tensor, "*batch N D"] | None = None,
     rtol: float = 1e-4,
     atol: float = 1e-8,
@@ -44,7 +45,9 @@ def hopfield_solve(
         anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
         mask: boolean (True = the query attends to the key), or added to the scaled scores; broadcasts to
             (*batch, N, M). What a masked key holds must be finite.
-        is_causal: a query attends to keys up to its own index, both counted from the start.
+        is_causal: a query attends to keys up to its own index, both counted from the start; no mask is written.
+        query_offset: with `is_causal`, the index of the first query among the keys: query i attends to keys up to
+            query_offset + i.
         initial: where to start, default the query.
         rtol: a query is done when |f(z) - z|_2 <= atol + rtol |f(z)|_2.
         atol: with 0 for both exactly `max_steps` steps are made, without any look of the host.
@@ -79,7 +82,7 @@ def hopfield_solve(
 
     Reference: Ramsauer et al. (2020) for the iteration, Walker and Ni (2011) for the acceleration.
     """
-    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal, query_offset=query_offset)
     start = state_of(problem, "initial", query if initial is None else initial)
     rtol = _validate.check_number("rtol", rtol, low=0.0)
     atol = _validate.check_number("atol", atol, low=0.0)
@@ -104,6 +107,7 @@ def hopfield_adjoint(
     anchor: float | Float[Tensor, "*#batch"] = 0.0,
     mask: Tensor | None = None,
     is_causal: bool = False,
+    query_offset: int = 0,
     rtol: float | None = None,
     max_steps: int = MAX_STEPS,
     impl: Impl = "auto",
@@ -122,6 +126,7 @@ def hopfield_adjoint(
         anchor: in [0, 1], as in `hopfield_solve`.
         mask: boolean or additive, as in `hopfield_solve`.
         is_causal: a query attends to keys up to its own index.
+        query_offset: as in `hopfield_solve`.
         rtol: a system is solved when |cotangent - A u| <= rtol |cotangent|, by its recurrence; recomputed at u it may
             be ten times that, as rounding adds up. Default 1e-10 in float64 and 1e-5 in float32; impl="triton", which
             forms products in the keys' precision, 5e-3 in float16 and 3e-2 in bfloat16.
@@ -149,7 +154,7 @@ def hopfield_adjoint(
 
     Reference: Hestenes and Stiefel (1952).
     """
-    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal, query_offset=query_offset)
     state, cotangent = state_of(problem, "state", state), state_of(problem, "cotangent", cotangent)
     registration.refuse_tangents("hopfield_adjoint", *problem, state, cotangent)
     rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
@@ -166,6 +171,7 @@ def laid_out(
     anchor: float | Tensor,
     mask: Tensor | None,
     is_causal: bool,
+    query_offset: int = 0,
 ) -> Hopfield:
     """The problem of an operation, all its tensors with as many axes as the query."""
     named = [("query", query), ("keys", keys)]
@@ -180,6 +186,8 @@ def laid_out(
         f"shape {tuple(keys.shape)}",
     )
     _validate.check_broadcast("keys", keys.shape[:-2], query.shape[:-2], "the leading axes of `query`")
+    query_offset = _validate.check_integer("query_offset", query_offset, low=0)
+    _validate.require(is_causal or query_offset == 0, "query_offset", "come with is_causal=True", query_offset)
     axes, wide = query.ndim, state_dtype(query.dtype)
     numbers: list[Tensor] = []
     for name, number, high in (("beta", beta, math.inf), ("anchor", anchor, 1.0)):
@@ -207,7 +215,9 @@ def laid_out(
         if mask.dtype != torch.bool:
             mask = mask.to(wide)
         mask = mask[(None,) * (axes - mask.ndim)]
-    return Hopfield(query, keys[(None,) * (axes - keys.ndim)], numbers[0], numbers[1], mask, is_causal)
+    return Hopfield(
+        query, keys[(None,) * (axes - keys.ndim)], numbers[0], numbers[1], mask, query_offset if is_causal else None
+    )
 
 
 def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .._autograd import exact_precision, transforms_active, vjp
+from .._autograd import exact_precision, is_plain, transforms_active, vjp
 from .fold import Fold, addressable, aligned, widened
+from .problem import triangle
 
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
@@ -43,6 +45,41 @@ def flash_with_logsumexp(
     query, keys, values = (addressable(t) for t in (query, keys, values))
     mean, logsumexp = _FLASH_FOR_CPU(query, keys, values, attn_mask=attn_mask, scale=scale, is_causal=is_causal)
     return mean, logsumexp
+
+
+def with_logsumexp(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    scale: float,
+    first: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, where with `first`, and no mask, query i attends to keys up to first + i, first >= 0."""
+    run = partial(flash_with_logsumexp, query, attn_mask=attn_mask, scale=scale)
+    if first is None:
+        return run(keys, values)
+    parts = [
+        run(keys[..., part, :], values[..., part, :], is_causal=own)
+        for part, own in causal_parts(query.shape[-2], keys.shape[-2], first)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    (out, logsumexp), (own_out, own_logsumexp) = parts
+    both = torch.logaddexp(logsumexp, own_logsumexp)
+    return out * (logsumexp - both).exp()[..., None] + own_out * (own_logsumexp - both).exp()[..., None], both
+
+
+def causal_parts(rows: int, count: int, first: int) -> list[tuple[slice, bool]]:
+    """The keys that so many queries read, the first of which is key `first`, and whether by a triangle.
+
+    Torch's kernels know the triangle whose first query attends to the first key alone.
+    """
+    if rows == 1 or first + 1 >= count:
+        return [(slice(min(first + rows, count)), False)]
+    own = slice(first, min(first + rows, count)), True
+    return [own] if first == 0 else [(slice(first), False), own]
 
 
 def efficient_with_logsumexp(
@@ -95,16 +132,39 @@ def mean_and_logsumexp(
     return mean.reshape(sets, rows, -1), logsumexp.reshape(sets, rows)
 
 
-def sdpa(*arguments: Tensor, **options: Any) -> tuple[Tensor]:
-    return (F.scaled_dot_product_attention(*arguments, **options),)  # type: ignore[arg-type]
+def sdpa(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    scale: float,
+    first: int | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor]:
+    """softmax(scale Q K^T + mask) V; with `first`, and no mask, query i attends to keys up to first + i."""
+    is_causal = False
+    if first is not None:
+        parts = causal_parts(query.shape[-2], keys.shape[-2], first)
+        if len(parts) == 1:
+            ((part, is_causal),) = parts
+            keys, values = keys[..., part, :], values[..., part, :]
+        elif dropout_p == 0 and _is_bare(query, keys, values) and _is_flash(query, keys, values, None, scale):
+            return (with_logsumexp(query, keys, values, attn_mask=None, scale=scale, first=first)[0],)
+        else:
+            attn_mask = triangle(query.shape[-2], keys.shape[-2], first, query.device)
+    options: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "dropout_p": dropout_p, "is_causal": is_causal}
+    return (F.scaled_dot_product_attention(query, keys, values, **options),)
 
 
-def differentiable(query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None, scale: float) -> Any:
+def differentiable(
+    query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None, scale: float, first: int | None = None
+) -> Any:
     """`sdpa` with derivatives of every order with respect to query, keys and values."""
     if torch.compiler.is_compiling():
         # The compiler differentiates the kernel by itself, once; more derivatives it refuses of any function.
-        return sdpa(query, keys, values, attn_mask=attn_mask, scale=scale)
-    return (_Attention.apply(query, keys, values, attn_mask, scale),)  # type: ignore[no-untyped-call]
+        return sdpa(query, keys, values, attn_mask=attn_mask, scale=scale, first=first)
+    return (_Attention.apply(query, keys, values, attn_mask, scale, first),)  # type: ignore[no-untyped-call]
 
 
 def attend(
@@ -115,6 +175,7 @@ def attend(
     values: Tensor,
     pairs: Tensor | None,
     scale: float,
+    first: int | None = None,
 ) -> tuple[Tensor, ...]:
     """The outputs of `kernel`, (*kept, *folded, N, ...).
 
@@ -122,6 +183,7 @@ def attend(
         query: (*kept, *folded, N, D).
         keys, values: (*#kept, M, D) and (*#kept, M, E).
         pairs: which keys are attended to, or what is added to the scores, (*#kept, *#folded, #N, #M).
+        first: without `pairs`: query i attends to keys up to first + i.
     """
     lead, kept, dim = query.shape[:-2], fold.kept, values.shape[-1]
     # The fast kernels want one dimension, and bits want it aligned; zeros change neither scores nor answers.
@@ -130,10 +192,11 @@ def attend(
     keys, values = keys.contiguous(), values.contiguous()
     if pairs is not None and pairs.dtype == torch.bool:
         pairs = torch.zeros((), dtype=query.dtype, device=query.device).where(pairs, -torch.inf)
-    if pairs is not None and lead[kept:] and pairs.shape[kept:-1].numel() > 1:
+    by_row = first is not None or (pairs is not None and pairs.shape[kept:-1].numel() > 1)
+    if lead[kept:] and by_row:
         # As rows of one product, queries that share keys would ask for copies of such a mask.
         spread = [t[(..., *(None,) * (len(lead) - kept), slice(None), slice(None))] for t in (keys, values)]
-        if _cut(lead, *spread, pairs) is not None:
+        if pairs is None or _cut(lead, *spread, pairs) is not None:
             (keys, values), kept = spread, len(lead)
         else:
             pairs = pairs.expand(*pairs.shape[:kept], *query.shape[kept:-1], pairs.shape[-1])
@@ -147,8 +210,9 @@ def attend(
     if pairs is not None:
         shape = (rows.shape[-2], keys.shape[-2])
         pairs = pairs.expand(*lead[:kept], *shape).reshape(*two, *shape)
-    first, *others = kernel(rows, keys, values, attn_mask=pairs, scale=scale)
-    outputs = (first[..., :dim] if dim < wide else first, *others)
+    causal: dict[str, Any] = {} if first is None else {"first": first}
+    answer, *others = kernel(rows, keys, values, attn_mask=pairs, scale=scale, **causal)
+    outputs = (answer[..., :dim] if dim < wide else answer, *others)
     return tuple(out.reshape(*query.shape[:-1], *out.shape[3:]) for out in outputs)
 
 
@@ -162,18 +226,27 @@ def _cut(lead: torch.Size, *tensors: Tensor) -> int | None:
 
 
 class _Attention(torch.autograd.Function):
-    """(query, keys, values, mask, scale) -> softmax(scale Q K^T + mask) V.
+    """(query, keys, values, mask, scale, first) -> what `sdpa` answers.
 
     The kernels have a first derivative only. A derivative that may itself be differentiated is that of the formula.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        first: int | None,
+    ) -> Tensor:
         ctx.save_for_backward(query, keys, values, mask)
-        ctx.scale, ctx.kept, ctx.is_flash = scale, None, False
+        ctx.scale, ctx.first, ctx.kept = scale, first, None
+        ctx.is_flash = False
         # Hooks on saved tensors are to see what is kept once, as all functions have it.
         if not any(ctx.needs_input_grad) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+            return sdpa(query, keys, values, attn_mask=mask, scale=scale, first=first)[0]
         ctx.is_flash = _is_flash(query, keys, values, mask, scale)
         ctx.kept = _kept(ctx, query, keys, values, mask)
         return ctx.kept[0].detach()  # type: ignore[no-any-return]
@@ -184,21 +257,62 @@ class _Attention(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if torch.is_grad_enabled() or transforms_active():
             with exact_precision(cotangent):
-                _, pullback = vjp(lambda q, k, v: _formula(q, k, v, mask, ctx.scale), query, keys, values)
-                return (*pullback(cotangent), None, None)
+                pairs = mask
+                if ctx.first is not None:
+                    pairs = triangle(query.shape[-2], keys.shape[-2], ctx.first, query.device)
+                    pairs = query.new_zeros(()).where(pairs, -torch.inf)
+                _, pullback = vjp(lambda q, k, v: _formula(q, k, v, pairs, ctx.scale), query, keys, values)
+                return (*pullback(cotangent), None, None, None)
         if kept is None or kept[0]._version != kept[2]:
             # It was used up, or its output was written to.
             with exact_precision(cotangent):
                 kept = _kept(ctx, query, keys, values, mask)
         if ctx.is_flash:
-            assert _FLASH_BACKWARD is not None
-            given = (cotangent, query, keys, values, *kept[:2])
-            found = _FLASH_BACKWARD(*given, 0.0, False, attn_mask=mask, scale=ctx.scale)
-            return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None, None)
+            found = _flash_gradients(cotangent, query, keys, values, kept[0], kept[1], mask, ctx.scale, ctx.first)
+            return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None, None, None)
         leaves = kept[1]
         with exact_precision(cotangent):
             gradients = iter(torch.autograd.grad(kept[0], [t for t in leaves if t.requires_grad], cotangent))
-        return (*(next(gradients) if t.requires_grad else None for t in leaves), None, None)
+        return (*(next(gradients) if t.requires_grad else None for t in leaves), None, None, None)
+
+
+def _flash_gradients(
+    cotangent: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    first: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by query, keys and values, from the output and the log-sum-exp over all keys."""
+    assert _FLASH_BACKWARD is not None
+    count = keys.shape[-2]
+    parts = [(slice(count), False)] if first is None else causal_parts(query.shape[-2], count, first)
+    # Weights of a part of the keys are those over all of them, as the log-sum-exp is.
+    found = [
+        _FLASH_BACKWARD(
+            *(cotangent, query, keys[..., part, :], values[..., part, :], output, logsumexp),
+            *(0.0, own),
+            attn_mask=mask,
+            scale=scale,
+        )
+        for part, own in parts
+    ]
+    if len(found) == 1 and found[0][1].shape[-2] == count:
+        return found[0]  # type: ignore[no-any-return]
+    by_query = found[0][0] if len(found) == 1 else found[0][0] + found[1][0]
+    # Keys beyond the last query have none.
+    read = sum(by[1].shape[-2] for by in found)
+    by_keys, by_values = (F.pad(torch.cat([by[i] for by in found], -2), (0, 0, 0, count - read)) for i in (1, 2))
+    return by_query, by_keys, by_values
+
+
+def _is_bare(*tensors: Tensor) -> bool:
+    """Whether neither a derivative nor a compiler's graph goes through what is done with `tensors`."""
+    return is_plain(*tensors) and not torch.compiler.is_compiling()
 
 
 def _is_flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> bool:
@@ -213,19 +327,19 @@ def _is_flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
 def _kept(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Any, Any, int]:
     """The kernel's output; its log-sum-exp, or the leaves of its own graph; and the version of the output."""
     if ctx.is_flash:
-        out, rest = flash_with_logsumexp(query, keys, values, attn_mask=mask, scale=ctx.scale)
+        out, rest = with_logsumexp(query, keys, values, attn_mask=mask, scale=ctx.scale, first=ctx.first)
         return out, rest, out._version
-    out, leaves = _recorded((query, keys, values), mask, ctx.scale, ctx.needs_input_grad)
+    out, leaves = _recorded((query, keys, values), mask, ctx.scale, ctx.first, ctx.needs_input_grad)
     return out, leaves, out._version
 
 
 def _recorded(
-    inputs: Sequence[Tensor], mask: Tensor | None, scale: float, needed: Sequence[bool]
+    inputs: Sequence[Tensor], mask: Tensor | None, scale: float, first: int | None, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor]]:
     """The kernel's output with its own graph, for one backward pass, and the leaves of that."""
     leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=False)]
     with torch.enable_grad():
-        return sdpa(*leaves, attn_mask=mask, scale=scale)[0], leaves
+        return sdpa(*leaves, attn_mask=mask, scale=scale, first=first)[0], leaves
 
 
 def _formula(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -24,6 +24,8 @@ from .trust import Errors, poisoned
 TIMES, UNITS = 4.0, 16.0
 # Of the small problems.
 MAX_STEPS = 100
+# Where the queries of small problems begin that attend to keys up to their own index.
+OFFSET = 3
 
 Solve = Callable[[Hopfield, Tensor, FusedRule], Solved]
 
@@ -57,8 +59,8 @@ class Written:
         self.dtype, self.sum = dtype, torch.float64 if dtype == torch.float64 else torch.float32
         self.field, self.keys, self.beta, self.anchor = (t.cpu().double() for t in problem[:4])
         pairs = torch.zeros(problem.field.shape[-2], problem.keys.shape[-2], dtype=torch.float64)
-        if problem.is_causal:
-            pairs = pairs.masked_fill(torch.ones_like(pairs, dtype=torch.bool).triu(1), -torch.inf)
+        if problem.first is not None:
+            pairs = pairs.masked_fill(torch.ones_like(pairs, dtype=torch.bool).triu(problem.first + 1), -torch.inf)
         if problem.mask is not None:
             mask = problem.mask.cpu()
             pairs = pairs.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else pairs + mask.double()
@@ -134,7 +136,7 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
     found = Comparison(2**-20 if variant.dtype.itemsize == 2 else torch.finfo(variant.dtype).eps)
     for what, mask in masks.items():
         mask = None if mask is None else mask.to(variant.dtype)
-        problem = Hopfield(query, keys, number, number, mask, variant.causal)
+        problem = Hopfield(query, keys, number, number, mask, 0 if variant.causal else None)
         written = (Written(problem), Written(problem, variant.dtype))
         (_, mean, logsumexp), (_, rough_mean, rough_logsumexp) = (w.attend(query.double()) for w in written)
         pairs = None if mask is None else mask.to(device)
@@ -223,7 +225,7 @@ def small_problem(problem: Hopfield, rows: int, count: int) -> Hopfield:
         mask = mask != -torch.inf if problem.mask.dtype == torch.bool else mask.to(wide)
         mask = mask.to(device)
     field, keys = field.to(device, problem.field.dtype), keys.to(device, problem.keys.dtype)
-    return Hopfield(field, keys, beta.to(device), anchor.to(device), mask, problem.is_causal)
+    return Hopfield(field, keys, beta.to(device), anchor.to(device), mask, None if problem.first is None else OFFSET)
 
 
 def mask_kind(mask: Tensor | None) -> str:

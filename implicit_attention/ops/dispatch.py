@@ -77,7 +77,7 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, ke
         return found
     run = partial(tiled_solve, problem, initial, rule, keep_mean=keep_mean)
     if without_kernel(problem) is None:
-        masked, causal = problem.mask is not None, problem.is_causal
+        masked, causal = problem.mask is not None, problem.first is not None
         found = by_attention(impl, problem.keys, partial(run, fused=True), mask=masked, causal=causal)
     return run(fused=False) if found is None else found
 
@@ -139,11 +139,11 @@ def with_stalled(
             return tensor[tuple(i if size > 1 else i * 0 for i, size in zip(sets, tensor.shape, strict=False))]
 
         tensors = (None if t is None else within(t) for t in problem[:5])
-        problem = Hopfield._make((*tensors, problem.is_causal))
+        problem = Hopfield._make((*tensors, problem.first))
         few, state, cotangent = within(few), within(state), within(cotangent)
         of_few = None if by_bias is None else by_bias.new_zeros(len(few), by_bias.shape[-1])
     index = first_of(few)
-    if index is None or problem.is_causal:
+    if index is None or problem.first is not None:
         # A query is known by its place.
         index = torch.arange(few.shape[-1], device=few.device).expand(few.shape)
     chosen = pick(few, index)
@@ -190,19 +190,19 @@ def _by_triton(
     return trust.answer(use, partial(check, problem, fixed_budget), run, insists=insists)
 
 
-def native_use(operation: str, keys: Tensor, mask: Tensor | None, is_causal: bool) -> trust.Use | None:
+def native_use(operation: str, keys: Tensor, mask: Tensor | None, first: int | None) -> trust.Use | None:
     """The native library in a configuration; None, and a warning once, where there is none."""
     loaded = library()
     if loaded is None:
         warn_once()
         return None
-    variant = native_checks.variant(loaded.isa, keys, mask, is_causal)
+    variant = native_checks.variant(loaded.isa, keys, mask, first)
     return trust.Use(f"{operation} (native)", keys.device, variant)
 
 
 def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R]) -> _R | None:
     """What `run`, the native library, answers if `impl` wants it and it is trusted, else None."""
-    field, keys, _, _, mask, is_causal = problem
+    field, keys, _, _, mask, first = problem
     if impl != "native" and not (impl == "auto" and field.device.type == "cpu" and field.dtype in NATIVE_DTYPES):
         return None
     if not host_may_look_at_constant(*(t for t in problem if isinstance(t, Tensor))):
@@ -211,7 +211,7 @@ def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _
             reason = "a mode is active that sees operations of torch alone, or the tensors are wrapped"
             raise UnsupportedImplementation(f"`impl='native'`: {reason}; use impl='auto'")
         return None
-    use = native_use(operation, keys, mask, is_causal)
+    use = native_use(operation, keys, mask, first)
     if use is None or (impl == "auto" and native_unsupported(problem) is not None):
         return None
     check = partial(native_checks.CHECKS[operation], use.variant)

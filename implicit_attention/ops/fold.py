@@ -74,6 +74,10 @@ class Fold:
 
     def product(self, tensor: Tensor, matrix: Tensor) -> Tensor:
         """(*kept, *folded, N, X) times (*kept, X, Y) -> (*kept, *folded, N, Y)."""
+        if torch.compiler.is_exporting():
+            # Sizes may be open there, and bits are those of another machine.
+            between = (None,) * (tensor.ndim - matrix.ndim if self.kept else 0)
+            return tensor @ matrix[(..., *between, slice(None), slice(None))]
         columns = matrix.shape[-1]
         # Zeros, because bits depend on whether rows begin at multiples of 16 bytes.
         inner, outer = (aligned(size, tensor.dtype) for size in matrix.shape[-2:])

@@ -22,7 +22,8 @@ class Hopfield(NamedTuple):
     keys: (*#batch, M, D), with as many axes.
     beta, anchor: (*#batch, 1, 1), with as many axes.
     mask: boolean (True = the query attends to the key) or added to the scaled scores, (*#batch, #N, #M), or None.
-    is_causal: a query attends to keys up to its own index.
+    first: the index of the first query among the keys, where query i attends to keys up to first + i; None where every
+        query attends to every key.
     """
 
     field: Tensor
@@ -30,13 +31,18 @@ class Hopfield(NamedTuple):
     beta: Tensor
     anchor: Tensor
     mask: Tensor | None = None
-    is_causal: bool = False
+    first: int | None = None
 
     def to(self, dtype: torch.dtype) -> Hopfield:
         """The same problem in another precision."""
         field, keys, beta, anchor = (t.to(dtype) for t in self[:4])
         mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(dtype)
-        return Hopfield(field, keys, beta, anchor, mask, self.is_causal)
+        return Hopfield(field, keys, beta, anchor, mask, self.first)
+
+
+def triangle(rows: int, count: int, first: int, device: torch.device) -> Tensor:
+    """Whether query i attends to key j <= first + i, (N, M)."""
+    return torch.arange(count, device=device) <= torch.arange(first, first + rows, device=device)[:, None]
 
 
 def common(keys: Tensor, attended: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from . import dispatch
 from .problem import Hopfield
 from .rule import MAX_STEPS, Adjoint, Solved
 
-_PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, bool is_causal"
+_PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
 _EIGHT = f"({', '.join(['Tensor'] * 8)})"
 
 
@@ -52,7 +52,7 @@ def _unshared(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.is_causal, ctx.impl, ctx.on_failure = inputs[5], *inputs[-2:]
+    ctx.first, ctx.impl, ctx.on_failure = inputs[5], *inputs[-2:]
     ctx.save_for_backward(*inputs[:5], output[0], output[1])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -63,7 +63,7 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     if cotangent is None:
         return (None,) * 13
     refuse_tangents("hopfield_solve", cotangent)
-    problem = (field, keys, beta, anchor, mask, ctx.is_causal)
+    problem = (field, keys, beta, anchor, mask, ctx.first)
     # A query that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
     lost = ~torch.isfinite(state).all(-1, keepdim=True)
     read = lost & (cotangent != 0).any(-1, keepdim=True)

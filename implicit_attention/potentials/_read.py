@@ -73,10 +73,24 @@ def without_nan(held: list[Tensor], attended: Tensor, dtype: torch.dtype) -> tup
     A key may hold NaN for queries that do not attend to it. 0 * NaN is NaN, so the key is read as zero, and the queries
     that do attend to it are found by a product that costs one number per pair.
     """
-    finite = [torch.isfinite(t).all(-1, keepdim=True) for t in held]
-    bad = ~(finite[0] & finite[-1]).squeeze(-1)
+    finite, bad = _finite(held)
     reads = attended.expand(*attended.shape[:-1], bad.shape[-1])
     # einsum, unlike @, expands neither of the two.
     number = einsum(reads.to(dtype), bad.to(dtype), "... n m, ... m -> ... n")
     poison = torch.where(number > 0, torch.nan, 0.0).to(dtype)
     return [t.where(f, 0.0) for t, f in zip(held, finite, strict=True)], poison
+
+
+def without_nan_before(held: list[Tensor], first: int, rows: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """The same where row i of so many attends to keys up to first + i."""
+    finite, bad = _finite(held)
+    last = torch.arange(first, first + rows, device=bad.device).clamp(max=bad.shape[-1] - 1)
+    reached = bad.cumsum(-1).index_select(-1, last) > 0
+    poison = torch.where(reached, torch.nan, 0.0).to(dtype)
+    return [t.where(f, 0.0) for t, f in zip(held, finite, strict=True)], poison
+
+
+def _finite(held: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Which rows of each (*#batch, M, 1) are finite, and for which (*#batch, M) the first or the last is not."""
+    finite = [torch.isfinite(t).all(-1, keepdim=True) for t in held]
+    return finite, ~(finite[0] & finite[-1]).squeeze(-1)

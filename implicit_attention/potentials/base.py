@@ -159,6 +159,11 @@ class Potential(Declared, general=True):
     def check_state(self, argument: str, z: Tensor) -> None:
         """Raise if states of z's shape do not fit the potential."""
 
+    def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
+        """See `Problem.check_start`."""
+        for part in self.parts:
+            part.check_start(given, solver, adjoint)
+
     def check_value(self, value: Any, z: Tensor) -> None:
         """Raise unless `value` is one number for each problem of the states z."""
         expected = z.shape[: z.ndim - self.event_ndim]

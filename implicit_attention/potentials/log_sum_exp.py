@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
+from .. import _validate
 from .._autograd import sum_to_shape
 from .base import Composite, CovarianceMap, Potential
 from .scored_keys import ScoredKeys
 
 # Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
 # of subnormal numbers cost ten times as much on a CPU.
-_CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
+CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
 
 
 class LogSumExp(ScoredKeys):
@@ -27,6 +28,9 @@ class LogSumExp(ScoredKeys):
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
         mask: boolean, broadcasts to (*batch, N, M); True = the query attends to the key.
         bias: added to the scaled scores, broadcasts to (*batch, N, M); -inf masks.
+        query_offset: >= 0, the index of the first query among the keys, where the queries are (a part of) the same
+            sequence and query i attends to keys up to query_offset + i. No mask is written for that; beside a mask or
+            bias it is refused. None: every query attends to every key.
 
     A query that attends to no key has value 0 and mean 0, with zero gradients. What a masked key holds, a NaN too, does
     not reach the queries that do not attend to it.
@@ -52,14 +56,31 @@ class LogSumExp(ScoredKeys):
         torch.Size([3, 2])
     """
 
+    _held = (*ScoredKeys._held, "query_offset")
     convex = True
     declares_all = True
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "*batch M D"],
+        beta: float | Float[Tensor, "*#batch"],
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+        query_offset: int | None = None,
+    ) -> None:
+        super().__init__(keys, beta, mask=mask, bias=bias)
+        if query_offset is not None:
+            _validate.check_integer("query_offset", query_offset, low=0)
+            required, remedy = "be None beside a mask or a bias", "put the triangle into the mask"
+            _validate.require(mask is None and bias is None, "query_offset", required, query_offset, remedy)
+        self.query_offset = query_offset
 
     # The three numbers, differentiable to any order; `value` is that of `ScoredKeys`.
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
-        read = self._read(z)
+        read = self._read(z, fused=True)
         return read.finish(self._average(z, read), rows=True)
 
     def covariance_product(
@@ -76,7 +97,7 @@ class LogSumExp(ScoredKeys):
         return self._scale * read.finish(spread, rows=True)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        read = self._read(z)
+        read = self._read(z, fused=True)
         mean, logsumexp = self._attended(z, read)
         return read.finish(logsumexp) / self._row_scale, read.finish(mean, rows=True)
 
@@ -85,7 +106,7 @@ class LogSumExp(ScoredKeys):
             return None
         read = self._read(z).centred()
         fold, keys = read.fold, read.keys
-        cutoff = _CUTOFF[z.dtype]
+        cutoff = CUTOFF[z.dtype]
         shifted = self._scores(z, read).log_softmax(-1).clamp_(min=-cutoff)
         p = read.zero_empty(shifted.exp().masked_fill_(shifted <= -cutoff, 0.0), rows=True)
         mean = fold.product(p, keys)

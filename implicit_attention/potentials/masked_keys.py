@@ -16,9 +16,11 @@ from .. import _validate
 from .._autograd import host_may_look, is_plain, sum_to_shape
 from .._declared import restricted
 from ..ops.fold import SMALL_PRODUCT as SMALL_PRODUCT
-from ..ops.fold import Fold, row_block
+from ..ops.fold import Fold
+from ..ops.fold import row_block as row_block
 from ..ops.problem import common as common
-from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan
+from ..ops.problem import triangle as triangle
+from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan, without_nan_before
 from .base import CovarianceMap, Potential
 
 _P = TypeVar("_P", bound="MaskedKeys")
@@ -95,6 +97,8 @@ class MaskedKeys(KeyPotential):
 
     #: The attributes for which `select` is written out.
     _held: ClassVar[tuple[str, ...]] = ("keys", "beta", "mask", "bias")
+    #: The index of the first query where each reads keys up to its own only; None where a mask says all.
+    query_offset: int | None = None
 
     def __init__(
         self,
@@ -121,7 +125,22 @@ class MaskedKeys(KeyPotential):
     def select(self, index: Tensor) -> Self | None:
         if not self._has_only(*self._held):
             return None
+        if self.query_offset is not None:
+            # A query is known by its place no more.
+            place = (self.query_offset + index)[..., None]
+            clone = self.replace(*self.tensors())
+            clone.mask, clone.query_offset = place >= torch.arange(self.keys.shape[-2], device=index.device), None
+            return clone
         return self if self.mask is None and self.bias is None else restricted(self, index, mask=1, bias=1)
+
+    def masked_for(self, rows: int) -> Self:
+        """The same for so many queries, with the mask written that `query_offset` stands for."""
+        if self.query_offset is None:
+            return self
+        clone = self.replace(*self.tensors())
+        clone.mask = triangle(rows, self.keys.shape[-2], self.query_offset, self.keys.device)
+        clone.query_offset = None
+        return clone
 
     # Parts.
 
@@ -155,21 +174,29 @@ class MaskedKeys(KeyPotential):
                 own = tensor.ndim - _OWN_AXES.get(name, 0) + axis
                 if own >= 0 and tensor.shape[own] > 1:
                     setattr(clone, name, tensor.narrow(own, start, size))
+        if axis == 0 and clone.query_offset is not None:
+            clone.query_offset += start
         return clone
 
-    def _read(self, z: Tensor, values: Tensor | None = None) -> Read:
-        """What the mask leaves to be read by states of z's shape."""
+    def _read(self, z: Tensor, values: Tensor | None = None, *, fused: bool = False) -> Read:
+        """What the mask leaves to be read by states of z's shape; `fused` leaves a triangle to what reads it."""
         held = [self.keys] if values is None else [self.keys, values]
         fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in held))
         held = [fold.moved(t) for t in held]
         pairs, attended = joined(*(None if t is None else fold.moved(t) for t in (self.mask, self.bias)))
         empty = poison = None
+        first = self.query_offset
+        if first is not None and not fused:
+            pairs = attended = fold.moved(triangle(z.shape[-2], self.keys.shape[-2], first, z.device))
+            first = None
+        if first is not None and not surely_finite(*held):
+            held, poison = without_nan_before(held, first, z.shape[-2], z.dtype)
         if attended is not None:
             empty = ~attended.any(-1)
             if not surely_finite(*held):
                 held, poison = without_nan(held, attended, z.dtype)
         held = [fold.rows(t) for t in held]
-        return Read(fold, held[0], held[-1], pairs, empty, poison)
+        return Read(fold, held[0], held[-1], pairs, empty, poison, first)
 
     def _products(self, z: Tensor, read: Read) -> Tensor:
         """The scores s without function, bias and mask."""
@@ -247,7 +274,8 @@ class Read(NamedTuple):
     """What states read of the keys, in the layout of `fold`.
 
     Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
-    no key, and NaN for the rows that attend to a key that is not finite.
+    no key, and NaN for the rows that attend to a key that is not finite. With `first`, in place of a mask, row i
+    attends to keys up to first + i.
     """
 
     fold: Fold
@@ -256,6 +284,7 @@ class Read(NamedTuple):
     pairs: Tensor | None
     empty: Tensor | None
     poison: Tensor | None
+    first: int | None = None
 
     @property
     def attended(self) -> Tensor | None:
@@ -269,7 +298,10 @@ class Read(NamedTuple):
 
     def restricted(self, scores: Tensor) -> Tensor:
         """Scores with the bias, and -inf where the mask is False."""
-        return restricted_to(scores, self.pairs, self.empty)
+        pairs = self.pairs
+        if self.first is not None:
+            pairs = triangle(scores.shape[-2], scores.shape[-1], self.first, scores.device)
+        return restricted_to(scores, pairs, self.empty)
 
     def zero_empty(self, values: Tensor, *, rows: bool = False, empty: float = 0.0) -> Tensor:
         """`empty` for the queries that attend to no key; `rows` if a query has more than one number."""

@@ -76,6 +76,10 @@ def as_distribution(potential: Potential, tilt: Float[Tensor, "*batch N D"] | No
 
 
 def _of_keys(potential: LogSumExp, tilt: Tensor | None) -> MixtureSameFamily:
+    if potential.query_offset is not None:
+        required = "be given for a potential with `query_offset`, whose queries differ in the keys that they read"
+        _validate.require(tilt is not None, "tilt", required, "None", "use LogSumExp(keys, beta, mask=mask)")
+        potential = potential.masked_for(tilt.shape[-2])  # type: ignore[union-attr]
     keys, (pairs, attended) = potential.keys, joined(potential.mask, potential.bias)
     by_row = tilt is not None or pairs is not None
     beta = torch.as_tensor(potential._scale if by_row else potential._row_scale, dtype=keys.dtype, device=keys.device)

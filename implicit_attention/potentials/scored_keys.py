@@ -15,7 +15,15 @@ from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import exact_precision, host_may_look, is_differentiated, is_plain, transforms_active
-from ..ops.attention import FLASH_KEYS, attend, differentiable, flash_with_logsumexp, has_kernel, loses_nan, sdpa
+from ..ops.attention import (
+    FLASH_KEYS,
+    attend,
+    differentiable,
+    has_kernel,
+    loses_nan,
+    sdpa,
+    with_logsumexp,
+)
 from ..ops.dispatch import by_attention
 from ._read import surely_finite
 from .masked_keys import SMALL_PRODUCT as SMALL_PRODUCT
@@ -70,7 +78,7 @@ class ScoredKeys(MaskedKeys):
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        read = self._read(z)
+        read = self._read(z, fused=True)
         return read.finish(self._scores(z, read).logsumexp(-1)) / self._row_scale
 
     def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
@@ -112,7 +120,7 @@ class ScoredKeys(MaskedKeys):
         if not fused and torch.finfo(z.dtype).bits < 32:
             return self._single().readout(z.float(), values.float(), dropout_p=dropout_p).to(z.dtype)
         with exact_precision(z):
-            read, zeros = self._read(z, values).settled()
+            read, zeros = self._read(z, values, fused=fused).settled()
             z = z if zeros is None else z.masked_fill(zeros, 0.0)
             if not fused:
                 weights = F.dropout(self._scores(z, read).softmax(-1), dropout_p)
@@ -135,7 +143,7 @@ class ScoredKeys(MaskedKeys):
             out, logsumexp = self._single().readout_with_logsumexp(z.float(), values.float())
             return out.to(z.dtype), logsumexp.to(z.dtype)
         with exact_precision(z):
-            read = self._read(z, values)
+            read = self._read(z, values, fused=True)
             out, logsumexp = self._attended(z, read)
             return read.finish(out, rows=True), read.finish(logsumexp, empty=-torch.inf)
 
@@ -171,8 +179,9 @@ class ScoredKeys(MaskedKeys):
     def _attended(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
         """The same, and the log-sum-exp of the scores, in one evaluation."""
         if z.device.type == "cpu" and has_kernel("cpu") and self._may_flash(z, read.values):
-            run = partial(self._flash, z, read, flash_with_logsumexp)
-            found = by_attention("auto", read.keys, run, mask=read.pairs is not None)
+            run = partial(self._flash, z, read, with_logsumexp)
+            causal = read.first is not None
+            found = by_attention("auto", read.keys, run, mask=read.pairs is not None, causal=causal)
             if found is not None:
                 return found[0], found[1]
         scores = self._scores(z, read)
@@ -199,7 +208,7 @@ class ScoredKeys(MaskedKeys):
         out = read.finish(
             self._flash(z if lost is None else z.masked_fill(lost, 0.0), read, differentiable)[0], rows=True
         )
-        if read.pairs is None and loses_nan(self.keys) and not surely_finite(self.keys):
+        if read.pairs is None and read.first is None and loses_nan(self.keys) and not surely_finite(self.keys):
             whole = torch.isfinite(self.keys).all((-1, -2), keepdim=True)
             out = out.where(whole, torch.nan)
         return out if lost is None else out.masked_fill(lost, torch.nan)
@@ -207,7 +216,7 @@ class ScoredKeys(MaskedKeys):
     def _flash(self, z: Tensor, read: Read, kernel: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The kernel's outputs for queries z, in the layout of `read`; it never stores the (N, M) scores."""
         query, scale = (z, self.beta) if not isinstance(self.beta, Tensor) else (self._scale * z, 1.0)
-        return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale)
+        return attend(kernel, read.fold, read.fold.moved(query), read.keys, read.values, read.pairs, scale, read.first)
 
 
 class ReadsOut(ABC):

@@ -236,7 +236,7 @@ def _loop(
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point
         z = flat(rows.problem.retract(unflat(z, event)), event)
-        point, tolerance = _evaluate(solver, rows.problem, z, energy, index, event, point)
+        point, tolerance = evaluated(solver, rows.problem, z, energy, index, event, point)
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
         accepted = torch.ones_like(active) if accepted is None else accepted
@@ -296,7 +296,7 @@ def _live(tensor: Tensor, *, active: Tensor) -> Tensor:
     return torch.where(where, tensor, tensor.detach().nan_to_num(0.0, 0.0, 0.0))
 
 
-def _evaluate(
+def evaluated(
     solver: Solver,
     problem: Problem,
     z: Tensor,

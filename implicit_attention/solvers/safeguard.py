@@ -196,9 +196,9 @@ class Safeguarded(Solver):
         if problem.steps_rescaled:
             # What r promises is in other units than E, of which only the sign of the change counts.
             resolved = measured.abs() > ENERGY_SLACK * rounding
-            return torch.where(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
+            return _either(resolved, measured > 0, trapezoid >= required) & (point.energy < torch.inf)
         resolved = required > ENERGY_SLACK * rounding
-        return torch.where(resolved, measured >= required - rounding, trapezoid >= required)
+        return _either(resolved, measured >= required - rounding, trapezoid >= required)
 
     def _tested(
         self, problem: Problem, proposal: Proposal, point: Iteration, force: Tensor | None, downward: Tensor
@@ -290,7 +290,7 @@ class Safeguarded(Solver):
         to_plain = ~accepted & state.accelerated & (not self.backtracks)
         direction = rows_where(accepted, proposal.direction, rows_where(to_plain, base.r, state.direction))
         length = torch.where(accepted | to_plain, 1.0, state.length / 2)
-        accelerated = torch.where(accepted, proposal.accelerated, state.accelerated & ~to_plain)
+        accelerated = _either(accepted, proposal.accelerated, state.accelerated & ~to_plain)
         return base._replace(direction=direction, length=length, accelerated=accelerated), length < SHORTEST
 
 
@@ -312,11 +312,17 @@ def _cut(norm: Tensor, longest: Tensor) -> Tensor:
     return torch.where(too_long, longest / torch.where(too_long, norm, 1.0), 1.0)
 
 
+def _either(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """torch.where of truth values, which onnxruntime cannot choose between."""
+    return (condition & yes) | (~condition & no) if torch.compiler.is_exporting() else torch.where(condition, yes, no)
+
+
 def _held(moved: Tensor, new: Any, old: Any) -> Any:
     """The new history where something `moved`, else the old, which may have fewer columns."""
     if not isinstance(new, tuple):
         before = torch.zeros_like(new) if old is None else old
-        return torch.where(moved.reshape((*moved.shape, *(1,) * (new.ndim - moved.ndim))), new, before)
+        where = _either if new.dtype == torch.bool else torch.where
+        return where(moved.reshape((*moved.shape, *(1,) * (new.ndim - moved.ndim))), new, before)
     missing = (None,) * len(new)
     items = [_held(moved, *pair) for pair in zip(new, (*(old or ()), *missing), strict=False)]
     return type(new)(*items) if hasattr(new, "_fields") else tuple(items)

@@ -446,3 +446,23 @@ def bad(match, error=ValueError, *, change=None, **options):
 def test_wrong_arguments_are_named(given, options, error, match):
     with pytest.raises(error, match=match):
         equilibrium_attention(**given, **options)
+
+
+@pytest.mark.parametrize("max_steps", [0, None])
+@pytest.mark.parametrize(("first", "rows"), [(0, 9), (0, 5), (3, 5), (4, 1), (8, 1), (3, 9), (20, 2)])
+def test_a_part_of_a_causal_sequence_says_where_it_begins(first, rows, max_steps):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, n, 4, generator=generator, dtype=torch.float64) for n in (rows, 9, 9))
+    mask = torch.arange(9) <= torch.arange(first, first + rows)[:, None]
+    found = equilibrium_attention(query, key, value, is_causal=True, query_offset=first, max_steps=max_steps)
+    expected = equilibrium_attention(query, key, value, attn_mask=mask, max_steps=max_steps)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_offset_that_does_not_fit_is_refused():
+    query = torch.randn(1, 2, 4)
+    for given, told in (({"query_offset": 2}, "is_causal=True"), ({"query_offset": -1, "is_causal": True}, ">= 0")):
+        with pytest.raises(ValueError, match=r"query_offset.*" + told):
+            equilibrium_attention(query, query, query, **given)
+    with pytest.raises(TypeError, match="query_offset"):
+        equilibrium_attention(query, query, query, is_causal=True, query_offset=1.5)

@@ -707,15 +707,23 @@ def test_torch_func_sees_through_it(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_shapes_are_answered_with_shapes_and_programs_refused(mode):
+def test_shapes_are_answered_with_shapes(mode):
     made = EnergyTransformer(DIM, HEADS, HEAD_DIM, MEMORIES, mode=mode, device="meta", dtype=torch.bfloat16)
     x = torch.empty(B, N, DIM, device="meta", dtype=torch.bfloat16)
     found = made(x, key_mask=torch.ones(N, dtype=torch.bool, device="meta"))
     assert (found.shape, found.dtype, found.device.type) == (x.shape, x.dtype, "meta")
     with pytest.raises(ValueError, match="`x` must hold numbers"):
         made(x, return_energies=True)
-    with pytest.raises(ValueError, match="a solve cannot be exported"):
-        torch.export.export(layer(mode), (tokens(),))
+
+
+def test_programs_have_the_published_steps_and_no_solve():
+    made, x = layer("published"), tokens()
+    program = torch.export.export(made, (x,)).module()
+    close(program(2 * x), made(2 * x), 1e-12)
+    with pytest.raises(UnsupportedImplementation, match="use a fixed budget"):
+        torch.export.export(layer("equilibrium"), (x,))
+    with pytest.raises(UnsupportedImplementation, match="must be False in an exported program"):
+        torch.export.export(made, (x,), {"return_energies": True})
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -75,6 +75,22 @@ CASES = {
         "mask": hidden(-2, 3, 24, 20),
         "is_causal": True,
     },
+    "causal from a place on": {"n": 16, "is_causal": True, "query_offset": 7},
+    "causal from a place on over few keys": {"m": 20, "is_causal": True, "query_offset": 5},
+    "causal to the last key": {"is_causal": True, "query_offset": 61},
+    "causal beyond the last key": {"is_causal": True, "query_offset": 66},
+    "causal from a place on, masked": {"mask": attended(3, 9, 70), "is_causal": True, "query_offset": 30},
+    "causal from a place on, one attends to nothing": {
+        "mask": hidden(4, 9, 70),
+        "is_causal": True,
+        "query_offset": 30,
+    },
+    "grouped and causal from a place on": {
+        "lead": (2, 3, 4),
+        "keys": (2, 3, 1),
+        "is_causal": True,
+        "query_offset": 30,
+    },
     "causal and padded": {"mask": padding(2, 70), "is_causal": True},
     "causal and padded from the left": {"mask": padding(2, 70).flip(-1), "is_causal": True},
     "causal and masked": {"mask": attended(3, 9, 70), "is_causal": True},
@@ -113,21 +129,21 @@ def make(name, dtype=torch.float64):
     return random(*lead, n, dim, dtype=dtype), keys, options
 
 
-def pairs(query, keys, mask=None, is_causal=False):
+def pairs(query, keys, mask=None, is_causal=False, query_offset=0):
     """What is added to the scores, (*#batch, N, M)."""
     n, m = query.shape[-2], keys.shape[-2]
     bias = torch.zeros(n, m, dtype=query.dtype)
     if is_causal:
-        bias = bias.masked_fill(torch.arange(m) > torch.arange(n)[:, None], -torch.inf)
+        bias = bias.masked_fill(torch.arange(m) > query_offset + torch.arange(n)[:, None], -torch.inf)
     if mask is not None:
         bias = bias + (mask if mask.is_floating_point() else torch.zeros(()).where(mask, -torch.inf).to(query.dtype))
     return bias
 
 
-def written_out(z, query, keys, *, beta, anchor, mask=None, is_causal=False):
+def written_out(z, query, keys, *, beta, anchor, mask=None, is_causal=False, query_offset=0):
     """f(z), mean and logsumexp at z; every product by itself, differentiable."""
     beta, anchor = (torch.as_tensor(t, dtype=z.dtype)[..., None, None] for t in (beta, anchor))
-    bias = pairs(query, keys, mask, is_causal)
+    bias = pairs(query, keys, mask, is_causal, query_offset)
     scores = beta * torch.einsum("...nd,...md->...nm", z, keys.expand(*z.shape[:-2], *keys.shape[-2:])) + bias
     empty = torch.isneginf(scores).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
@@ -143,17 +159,32 @@ def written_out(z, query, keys, *, beta, anchor, mask=None, is_causal=False):
 
 
 def solved_by_the_loop(
-    query, keys, *, beta, anchor, mask=None, is_causal=False, initial=None, rtol=1e-4, atol=1e-8, max_steps=200
+    query,
+    keys,
+    *,
+    beta,
+    anchor,
+    mask=None,
+    is_causal=False,
+    query_offset=0,
+    initial=None,
+    rtol=1e-4,
+    atol=1e-8,
+    max_steps=200,
 ):
     """The answer of the solvers' loop with every product written out."""
-    energy = AnchoredEnergy(LogSumExp(keys, beta, bias=pairs(query, keys, mask, is_causal)), query, anchor)
+    energy = AnchoredEnergy(
+        LogSumExp(keys, beta, bias=pairs(query, keys, mask, is_causal, query_offset)), query, anchor
+    )
     solver = Anderson(rtol=rtol, atol=atol, max_steps=max_steps)
     start = query if initial is None else initial
     found = solve(energy, start, solver=solver, impl="reference", on_failure="ignore", adjoint=None)
     z = found.value.detach()
     wide = [t.to(z.dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (query, keys, mask)]
     numbers = {"beta": torch.as_tensor(beta, dtype=z.dtype), "anchor": torch.as_tensor(anchor, dtype=z.dtype)}
-    _, mean, logsumexp = written_out(z, *wide[:2], **numbers, mask=wide[2], is_causal=is_causal)
+    _, mean, logsumexp = written_out(
+        z, *wide[:2], **numbers, mask=wide[2], is_causal=is_causal, query_offset=query_offset
+    )
     return Solved(
         found.value, mean, logsumexp, found.status, found.residual, found.tolerance, found.num_steps, found.num_evals
     )

@@ -21,11 +21,12 @@ DIMS = (1, 3, 16, 17, 70)
 def masks(queries, keys):
     generator = torch.Generator().manual_seed(2)
     pairs = torch.rand(queries, keys, generator=generator) > 0.3
-    yield None, False
-    yield None, True
-    yield pairs, False
-    yield pairs[:1], True
-    yield torch.where(pairs, 0.5, -torch.inf)[None, None], False
+    yield None, None
+    yield None, 0
+    yield None, 6
+    yield pairs, None
+    yield pairs[:1], 3
+    yield torch.where(pairs, 0.5, -torch.inf)[None, None], None
 
 
 def run(dtype):
@@ -35,16 +36,16 @@ def run(dtype):
         key = torch.randn(2, 1 if shared else 3, keys, dim, generator=generator).to(dtype)
         assert is_finite(key)
         # Exactly its own memory: what is read beyond it is seen.
-        for mask, is_causal in masks(queries, keys):
+        for mask, first in masks(queries, keys):
             mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
             rule = FusedRule(1e-4, 1e-8, 30, 3)
-            found = equilibria(query, key, 0.3, 0.4, mask, is_causal, query, rule)
+            found = equilibria(query, key, 0.3, 0.4, mask, first, query, rule)
             cotangent = torch.ones_like(query)
             cotangent[0, 0, 0] = 0
             by_bias = torch.zeros(2, 3, keys, dtype=dtype) if shared else None
             stop = AdjointRule(1e-4, 30)
             given = (found.state, found.mean, cotangent.mT.contiguous().mT, stop)
-            adjoints(key, torch.full((3,), 0.3, dtype=dtype), 0.4, mask, is_causal, *given, by_bias=by_bias)
+            adjoints(key, torch.full((3,), 0.3, dtype=dtype), 0.4, mask, first, *given, by_bias=by_bias)
 
 
 if __name__ == "__main__":

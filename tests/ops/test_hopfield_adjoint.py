@@ -370,9 +370,10 @@ def test_what_keys_have_in_common_costs_no_digits(offset):
 )
 def test_what_a_key_holds_that_nobody_attends_to_changes_not_one_bit(case):
     query, keys, state, cotangent, options = solved(case)
-    weights = (pairs(query, keys, options["mask"], options.get("is_causal", False)) > -torch.inf).expand(
-        *query.shape[:-1], -1
-    )
+    weights = (
+        pairs(query, keys, options["mask"], options.get("is_causal", False), options.get("query_offset", 0))
+        > -torch.inf
+    ).expand(*query.shape[:-1], -1)
     hidden = ~weights.any(-2)
     while hidden.ndim > keys.ndim - 1:
         hidden = hidden.all(0)

@@ -27,7 +27,7 @@ def stop_of(solver):
 
 
 def by_the_loop(query, keys, options, solver):
-    bias = pairs(query, keys, options.get("mask"), "is_causal" in options)
+    bias = pairs(query, keys, options.get("mask"), "is_causal" in options, options.get("query_offset", 0))
     energy = AnchoredEnergy(LogSumExp(keys, options["beta"], bias=bias), query, options["anchor"])
     return solve(energy, query, solver=solver, impl="reference", on_failure="ignore")
 

@@ -91,6 +91,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 MASKS = {
     "no mask": lambda n, m: {},
     "causal": lambda n, m: {"is_causal": True},
+    "causal from a place on": lambda n, m: {"is_causal": True, "query_offset": 40},
     "per pair": lambda n, m: {"mask": random(n, m, seed=5) > -0.5},
     "added": lambda n, m: {"mask": random(n, m, seed=5).float()},
 }
@@ -287,6 +288,7 @@ def test_any_shape_mask_and_rule(data):
     shape = data.draw(st.sampled_from(shapes))
     kind = data.draw(st.sampled_from(["none", "boolean", "added"]))
     options = {"is_causal": data.draw(st.booleans())}
+    options["query_offset"] = data.draw(st.integers(0, 50)) if options["is_causal"] else 0
     if kind != "none":
         numbers = random(*shape, seed=3)
         options["mask"] = numbers > -0.8 if kind == "boolean" else numbers.masked_fill(numbers < -0.8, -torch.inf)

@@ -44,12 +44,13 @@ def masks():
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("first", [None, 0, 2])
 @pytest.mark.parametrize("mask", masks(), ids=["no mask", "boolean", "added"])
 @pytest.mark.parametrize("operation", ["solve", "adjoint"])
-def test_opcheck(operation, mask, is_causal, impl):
+def test_opcheck(operation, mask, first, impl):
     query, keys, beta, anchor = small(grad=operation == "solve")
-    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, is_causal=is_causal)
+    causal = {"is_causal": first is not None, "query_offset": first or 0}
+    problem = laid_out(query, keys, beta=beta, anchor=anchor, mask=mask, **causal)
     state, vector = random(*query.shape, seed=3), random(*query.shape, seed=4)
     if operation == "solve":
         call = solve_op, (*problem, state, 1e-6, 1e-8, 50, 3, impl, "warn")

@@ -43,7 +43,7 @@ def main(path):
     JITFunction.run = only_compile
     x = torch.randn(2, 2, 256, 64).bfloat16()
     one = torch.ones(1, 1, 1, 1)
-    problem = Hopfield(x, x[:, :1], one, one / 2, torch.ones(2, 1, 1, 256, dtype=torch.bool), is_causal=True)
+    problem = Hopfield(x, x[:, :1], one, one / 2, torch.ones(2, 1, 1, 256, dtype=torch.bool), first=3)
     z, logsumexp = x.float(), x[..., 0].float().contiguous()
     solve(problem, x, FusedRule(1e-3, 0.0, 10, 3))
     solve_adjoint(problem, z, z, z, logsumexp, AdjointRule(1e-2, 10))

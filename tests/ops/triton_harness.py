@@ -129,11 +129,13 @@ SHAPES = {
     "grouped": dict(lead=(2, 2, 2), keys_lead=(2, 2, 1), n=5, m=33, dim=16, beta=[[0.6], [0.8]]),
     "shared_keys": dict(lead=(2, 3), keys_lead=(1, 1), n=16, m=33, dim=16, anchor=[0.4, 0.5, 0.6]),
     "per_head_keys": dict(lead=(3, 2), keys_lead=(1, 2), n=16, m=33, dim=16),
-    "causal": dict(lead=(2,), n=50, m=37, dim=16, is_causal=True),
-    "causal_wide": dict(lead=(2,), n=37, m=50, dim=16, is_causal=True),
+    "causal": dict(lead=(2,), n=50, m=37, dim=16, first=0),
+    "causal_wide": dict(lead=(2,), n=37, m=50, dim=16, first=0),
+    "causal_from": dict(lead=(2,), n=37, m=80, dim=16, first=21),
+    "causal_beyond": dict(lead=(2,), n=37, m=50, dim=16, first=40),
     "fp16": dict(lead=(2,), n=37, m=50, dim=40, dtype=FP16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
     "bf16": dict(lead=(2,), n=37, m=50, dim=40, dtype=BF16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
-    "bf16_causal": dict(lead=(1, 2), keys_lead=(1, 1), n=37, m=50, dim=64, dtype=BF16, is_causal=True),
+    "bf16_causal": dict(lead=(1, 2), keys_lead=(1, 1), n=37, m=50, dim=64, dtype=BF16, first=0),
     "fp16_one_query": dict(lead=(2,), n=1, m=50, dim=64, dtype=FP16),
 }
 MASKS = {

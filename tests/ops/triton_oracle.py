@@ -26,8 +26,8 @@ class Dense:
             bias = bias.masked_fill(~problem.mask, -torch.inf)
         elif problem.mask is not None:
             bias = bias + problem.mask.double()
-        if problem.is_causal:
-            later = torch.ones(n, m, dtype=torch.bool, device=bias.device).triu(1)
+        if problem.first is not None:
+            later = torch.ones(n, m, dtype=torch.bool, device=bias.device).triu(problem.first + 1)
             bias = bias.masked_fill(later, -torch.inf)
         anchor = problem.anchor.double().expand(*lead, 1, 1)
         return cls(

@@ -82,7 +82,7 @@ def solve_shape(**shape):
 
 @cases(**{name: dict(name=name) for name in MASKS})
 def solve_mask(name):
-    problem = masked_problem(name, is_causal=name == "per_sample")
+    problem = masked_problem(name, first=2 if name == "per_sample" else None)
     solved = solve(problem, problem.field)
     check_solved(problem, solved)
     dense = Dense.of(problem)
@@ -199,7 +199,7 @@ def solve_float16_keys_and_large_states():
 
 @cases(iterating=dict(), budget=dict(rtol=0.0, max_steps=5), explicit=dict(max_steps=0), at_once=dict(plain_steps=1))
 def solve_agrees_with_the_tiled_one(**stop):
-    problem = masked_problem("padding", is_causal=True, beta=1.5, anchor=0.2)
+    problem = masked_problem("padding", first=0, beta=1.5, anchor=0.2)
     problem.field[0, 0, 3] = torch.nan
     stop = STOP._replace(**stop)
     ours = dispatch.solve(problem, problem.field, stop, "triton")

@@ -248,7 +248,7 @@ struct AdjointTile {
         lefts[i] = left + q * wide;
         rights[i] = right + q * wide;
         // Zero times what is not finite would not be zero.
-        for (int64_t j = 0; stalled && j < p.count; ++j) held.weights[j * W + q] = held.centred[j * W + q] = 0;
+        for (int64_t j = 0; stalled && j < held.read; ++j) held.weights[j * W + q] = held.centred[j * W + q] = 0;
         given.by_beta[to] = stalled ? T(0) : share[q] * along[i] * unit[q];
         if (given.residual) given.residual[to] = left_over[i] * unit[q];
         if (given.tolerance) given.tolerance[to] = tolerance[q] * unit[q];
@@ -277,16 +277,16 @@ struct AdjointTile {
   void add_gradients(T *by_keys, T *by_bias) {
     int64_t d = 0;
     for (; d + 2 * L <= wide; d += 2 * L) {
-      product<T, 2, true>(p.count, held.weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
-      product<T, 2, true>(p.count, held.centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
+      product<T, 2, true>(held.read, held.weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
+      product<T, 2, true>(held.read, held.centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
     }
     if (d < wide) {
-      product<T, 1, true>(p.count, held.weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
-      product<T, 1, true>(p.count, held.centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
+      product<T, 1, true>(held.read, held.weights, W, 1, left + d, wide, lanes, by_keys + d, wide);
+      product<T, 1, true>(held.read, held.centred, W, 1, right + d, wide, lanes, by_keys + d, wide);
     }
     for (int q = 0; by_bias && q < lanes; ++q) {
       T *const to = by_bias + out[q] / p.queries * p.count;
-      for (int64_t j = 0; j < p.count; ++j) to[j] += share[q] * unit[q] * held.centred[j * W + q];
+      for (int64_t j = 0; j < held.read; ++j) to[j] += share[q] * unit[q] * held.centred[j * W + q];
     }
   }
 };

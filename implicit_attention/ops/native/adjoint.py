@@ -42,7 +42,7 @@ def adjoints(
     beta: float | Tensor,
     anchor: float | Tensor,
     mask: Tensor | None,
-    is_causal: bool,
+    first: int | None,
     state: Tensor,
     mean: Tensor,
     cotangent: Tensor,
@@ -57,7 +57,7 @@ def adjoints(
     """
     loaded = library()
     assert loaded is not None
-    operands = Operands(cotangent, keys, beta, anchor, mask, is_causal, state, mean)
+    operands = Operands(cotangent, keys, beta, anchor, mask, first, state, mean)
     shape, dtype, device = cotangent.shape, cotangent.dtype, cotangent.device
     rows = shape[:-1]
     value, by_beta = empty(shape, dtype=dtype, device=device), empty(rows, dtype=dtype, device=device)
@@ -83,6 +83,6 @@ def solve_adjoint(
     by_bias: Tensor | None = None,
 ) -> Adjoint:
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
-    _, keys, beta, anchor, mask, is_causal = problem
+    _, keys, beta, anchor, mask, first = problem
     beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
-    return adjoints(keys, beta, anchor, mask, is_causal, state, mean, cotangent, rule, by_bias=by_bias).whole
+    return adjoints(keys, beta, anchor, mask, first, state, mean, cotangent, rule, by_bias=by_bias).whole

@@ -28,8 +28,8 @@ class Variant(NamedTuple):
     causal: bool
 
 
-def variant(isa: str, keys: Tensor, mask: Tensor | None, is_causal: bool) -> Variant:
-    return Variant(isa, keys.dtype, keys.shape[-1], mask_kind(mask), is_causal)
+def variant(isa: str, keys: Tensor, mask: Tensor | None, first: int | None) -> Variant:
+    return Variant(isa, keys.dtype, keys.shape[-1], mask_kind(mask), first is not None)
 
 
 def check_solve(variant: Variant) -> Errors:
@@ -53,4 +53,4 @@ def _small(variant: Variant) -> Hopfield:
     if variant.mask != "none":
         mask = torch.empty(1, rows, KEYS, dtype=torch.bool if variant.mask.startswith("boolean") else dtype)
     number = torch.empty(1, 1, 1, dtype=dtype)
-    return small_problem(Hopfield(field, keys, number, number, mask, variant.causal), ROWS, KEYS)
+    return small_problem(Hopfield(field, keys, number, number, mask, 0 if variant.causal else None), ROWS, KEYS)

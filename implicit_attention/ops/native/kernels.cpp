@@ -11,7 +11,7 @@
 
 #define IA_EXPORT extern "C" __attribute__((visibility("default")))
 
-constexpr int32_t ABI = 2;
+constexpr int32_t ABI = 3;
 // What a call returns that found no memory; else it returns how many queries have no answer.
 constexpr int64_t NO_MEMORY = -1;
 // Fewer products of a number are not worth waking threads for.
@@ -95,6 +95,7 @@ Problem read_problem(Reader &reader, void *const *data) {
   p.dim = reader.next();
   p.mask_kind = static_cast<MaskKind>(reader.next());
   p.causal = reader.next() != 0;
+  p.first = reader.next();
   axes.sets = axes.shares = 1;
   const int batch = axes.kept + axes.folded;
   for (int i = 0; i < batch; ++i) {

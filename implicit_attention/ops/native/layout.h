@@ -39,6 +39,7 @@ struct Problem {
   int64_t queries, count, dim;
   MaskKind mask_kind;
   bool causal;
+  int64_t first;
   Operand field, keys, beta, anchor, mask;
   // Where outputs lie, which are contiguous: steps of their axes, in queries.
   ptrdiff_t out[AXES];
@@ -80,7 +81,7 @@ static T number(const Problem &p, const Operand &operand, int64_t set, int64_t s
 
 template <typename T>
 static Pairs pairs_of(const Problem &p, int64_t set, int64_t share, int64_t query) {
-  Pairs found = {nullptr, p.causal ? query : p.count};
+  Pairs found = {nullptr, p.causal ? p.first + query : p.count};
   if (p.mask_kind != NO_MASK) {
     const ptrdiff_t at = p.axes.offset(p.mask.step, set, share) + query * p.mask.step[p.own()];
     found.mask = static_cast<const char *>(p.mask.data) + at * ptrdiff_t(p.mask_kind == BOOLEAN ? 1 : sizeof(T));
@@ -113,7 +114,7 @@ static void lay_pairs(const Problem &p, const Pairs *pairs, int lanes, int64_t s
 template <typename T>
 static void mark_attended(const Problem &p, int64_t set, bool *attended) {
   if (p.mask_kind == NO_MASK) {
-    for (int64_t j = 0; j < p.count; ++j) attended[j] = !p.causal || j < p.queries;
+    for (int64_t j = 0; j < p.count; ++j) attended[j] = !p.causal || j < p.first + p.queries;
     return;
   }
   for (int64_t j = 0; j < p.count; ++j) attended[j] = false;

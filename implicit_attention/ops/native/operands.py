@@ -39,7 +39,7 @@ class Operands:
         beta: float | Tensor,
         anchor: float | Tensor,
         mask: Tensor | None,
-        is_causal: bool,
+        first: int | None,
         *others: Tensor,
         expanded: bool = False,
     ) -> None:
@@ -61,7 +61,7 @@ class Operands:
             mask = _in_memory(mask)
             kind = _BOOLEAN if mask.dtype == torch.bool else _ADDED
         places = (*map(_place, (like, keys, *numbers, mask)), *map(_place, others))
-        self._integers = _packed(kind, is_causal, expanded, *places)
+        self._integers = _packed(kind, first, expanded, *places)
         held = array(_CODES[like.dtype], own)
         start = held.buffer_info()[0]
         self._addresses = [like.data_ptr(), keys.data_ptr()]
@@ -106,7 +106,7 @@ def _place(tensor: Tensor | None) -> _Place | None:
 @functools.lru_cache(maxsize=1024)
 def _packed(
     kind: int,
-    is_causal: bool,
+    first: int | None,
     expanded: bool,
     like: _Place,
     keys: _Place,
@@ -127,7 +127,8 @@ def _packed(
     out, size = [0] * axes, queries
     for i in reversed(range(axes)):
         out[i], size = size, size * batch[i]
-    found = array("q", [axes - sum(shared), sum(shared), queries, keys[0][-2], dim, kind, is_causal])
+    pairs = (kind, first is not None, first or 0)
+    found = array("q", [axes - sum(shared), sum(shared), queries, keys[0][-2], dim, *pairs])
     found.extend([batch[i] for i in order])
     found.extend([out[i] for i in order])
     # Keys without the step of their dimension, which is 1.

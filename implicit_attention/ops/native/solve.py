@@ -34,7 +34,7 @@ def equilibria(
     beta: float | Tensor,
     anchor: float | Tensor,
     mask: Tensor | None,
-    is_causal: bool,
+    first: int | None,
     initial: Tensor,
     rule: FusedRule,
     *,
@@ -48,7 +48,7 @@ def equilibria(
     """
     loaded = library()
     assert loaded is not None
-    operands = Operands(query, keys, beta, anchor, mask, is_causal, initial, expanded=True)
+    operands = Operands(query, keys, beta, anchor, mask, first, initial, expanded=True)
     shape, dtype, device = query.shape, query.dtype, query.device
     rows = shape[:-1]
     state = empty(shape, dtype=dtype, device=device)
@@ -67,9 +67,9 @@ def equilibria(
 
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: bool = True) -> Solved:
     """Solve a problem whose tensors are all of one dtype; without `keep_mean` the mean that is returned has no rows."""
-    field, keys, beta, anchor, mask, is_causal = problem
+    field, keys, beta, anchor, mask, first = problem
     beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
-    found = equilibria(field, keys, beta, anchor, mask, is_causal, initial, rule, mean=keep_mean)
+    found = equilibria(field, keys, beta, anchor, mask, first, initial, rule, mean=keep_mean)
     mean = found.state.new_empty(0, field.shape[-1]) if found.mean is None else found.mean
     # All of it is there, as it was asked for.
     evidence: Any = (found.logsumexp, found.status, found.residual, found.tolerance, found.num_steps)

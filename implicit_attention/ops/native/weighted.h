@@ -17,8 +17,10 @@ struct WeightedKeys {
   // The keys without what they have in common, and that, with zeros up to whole vectors; blocks of them turned.
   T *own_keys, *common, *turned;
   Keys<T> keys;
-  // (M, lanes): weights of the keys, and at the end weights times centred scores.
+  // (M, lanes): weights of the keys, and at the end weights times centred scores; of the first `read` keys, beyond which
+  // no lane attends to any.
   T *weights, *centred;
+  int64_t read = 0;
 
   static int64_t bytes(const Problem &p) {
     const int64_t wide = padded(p.dim, L), count = padded(p.count, L);
@@ -86,11 +88,12 @@ struct WeightedKeys {
 
   // softmax(beta K z) of every lane, without what is invisible; where nothing is attended to, weights and mean are zero.
   void weigh(int lanes, const T *z, const T *beta, const Pairs *pairs, T *mean) {
+    read = last_of(pairs, lanes, p.count);
     Mask<T> all_lanes[2];
     for (int q = 0; q < W; ++q) all_lanes[q / L][q % L] = q < lanes ? -1 : 0;
     scores_of(all_lanes, lanes, z, beta);
-    for (int64_t start = 0; start < p.count; start += BLOCK) {
-      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
+    for (int64_t start = 0; start < read; start += BLOCK) {
+      const int64_t size = read - start < BLOCK ? read - start : BLOCK;
       if (p.mask_kind == NO_MASK && start + size - 1 <= first_of(pairs, lanes)) continue;
       lay_pairs(p, pairs, lanes, start, size, work.bias, 1, W);
       for (int64_t j = 0; j < size; ++j)
@@ -103,9 +106,9 @@ struct WeightedKeys {
     for (int group = 0; group * L < lanes; ++group) {
       T *const at = weights + group * L;
       Vec<T> top = all(T(-__builtin_inf())), total = all(T(0));
-      for (int64_t j = 0; j < p.count; ++j) top = larger(top, load(at + j * W));
+      for (int64_t j = 0; j < read; ++j) top = larger(top, load(at + j * W));
       const Vec<T> shift = finite_top<T>(top);
-      for (int64_t j = 0; j < p.count; ++j) {
+      for (int64_t j = 0; j < read; ++j) {
         const Vec<T> weight = exponential<T>(load(at + j * W) - shift, LEAST_WEIGHT<T>);
         store(at + j * W, weight);
         total = total + weight;
@@ -116,15 +119,15 @@ struct WeightedKeys {
         T *const of = mean + d * W + group * L;
         store(of, empty ? all(T(0)) : load(of));
       }
-      for (int64_t j = 0; j < p.count; ++j) store(at + j * W, load(at + j * W) * inverse);
+      for (int64_t j = 0; j < read; ++j) store(at + j * W, load(at + j * W) * inverse);
     }
   }
 
   // beta K z of the chosen lanes, in the place of the weights.
   void scores_of(const Mask<T> *chosen, int lanes, const T *state, const T *beta) {
     Plan plan = planned(chosen);
-    for (int64_t start = 0; start < p.count; start += BLOCK) {
-      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
+    for (int64_t start = 0; start < read; start += BLOCK) {
+      const int64_t size = read - start < BLOCK ? read - start : BLOCK;
       const T *block = keys.data + start * wide;
       T *const to = weights + start * W;
       if (plan.both)
@@ -192,8 +195,8 @@ struct WeightedKeys {
       if (plan.whole[group])
         for (int64_t d = 0; d < p.dim; ++d) store(spread + d * W + group * L, all(T(0)));
     if (plan.few > 0) gather(plan, vector);
-    for (int64_t start = 0; start < p.count; start += BLOCK) {
-      const int64_t size = p.count - start < BLOCK ? p.count - start : BLOCK;
+    for (int64_t start = 0; start < read; start += BLOCK) {
+      const int64_t size = read - start < BLOCK ? read - start : BLOCK;
       const T *block = keys.data + start * wide;
       if (plan.both)
         product<T, 2, false>(size, block, wide, 1, vector, W, p.dim, work.scores, W);

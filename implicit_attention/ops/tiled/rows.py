@@ -47,7 +47,7 @@ class Rows:
         self.beta, self.anchor = self._laid(problem.beta), self._laid(problem.anchor)
         # Without an anchor the field is not read, whatever it holds.
         self.field = self.laid(problem.field).flatten(0, 1).masked_fill(self.per_row(self.anchor) == 0, 0.0)
-        self.is_causal = problem.is_causal
+        self.first = problem.first
         self.mask: Tensor | None = None
         self.mask_rows: Tensor | None = None
         self.shared = 1
@@ -100,12 +100,12 @@ class Rows:
         if self.mask is None or self.mask_rows is None:
             return None
         attended = self.mask if self.mask.dtype == torch.bool else self.mask != -torch.inf
-        if not self.is_causal:
+        if self.first is None:
             empty = ~attended.any(-1)
             return empty[self._rows_of_each_set()]
         # Without any it is behind every query, of which there may be more than keys.
-        first = torch.where(attended.any(-1), attended.to(torch.int8).argmax(-1), self.length)
-        return first[self._rows_of_each_set()] > (self.ids % self.length).view(self.sets, self.count, 1)
+        first = torch.where(attended.any(-1), attended.to(torch.int8).argmax(-1), torch.iinfo(torch.int64).max)
+        return first[self._rows_of_each_set()] > self._places().view(self.sets, self.count, 1)
 
     def _rows_of_each_set(self) -> Tensor | None:
         rows = self.mask_rows
@@ -120,13 +120,13 @@ class Rows:
     def _attended(self) -> Tensor | None:
         """Which keys somebody attends to, (#E, M)."""
         keys = torch.arange(self.keys.shape[1], device=self.device)
-        inside = (keys < self.length)[None] if self.is_causal else None
+        inside = None if self.first is None else (keys < self.first + self.length)[None]
         if self.mask is None or self.mask_rows is None:
             return inside
         attended = self.mask if self.mask.dtype == torch.bool else self.mask != -torch.inf
         own, lower = self.mask_rows.shape[1] > 1, None
-        if self.is_causal and own:
-            lower = (self.ids % self.length)[: self.count, None] >= keys
+        if self.first is not None and own:
+            lower = self._places()[: self.count, None] >= keys
         size = max(MOST_PAIRS // (self.mask_rows.shape[1] * len(keys)), 1)
         parts = []
         for rows in torch.split(self.mask_rows.squeeze(-1), size):
@@ -231,7 +231,7 @@ class Rows:
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (E * R, D) and logsumexp (E * R) of the keys at z."""
         z = z.view(self.sets, self.count, -1)
-        masked = self.mask is not None or (self.is_causal and not self._triangle)
+        masked = self.mask is not None or (self.first is not None and not self._triangle)
         size = max(MOST_PAIRS // (self.count * self.keys.shape[1]), 1) * self.shared if masked else self.sets
         if size >= self.sets:
             if self._pairs is None and masked:
@@ -255,12 +255,17 @@ class Rows:
         return weights if self.empty is None else weights.masked_fill_(self.empty, 0.0)
 
     def _own_mask(self) -> Tensor | None:
-        return self._laid_mask(slice(None)) if self.mask is not None or self.is_causal else None
+        return self._laid_mask(slice(None)) if self.mask is not None or self.first is not None else None
+
+    def _places(self) -> Tensor:
+        """The last key that each row attends to, (E * R)."""
+        assert self.first is not None
+        return self.first + self.ids % self.length
 
     @property
     def _triangle(self) -> bool:
         """Whether the kernel's own causal triangle says all."""
-        return self.is_causal and self.fused and self._whole and self.mask is None and self.count == self.length
+        return self.first == 0 and self.fused and self._whole and self.mask is None and self.count == self.length
 
     def _laid_mask(self, part: slice) -> Tensor:
         """What is added to the scaled scores, (E / shared, #R, M), for some of the sets."""
@@ -268,8 +273,8 @@ class Rows:
         if self.mask is not None and self.mask_rows is not None:
             start, stop, _ = part.indices(self.sets)
             pairs = self.mask[self.mask_rows[start // self.shared : -(-stop // self.shared)].squeeze(-1)]
-        if self.is_causal:
-            position = (self.ids % self.length).view(self.sets, self.count, 1)[part][:: self.shared]
+        if self.first is not None:
+            position = self._places().view(self.sets, self.count, 1)[part][:: self.shared]
             lower = position >= torch.arange(self.keys.shape[1], device=self.device)
             if pairs is None or pairs.dtype == torch.bool:
                 pairs = lower if pairs is None else pairs & lower

@@ -25,7 +25,7 @@ from .kernels import (
     score_shift,
 )
 from .keys import Operands, gradient_of_keys
-from .layout import Layout, in_memory, in_order, launch, placed, tiles
+from .layout import Layout, in_memory, in_order, launch, offset_of, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 UNFINISHED = tl.constexpr(int(Status.MAX_STEPS))
@@ -73,14 +73,14 @@ def solve_adjoint(
         *(in_order(tensor) for tensor in (state, mean, logsumexp, cotangent)),
         *placed(problem, layout),
         *answer._replace(negative_curvature=answer.negative_curvature.view(torch.uint8))[:-1],
-        *(*operands, layout.sizes, rows, keys.shape[-2], *rule),
+        *(*operands, layout.sizes, rows, keys.shape[-2], offset_of(problem), *rule),
     )
     if keys.numel():
         gradient_of_keys(problem, layout, operands, answer.by_keys)
     return answer
 
 
-@triton.jit(do_not_specialize=["N", "M", "rtol", "max_steps"])
+@triton.jit(do_not_specialize=["N", "M", "offset", "rtol", "max_steps"])
 def _adjoint_kernel(
     state,
     mean,
@@ -110,6 +110,7 @@ def _adjoint_kernel(
     sizes,
     N,
     M,
+    offset,
     rtol,
     max_steps,
     P: tl.constexpr,
@@ -126,7 +127,7 @@ def _adjoint_kernel(
     b = tl.load(beta + batch_offset(batch, sizes, beta_strides)).to(tl.float32)
     a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
     key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
-    pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4])
+    pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
 
     z = tl.load(state + places, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)

@@ -31,7 +31,7 @@ class Variant(NamedTuple):
 def variant(problem: Hopfield, kernels: tuple[str, ...], *, fixed_budget: bool) -> Variant:
     sizes = tuple(tiles(kernel, problem)[:2] for kernel in kernels)
     dim, mask = problem.field.shape[-1], mask_kind(problem.mask)
-    return Variant(problem.keys.dtype, dim, mask, problem.is_causal, sizes, fixed_budget)
+    return Variant(problem.keys.dtype, dim, mask, problem.first is not None, sizes, fixed_budget)
 
 
 def _solve(problem: Hopfield, fixed_budget: bool) -> Errors:

@@ -71,15 +71,15 @@ def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def key_range(first, N, M, P: tl.constexpr):
+def key_range(first, pairs, N, M, P: tl.constexpr):
     """(Where keys begin that not every row of the tile from `first` on attends to for sure, where keys end)."""
     KEYS: tl.constexpr = P.keys
     ROWS: tl.constexpr = P.rows
     full = (M // KEYS) * KEYS
     end = M
     if P.causal:
-        full = tl.minimum(full, ((first + 1) // KEYS) * KEYS)
-        end = tl.minimum(M, tl.minimum(first + ROWS, N))
+        full = tl.minimum(full, ((first + pairs[3] + 1) // KEYS) * KEYS)
+        end = tl.minimum(M, tl.minimum(first + ROWS, N) + pairs[3])
     if P.mask != NO_MASK:
         full = 0
     return full, end
@@ -143,11 +143,11 @@ def scores_of(left, right, P: tl.constexpr):
 @triton.jit
 def restricted(scores, rows, cols, pairs, N, M, P: tl.constexpr):
     """Scores of rows and columns that broadcast to them, -inf where the row does not attend to the key."""
-    mask, stride_n, stride_m = pairs
+    mask, stride_n, stride_m, offset = pairs
     inside = cols < M
     allowed = inside
     if P.causal:
-        allowed = allowed & (cols <= rows)
+        allowed = allowed & (cols <= rows + offset)
     if P.mask != NO_MASK:
         offsets = cols.to(tl.int64) * stride_m
         if P.mask_rows:
@@ -185,7 +185,7 @@ def attend(z, beta, first, keys, pairs, N, M, P: tl.constexpr):
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, DIMS], tl.float32)
-    full, end = key_range(first, N, M, P)
+    full, end = key_range(first, pairs, N, M, P)
     for start in range(0, full, P.keys):
         peak, total, mean = _attend_tile(half, by, peak, total, mean, first, start, keys, pairs, N, M, P, False)
     for start in range(full, end, P.keys):
@@ -238,7 +238,7 @@ def covariance_product(half, by, shift, v, mean, first, keys, pairs, N, M, P: tl
     centre = tl.sum(mean * v_half.to(tl.float32), 1)
     total = tl.zeros([ROWS, DIMS], tl.float32)
     rest = tl.zeros([ROWS], tl.float32)
-    full, end = key_range(first, N, M, P)
+    full, end = key_range(first, pairs, N, M, P)
     for start in range(0, full, P.keys):
         total, rest = _covariance_tile(
             half, by, shift, v_half, centre, total, rest, first, start, keys, pairs, N, M, P, False

@@ -25,7 +25,7 @@ from .kernels import (
     restricted,
     scores_of,
 )
-from .layout import Layout, launch, readable_mask, tiles
+from .layout import Layout, launch, offset_of, readable_mask, tiles
 
 # Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
 PROGRAMS = 264
@@ -68,7 +68,7 @@ def gradient_of_keys(problem: Hopfield, layout: Layout, operands: Operands, out:
         chosen,
         problem,
         *(problem.keys, layout.keys, problem.beta, layout.beta, readable_mask(problem), layout.mask, *operands),
-        *(parts, layout.by_keys, layout.sizes, own, readers, rows, count, out.numel(), splits),
+        *(parts, layout.by_keys, layout.sizes, own, readers, rows, count, offset_of(problem), out.numel(), splits),
     )
     if splits > 1:
         torch.sum(parts, 0, out=out)
@@ -80,7 +80,7 @@ def _digits(number, sizes):
     return outer // sizes[1], outer % sizes[1], number % sizes[2]
 
 
-@triton.jit(do_not_specialize=["N", "M", "total", "splits"])
+@triton.jit(do_not_specialize=["N", "M", "offset", "total", "splits"])
 def _keys_kernel(
     keys,
     keys_strides,
@@ -101,6 +101,7 @@ def _keys_kernel(
     readers,
     N,
     M,
+    offset,
     total,
     splits,
     P: tl.constexpr,
@@ -123,7 +124,8 @@ def _keys_kernel(
     row_tiles = tl.cdiv(N, ROWS)
     skipped = 0
     if P.causal:
-        skipped = tl.minimum(first // ROWS, row_tiles)  # rows before the first key do not attend to it
+        # Rows that end before the first key do not attend to it.
+        skipped = tl.minimum(tl.maximum(first - offset, 0) // ROWS, row_tiles)
     per_reader = row_tiles - skipped
     work = readers[0] * readers[1] * readers[2] * per_reader
     share = tl.cdiv(work, splits)
@@ -151,7 +153,7 @@ def _keys_kernel(
             by = by * z_scale
         scores = scores_of(k, z, P) * by[None, :]
         if P.causal or P.mask != NO_MASK:
-            pairs = (mask + batch_offset(entry, sizes, mask_strides), mask_strides[3], mask_strides[4])
+            pairs = (mask + batch_offset(entry, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
             scores = restricted(scores, (start + local)[None, :], cols[:, None], pairs, N, M, P)
         p = tl.exp2(scores - level[None, :])
         weights = p * ((scores_of(k, u, P) - middle[None, :]) * b)

@@ -133,7 +133,7 @@ def plan(problem: Hopfield, chosen: Tiles) -> Plan:
         keys=chosen.keys,
         dims=max(SMALLEST_TILE, 1 << (dim - 1).bit_length()),
         dim=dim,
-        causal=problem.is_causal,
+        causal=problem.first is not None,
         mask=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDED,
         mask_rows=mask is not None and mask.shape[-2] > 1,
         dtype={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
@@ -146,7 +146,7 @@ def in_memory(problem: Hopfield) -> Hopfield:
     """The problem with all its signs in memory, where kernels read: torch may keep that of a view aside."""
     field, keys, beta, anchor = (t.resolve_neg() for t in problem[:4])
     mask = None if problem.mask is None else problem.mask.resolve_neg()
-    return Hopfield(field, keys, beta, anchor, mask, problem.is_causal)
+    return Hopfield(field, keys, beta, anchor, mask, problem.first)
 
 
 def placed(problem: Hopfield, layout: Layout) -> tuple[object, ...]:
@@ -154,6 +154,11 @@ def placed(problem: Hopfield, layout: Layout) -> tuple[object, ...]:
     tensors = (problem.keys, problem.beta, problem.anchor, readable_mask(problem))
     strides = (layout.keys, layout.beta, layout.anchor, layout.mask)
     return tuple(part for pair in zip(tensors, strides, strict=True) for part in pair)
+
+
+def offset_of(problem: Hopfield) -> int:
+    """The index of the first query among the keys, where that matters."""
+    return 0 if problem.first is None else problem.first
 
 
 def in_order(tensor: Tensor) -> Tensor:

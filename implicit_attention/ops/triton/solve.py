@@ -16,7 +16,7 @@ from .. import rule, trust
 from ..problem import Hopfield
 from ..rule import Solved
 from .kernels import attend, batch_offset, query_tile
-from .layout import Layout, in_memory, in_order, launch, placed, tiles
+from .layout import Layout, in_memory, in_order, launch, offset_of, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -45,13 +45,23 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
         answer.status.numel() // rows * triton.cdiv(rows, chosen.rows),
         chosen,
         problem,
-        *(field, layout.field, in_order(initial), *placed(problem, layout), *answer, layout.sizes, rows, count),
+        *(
+            field,
+            layout.field,
+            in_order(initial),
+            *placed(problem, layout),
+            *answer,
+            layout.sizes,
+            rows,
+            count,
+            offset_of(problem),
+        ),
         *(*stop, int(stop.exhausted), stop.fixed_budget),
     )
     return answer
 
 
-@triton.jit(do_not_specialize=["N", "M", "rtol", "atol", "max_steps", "plain_steps", "exhausted"])
+@triton.jit(do_not_specialize=["N", "M", "offset", "rtol", "atol", "max_steps", "plain_steps", "exhausted"])
 def _solve_kernel(
     field,
     field_strides,
@@ -75,6 +85,7 @@ def _solve_kernel(
     sizes,
     N,
     M,
+    offset,
     rtol,
     atol,
     max_steps,
@@ -102,7 +113,7 @@ def _solve_kernel(
     # Without an anchor the field is not read, whatever it holds.
     anchored = inside & (tl.zeros([ROWS], tl.float32) + a != 0.0)[:, None]
     key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
-    pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4])
+    pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
 
     z = tl.load(initial + begin * D + places, mask=inside, other=0.0).to(tl.float32)
     active = real
