@@ -3,7 +3,8 @@
 What most users need is here. More is in the parts of the package, each complete in itself: `layers`, `energies`,
 `potentials` (hidden units, mixtures, capped scores), `solvers` (also those of SciPy and torchdeq), `adjoints`, `linear`
 (CG, GMRES, ...), `spins` (systems of coupled spins and their approximations), `integrations` (models of other
-libraries), `diagnostics`, `plotting`, `ops` (the fused operations), `testing` (suites for new methods).
+libraries), `diagnostics`, `plotting`, `ops` (the fused operations), `testing` (suites for new methods),
+`training` (what solves came to in a training run), `distributed` (more than one process).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .attention import equilibrium_attention
     from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
     from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
+    from .failure_policy import FailurePolicy
     from .fixed_point_map import FixedPointMap, PerSample, Shared
     from .layers import (
         AttentionPooling,
@@ -65,6 +67,7 @@ __all__ = [
     # A solve, and how it went
     "solve",
     "SolveOptions",
+    "FailurePolicy",
     "Solution",
     "SolveReport",
     "Status",
@@ -92,6 +95,7 @@ _NAMES = {
     "diagnostics": (),
     "energies": ("AnchoredEnergy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"),
     "errors": ("ConvergenceError", "ConvergenceWarning", "UnsupportedImplementation"),
+    "failure_policy": ("FailurePolicy",),
     "fixed_point_map": ("FixedPointMap", "PerSample", "Shared"),
     "integrations": (),
     "layers": (
@@ -116,6 +120,7 @@ _NAMES = {
     "spins": (),
     "status": ("Status",),
     "testing": (),
+    "training": (),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import is_batched
-from ._types import OnFailure
+from ._autograd import host_may_look, is_batched
 from .errors import ConvergenceError, ConvergenceWarning, outside
+from .failure_policy import WORDS, FailurePolicy, Side, Site, located, policy_of
 from .solution import NO_REMEDIES, Record, Remedies
 from .status import Status
 
@@ -18,27 +20,52 @@ SHOWN = 3
 # Gradients with a larger estimated relative error than UNSURE are warned of. The estimate is of first order, and
 # beyond UNKNOWN it says only that the error is large.
 UNSURE, UNKNOWN = 0.15, 0.25
+# What is told of beside statuses: gradients that may be off, and what a layer has to say.
+_UNSURE_KIND, OTHER_KIND = 100, 101
 
 
-def check_on_failure(on_failure: str) -> None:
-    _validate.check_choice("on_failure", on_failure, ("raise", "warn", "ignore"))
+def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
+    """Raise unless it is a word, or a policy where these are known."""
+    given, site = located(on_failure)
+    if isinstance(given, FailurePolicy):
+        required = "be 'raise', 'warn' or 'ignore' here"
+        remedy = "a policy is of layers, `solve` and `equilibrium_attention`"
+        _validate.require(policies or site is not None, "on_failure", required, repr(given), remedy)
+        return
+    if isinstance(given, type) and issubclass(given, FailurePolicy):
+        raise TypeError(_validate.message("on_failure", "be an instance", "the class FailurePolicy", "FailurePolicy()"))
+    _validate.check_choice("on_failure", given, WORDS)
 
 
 def report_failures(
-    on_failure: OnFailure,
+    on_failure: Any,
     what: str,
     record: Record,
     remedies: Remedies = NO_REMEDIES,
     cause: Callable[[], str] = str,
+    *,
+    site: Site | None = None,
+    side: Side = "forward",
 ) -> None:
-    """Raise or warn if any problem failed, with the remedy of the method for the first one, and the `cause` if known.
+    """Raise or warn if more problems failed than are tolerated, with the remedy of the first, and the `cause`.
 
     Inside torch.vmap, where the host cannot look, the status itself must be read.
     """
-    if on_failure == "ignore" or is_batched(record.status):
+    policy, failed = policy_of(on_failure), record.failed
+    if policy.over == "ignore" or is_batched(record.status):
         return
-    failed = record.failed
+    too_many = ""
+    if policy.counts:
+        found = (site or policy._site).window(side, policy).add(failed)
+        if found is None or found[0] <= policy.tolerate * found[1]:
+            return
+        calls = "the last call" if policy.window == 1 else f"the last {policy.window} calls"
+        too_many = (
+            f" {found[0]:.0f} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {found[1]:.0f}."
+        )
     if not bool(failed.any()):
+        if too_many:
+            _tell(policy, site, side, int(Status.MAX_STEPS), f"{what} is not reliable:{too_many[:-1]}")
         return
     indices = failed.nonzero()
     first = [tuple(i) for i in indices[:SHOWN].tolist()]
@@ -50,19 +77,49 @@ def report_failures(
     )
     if told := cause():
         message += f"; {told}"
-    if on_failure == "raise":
-        raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
-    warnings.warn(message, ConvergenceWarning, stacklevel=outside())
+    _tell(policy, site, side, int(record.status.max()), message, too_many)
+
+
+def _tell(
+    policy: FailurePolicy,
+    site: Site | None,
+    side: Side,
+    kind: int,
+    message: str,
+    too_many: str = "",
+    received: str = "the solution",
+) -> None:
+    if policy.over == "raise":
+        raise ConvergenceError(
+            f"{message}.{too_many} Pass on_failure='warn' or 'ignore' to receive {received} all the same."
+        )
+    _warn(site, side, kind, f"{message}.{too_many[:-1]}" if too_many else message)
+
+
+def tell(on_failure: Any, message: str, *, received: str, but: str = "", site: Site | None = None) -> None:
+    """Raise or warn of what a layer found by itself; `but` follows a warning, and `received` says what is returned."""
+    policy = policy_of(on_failure)
+    if policy.over != "ignore":
+        message = message if policy.over == "raise" else f"{message}{but}"
+        _tell(policy, site, "forward", OTHER_KIND, message, received=received)
 
 
 def report_gradients(
-    on_failure: OnFailure, what: str, error: Tensor | None, record: Record, remedies: Remedies = NO_REMEDIES
+    on_failure: Any,
+    what: str,
+    error: Tensor | None,
+    record: Record,
+    remedies: Remedies = NO_REMEDIES,
+    *,
+    site: Site | None = None,
 ) -> None:
     """`report_failures` of backward solves, and a warning of gradients that the residual of the states spoils."""
-    if on_failure == "ignore" or is_batched(record.status):
+    policy = policy_of(on_failure)
+    if policy.over == "ignore" or is_batched(record.status):
         return
-    report_failures(on_failure, what, record, remedies)
-    if error is None:
+    report_failures(on_failure, what, record, remedies, site=site, side="backward")
+    # A policy that tolerates failures says nothing of estimates.
+    if error is None or policy.counts:
         return
     unsure = (error > UNSURE) & ~record.failed
     if count := int(unsure.sum()):
@@ -73,12 +130,12 @@ def report_gradients(
             "solved to a residual only and the problems are nearly singular there (a fold; see "
             "`AdjointReport.gradient_error`); solve with a smaller rtol, or in float64"
         )
-        warnings.warn(message, ConvergenceWarning, stacklevel=outside())
+        _warn(site, "backward", _UNSURE_KIND, message)
 
 
-def warn_of_unstable(on_failure: OnFailure, what: str, status: Tensor) -> None:
+def warn_of_unstable(on_failure: Any, what: str, status: Tensor, *, site: Site | None = None) -> None:
     """Warn of unstable solutions: they solve the equations, but small deviations from them grow."""
-    if on_failure == "ignore" or is_batched(status):
+    if policy_of(on_failure).over == "ignore" or is_batched(status):
         return
     count = int((status == Status.UNSTABLE).sum())
     if count:
@@ -86,4 +143,47 @@ def warn_of_unstable(on_failure: OnFailure, what: str, status: Tensor) -> None:
             f"{what} ended on an unstable solution (status UNSTABLE) for {count} of {status.numel()} problems: "
             "a small field, or another solver, may lead to a stable one"
         )
-        warnings.warn(message, ConvergenceWarning, stacklevel=outside())
+        _warn(site, "forward", int(Status.UNSTABLE), message)
+
+
+def _warn(site: Site | None, side: Side, kind: int, message: str) -> None:
+    again = "" if site is None else site.again(side, kind)
+    if again is not None:
+        warnings.warn(f"{message}{again}", ConvergenceWarning, stacklevel=outside())
+
+
+def without_gradient(on_failure: Any, failed: Tensor, value: Tensor) -> Tensor:
+    """The value; with backward="zero" a problem (*lead) that failed gets no gradient by it."""
+    if policy_of(on_failure).backward == "keep" or not value.requires_grad:
+        return value
+    return torch.where(_per_problem(failed, value), value.detach(), value)
+
+
+def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | None:
+    """With backward="zero" the cotangent (*lead, *event) without failed problems; None where nothing is to be done.
+
+    The host looks, except under transforms. A problem whose cotangent is not finite keeps it.
+    """
+    if policy_of(on_failure).backward == "keep":
+        return None
+    failed = (status > Status.UNSTABLE) & ~lost(status, cotangent)
+    if host_may_look(status) and not bool(failed.any()):
+        return None
+    return cotangent.masked_fill(_per_problem(failed, cotangent), 0.0)
+
+
+def lost(status: Tensor, cotangent: Tensor) -> Tensor:
+    """(*lead), where what comes from above is not finite: no solve can make a gradient of that, and none failed."""
+    finite = torch.isfinite(cotangent)
+    return ~(finite.flatten(status.ndim).all(-1) if finite.ndim > status.ndim else finite)
+
+
+def forgiven(record: Record, cotangent: Tensor) -> Record:
+    """The record of a backward solve without the problems whose `cotangent` is `lost`."""
+    if host_may_look(record.status) and not bool(record.failed.any()):
+        return record
+    return record._replace(status=record.status.masked_fill(lost(record.status, cotangent), int(Status.CONVERGED)))
+
+
+def _per_problem(failed: Tensor, value: Tensor) -> Tensor:
+    return failed.reshape((*failed.shape, *(1,) * (value.ndim - failed.ndim)))

@@ -26,11 +26,12 @@ from torch.autograd import forward_ad
 
 from ._autograd import backward_running, sum_to_shape
 from ._fused_rule import FusedRule
-from ._types import Impl, OnFailure
+from ._types import Impl
 from .adjoints import Implicit, Request
 from .adjoints.implicit import Call, gradients_at
 from .adjoints.linear_system import conjugate_gradients, report_adjoint
 from .energies import AnchoredEnergy
+from .failure_policy import policy_of
 from .fused import Adjoined, Lowered
 from .ops import dispatch, trust
 from .ops.native import checks
@@ -250,7 +251,7 @@ def found_states(
     return _trusted("hopfield_solve", impl, problem, run)
 
 
-def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failure: OnFailure) -> Found | None:
+def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, report: AdjointReport) -> Found | None:
     """The same with a graph and all evidence."""
     differentiated = is_differentiated(*problem)
     found = found_states(problem, initial, solver, impl, mean=differentiated, evidence=True)
@@ -259,12 +260,12 @@ def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, on_failu
     assert found.num_steps is not None
     # All that is asked for is there.
     record = Record(found.status, found.residual, found.tolerance, found.num_steps, found.num_steps + 1)  # type: ignore[arg-type]
-    report, value = AdjointReport(on_failure=on_failure), found.state
+    value = found.state
     if differentiated:
         how = _How(solver, impl, report, found.failed == 0)
         value = _Equilibrium.apply(how, found, *problem)  # type: ignore[no-untyped-call]
         report.awaited = not backward_running()
-        report.state_residual = None if on_failure == "ignore" else record.residual
+        report.state_residual = None if report.on_failure == "ignore" else record.residual
     return Found(Outcome(value, record), report, found.failed)
 
 
@@ -324,7 +325,7 @@ def _by_adjoint(
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
     run = partial(adjoints, keys, beta, anchor, pairs, first, state, mean, cotangent, rule)
     native = _trusted("hopfield_adjoint", how.impl, problem, run)
-    if native is None:
+    if native is None or (native.failed and policy_of(how.report.on_failure).backward == "zero"):
         return None
     found = native.whole
     if native.failed:

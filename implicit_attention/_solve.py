@@ -10,11 +10,12 @@ from torch import Tensor
 
 from . import _validate
 from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
-from ._reporting import check_on_failure, report_failures
+from ._reporting import check_on_failure, report_failures, without_gradient
 from ._short import Found, are_plain, find, is_exact, rule_of, unobserved
 from ._short import Problem as Short
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
+from .failure_policy import FailurePolicy, located, policy_of
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Solution, Trace
@@ -44,8 +45,9 @@ def solve(
         impl: "auto" solves by a fused operation where there is one for the problem and the solver, else by the solvers'
             loop; "reference" always by the loop, with every product written out; "native" (compiled for this CPU),
             "tiled" (by torch's attention kernels, and adjoints in tiles) and "triton" insist on their operation.
-        on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", or "ignore". The same
-            holds for a backward solve. Inside torch.vmap, where the host cannot look, `Solution.status` alone tells.
+        on_failure: what to do if a problem has no answer: "raise" `ConvergenceError`, "warn", "ignore", or a
+            `FailurePolicy`. The same holds for a backward solve. Inside torch.vmap, where the host cannot look,
+            `Solution.status` alone tells.
         trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems); with
             `Unrolled()` also the graph of every state, for `Solution.states`.
 
@@ -84,9 +86,19 @@ def solve(
     if torch.compiler.is_exporting():
         return _exported(problem, initial, solver, trace)
     check_on_failure(on_failure)
+    on_failure, site = located(on_failure)
+    if isinstance(on_failure, FailurePolicy) and on_failure.forward == "explicit" and site is None:
+        required = "have forward='best' here: explicit attention is known to attention alone"
+        raise ValueError(_validate.message("on_failure", required, repr(on_failure)))
+    report = AdjointReport(on_failure=on_failure, site=site)
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
     problem.check_start({"initial": initial, "trace": trace}, solver, adjoint)
-    if not trace and (found := _shortly(problem, initial, solver, adjoint, impl, on_failure)) is not None:
+    sampled = None if site is None or site.tally is None or not site.tally.spectral else site.tally
+    if (
+        not trace
+        and sampled is None
+        and (found := _shortly(problem, initial, solver, adjoint, impl, report)) is not None
+    ):
         return concluded(found.outcome, solver, adjoint, found.report, problem.energy, failed=found.failed > 0)
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
@@ -95,13 +107,15 @@ def solve(
         problem = written_out(problem)
     elif impl != "auto":
         lower(problem, solver, impl, every_step=trace or isinstance(adjoint, Unrolled))
-    request = Request(problem, initial, solver, impl, trace, AdjointReport(on_failure=on_failure))
+    request = Request(problem, initial, solver, impl, trace, report)
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_undeclared(initial)
     with exact_precision(initial):
         outcome = adjoint.run(request)
     outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
+    if sampled is not None:
+        sampled.keep(problem, outcome.value)
     energy = problem.energy if problem.has_energy else None
     cause = partial(randomness, problem, outcome.value)
     return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, if_outside=problem.if_outside)
@@ -138,12 +152,14 @@ def concluded(
     failed: whether a problem may have no answer; False spares a look at all of them.
     """
     report.awaited = outcome.value.requires_grad and not backward_running()
-    on_failure = report.on_failure
+    on_failure, record, value = report.on_failure, outcome.record, outcome.value
+    if failed:
+        value = without_gradient(on_failure, record.failed, value)
     solution = Solution(
-        outcome.record,
+        record,
         report,
         adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: if_outside}),
-        value=outcome.value,
+        value=value,
         trace=_trace(outcome.trace),
         course=outcome.states,
         energy_function=energy_function,
@@ -157,13 +173,14 @@ def concluded(
         wrong = report.awaited and adjoint.needs_solution and on_failure == "warn"
         return cause() or (NO_GRADIENT if wrong else "")
 
-    if failed:
-        report_failures(on_failure, type(solver).__name__, solution.record, solution.remedies, told)
+    # What checkpointing computes again was told of before.
+    if (failed or policy_of(on_failure).counts) and not backward_running():
+        report_failures(on_failure, type(solver).__name__, record, solution.remedies, told, site=report.site)
     return solution
 
 
 def _shortly(
-    problem: Problem, initial: Tensor, solver: Solver, adjoint: Adjoint, impl: Impl, on_failure: OnFailure
+    problem: Problem, initial: Tensor, solver: Solver, adjoint: Adjoint, impl: Impl, report: AdjointReport
 ) -> Found | None:
     """What the short way finds where it may be taken, else None."""
     if impl not in ("auto", "native") or not is_exact(adjoint) or not unobserved() or rule_of(solver) is None:
@@ -171,7 +188,7 @@ def _shortly(
     short = Short.of(problem)
     if short is None or not short.is_native(impl) or not are_plain(short.query.dtype, initial):
         return None
-    return find(short, initial, solver, impl, on_failure) if initial.shape == short.query.shape else None
+    return find(short, initial, solver, impl, report) if initial.shape == short.query.shape else None
 
 
 def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:

@@ -17,6 +17,7 @@ from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
+from .failure_policy import Site, text_of
 from .ops import dispatch, registration
 from .ops.problem import Hopfield, carries
 from .ops.rule import THERE, Solved
@@ -64,15 +65,16 @@ class Lowered:
         found = dispatch.solve(problem, initial, self.rule, dispatch.checked(self.impl, problem), keep_mean=False)
         return found.state, found.record
 
-    def in_graph(self, initial: Tensor, on_failure: OnFailure) -> tuple[Tensor, Record]:
+    def in_graph(self, initial: Tensor, on_failure: OnFailure, site: Site | None) -> tuple[Tensor, Record]:
         """The same as one operation that a compiler keeps in its graph, with a first derivative.
 
-        A backward solve that fails is told as `on_failure` says.
+        A backward solve that fails is told as `on_failure` says, of the `site`.
         """
         assert self.rule is not None
         problem, poison = self._isolated()
         impl = dispatch.checked(self.impl, problem)
-        found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, on_failure))
+        told = (text_of(on_failure), None if site is None else site.handle)
+        found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, *told))
         return found.state, found.record
 
     def there(self) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,8 @@ class SolveOptions:
         max_steps: replaces the solver's `max_steps`. With 0 nothing is solved: the answer is one explicit step of
             attention, whatever the anchor.
         on_failure: what to do about queries without an answer, and about gradients that did not converge: "raise",
-            "warn" (the default) or "ignore".
+            "warn" (the default), "ignore" or a `FailurePolicy`. A layer warns of its first failing call, and then of
+            the 10th, 100th, 1000th, ...
 
     Raises:
         TypeError: an option that does not exist, or of another type. ValueError: a value out of range.

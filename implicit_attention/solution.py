@@ -14,6 +14,7 @@ from typing_extensions import Self
 from . import _validate
 from ._autograd import exact_precision, is_batched
 from ._types import OnFailure
+from .failure_policy import Site
 from .status import Status
 
 __all__ = ["AdjointReport", "Record", "Solution", "SolveReport", "Status", "Trace", "summarize"]
@@ -113,7 +114,8 @@ class AdjointReport:
         state_residual: (*lead), the residual of the states, from which `gradient_error` is estimated.
         unsolved: (*lead), where the solve itself failed, for an adjoint whose gradient is then wrong; None for others.
         lead: the shape of the fields, where heads or sites have axes of their own that the problems solved have not.
-        on_failure: how a backward solve that fails is reported: "raise", "warn" or "ignore".
+        on_failure: how a backward solve that fails is reported: "raise", "warn", "ignore" or a `FailurePolicy`.
+        site: the layer that solved, as failures of it are told and counted.
         awaited: whether the returned value has a graph, whose backward pass fills this report.
         in_graph: whether the solve was a part of a compiled graph. Its backward pass leaves this report empty, and
             warns of failures itself, unless `on_failure` is "ignore".
@@ -140,6 +142,7 @@ class AdjointReport:
     unsolved: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
+    site: Site | None = None
     awaited: bool = False
     in_graph: bool = False
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .._autograd import host_may_look, transforms_active
 from .._declared import first_of, pick, put
-from .._reporting import UNSURE, report_gradients
+from .._reporting import UNSURE, left_out, lost, report_gradients
 from .._types import LinearMap
+from ..failure_policy import policy_of
 from ..fused import Adjoined, lower
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
@@ -50,6 +51,9 @@ def solve_system(
             rhs,
             lambda: problem.fixed_point_map(z),
         )
+        if policy_of(request.report.on_failure).backward == "zero":
+            failed = (answer.status > Status.UNSTABLE) & ~lost(answer.status, rhs)
+            return torch.where(failed.reshape((*failed.shape, *(1,) * problem.event_ndim)), 0.0, answer.value)
     return answer.value
 
 
@@ -62,6 +66,24 @@ def adjoint_gradients(
     A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
     """
+    answer, tape, chosen = _gradients(request, method, problem, z, cotangent)
+
+    def mapped() -> Tensor:
+        return problem.fixed_point_map(z) if tape is None else tape.mapped
+
+    report_adjoint(request.report, request.solver, chosen, answer, problem.symmetric, z, cotangent, mapped)
+    rest = left_out(request.report.on_failure, answer.status, cotangent)
+    if rest is not None:
+        for tensor in problem.tensors():
+            tensor.grad = None
+        return _gradients(request, method, problem, z, rest)[0].gradients
+    return answer.gradients
+
+
+def _gradients(
+    request: Request, method: LinearSolver[Any] | None, problem: Problem, z: Tensor, cotangent: Tensor
+) -> tuple[Adjoined, Tape | None, LinearSolver[Any]]:
+    """The answer with its gradients, what was recorded for it, and the method."""
     chosen = method or _default_method(problem, z.dtype)
     answer, tape = None, None
     if method is None and isinstance(chosen, CG) and (lowered := lower(problem, None, request.impl)) is not None:
@@ -70,12 +92,7 @@ def adjoint_gradients(
             answer = lowered.adjoint(z, cotangent, chosen.rtol, steps)
     if answer is None:
         answer, tape = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
-
-    def mapped() -> Tensor:
-        return problem.fixed_point_map(z) if tape is None else tape.mapped
-
-    report_adjoint(request.report, request.solver, chosen, answer, problem.symmetric, z, cotangent, mapped)
-    return answer.gradients
+    return answer, tape, chosen
 
 
 def _by_rows(
@@ -334,12 +351,18 @@ def report_adjoint(
     error, doubtful = _gradient_error(report, solver, answer, symmetric, z, rhs, mapped)
     if error is not None:
         fields["gradient_error"] = error
+    watched = None if report.site is None else report.site.tally
+    if doubtful or watched is not None:
+        fields["lost"] = lost(answer.status, rhs)
     if report.lead is not None and report.lead.numel() == answer.status.numel():
         fields = {name: field.reshape(report.lead) for name, field in fields.items()}
     elif report.lead is not None and answer.status.shape[-len(report.lead) or answer.status.ndim :] == report.lead:
         fields = _worst(fields, answer.status.ndim - len(report.lead))
+    without = fields.pop("lost", None)
     steps = fields["num_steps"]
     told = Record(fields["status"], fields["residual"], fields["tolerance"], steps, steps)
+    if watched is not None:
+        watched.add_backward(*told[:4], without)
     status, error, before = fields["status"], fields.get("gradient_error"), report.gradient_error
     if report.status is not None and report.status.shape == status.shape:
         # Of several solves (second derivatives make more) the worst is kept, problem by problem.
@@ -350,9 +373,11 @@ def report_adjoint(
             fields["gradient_error"] = error if before is None else torch.maximum(error, before)
     for name, field in fields.items():
         setattr(report, name, field)
-    if doubtful:
+    if doubtful or policy_of(report.on_failure).counts:
+        if without is not None:
+            told = told._replace(status=told.status.masked_fill(without, int(Status.CONVERGED)))
         what = f"the adjoint solve by {type(method).__name__}, whose gradient is therefore wrong,"
-        report_gradients(report.on_failure, what, error, told, method.remedies)
+        report_gradients(report.on_failure, what, error, told, method.remedies, site=report.site)
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:

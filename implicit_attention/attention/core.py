@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,19 +13,21 @@ from .._autograd import (
     at_least_single,
     backward_running,
     exact_precision,
+    host_may_look,
     into_onnx,
     is_batched,
     is_fake,
     may_have_tangent,
     uncompiled,
 )
-from .._reporting import report_failures
+from .._reporting import report_failures, without_gradient
 from .._short import Problem
 from .._solve import solve
-from .._types import Impl, OnFailure
+from .._types import Impl
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
+from ..failure_policy import FailurePolicy, Located, Site, Word, policy_of
 from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
@@ -41,11 +43,11 @@ from .masks import check_whole, triangle
 from .read_out import PotentialFactory, made_by, read_out, reads_out
 
 
-def report_from_graph(record: Record, options: SolveOptions) -> SolveReport:
+def report_from_graph(record: Record, options: SolveOptions, site: Site | None = None) -> SolveReport:
     """The report of a solve in a compiled graph, at which the host has not looked; warns if a problem failed."""
     on_failure, remedies = options.on_failure, options.effective_solver.remedies
-    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", record, remedies)
-    return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure), remedies)
+    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", record, remedies, site=site)
+    return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure, site=site), remedies)
 
 
 def is_repetition(remembered: SolveReport | Record | None) -> bool:
@@ -95,6 +97,7 @@ class Call(NamedTuple):
         return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
         return_weights: whether the attention weights are asked for.
         unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
+        site: the layer that asks.
     """
 
     query: Tensor
@@ -113,7 +116,16 @@ class Call(NamedTuple):
     trace: bool = False
     return_solution: bool = False
     return_weights: bool = False
-    unbounded: OnFailure = "raise"
+    unbounded: Word = "raise"
+    site: Site | None = None
+
+    @property
+    def on_failure(self) -> Any:
+        """What its solves do about failures."""
+        given, site = self.options.on_failure, self.site
+        if site is None and isinstance(given, FailurePolicy):
+            site = given._site
+        return given if site is None else Located(given, site)
 
 
 def attend(call: Call) -> Attended:
@@ -173,7 +185,7 @@ def _fits_graph(call: Call) -> bool:
     make = call.potential
     if make is not LogSumExp and not (isinstance(make, type) and OverLogSumExp in make.__bases__):
         return False
-    if call.keys.shape[-2] == 0 or options.on_failure == "raise" or options.impl == "reference":
+    if call.keys.shape[-2] == 0 or policy_of(options.on_failure).over == "raise" or options.impl == "reference":
         return False
     if call.bias is not None and call.bias.requires_grad:
         return False
@@ -273,7 +285,7 @@ def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | R
             solved = _solved(energy, call, in_graph)
             if solved is None:
                 return None
-            state, solution = solved
+            state, solution = _stood_in(energy, call, *solved)
             output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
         weights = reads_out(potential).probabilities(state) if call.return_weights else None
         if empty and weights is not None:
@@ -286,6 +298,9 @@ def _shortly(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor, Solution, 
     more = call.dropout_p != 0 or call.trace or call.return_solution or call.return_weights
     if more or call.potential is not LogSumExp or (call.mask is not None and call.bias is not None):
         return None
+    sampled = call.site is not None and call.site.tally is not None and call.site.tally.spectral
+    if sampled or policy_of(call.options.on_failure).forward == "explicit":
+        return None
     plan = short.planned(call.options) if short.untouched() else None
     if plan is None:
         return None
@@ -296,7 +311,8 @@ def _shortly(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor, Solution, 
         fits = dtype not in HALF and call.values is not None
         output = short.explicit(problem, call.values) if fits else None
         return None if output is None else (output, call.query, _unsolved(call.query), None)
-    found = short.solved(problem, call.values, call.query if call.initial is None else call.initial, plan)
+    report = AdjointReport(on_failure=call.options.on_failure, site=call.site)
+    found = short.solved(problem, call.values, call.query if call.initial is None else call.initial, plan, report)
     return None if found is None else (found[0].to(dtype), found[1].value, found[1], None)
 
 
@@ -338,17 +354,30 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
         # The operation has no gradient of a bias, which the potential may have made of its keys.
         if lowered is None or (lowered.potential.bias is not None and lowered.potential.bias.requires_grad):
             return None
-        return lowered.in_graph(initial, options.on_failure)
+        site = None if torch.compiler.is_exporting() else call.site
+        state, record = lowered.in_graph(initial, options.on_failure, site)
+        return without_gradient(options.on_failure, record.failed, state), record
     solution = solve(
         energy,
         initial,
         solver=options.effective_solver,
         adjoint=options.effective_adjoint,
         impl=options.impl,
-        on_failure=options.on_failure,
+        on_failure=call.on_failure,
         trace=call.trace,
     )
     return solution.value, solution
+
+
+def _stood_in(
+    energy: AnchoredEnergy, call: Call, state: Tensor, solution: Solution | Record
+) -> tuple[Tensor, Solution | Record]:
+    """The states, with forward="explicit" replaced where a query failed by what max_steps=0 reads out at."""
+    failed = solution.failed
+    if policy_of(call.options.on_failure).forward == "best" or (host_may_look(failed) and not bool(failed.any())):
+        return state, solution
+    instead = energy.fixed_point_map(call.query) if call.values is None else call.query
+    return torch.where(failed[..., None], instead, state), solution
 
 
 # Explicit steps.

@@ -25,12 +25,13 @@ from .._short import (
     unobserved,
 )
 from .._solve import concluded
-from .._types import Impl, OnFailure
+from .._types import Impl
 from ..adjoints import Implicit
+from ..failure_policy import WORDS
 from ..ops.attention import attend, differentiable, loses_nan, sdpa
 from ..ops.fold import Fold
 from ..options import SolveKeywords, SolveOptions
-from ..solution import Solution
+from ..solution import AdjointReport, Solution
 from ..solvers import Anderson, Picard, Solver
 from .read_out import LINE, read_out
 
@@ -50,17 +51,16 @@ class Plan(NamedTuple):
 
     solver: Solver | None
     impl: Impl
-    on_failure: OnFailure
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(options: SolveOptions) -> Plan | None:
     solver, adjoint = options.effective_solver, options.effective_adjoint
     if options.explicit:
-        return Plan(None, options.impl, options.on_failure) if options.impl == "auto" else None
+        return Plan(None, options.impl) if options.impl == "auto" else None
     if rule_of(solver) is None or not (adjoint is None or is_exact(adjoint)) or options.impl not in ("auto", "native"):
         return None
-    return Plan(solver, options.impl, options.on_failure)
+    return Plan(solver, options.impl)
 
 
 def planned(options: SolveOptions) -> Plan | None:
@@ -75,13 +75,18 @@ def _overridden(**options: Any) -> Plan | None:
 
 
 def attention(
-    query: Any, key: Any, value: Any, scale: Any, anchor: Any, first: int | None, options: SolveKeywords
+    query: Any, key: Any, value: Any, scale: Any, anchor: Any, first: int | None, given: SolveKeywords
 ) -> Tensor | None:
     """`equilibrium_attention` without a mask; None where it is left to the general path.
 
     first: with it, query i attends to keys up to first + i.
     """
     if not untouched() or type(query) not in KINDS or query.is_nested or query.ndim < 2:
+        return None
+    options: dict[str, Any] = dict(given)
+    on_failure = options.pop("on_failure", None)
+    on_failure = "warn" if on_failure is None else on_failure
+    if on_failure not in WORDS:
         return None
     try:
         plan = _overridden(**options)
@@ -99,7 +104,7 @@ def attention(
         return None
     # Nobody sees evidence, unless a query has no answer.
     if is_differentiated(*problem):
-        found = find(problem, query, plan.solver, plan.impl, plan.on_failure)
+        found = find(problem, query, plan.solver, plan.impl, AdjointReport(on_failure=on_failure))
         state, failed = (None, 0) if found is None else (found.outcome.value, found.failed)
     else:
         bare = found_states(problem, query, plan.solver, plan.impl, mean=False, evidence=False)
@@ -107,7 +112,7 @@ def attention(
     if state is None:
         return None
     if failed:
-        told = solved(problem, value, query, plan)
+        told = solved(problem, value, query, plan, AdjointReport(on_failure=on_failure))
         return None if told is None else told[0]
     return _read(state, key, value, problem.beta, first)
 
@@ -130,7 +135,9 @@ def explicit(problem: Problem, values: Any) -> Tensor | None:
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
 
 
-def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[Tensor, Solution] | None:
+def solved(
+    problem: Problem, values: Any, initial: Tensor, plan: Plan, report: AdjointReport
+) -> tuple[Tensor, Solution] | None:
     """What is read out at the equilibria (the state, without values), and the solution, told of as `solve` does.
 
     None where it is left to the general path. Call while `untouched`.
@@ -138,7 +145,7 @@ def solved(problem: Problem, values: Any, initial: Tensor, plan: Plan) -> tuple[
     assert plan.solver is not None
     if not problem.is_native(plan.impl, values) or (initial is not problem.query and not _starts(initial, problem)):
         return None
-    found = find(problem, initial, plan.solver, plan.impl, plan.on_failure)
+    found = find(problem, initial, plan.solver, plan.impl, report)
     if found is None:
         return None
     failed = found.failed > 0

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import host_may_look
-from .._types import OnFailure
 from ..errors import ConvergenceWarning, outside
+from ..failure_policy import Word
 from ..potentials import Potential
 from ..potentials._rays import Ray
 
@@ -31,7 +31,7 @@ def falls(potential: Potential, anchor: float | Tensor) -> Tensor | None:
     return None if ray is None else _beyond(ray, anchor) > 1 + MARGIN
 
 
-def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: OnFailure) -> bool:
+def check_bounded(potential: Potential, anchor: float | Tensor, unbounded: Word) -> bool:
     """Raise or warn if an entry's energy certainly falls without end; return whether it is certain that none does so.
 
     Certain only of what is known: where no ray is found there may be one.

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import check_graph, sum_to_shape
 from .._declared import restricted
-from .._types import OnFailure
+from ..failure_policy import Word
 from ..potentials import Potential
 from ..problem import Evaluation, Linearization, Problem
 from ._bounds import check_bounded, falls
@@ -148,7 +148,7 @@ class AnchoredEnergy(Anchored, Energy):
         field: Float[Tensor, "*batch N D"],
         anchor: float | Float[Tensor, "*#batch"] = 0.0,
         *,
-        unbounded: OnFailure = "raise",
+        unbounded: Word = "raise",
     ) -> None:
         if not isinstance(potential, Potential):
             raise TypeError(

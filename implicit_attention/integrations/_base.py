@@ -34,7 +34,9 @@ class HostAttention(Remembering):
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, *, dropout: float, **given: Any) -> Attended:
         """`attend` with the anchor and options of this module, which remembers the solve; weights drop in training."""
         given["dropout_p"] = dropout if self.training else 0.0
-        attended = attend(Call(query, keys, values, anchor=self.anchor(), options=self.options, **given))
+        attended = attend(
+            Call(query, keys, values, anchor=self.anchor(), options=self.options, site=self._site, **given)
+        )
         self._remember(attended.report)
         return attended
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from .._types import OnFailure
 from ..attention.core import Call, attend
 from ..attention.heads import merge_heads
 from ..attention.masks import check_causal, check_order, mask_and_bias
 from ..attention.read_out import PotentialFactory
+from ..failure_policy import Word
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut
 from .cache import Held, KeyValueCache, check_cache
@@ -108,7 +108,7 @@ class ImplicitAttention(Remembering):
         rotary: Rotary | None = None,
         projection_bias: bool = False,
         bare: bool = False,
-        unbounded: OnFailure = "raise",
+        unbounded: Word = "raise",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[SolveKeywords],
@@ -136,7 +136,7 @@ class ImplicitAttention(Remembering):
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
         self.causal, self.dropout, self.rotary = causal, dropout, rotary
         _validate.check_choice("unbounded", unbounded, ("raise", "warn", "ignore"))
-        self.unbounded: OnFailure = unbounded
+        self.unbounded: Word = unbounded
         self.options = SolveOptions().override(**options)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
@@ -233,6 +233,7 @@ class ImplicitAttention(Remembering):
             first=first if causal else None,
             potential=self.potential,
             unbounded=self.unbounded,
+            site=self._site,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
             initial=None if cache is None else cache.start(query),

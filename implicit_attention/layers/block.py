@@ -206,7 +206,12 @@ class Equilibrium(Remembering):
         while True:
             draws = Draws(layout.device, held=mode in self._draws, told=steps is None)
             call = BlockCall(
-                BlockMap(self.block, layout, frame, autocast, draws), initial, inputs, options, self._asked
+                BlockMap(self.block, layout, frame, autocast, draws),
+                initial,
+                inputs,
+                options,
+                self._asked,
+                self._on_failure(options),
             )
             try:
                 state, solution = call.solved() if steps is None else call.looped(steps, measured)

@@ -36,7 +36,9 @@ class BlockCall:
         inputs: tuple[PerSample | Shared, ...],
         options: SolveOptions,
         asked: set[tuple[bool, str]],
+        on_failure: Any,
     ) -> None:
+        self.on_failure = on_failure
         self.map, self.initial, self.inputs, self.options, self.asked = function, initial, inputs, options, asked
         self.tensors = tuple(given.value for given in inputs)
 
@@ -48,7 +50,7 @@ class BlockCall:
             layout.pack(self.initial),
             solver=options.effective_solver if solver is None else solver,
             adjoint=self._adjoint() if adjoint is None else adjoint,
-            on_failure=options.on_failure,
+            on_failure=self.on_failure,
         )
         state = layout.unpack(solution.value)
         if not layout.single:
@@ -88,7 +90,7 @@ class BlockCall:
         record = Record(status, residual, torch.zeros_like(residual), count, count + 1 if measured else count)
         if torch.compiler.is_compiling():
             return state, record
-        adjoint = AdjointReport(on_failure=self.options.on_failure)
+        adjoint = AdjointReport(on_failure=self.options.on_failure, site=self.on_failure.site)
         if layout.single:
             return state, Solution(record, adjoint, solver.remedies, value=state)
         return state, BlockSolution(record, adjoint, solver.remedies, value=state, packed=layout.pack(state))

@@ -194,6 +194,7 @@ def solve_tokens(
     problem: CausalTokens,
     x: Tensor,
     options: SolveOptions,
+    on_failure: OnFailure,
     order: Order,
     cache: KeyValueCache | None,
     key_mask: Tensor | None,
@@ -210,7 +211,7 @@ def solve_tokens(
     begin = None if cache is None else cache.start(x.unsqueeze(-3))
     initial, solver = x if begin is None else begin.squeeze(-3), options.effective_solver
     adjoint = Unrolled() if options.explicit else options.effective_adjoint
-    how: dict[str, Any] = {"impl": options.impl, "on_failure": options.on_failure, "adjoint": adjoint}
+    how: dict[str, Any] = {"impl": options.impl, "on_failure": on_failure, "adjoint": adjoint}
     if order == "together":
         solution = solve(problem, initial, solver=solver, **how)
     else:

@@ -18,6 +18,7 @@ from ..attention.masks import check_key_mask
 from ..attention.read_out import PotentialFactory
 from ..energies.causal_tokens import CausalTokens
 from ..energies.legendre import LegendreEnergy
+from ..failure_policy import policy_of
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, Potential, TokenAttention, TokenMemory
 from ..potentials.summed_scores import Polynomial
@@ -270,7 +271,10 @@ class EnergyTransformer(Remembering):
                 _validate.check_numbers("x", x, remedy)
             return problem.fixed_point_map(state).to(x.dtype)
         if isinstance(problem, CausalTokens):
-            solution, energies = solve_tokens(problem, state, chosen, order, cache, key_mask), None
+            solution, energies = (
+                solve_tokens(problem, state, chosen, self._on_failure(chosen), order, cache, key_mask),
+                None,
+            )
         else:
             solution, energies = self._solved(problem, state, chosen, return_energies)
         self._remember(None if is_batched(solution.status) else solution.report)
@@ -315,7 +319,7 @@ class EnergyTransformer(Remembering):
             watched = (
                 not self.causal
                 and not torch.compiler.is_exporting()
-                and options.on_failure != "ignore"
+                and policy_of(options.on_failure).over != "ignore"
                 and host_may_look(x)
             )
         solution = solve(
@@ -324,7 +328,7 @@ class EnergyTransformer(Remembering):
             solver=solver,
             adjoint=adjoint,
             impl=options.impl,
-            on_failure=options.on_failure,
+            on_failure=self._on_failure(options),
             trace=return_energies or watched,
         )
         if solution.trace is None or solution.trace.energy is None:
@@ -336,7 +340,7 @@ class EnergyTransformer(Remembering):
             energies = torch.cat([energies, energies[-1:].expand(short, *energies.shape[1:])])
             # What checkpointing computes again was told of before.
             if watched and not backward_running():
-                report_rise(energies, self.step_size, options.on_failure)
+                report_rise(energies, self.step_size, self._on_failure(options))
         return solution, energies
 
     def _attention(self, mask: Tensor | None, key_mask: Tensor | None) -> TokenAttention:

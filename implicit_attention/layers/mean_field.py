@@ -357,7 +357,7 @@ def _solved(
     problem = FixedPointMap(
         next_state, PerSample(field), sites, mixing, mixed_by, correction, corrected_by, event_ndim=3
     )
-    solver, adjoint, on_failure = layer.options.solver, layer.options.adjoint, layer.options.on_failure
+    solver, adjoint, on_failure = layer.options.solver, layer.options.adjoint, layer._on_failure(layer.options)
     if layer.steps is not None:
         solver, adjoint = Picard(rtol=0.0, atol=0.0, max_steps=layer.steps), Unrolled()
     solution = solve(

@@ -246,6 +246,7 @@ class MemoryLookup(Remembering):
             self.options.override(**options),
             potential=self._factory(),
             return_solution=return_solution,
+            site=self._site,
         )
         found = attend(call)
         self._remember(found.report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,9 +9,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._autograd import transforms_active
+from .._reporting import tell
 from .._types import OnFailure
 from ..energies.legendre import PublishedDynamics
-from ..errors import ConvergenceError, ConvergenceWarning, outside
+from ..failure_policy import located, policy_of
 from ..potentials import Potential
 from ..potentials.layer_norm import LayerNormPotential
 from ..problem import Evaluation
@@ -47,7 +47,8 @@ def published_solver(step_size: float, steps: int, *, causal: bool) -> Solver:
 
 def report_rise(energies: Tensor, step_size: float, on_failure: OnFailure) -> None:
     """Raise or warn if energies (steps + 1, *lead) of any problem rise by more than rounding."""
-    if on_failure == "ignore" or energies.numel() == 0:
+    on_failure, site = located(on_failure)
+    if policy_of(on_failure).over == "ignore" or energies.numel() == 0:
         return
     rises = energies.diff(dim=0)
     rounding = torch.finfo(energies.dtype).eps ** (2 / 3) * energies.abs().amax(0)
@@ -63,6 +64,4 @@ def report_rise(energies: Tensor, step_size: float, on_failure: OnFailure) -> No
         f"{float(rises[place]):.3g} from {float(energies[place]):.6g}: steps of {step_size:g} are too long there; "
         "use a smaller step_size, and more steps"
     )
-    if on_failure == "raise":
-        raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive the tokens all the same.")
-    warnings.warn(message, ConvergenceWarning, stacklevel=outside())
+    tell(on_failure, message, received="the tokens", site=site)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _validate
 from ..attention.core import is_repetition, report_from_graph
+from ..failure_policy import FailurePolicy, Located, Site
 from ..options import SolveOptions
 from ..solution import Record, SolveReport
 
@@ -21,11 +23,22 @@ class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._remembered = None
+        self._site = Site()
+
+    def _on_failure(self, options: SolveOptions) -> Any:
+        """What the solves of this layer do about failures; an explicit step, which it has not, is refused."""
+        given = options.on_failure
+        if isinstance(given, FailurePolicy) and given.forward == "explicit":
+            required = f"have forward='best' in {type(self).__name__}: explicit attention is known to attention alone"
+            raise ValueError(_validate.message("on_failure", required, repr(given)))
+        return Located(given, self._site)
 
     def _remember(self, report: SolveReport | Record | None) -> None:
         if torch.compiler.is_exporting():
             # Its tensors have shapes alone, and no program has a place for them.
             return
+        if report is not None and self._site.tally is not None:
+            self._site.tally.add(report)
         # A graph that looked at what is there would be compiled anew for each shape of it.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
             self._remembered = report
@@ -34,7 +47,7 @@ class Remembering(nn.Module):
     def last_solve(self) -> SolveReport | None:
         """The `SolveReport` of the last call. Failures in a compiled graph are warned of here, when it is asked for."""
         if isinstance(self._remembered, Record):
-            self._remembered = report_from_graph(self._remembered, self.options)
+            self._remembered = report_from_graph(self._remembered, self.options, self._site)
         return self._remembered
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import _validate
 from .._autograd import at_least_single, uncompiled
+from .._reporting import without_gradient
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
 from ..attention.heads import merge_heads, split_heads
@@ -360,7 +361,9 @@ def _answered(
     before = None if cache is None or cache.held is None else cache.held.values
     if before is not None and isinstance(layer.method, DynamicalMethod):
         system = layer.method.beside(system, couplings[..., :held], before)
-    return magnetization(system, layer.method, initial=initial, on_failure=layer.options.on_failure, return_answer=True)
+    on_failure: Any = layer._on_failure(layer.options)
+    m, answer = magnetization(system, layer.method, initial=initial, on_failure=on_failure, return_answer=True)
+    return without_gradient(on_failure, answer.report.failed, m), answer
 
 
 def _with_held(cache: KeyValueCache, state: Tensor) -> Tensor:

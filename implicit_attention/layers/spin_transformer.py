@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 
 from .. import _validate
 from .._autograd import at_least_single, is_batched, uncompiled
+from .._reporting import tell
 from .._types import OnFailure
 from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_key_mask
-from ..errors import ConvergenceError, ConvergenceWarning, outside
+from ..failure_policy import located, policy_of
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
 from .spin import SpinAttention
@@ -132,7 +132,7 @@ class SpinTransformerBlock(nn.Module):
         Returns:
             (*batch, N, dim), or a tuple (tokens, state).
         """
-        x, read, exists, lost = self._read(x, key_mask, self.spins.options.on_failure)
+        x, read, exists, lost = self._read(x, key_mask, self.spins._on_failure(self.spins.options))
         spun, state = self.spins(read, mask=mask, key_mask=exists, initial=initial, return_state=True)
         y = spun if self.norm is None else x + spun
         if self.feed_forward is not None:
@@ -177,7 +177,7 @@ class SpinTransformerBlock(nn.Module):
             raise TypeError(_validate.message("method", "have a free energy to be decomposed", received, remedy))
         required, remedy = "be None to decompose an answer, which has to be solved for", "make the block without steps"
         _validate.require(self.spins.steps is None, "steps", required, self.spins.steps, remedy)
-        on_failure = on_failure or self.spins.options.on_failure
+        on_failure = on_failure or self.spins._on_failure(self.spins.options)
         _, read, exists, lost = self._read(x, key_mask, on_failure)
         system = self.spins.system(read, mask=mask, key_mask=exists)
         parts = decompose(system, method, on_failure=on_failure)
@@ -355,13 +355,12 @@ def _cut(x: Tensor, limit: float) -> Tensor:
 @uncompiled
 def _tell(inside: Tensor, on_failure: OnFailure) -> None:
     """Raise or warn if there are tokens that no field gives."""
-    if on_failure == "ignore" or is_batched(inside):
+    on_failure, site = located(on_failure)
+    if policy_of(on_failure).over == "ignore" or is_batched(inside):
         return
     if count := int((~inside).sum()):
         message = (
             f"no finite field gives {count} of {inside.numel()} tokens: `x` must be shorter than R = sqrt(head_dim) in "
             "every head for input='magnetization'; use clip=0.95, or shorten x"
         )
-        if on_failure == "raise":
-            raise ConvergenceError(f"{message}. Pass on_failure='warn' or 'ignore' to receive NaN for them.")
-        warnings.warn(f"{message}. Their output is NaN.", ConvergenceWarning, stacklevel=outside())
+        tell(on_failure, message, received="NaN for them", but=". Their output is NaN.", site=site)

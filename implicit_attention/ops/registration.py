@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._autograd import may_have_tangent
 from .._fused_rule import FusedRule
-from .._reporting import report_failures
+from .._reporting import forgiven, left_out, lost, report_failures
 from ..errors import UnsupportedImplementation
+from ..failure_policy import Site, of_text
 from ..linear import CG
 from ..solution import Record
 from . import dispatch
@@ -32,17 +33,24 @@ def refuse_tangents(operation: str, *inputs: Any) -> None:
 
 
 def _run_solve(*args: Any) -> tuple[Tensor, ...]:
-    problem, initial, impl = Hopfield(*args[:6]), args[6], args[-2]
-    return _unshared(dispatch.solve(problem, initial, FusedRule(*args[7:-2]), impl))
+    problem, initial, impl = Hopfield(*args[:6]), args[6], args[11]
+    return _unshared(dispatch.solve(problem, initial, FusedRule(*args[7:11]), impl))
 
 
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
-    *given, on_failure = args[6:]
-    found = dispatch.solve_adjoint(Hopfield(*args[:6]), *given)
+    problem, given, (text, handle) = Hopfield(*args[:6]), args[6:-2], args[-2:]
+    found = dispatch.solve_adjoint(problem, *given)
+    on_failure, site, cotangent = of_text(text), Site.of(handle), given[1]
+    if site is not None and site.tally is not None:
+        site.tally.add_backward(*found[1:5], lost(found.status, cotangent))
     if dispatch.may_look(found.status):
         # Here, because this runs where a compiled graph does: nobody else sees what a backward pass did in there.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
-        report_failures(on_failure, what, Record(*found[1:5], num_evals=found.num_steps), CG.remedies)
+        told = forgiven(Record(*found[1:5], num_evals=found.num_steps), cotangent)
+        report_failures(on_failure, what, told, CG.remedies, site=site, side="backward")
+        if (rest := left_out(on_failure, found.status, cotangent)) is not None:
+            again = dispatch.solve_adjoint(problem, given[0], rest, *given[2:])
+            found = found._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
     return _unshared(found)
 
 
@@ -52,16 +60,16 @@ def _unshared(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.first, ctx.impl, ctx.on_failure = inputs[5], *inputs[-2:]
-    ctx.save_for_backward(*inputs[:5], output[0], output[1])
+    ctx.first, ctx.impl, ctx.on_failure = inputs[5], *inputs[11:13]
+    ctx.save_for_backward(*inputs[:5], output[0], output[1], inputs[13])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    field, keys, beta, anchor, mask, state, mean = ctx.saved_tensors
+    field, keys, beta, anchor, mask, state, mean, site = ctx.saved_tensors
     if cotangent is None:
-        return (None,) * 13
+        return (None,) * 14
     refuse_tangents("hopfield_solve", cotangent)
     problem = (field, keys, beta, anchor, mask, ctx.first)
     # A query that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
@@ -69,21 +77,22 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     read = lost & (cotangent != 0).any(-1, keepdim=True)
     state, mean, field = (t.masked_fill(lost, 0.0) for t in (state, mean, field))
     cotangent = cotangent.masked_fill(read, torch.nan)
-    found = Adjoint(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure))
+    found = Adjoint(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
     by_anchor = (found.value * (field - mean)).sum(-1, keepdim=True)
     gradients = (anchor * found.value, found.by_keys, found.by_beta[..., None], by_anchor)
     # Of tensors that were broadcast.
     likes = (field, keys, beta, anchor)
-    return (*(g.sum_to_size(t.shape).to(t.dtype) for g, t in zip(gradients, likes, strict=True)), *(None,) * 9)
+    return (*(g.sum_to_size(t.shape).to(t.dtype) for g, t in zip(gradients, likes, strict=True)), *(None,) * 10)
 
 
 def _batched(operation: Any, states: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
     """The rule of torch.vmap: one more leading axis, of which all but the arguments `states` may have size 1."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        given = []
+        given: list[Any] = []
         for index, (argument, dim) in enumerate(zip(args, in_dims, strict=True)):
-            if isinstance(argument, Tensor):
+            # The last one is the number of a site.
+            if isinstance(argument, Tensor) and index < len(args) - 1:
                 argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
                 if index in states:
                     argument = argument.expand(info.batch_size, *argument.shape[1:])
@@ -98,7 +107,7 @@ solve_op = torch.library.custom_op(
     _run_solve,
     mutates_args=(),
     schema=f"({_PROBLEM}, Tensor initial, float rtol, float atol, int max_steps, int plain_steps, str impl, "
-    f"str on_failure) -> {_EIGHT}",
+    f"str on_failure, Tensor? site=None) -> {_EIGHT}",
 )
 solve_op.register_autograd(_backward, setup_context=_setup)
 solve_op.register_vmap(_batched(solve_op, states=(0, 6)))
@@ -114,8 +123,8 @@ adjoint_op = torch.library.custom_op(
     "implicit_attention::hopfield_adjoint",
     _run_adjoint,
     mutates_args=(),
-    schema=f"({_PROBLEM}, Tensor state, Tensor cotangent, float? rtol, int max_steps, str impl, str on_failure) -> "
-    f"{_EIGHT}",
+    schema=f"({_PROBLEM}, Tensor state, Tensor cotangent, float? rtol, int max_steps, str impl, str on_failure, "
+    f"Tensor? site=None) -> {_EIGHT}",
 )
 
 

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import backward_running
 from .._reporting import check_on_failure, report_failures, warn_of_unstable
 from .._types import OnFailure
+from ..failure_policy import located
 from ..problem import widened
 from ..solution import Record, SolveReport
 from ..status import Status
@@ -28,7 +30,7 @@ def accepted(
     """The system in the precision of solves; raises where an argument is wrong, or the method cannot treat it."""
     check_type("system", system, SpinSystem, "be a SpinSystem")
     check_type("method", method, kind, f"be an instance of {kind.__name__}", remedy)
-    check_on_failure(on_failure)
+    check_on_failure(on_failure, policies=False)
     _validate.check_choice("check", check, ("none", "stability"))
     method.check(system)
     if initial is not None:
@@ -41,14 +43,17 @@ def told(
 ) -> SolveReport:
     """The report of a solve, in which replaced samples are NONFINITE, after failures were raised or warned of."""
     # A later backward pass tells its failures in the same way.
-    report.adjoint.on_failure, report.adjoint.lead = on_failure, nonfinite.shape
+    on_failure, site = located(on_failure)
+    report.adjoint.on_failure, report.adjoint.site, report.adjoint.lead = on_failure, site, nonfinite.shape
     status = report.status.masked_fill(nonfinite, int(Status.NONFINITE))
     record = report.record._replace(status=status, residual=fill(report.residual, nonfinite))
     report = SolveReport(record, report.adjoint, method.remedies)
     name = type(method).__name__
-    report_failures(on_failure, name, report.record, method.remedies)
-    if check == "stability":
-        warn_of_unstable(on_failure, name, report.status)
+    # What checkpointing computes again was told of before.
+    if not backward_running():
+        report_failures(on_failure, name, report.record, method.remedies, site=site)
+        if check == "stability":
+            warn_of_unstable(on_failure, name, report.status, site=site)
     return report
 
 

@@ -14,11 +14,13 @@ from .convert import Conversion, Stage, convert
 from .learn import learn_anchors
 from .report import LayerReport, last_solves, report
 from .settings import override
+from .watching import WatchCallback
 
 __all__ = [
     "Conversion",
     "LayerReport",
     "Stage",
+    "WatchCallback",
     "attach",
     "convert",
     "last_whole_checkpoint",

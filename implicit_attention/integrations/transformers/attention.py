@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ... import _validate
+from ..._autograd import at_least_single
 from ...attention.core import Call, attend, is_repetition
 from ...attention.masks import mask_and_bias
-from ...attention.read_out import PotentialFactory
+from ...attention.read_out import PotentialFactory, made_by
+from ...energies import AnchoredEnergy
+from ...failure_policy import Site
 from ...solution import Record, SolveReport
 from .._base import capped, with_zero_key
 from .anchors import anchor_here
@@ -22,6 +25,9 @@ from .settings import OPTIONS, SAYS_CAUSAL, Given, Settings
 
 #: Where an attention module keeps its `Last`.
 LAST = "_equilibrium_last"
+
+#: Where it keeps its `Site`.
+SITE = "_equilibrium_site"
 
 #: An attention module with this attribute measures how far its answer is from softmax attention on the same inputs.
 COMPARE = "_equilibrium_compare"
@@ -62,6 +68,15 @@ class Sample(NamedTuple):
     mask: Tensor | None
     bias: Tensor | None
 
+    def problem(self, anchor: float | Tensor) -> AnchoredEnergy:
+        """An energy with the Jacobian of the map that was solved, which does not depend on the queries."""
+        keys = at_least_single(self.keys)
+        keys = keys.repeat_interleave(self.state.shape[1] // keys.shape[1], dim=1)
+        potential = made_by(self.make, keys, self.beta, self.mask, self.bias)
+        if isinstance(anchor, Tensor):
+            anchor = anchor.to(self.state)
+        return AnchoredEnergy(potential, self.state, anchor, unbounded="ignore")
+
 
 @dataclasses.dataclass(eq=False)
 class Last:
@@ -72,6 +87,7 @@ class Last:
     settings: Settings | None = None
     change: Tensor | None = None
     anchor: float | Tensor = math.nan
+    site: Site | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Last, ())
@@ -134,7 +150,10 @@ class EquilibriumForward:
             _validate.require(s_aux.numel() == heads, "s_aux", "have one logit for each head", tuple(s_aux.shape))
             key, value, mask, bias = with_zero_key(key, value, mask, bias, s_aux)
             first = None if first is None else first + 1
-        make, anchor = capped(softcap), settings.anchor
+        make, anchor, site = capped(softcap), settings.anchor, getattr(module, SITE, None)
+        if site is None and not torch.compiler.is_compiling():
+            site = Site()
+            setattr(module, SITE, site)
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
         call = Call(
             query,
@@ -150,8 +169,11 @@ class EquilibriumForward:
             dropout_p=dropout,
             grouped=True,
             return_weights=_weights_wanted(module, output_attentions),
+            site=site,
         )
         found = attend(call)
+        if found.report is not None and site is not None and site.tally is not None:
+            site.tally.add(found.report)
         if torch.compiler.is_exporting():
             # Nothing of a program is remembered: its tensors have shapes alone, which may be open.
             weights = None if found.weights is None else found.weights[..., s_aux is not None :].to(query.dtype)
@@ -166,7 +188,7 @@ class EquilibriumForward:
         # A graph that looked at the tensors of the last call would be compiled again for each of their shapes.
         if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, Last()).report):
             anchor = call.anchor.detach() if isinstance(call.anchor, Tensor) else call.anchor
-            setattr(module, LAST, Last(found.report, sample, settings, change, anchor))
+            setattr(module, LAST, Last(found.report, sample, settings, change, anchor, site))
         weights = found.weights
         if weights is not None:
             weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...attention.core import report_from_graph
-from ...attention.read_out import made_by
 from ...diagnostics import distinct_fixed_points, effective_keys
 from ...solution import Record, SolveReport
 from ...status import Status
@@ -73,7 +73,7 @@ def last_solves(model: nn.Module) -> dict[str, SolveReport]:
 
     Not for looking at in a terminal: `report` prints a table, with effective keys and distinct fixed points.
     """
-    return {name: _report(last) for name, last in _calls(model)}
+    return {name: report_of(last) for name, last in _calls(model)}
 
 
 def report(model: nn.Module) -> list[LayerReport]:
@@ -134,25 +134,24 @@ def _is_current(module: nn.Module) -> bool:
     return config is None or is_ours(getattr(config, "_attn_implementation", None))
 
 
-def _report(last: Last) -> SolveReport:
+def report_of(last: Last) -> SolveReport:
     """The report of a call; if that was compiled, and could not warn of failures, this does."""
     assert last.settings is not None
     if isinstance(last.report, Record):
-        last.report = report_from_graph(last.report, last.settings.options)
+        last.report = report_from_graph(last.report, last.settings.options, last.site)
     assert last.report is not None
     return last.report
 
 
 def _row(name: str, last: Last) -> LayerReport:
-    solve, sample = _report(last), last.sample
+    solve, sample = report_of(last), last.sample
     assert sample is not None
     anchor = last.anchor.mean() if isinstance(last.anchor, Tensor) else last.anchor
     states, evals, backward = sample.state, solve.num_evals, solve.adjoint.status
     if evals.numel() == 0 or states.numel() == 0:
         nan = math.nan
         return LayerReport(name, float(anchor), 0.0, 0, nan, nan, nan, nan, nan, 0)
-    keys = sample.keys.to(states.dtype).repeat_interleave(states.shape[1] // sample.keys.shape[1], dim=1)
-    potential = made_by(sample.make, keys, sample.beta, sample.mask, sample.bias)
+    potential: Any = sample.problem(last.anchor).potential
     aims = (solve.status != Status.EXPLICIT) & (solve.status != Status.BUDGET)
     return LayerReport(
         name=name,
@@ -162,7 +161,7 @@ def _row(name: str, last: Last) -> LayerReport:
         residual=float(solve.residual.max()),
         converged=float(solve.converged[aims].double().mean()),
         gradient=math.nan if backward is None else float((backward <= Status.UNSTABLE).double().mean()),
-        effective_keys=float(effective_keys(potential, states).mean()),  # type: ignore[arg-type]
+        effective_keys=float(effective_keys(potential, states).mean()),
         distinct=float(distinct_fixed_points(states).double().mean()),
         queries=states.shape[-2],
     )

@@ -1,0 +1,196 @@
+"""What is done about problems without an answer: `FailurePolicy`, and the places that remember what they told."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, deque
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from . import _validate
+
+Word: TypeAlias = Literal["raise", "warn", "ignore"]
+WORDS: tuple[Word, ...] = ("raise", "warn", "ignore")
+Side: TypeAlias = Literal["forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailurePolicy:
+    """What a training run does about problems without an answer: how many it tolerates, and what stands in for them.
+
+    With n_i problems in call i of a layer, f_i of them failed, the policy is exceeded where sum f_i > tolerate sum n_i
+    over the last `window` calls; while there were fewer calls, n_i of those to come is taken as the mean of those that
+    were. Forward and backward solves are counted apart, and so is each layer; calls of a function that are given the
+    same policy are counted together. A tolerated failure is silent: `last_solve` and `training.watch` show it.
+
+    Args:
+        forward: what stands in for the answer of a failed problem: "best", the state with the smallest residual, or
+            "explicit", what `max_steps=0` gives, one step of softmax attention. The second is of attention alone.
+        backward: "keep" leaves gradients as they were found; "zero" gives a problem whose forward or backward solve
+            failed no part in them. Its values are then answered, but it teaches nothing.
+        tolerate: share of failed problems in [0, 1] that is tolerated. 0 tolerates none.
+        window: number of calls over which the share is taken, at least 1.
+        over: what to do where that is exceeded: "raise", "warn" or "ignore".
+
+    A gradient from above that is NaN or infinite is no failure: a `GradScaler` makes such, and skips the step. It
+    stays as it is.
+
+    On a CPU every call is looked at; on an accelerator, for which the host would have to wait, every `window`-th.
+
+    Raises:
+        TypeError, ValueError: an argument out of range or of another type.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import FailurePolicy, ImplicitAttention
+        >>> policy = FailurePolicy(forward="explicit", backward="zero", tolerate=0.01, window=50)
+        >>> layer = ImplicitAttention(8, heads=2, on_failure=policy)
+        >>> layer(torch.randn(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+
+    Not for finding out why solves fail: on_failure="raise" names the first of them.
+    """
+
+    forward: Literal["best", "explicit"] = "best"
+    backward: Literal["keep", "zero"] = "keep"
+    tolerate: float = 1e-3
+    window: int = 100
+    over: Word = "raise"
+    #: For calls that no layer counts, and for operations in compiled graphs, which take texts.
+    _site: Site = dataclasses.field(init=False, repr=False, compare=False, default_factory=lambda: Site())
+    _text: str = dataclasses.field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        _validate.store_plain(self)
+        _validate.check_choice("forward", self.forward, ("best", "explicit"))
+        _validate.check_choice("backward", self.backward, ("keep", "zero"))
+        _validate.check_number("tolerate", self.tolerate, low=0.0, high=1.0)
+        _validate.check_integer("window", self.window, low=1)
+        _validate.check_choice("over", self.over, WORDS)
+        fields = (self.forward, self.backward, repr(float(self.tolerate)), str(self.window), self.over)
+        object.__setattr__(self, "_text", " ".join(fields))
+
+    @property
+    def counts(self) -> bool:
+        """Whether calls without a failure are counted too."""
+        return self.over != "ignore" and (self.window > 1 or self.tolerate > 0)
+
+
+class Window:
+    """Problems and failures of the last calls."""
+
+    def __init__(self, length: int) -> None:
+        self._calls: deque[tuple[Any, int]] = deque(maxlen=length)
+        self._failed = self._problems = self._since = 0
+
+    def add(self, failed: Tensor) -> tuple[float, float] | None:
+        """Count a call; returns failed problems and problems of a full window, or None where nobody looks."""
+        calls, length = self._calls, self._calls.maxlen or 1
+        on_host = failed.device.type == "cpu"
+        oldest = calls[0] if len(calls) == length else (0, 0)
+        count: Any = int(failed.sum()) if on_host else failed.sum()
+        calls.append((count, failed.numel()))
+        self._problems += failed.numel() - oldest[1]
+        self._since += 1
+        if on_host:
+            self._failed += count - int(oldest[0])
+        elif self._since % length:
+            return None
+        else:
+            self._failed = int(torch.stack([torch.as_tensor(f, device=failed.device) for f, _ in calls]).sum())
+        return self._failed, self._problems * (length / len(calls))
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+class Site:
+    """A place that solves again and again, such as a layer: what was told of it, and who watches it.
+
+    Copies and pickles of it are new.
+    """
+
+    _numbers: ClassVar = itertools.count(1)
+    _all: ClassVar[WeakValueDictionary[int, Site]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        number = next(self._numbers)
+        self._all[number] = self
+        #: The same number for operations of a compiled graph, which would be compiled anew for each integer.
+        with unset_fake_temporarily():
+            self.handle = torch.tensor(number, device="cpu")
+        #: What `training.watch` has put here.
+        self.tally: Any = None
+        self._told: Counter[Side] = Counter()
+        self._kinds: set[tuple[Side, int]] = set()
+        self._windows: dict[tuple[Side, FailurePolicy], Window] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Site, ())
+
+    @classmethod
+    def of(cls, handle: Tensor | None) -> Site | None:
+        """The site with this handle, if it still is."""
+        return None if handle is None else cls._all.get(int(handle))
+
+    def window(self, side: Side, policy: FailurePolicy) -> Window:
+        """What a policy has counted here."""
+        return self._windows.setdefault((side, policy), Window(policy.window))
+
+    def again(self, side: Side, kind: int) -> str | None:
+        """What to add to a warning of this kind; None where it is not to be told.
+
+        It is told of the first failing call of a kind, and of the 10th, 100th, ... failing call of the side.
+        """
+        count = self._told[side] = self._told[side] + 1
+        new = (side, kind) not in self._kinds
+        self._kinds.add((side, kind))
+        if not new and str(count).rstrip("0") != "1":
+            return None
+        where = "" if side == "forward" else " backward"
+        following = 10 ** len(str(count))
+        return f" (failing{where} call {count} of this layer; the next one to be told of is number {following})"
+
+
+class Located(NamedTuple):
+    """`on_failure` of the solves of a site."""
+
+    on_failure: Word | FailurePolicy
+    site: Site
+
+
+def located(on_failure: Any) -> tuple[Any, Site | None]:
+    """The word or policy, and the site if there is one."""
+    return on_failure if isinstance(on_failure, Located) else (on_failure, None)
+
+
+def policy_of(on_failure: Any) -> FailurePolicy:
+    """A policy for each word: "raise" and "warn" tolerate nothing."""
+    given, _ = located(on_failure)
+    return given if isinstance(given, FailurePolicy) else _POLICIES[given]
+
+
+def text_of(on_failure: Any) -> str:
+    """The word or policy as a text that `of_text` reads."""
+    given, _ = located(on_failure)
+    return given._text if isinstance(given, FailurePolicy) else given  # type: ignore[no-any-return]
+
+
+def of_text(text: str) -> Any:
+    """The word, or the policy of `text_of`."""
+    if " " not in text:
+        return text
+    if text not in _POLICIES:
+        forward, backward, tolerate, window, over = text.split()
+        given: dict[str, Any] = {"forward": forward, "backward": backward, "over": over}
+        _POLICIES[text] = FailurePolicy(tolerate=float(tolerate), window=int(window), **given)
+    return _POLICIES[text]
+
+
+#: The words as policies, and those of texts.
+_POLICIES: dict[Any, FailurePolicy] = {word: FailurePolicy(tolerate=0.0, window=1, over=word) for word in WORDS}

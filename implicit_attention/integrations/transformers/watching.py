@@ -1,0 +1,92 @@
+"""Training of a model of transformers, watched: which modules solve, and a callback for its Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ... import _validate
+from ...failure_policy import Site
+from ...training.watch import Watch, watch
+from ...training.writers import Writer
+from .attach import is_ours
+from .attention import SITE
+from .reach import reach
+
+
+def sites(model: nn.Module) -> dict[str, Site]:
+    """The sites of the attention modules of a model that ask for attention of ours, by name."""
+    found = {}
+    for name, module in ((name, model.get_submodule(name)) for name in reach(model).asks):
+        if is_ours(getattr(getattr(module, "config", None), "_attn_implementation", None)):
+            if getattr(module, SITE, None) is None:
+                setattr(module, SITE, Site())
+            found[name] = getattr(module, SITE)
+    return found
+
+
+class WatchCallback(TrainerCallback):
+    """A callback of `Trainer` that watches the solves of its model, and looks whenever the trainer logs its loss.
+
+    The numbers over all layers join the last entry of `trainer.state.log_history`, as `equilibrium_evaluations`,
+    `equilibrium_failed`, `equilibrium_backward_failed` (shares) and `equilibrium_worst`; those of each layer go to the
+    writers. With several processes their counts are summed, and the first one writes. Solves of evaluations that ran
+    since the last look are counted too.
+
+    Args:
+        *writers: what to write to, such as `training.CSVFile(path)`.
+        spectral: as of `training.watch`.
+
+    Raises:
+        TypeError: a writer without `write`.
+
+    Examples:
+        >>> from implicit_attention.integrations.transformers import WatchCallback
+        >>> from implicit_attention.training import CSVFile
+        >>> callback = WatchCallback(CSVFile("seen.csv"))  # Trainer(model, ..., callbacks=[callback])
+
+    Not for a training loop of one's own: use `training.watch`.
+    """
+
+    def __init__(self, *writers: Writer, spectral: bool = False) -> None:
+        for writer in writers:
+            if isinstance(writer, type) or not callable(getattr(writer, "write", None)):
+                required = "be made of objects with write(observed)"
+                raise TypeError(_validate.message("writers", required, repr(writer), "for example CSVFile(path)"))
+        self.writers, self.spectral = writers, spectral
+        self.watch: Watch | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Begin to watch the trainer's model."""
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self.watch = watch(others["model"], group=group, spectral=self.spectral)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Look, if it is a loss of training that was logged."""
+        if self.watch is None or "loss" not in (others.get("logs") or {}):
+            return
+        observed = self.watch.take(state.global_step)
+        forward, backward = observed.total.forward, observed.total.backward
+        if state.log_history:
+            state.log_history[-1] |= {
+                "equilibrium_evaluations": forward.mean,
+                "equilibrium_failed": forward.failed / max(forward.problems, 1),
+                "equilibrium_backward_failed": backward.failed / max(backward.problems, 1),
+                "equilibrium_worst": forward.worst,
+            }
+        if state.is_world_process_zero:
+            for writer in self.writers:
+                writer.write(observed)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """End the watch."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None

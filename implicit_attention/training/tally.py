@@ -1,0 +1,127 @@
+"""What the solves of one layer came to since the last look, in sums that stay on the device of the solves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import backward_running, is_batched, is_fake, transforms_active
+from ..problem import Problem
+from ..solution import Record, SolveReport
+from ..status import Status
+
+#: Evaluations are counted one by one up to this number.
+BINS = 1024
+# Rows of one side: statuses (and cotangents that were not finite), then evaluations, then calls and all evaluations.
+LOST, STATUSES = len(Status), len(Status) + 1
+CALLS, EVALUATIONS, WIDTH = STATUSES + BINS, STATUSES + BINS + 1, STATUSES + BINS + 2
+FORWARD, BACKWARD = 0, 1
+
+
+class Tally:
+    """Counts of forward and backward solves, (2, WIDTH), and the worst of them, (2, 2).
+
+    peaks: the largest number of evaluations, and the largest residual in units of its tolerance.
+    """
+
+    def __init__(self, device: torch.device, spectral: bool) -> None:
+        self.spectral = spectral
+        #: With `spectral`: the last problem that was solved, and its solution.
+        self.sample: tuple[Problem, Tensor] | None = None
+        self._make(device)
+
+    def _make(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.counts = torch.zeros(2, WIDTH, dtype=torch.int64, device=device)
+            self.peaks = torch.zeros(2, 2, dtype=torch.float64 if device.type != "mps" else None, device=device)
+
+    def add(self, report: SolveReport | Record) -> None:
+        """Count a forward solve; one that checkpointing repeats in a backward pass is left out."""
+        record = report.record if isinstance(report, SolveReport) else report
+        self._add(FORWARD, record.status, record.residual, record.tolerance, record.num_evals, None)
+
+    def add_backward(
+        self, status: Tensor, residual: Tensor, tolerance: Tensor, num_steps: Tensor, lost: Tensor | None
+    ) -> None:
+        """Count a backward solve; `lost` says where what came from above was not finite."""
+        self._add(BACKWARD, status, residual, tolerance, num_steps, lost)
+
+    def _add(self, side: int, *fields: Any) -> None:
+        status = fields[0]
+        if torch.compiler.is_exporting() or status.numel() == 0:
+            return
+        if torch.compiler.is_compiling():
+            _count_in_graph(self.counts, self.peaks, *fields, side)
+            return
+        if is_batched(status) or is_fake(status):
+            return
+        if self.counts.device != status.device:
+            # The model was moved.
+            before = self.counts, self.peaks
+            self._make(status.device)
+            self.counts += before[0].to(status.device)
+            self.peaks += before[1].to(status.device)
+        if not transforms_active():
+            _count(self.counts, self.peaks, fields, side)
+            return
+        with torch._C._DisableFuncTorch():
+            _count(self.counts, self.peaks, [t if t is None else _unwrapped(t) for t in fields], side)
+
+    def keep(self, problem: Problem, value: Tensor) -> None:
+        """Keep a problem and its solution, of which the spectral radius may be asked for."""
+        if not (is_batched(value) or transforms_active()):
+            self.sample = problem.replace(*(t.detach() for t in problem.tensors())), value.detach()
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """The sums so far, which begin anew."""
+        taken = self.counts.clone(), self.peaks.clone()
+        self.counts.zero_()
+        self.peaks.zero_()
+        return taken
+
+
+@torch.no_grad()
+def _count(counts: Tensor, peaks: Tensor, fields: Sequence[Any], side: int) -> None:
+    # Asked here, as this runs where a compiled graph does.
+    if side == FORWARD and backward_running():
+        return
+    status, residual, tolerance, evaluations, lost = fields
+    codes = status.flatten().long()
+    if lost is not None:
+        codes = codes.masked_fill(lost.flatten(), LOST)
+    spent = evaluations.flatten().long()
+    one = torch.ones((), dtype=torch.int64, device=codes.device)
+    row = counts[side]
+    row.index_add_(0, codes, one.expand_as(codes))
+    row.index_add_(0, spent.clamp(max=BINS - 1).add_(STATUSES), one.expand_as(spent))
+    row[CALLS] += 1
+    row[EVALUATIONS] += spent.sum()
+    # A fixed budget aims at no tolerance.
+    aimless = (codes == int(Status.EXPLICIT)) | (codes == int(Status.BUDGET)) | (codes == LOST)
+    ratio = (residual / tolerance).flatten().to(peaks.dtype)
+    ratio = torch.where(residual.flatten() == 0, 0.0, ratio.nan_to_num(torch.inf, torch.inf)).masked_fill(aimless, 0.0)
+    worst = torch.stack([spent.amax().to(peaks.dtype), ratio.amax()])
+    peaks[side] = torch.maximum(peaks[side], worst)
+
+
+_count_in_graph = torch.library.custom_op(
+    "implicit_attention::tally",
+    lambda counts, peaks, *fields: _count(counts, peaks, fields[:-1], fields[-1]),
+    mutates_args=("counts", "peaks"),
+    schema="(Tensor(a!) counts, Tensor(b!) peaks, Tensor status, Tensor residual, Tensor tolerance, "
+    "Tensor evaluations, Tensor? lost, int side) -> ()",
+)
+
+
+@_count_in_graph.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.detach()

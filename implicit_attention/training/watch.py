@@ -1,0 +1,220 @@
+"""`watch`: counts how the solves of a model's layers go, on their device, until someone looks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from .. import _validate
+from .._autograd import exact_precision
+from ..diagnostics import spectral_radius
+from ..failure_policy import Site
+from ..layers.remembering import Remembering
+from ..problem import Problem
+from .observed import Observation, Observed, mean
+from .tally import Tally
+
+# The number of states of the last axis at which a spectral radius is computed, and of its Krylov vectors.
+STATES, KRYLOV = 16, 20
+
+
+def watch(model: nn.Module, *, group: Any = None, spectral: bool = False) -> Watch:
+    """Count how the solves of every layer of a model go, forward and backward, from now on.
+
+    Counts stay on the device of the solves, and the host waits for nothing before `Watch.take`. What checkpointing
+    computes again is counted once, accumulated batches all; evaluation counts like training. Calls inside torch.vmap
+    are not seen. In a compiled model the counting is an operation of its graph: call `watch` before the first call,
+    with the model on its device.
+
+    Args:
+        model: a module with layers of this library, or a model of transformers that was given its attention.
+        group: processes over which `take` sums, a group of torch.distributed (`torch.distributed.group.WORLD` for all);
+            then all of them call it. None looks at this process alone.
+        spectral: keep the last problem of each layer, so that `take` can tell the spectral radius of its map. That
+            holds on to the tensors of one call, solves without the fastest path, and costs about 20 evaluations at 16
+            states of each head per look. Known for layers that call `solve`, not for those of spin systems, and in a
+            compiled graph for models of transformers only.
+
+    Returns:
+        A `Watch`, to be asked by `take()`; `close()`, or leaving its `with` block, ends it.
+
+    Raises:
+        TypeError, ValueError: `model` is no module, has no layer that solves, or is watched already.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.training import watch
+        >>> layer = ImplicitAttention(8, heads=2, anchor=0.75)
+        >>> with watch(layer) as seen:
+        ...     for step in range(3):
+        ...         layer(torch.randn(3, 5, 8)).sum().backward()
+        ...     observed = seen.take(step)
+        >>> observed.total.forward.problems, observed.total.backward.problems, observed.total.forward.failed
+        (90, 90, 0)
+
+    Not for one call: `last_solve` of a layer has the status of every problem.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(_validate.message("model", "be a torch.nn.Module", type(model).__name__))
+    sites = _sites(model)
+    remedy = "give it one first, for example by implicit_attention.integrations.transformers.attach(model)"
+    _validate.require(bool(sites), "model", "have a layer that solves", type(model).__name__, remedy)
+    taken = [name for name, (_, site) in sites.items() if site.tally is not None]
+    _validate.require(
+        not taken, "model", "not be watched already", f"a watched layer {taken[:1]}", "close() that watch"
+    )
+    for module, site in sites.values():
+        site.tally = Tally(_device(module, model), spectral)
+    return Watch(sites, group)
+
+
+class Watch:
+    """The layers of a model that are watched; made by `watch`.
+
+    Not for use after `close`, which ends it.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.training import watch
+        >>> layer = ImplicitAttention(8, heads=2)
+        >>> seen = watch(layer)
+        >>> output = layer(torch.randn(3, 5, 8))
+        >>> print(seen.take(step=1).line()[:22])
+        step 1: evaluations ...
+    """
+
+    def __init__(self, sites: dict[str, tuple[nn.Module, Site]], group: Any) -> None:
+        self._sites, self._group = sites, group
+        self._used: set[str] = set()
+
+    @torch.no_grad()
+    def take(self, step: int | None = None) -> Observed:
+        """What the layers' solves came to since the last look; the counts begin anew. The host waits for the device.
+
+        Args:
+            step: a number to be kept with what is returned, such as that of the training step.
+
+        Returns:
+            An `Observed`. Layers that have never solved are left out. With a group, sums over its processes (maxima of
+            the worst); anchors, temperatures and radii are those of this process.
+
+        Raises:
+            ValueError: the watch was closed, or the processes of the group watch other layers.
+        """
+        _validate.require(bool(self._sites), "take", "be called before close()", "a closed watch")
+        tallies = [site.tally for _, site in self._sites.values()]
+        found = [tally.taken() for tally in tallies]
+        device = found[0][0].device
+        counts, peaks = (torch.stack([pair[i].to(device) for pair in found]) for i in (0, 1))
+        if self._group is not None:
+            counts, peaks = self._summed(counts, peaks)
+        counts, peaks = counts.cpu(), peaks.cpu()
+        named = list(self._sites.items())
+        self._used |= {name for (name, _), row in zip(named, counts, strict=True) if row.any()}
+        seen = [
+            Observation.of(name, counts[i], peaks[i], **_settings(module), spectral_radius=_radius(module, site.tally))
+            for i, (name, (module, site)) in enumerate(named)
+            if name in self._used
+        ]
+        whole = {name: mean(getattr(each, name) for each in seen) for name in ("anchor", "beta")}
+        radii = [each.spectral_radius for each in seen if not math.isnan(each.spectral_radius)]
+        largest = max(radii, default=math.nan)
+        total = Observation.of("all", counts.sum(0), peaks.amax(0), **whole, spectral_radius=largest)
+        return Observed(tuple(seen), total, step)
+
+    def _summed(self, counts: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
+        names: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(names, list(self._sites), group=self._group)
+        if other := next((rank for rank, each in enumerate(names) if each != names[0]), None):
+            required = f"watch the layers of process 0, {names[0][:3]} ..."
+            raise ValueError(_validate.message("group", required, f"others in process {other}: {names[other][:3]} ..."))
+        dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=self._group)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self._group)
+        return counts, peaks
+
+    def close(self) -> None:
+        """End the watch: the layers count no more."""
+        for _, site in self._sites.values():
+            site.tally = None
+        self._sites = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sites(model: nn.Module) -> dict[str, tuple[nn.Module, Site]]:
+    """The layers of a model that solve, by name, with their sites."""
+    named = dict(model.named_modules())
+    sites: dict[str, tuple[nn.Module, Site]] = {}
+    sites |= {name: (module, module._site) for name, module in named.items() if isinstance(module, Remembering)}
+    # Transformers are not imported to find out that there are none.
+    if (
+        watching := sys.modules.get(f"{__package__.rpartition('.')[0]}.integrations.transformers.watching")
+    ) is not None:
+        sites |= {name: (named[name], site) for name, site in watching.sites(model).items()}
+    return sites
+
+
+def _device(module: nn.Module, model: nn.Module) -> torch.device:
+    for each in (module, model):
+        for tensor in (*each.parameters(), *each.buffers()):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _settings(module: nn.Module) -> dict[str, float]:
+    """Anchor and inverse temperature of a layer, the mean over its heads."""
+    found = {"anchor": getattr(module, "anchor", None), "beta": getattr(module, "beta", None)}
+    if not isinstance(module, Remembering):
+        last = getattr(module, "_equilibrium_last", None)
+        sample = getattr(last, "sample", None)
+        found = {"anchor": getattr(last, "anchor", None), "beta": getattr(sample, "beta", None)}
+    return {name: _mean(value() if callable(value) else value) for name, value in found.items()}
+
+
+def _mean(value: Any) -> float:
+    if isinstance(value, Tensor):
+        # Of a parameter that is spread over processes, the part that is here.
+        value = value.to_local() if hasattr(value, "to_local") else value
+        return float(value.double().mean()) if value.numel() else math.nan
+    return float(value) if isinstance(value, float | int) else math.nan
+
+
+def _radius(module: nn.Module, tally: Tally) -> float:
+    if not tally.spectral:
+        return math.nan
+    last = getattr(module, "_equilibrium_last", None)
+    found = tally.sample
+    if found is None and last is not None and last.sample is not None:
+        found = last.sample.problem(last.anchor), last.sample.state
+    if found is None:
+        return math.nan
+    problem, value = _some_states(*found)
+    if value.numel() == 0:
+        return math.nan
+    with exact_precision(value):
+        return float(spectral_radius(problem, value, steps=KRYLOV).max())
+
+
+def _some_states(problem: Problem, value: Tensor) -> tuple[Problem, Tensor]:
+    """Evenly spaced problems of the last leading axis, where the problem can be restricted to them."""
+    lead = value.shape[: value.ndim - problem.event_ndim]
+    if not lead or lead[-1] <= STATES:
+        return problem, value
+    rows = torch.linspace(0, lead[-1] - 1, STATES, device=value.device).round().long()
+    part = problem.select(rows.expand(*lead[:-1], -1))
+    return (problem, value) if part is None else (part, value.index_select(len(lead) - 1, rows))

@@ -1,0 +1,184 @@
+"""Writers of what `watch` saw: to a CSV file, to JSON lines, to a TensorBoard writer, to a line of a terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from .. import _validate
+from .observed import Observed
+
+
+class Writer(Protocol):
+    """What takes an `Observed` and puts it somewhere; subclassing is not needed.
+
+    Examples:
+        >>> from implicit_attention.training import Writer
+        >>> class Printer:
+        ...     def write(self, observed):
+        ...         print(observed.line())
+        >>> writer: Writer = Printer()
+
+    Not for reading back: files are read by what reads CSV or JSON.
+    """
+
+    def write(self, observed: Observed) -> None:
+        """Put it there."""
+
+
+class CSVFile:
+    """One row for each layer and one of all ("all"), with the columns of `Observed.rows`; a file that exists goes on.
+
+    Args:
+        path: the file. What a run wrote before it was resumed stays.
+
+    Raises:
+        ValueError: the file has other columns.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.training import CSVFile, watch
+        >>> layer = ImplicitAttention(8, heads=2)
+        >>> seen = watch(layer)
+        >>> output = layer(torch.randn(3, 5, 8))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     CSVFile(f"{folder}/seen.csv").write(seen.take(step=1))
+        ...     print(open(f"{folder}/seen.csv").readline()[:24])
+        step,layer,forward_calls
+
+    Not for several processes: write from one of them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, observed: Observed) -> None:
+        """Append the rows."""
+        rows = observed.rows()
+        columns = list(rows[0])
+        begins = not self.path.exists() or self.path.stat().st_size == 0
+        if not begins:
+            with self.path.open(newline="", encoding="utf-8") as file:
+                found = next(csv.reader(file), [])
+            received = f"{self.path} with the columns {', '.join(found[:4])}, ..."
+            _validate.require(found == columns, "path", "be a file of this writer", received, "use a new file")
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            if begins:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+class JSONLines:
+    """One JSON object per line for each layer and one of all; numbers that are not finite are null.
+
+    Args:
+        path: the file; one that exists goes on.
+
+    Examples:
+        >>> import json, tempfile, torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.training import JSONLines, watch
+        >>> layer = ImplicitAttention(8, heads=2)
+        >>> seen = watch(layer)
+        >>> output = layer(torch.randn(3, 5, 8))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     JSONLines(f"{folder}/seen.jsonl").write(seen.take(step=1))
+        ...     [json.loads(line)["forward_problems"] for line in open(f"{folder}/seen.jsonl")]
+        [30, 30]
+
+    Not for several processes: write from one of them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, observed: Observed) -> None:
+        """Append the lines."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for row in observed.rows():
+                file.write(json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False) + "\n")
+
+
+class TensorBoard:
+    """Scalars `equilibrium/<layer>/<column>` in a writer that is handed in.
+
+    Args:
+        writer: anything with `add_scalar(name, value, step)`, such as `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        TypeError: a writer without `add_scalar`.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.training import TensorBoard, watch
+        >>> class Printer:
+        ...     def add_scalar(self, name, value, step):
+        ...         if name == "equilibrium/all/forward_problems":
+        ...             print(name, value, step)
+        >>> layer = ImplicitAttention(8, heads=2)
+        >>> seen = watch(layer)
+        >>> output = layer(torch.randn(3, 5, 8))
+        >>> TensorBoard(Printer()).write(seen.take(step=1))
+        equilibrium/all/forward_problems 30 1
+
+    Not for failures by status, of which only the sums are written.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            required = "have a method add_scalar(name, value, step)"
+            raise TypeError(_validate.message("writer", required, type(writer).__name__))
+        self.writer = writer
+
+    def write(self, observed: Observed) -> None:
+        """Add the scalars that are numbers."""
+        for row in observed.rows():
+            for name, value in row.items():
+                known = isinstance(value, int | float) and not math.isnan(value)
+                if known and name != "step" and "_failed_" not in name:
+                    self.writer.add_scalar(f"equilibrium/{row['layer']}/{name}", value, observed.step)
+
+
+class ProgressLine:
+    """One line that is written over in a terminal, and lines below each other in a file.
+
+    Args:
+        stream: where to, by default the standard error.
+
+    Examples:
+        >>> import sys, torch
+        >>> from implicit_attention import ImplicitAttention
+        >>> from implicit_attention.training import ProgressLine, watch
+        >>> layer = ImplicitAttention(8, heads=2)
+        >>> seen = watch(layer)
+        >>> output = layer(torch.randn(3, 5, 8))
+        >>> ProgressLine(sys.stdout).write(seen.take(step=1))
+        step 1: evaluations ... failed 0 of 30, ...
+
+    Not beside other progress bars of the same terminal, which it would write over.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream, self._width = stream, 0
+
+    def write(self, observed: Observed) -> None:
+        """Show `observed.line()`."""
+        stream, line = self.stream or sys.stderr, observed.line()
+        if stream.isatty():
+            stream.write(f"\r{line.ljust(self._width)}")
+            self._width = len(line)
+        else:
+            stream.write(f"{line}\n")
+        stream.flush()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
