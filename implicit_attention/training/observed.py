@@ -62,9 +62,12 @@ class Side:
             mean = int(counts[EVALUATIONS]) / problems
             p99 = float(torch.searchsorted(spent.cumsum(0), math.ceil(0.99 * problems)))
             # What is beyond the last bin was not counted one by one.
-            p99 = p99 if p99 < BINS - 1 else float(peaks[0])
+            p99 = p99 if p99 < BINS - 1 else float(peaks[STATUSES])
         failures = {status.name: int(statuses[status]) for status in FAILURES}
-        calls, most, worst = int(counts[CALLS]), int(peaks[0]), float(peaks[1])
+        # A fixed budget, and what was lost, aimed at no tolerance.
+        aimed = [code for code in Status if code not in (Status.EXPLICIT, Status.BUDGET)]
+        worst = float(peaks[aimed].nan_to_num(math.inf, math.inf).amax())
+        calls, most = int(counts[CALLS]), int(peaks[STATUSES])
         return cls(calls, problems, mean, p99, most, failures, worst, int(statuses[LOST]))
 
 

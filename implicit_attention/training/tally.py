@@ -19,12 +19,14 @@ BINS = 1024
 LOST, STATUSES = len(Status), len(Status) + 1
 CALLS, EVALUATIONS, WIDTH = STATUSES + BINS, STATUSES + BINS + 1, STATUSES + BINS + 2
 FORWARD, BACKWARD = 0, 1
+# In place of a tolerance of 0.
+TINY = 1e-300
 
 
 class Tally:
-    """Counts of forward and backward solves, (2, WIDTH), and the worst of them, (2, 2).
+    """Counts of forward and backward solves, (2, WIDTH), and the worst of them, (2, STATUSES + 1).
 
-    peaks: the largest number of evaluations, and the largest residual in units of its tolerance.
+    peaks: by status the largest residual in units of its tolerance, then the largest number of evaluations.
     """
 
     def __init__(self, device: torch.device, spectral: bool) -> None:
@@ -36,7 +38,7 @@ class Tally:
     def _make(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.counts = torch.zeros(2, WIDTH, dtype=torch.int64, device=device)
-            self.peaks = torch.zeros(2, 2, dtype=torch.float64 if device.type != "mps" else None, device=device)
+            self.peaks = torch.zeros(2, STATUSES + 1, dtype=torch.float64, device=device)
 
     def add(self, report: SolveReport | Record) -> None:
         """Count a forward solve; one that checkpointing repeats in a backward pass is left out."""
@@ -89,22 +91,18 @@ def _count(counts: Tensor, peaks: Tensor, fields: Sequence[Any], side: int) -> N
     if side == FORWARD and backward_running():
         return
     status, residual, tolerance, evaluations, lost = fields
-    codes = status.flatten().long()
+    codes, spent, row = status.flatten().long(), evaluations.flatten().long(), counts[side]
     if lost is not None:
         codes = codes.masked_fill(lost.flatten(), LOST)
-    spent = evaluations.flatten().long()
-    one = torch.ones((), dtype=torch.int64, device=codes.device)
-    row = counts[side]
-    row.index_add_(0, codes, one.expand_as(codes))
-    row.index_add_(0, spent.clamp(max=BINS - 1).add_(STATUSES), one.expand_as(spent))
-    row[CALLS] += 1
-    row[EVALUATIONS] += spent.sum()
-    # A fixed budget aims at no tolerance.
-    aimless = (codes == int(Status.EXPLICIT)) | (codes == int(Status.BUDGET)) | (codes == LOST)
-    ratio = (residual / tolerance).flatten().to(peaks.dtype)
-    ratio = torch.where(residual.flatten() == 0, 0.0, ratio.nan_to_num(torch.inf, torch.inf)).masked_fill(aimless, 0.0)
-    worst = torch.stack([spent.amax().to(peaks.dtype), ratio.amax()])
-    peaks[side] = torch.maximum(peaks[side], worst)
+    one = torch.ones((), dtype=torch.int64, device=codes.device).expand_as(codes)
+    row.index_add_(0, codes, one)
+    row.index_add_(0, spent.clamp(max=BINS - 1).add_(STATUSES), one)
+    row[CALLS:].add_(torch.stack([one[0], spent.sum()]))
+    # What is no number, here or in the sums of others, is infinite when it is taken.
+    ratio = residual.flatten().double() / tolerance.flatten().double().clamp(min=TINY)
+    peak = peaks[side]
+    peak[:STATUSES].scatter_reduce_(0, codes, ratio, "amax")
+    peak[STATUSES] = torch.maximum(peak[STATUSES], spent.amax())
 
 
 _count_in_graph = torch.library.custom_op(
