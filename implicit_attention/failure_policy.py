@@ -178,7 +178,7 @@ def policy_of(on_failure: Any) -> FailurePolicy:
 def text_of(on_failure: Any) -> str:
     """The word or policy as a text that `of_text` reads."""
     given, _ = located(on_failure)
-    return given._text if isinstance(given, FailurePolicy) else given  # type: ignore[no-any-return]
+    return given._text if isinstance(given, FailurePolicy) else given
 
 
 def of_text(text: str) -> Any:
