@@ -75,8 +75,8 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     # A query that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
     lost = ~torch.isfinite(state).all(-1, keepdim=True)
     read = lost & (cotangent != 0).any(-1, keepdim=True)
-    state, mean, field = (t.masked_fill(lost, 0.0) for t in (state, mean, field))
-    cotangent = cotangent.masked_fill(read, torch.nan)
+    # One that it reads stays NaN: its backward solve fails, which is told, unlike a cotangent that is not finite.
+    state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
     found = Adjoint(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
     by_anchor = (found.value * (field - mean)).sum(-1, keepdim=True)
     gradients = (anchor * found.value, found.by_keys, found.by_beta[..., None], by_anchor)
