@@ -35,7 +35,7 @@ def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
             raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
         return
     if isinstance(given, type) and issubclass(given, FailurePolicy):
-        raise TypeError(_validate.message("on_failure", "be an instance", "the class FailurePolicy", "FailurePolicy()"))
+        raise TypeError(_validate.message("on_failure", "be an instance", "the class FailurePolicy", "pass FailurePolicy()"))
     if given not in WORDS:
         required = f"be one of {', '.join(map(repr, WORDS))}"
         remedy = "or pass a FailurePolicy" if policies else ""
@@ -176,6 +176,18 @@ def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | Non
     if host_may_look(status) and not bool(failed.any()):
         return None
     return cotangent.masked_fill(_per_problem(failed, cotangent), 0.0)
+
+
+def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> Tensor:
+    """The answer (*lead, *event) of a linear system; with backward="zero" one that was left out has no derivative.
+
+    It is known by being 0 for a right-hand side that is not, which no solution is.
+    """
+    if policy_of(on_failure).backward == "keep":
+        return answer
+    zeros = ((t == 0) for t in (answer, rhs))
+    nothing, unasked = (t.flatten(t.ndim - event_ndim).all(-1) if event_ndim else t for t in zeros)
+    return torch.where(_per_problem(nothing & ~unasked, answer), answer.detach(), answer)
 
 
 def lost(status: Tensor, cotangent: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ def _run_solve(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
-    problem, given, (text, handle) = Hopfield(*args[:6]), args[6:-2], args[-2:]
+    problem, given, text = Hopfield(*args[:6]), args[6:11], args[11]
+    # Torch leaves out what is as by default.
+    handle = args[12] if len(args) > 12 else None
     found = dispatch.solve_adjoint(problem, *given)
     on_failure, site, cotangent = of_text(text), Site.of(handle), given[1]
     if site is not None and site.tally is not None:
@@ -61,7 +63,8 @@ def _unshared(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.first, ctx.impl, ctx.on_failure = inputs[5], *inputs[11:13]
-    ctx.save_for_backward(*inputs[:5], output[0], output[1], inputs[13])
+    site = inputs[13] if len(inputs) > 13 else None
+    ctx.save_for_backward(*inputs[:5], output[0], output[1], site)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -91,8 +94,8 @@ def _batched(operation: Any, states: tuple[int, ...]) -> Callable[..., tuple[Any
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         given: list[Any] = []
         for index, (argument, dim) in enumerate(zip(args, in_dims, strict=True)):
-            # The last one is the number of a site.
-            if isinstance(argument, Tensor) and index < len(args) - 1:
+            # Texts and the number of a site, which come last, have no such axis.
+            if isinstance(argument, Tensor) and index < states[-1] + 1:
                 argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
                 if index in states:
                     argument = argument.expand(info.batch_size, *argument.shape[1:])
