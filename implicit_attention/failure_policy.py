@@ -164,7 +164,7 @@ class Site:
         """What to add to a warning of this kind; None where it is not to be told.
 
         It is told of the first failing call of a kind, and of the 10th, 100th, ... failing call of the side. A kind
-        that comes between skips the next of these, so that 10,000 failing calls of up to five kinds give five lines.
+        that comes between skips the next of these: 10,000 failing calls of up to two kinds give five lines.
         """
         count = self._told[side] = self._told[side] + 1
         new = (side, kind) not in self._kinds
