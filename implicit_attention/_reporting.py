@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import host_may_look, is_batched
+from ._autograd import host_may_look, is_batched, transforms_active
 from .errors import ConvergenceError, ConvergenceWarning, outside
-from .failure_policy import WORDS, FailurePolicy, Side, Site, located, policy_of
+from .failure_policy import WORDS, FailurePolicy, Side, Site, located, own_site, policy_of
 from .solution import NO_REMEDIES, Record, Remedies
 from .status import Status
 
@@ -28,13 +28,18 @@ def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
     """Raise unless it is a word, or a policy where these are known."""
     given, site = located(on_failure)
     if isinstance(given, FailurePolicy):
-        required = "be 'raise', 'warn' or 'ignore' here"
-        remedy = "a policy is of layers, `solve` and `equilibrium_attention`"
-        _validate.require(policies or site is not None, "on_failure", required, repr(given), remedy)
+        # Words only where something is wrong: torch.compile does not follow the making of a text.
+        if not policies and site is None:
+            required = "be 'raise', 'warn' or 'ignore' here"
+            remedy = "a policy is of layers, `solve` and `equilibrium_attention`"
+            raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
         return
     if isinstance(given, type) and issubclass(given, FailurePolicy):
-        raise TypeError(_validate.message("on_failure", "be an instance", "the class FailurePolicy", "FailurePolicy()"))
-    _validate.check_choice("on_failure", given, WORDS)
+        raise TypeError(_validate.message("on_failure", "be an instance", "the class FailurePolicy", "pass FailurePolicy()"))
+    if given not in WORDS:
+        required = f"be one of {', '.join(map(repr, WORDS))}"
+        remedy = "or pass a FailurePolicy" if policies else ""
+        raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
 
 
 def report_failures(
@@ -51,7 +56,7 @@ def report_failures(
 
     Inside torch.vmap, where the host cannot look, the status itself must be read.
     """
-    policy, failed = policy_of(on_failure), record.failed
+    policy, failed, site = policy_of(on_failure), record.failed, site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(record.status):
         return
     too_many = ""
@@ -114,7 +119,7 @@ def report_gradients(
     site: Site | None = None,
 ) -> None:
     """`report_failures` of backward solves, and a warning of gradients that the residual of the states spoils."""
-    policy = policy_of(on_failure)
+    policy, site = policy_of(on_failure), site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(record.status):
         return
     report_failures(on_failure, what, record, remedies, site=site, side="backward")
@@ -154,7 +159,8 @@ def _warn(site: Site | None, side: Side, kind: int, message: str) -> None:
 
 def without_gradient(on_failure: Any, failed: Tensor, value: Tensor) -> Tensor:
     """The value; with backward="zero" a problem (*lead) that failed gets no gradient by it."""
-    if policy_of(on_failure).backward == "keep" or not value.requires_grad:
+    # Inside transforms a value that is differentiated at an outer level, or in forward mode, does not say so.
+    if policy_of(on_failure).backward == "keep" or not (value.requires_grad or transforms_active()):
         return value
     return torch.where(_per_problem(failed, value), value.detach(), value)
 
@@ -170,6 +176,18 @@ def left_out(on_failure: Any, status: Tensor, cotangent: Tensor) -> Tensor | Non
     if host_may_look(status) and not bool(failed.any()):
         return None
     return cotangent.masked_fill(_per_problem(failed, cotangent), 0.0)
+
+
+def stays_out(on_failure: Any, answer: Tensor, rhs: Tensor, event_ndim: int) -> Tensor:
+    """The answer (*lead, *event) of a linear system; with backward="zero" one that was left out has no derivative.
+
+    It is known by being 0 for a right-hand side that is not, which no solution is.
+    """
+    if policy_of(on_failure).backward == "keep":
+        return answer
+    zeros = ((t == 0) for t in (answer, rhs))
+    nothing, unasked = (t.flatten(t.ndim - event_ndim).all(-1) if event_ndim else t for t in zeros)
+    return torch.where(_per_problem(nothing & ~unasked, answer), answer.detach(), answer)
 
 
 def lost(status: Tensor, cotangent: Tensor) -> Tensor:

@@ -153,15 +153,17 @@ def concluded(
     """
     report.awaited = outcome.value.requires_grad and not backward_running()
     on_failure, record, value = report.on_failure, outcome.record, outcome.value
+    course = outcome.states
     if failed:
         value = without_gradient(on_failure, record.failed, value)
+        course = tuple(without_gradient(on_failure, record.failed, state) for state in course)
     solution = Solution(
         record,
         report,
         adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: if_outside}),
         value=value,
         trace=_trace(outcome.trace),
-        course=outcome.states,
+        course=course,
         energy_function=energy_function,
     )
     if on_failure != "ignore" and not transforms_active():
@@ -170,7 +172,8 @@ def concluded(
         report.unsolved = solution.failed
 
     def told() -> str:
-        wrong = report.awaited and adjoint.needs_solution and on_failure == "warn"
+        policy = policy_of(on_failure)
+        wrong = report.awaited and adjoint.needs_solution and (policy.over, policy.backward) == ("warn", "keep")
         return cause() or (NO_GRADIENT if wrong else "")
 
     # What checkpointing computes again was told of before.

@@ -62,23 +62,32 @@ class FailurePolicy:
     window: int = 100
     over: Word = "raise"
     #: For calls that no layer counts, and for operations in compiled graphs, which take texts.
-    _site: Site = dataclasses.field(init=False, repr=False, compare=False, default_factory=lambda: Site())
+    _site: Site = dataclasses.field(init=False, repr=False, compare=False, default_factory=lambda: Site("policy"))
     _text: str = dataclasses.field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)
         _validate.check_choice("forward", self.forward, ("best", "explicit"))
         _validate.check_choice("backward", self.backward, ("keep", "zero"))
-        _validate.check_number("tolerate", self.tolerate, low=0.0, high=1.0)
-        _validate.check_integer("window", self.window, low=1)
+        remedy = "it is a share of all problems: 0.01 tolerates one in a hundred"
+        _validate.check_number("tolerate", self.tolerate, low=0.0, high=1.0, remedy=remedy)
+        _validate.check_integer("window", self.window, low=1, remedy="1 looks at each call by itself")
         _validate.check_choice("over", self.over, WORDS)
         fields = (self.forward, self.backward, repr(float(self.tolerate)), str(self.window), self.over)
         object.__setattr__(self, "_text", " ".join(fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies, shallow ones too, and pickles have counted nothing.
+        return (_made, (self.forward, self.backward, self.tolerate, self.window, self.over))
 
     @property
     def counts(self) -> bool:
         """Whether calls without a failure are counted too."""
         return self.over != "ignore" and (self.window > 1 or self.tolerate > 0)
+
+
+def _made(forward: Any, backward: Any, tolerate: float, window: int, over: Word) -> FailurePolicy:
+    return FailurePolicy(forward=forward, backward=backward, tolerate=tolerate, window=window, over=over)
 
 
 class Window:
@@ -87,6 +96,8 @@ class Window:
     def __init__(self, length: int) -> None:
         self._calls: deque[tuple[Any, int]] = deque(maxlen=length)
         self._failed = self._problems = self._since = 0
+        # Whether `_failed` is of all calls.
+        self._current = True
 
     def add(self, failed: Tensor) -> tuple[float, float] | None:
         """Count a call; returns failed problems and problems of a full window, or None where nobody looks."""
@@ -97,12 +108,17 @@ class Window:
         calls.append((count, failed.numel()))
         self._problems += failed.numel() - oldest[1]
         self._since += 1
-        if on_host:
+        if on_host and self._current:
             self._failed += count - int(oldest[0])
+        elif on_host:
+            # The layer was moved here from a device whose counts nobody has read yet.
+            self._failed, self._current = sum(int(f) for f, _ in calls), True
         elif self._since % length:
+            self._current = False
             return None
         else:
             self._failed = int(torch.stack([torch.as_tensor(f, device=failed.device) for f, _ in calls]).sum())
+            self._current = True
         return self._failed, self._problems * (length / len(calls))
 
     def __len__(self) -> int:
@@ -118,20 +134,22 @@ class Site:
     _numbers: ClassVar = itertools.count(1)
     _all: ClassVar[WeakValueDictionary[int, Site]] = WeakValueDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "layer") -> None:
+        self.what = what
         number = next(self._numbers)
         self._all[number] = self
         #: The same number for operations of a compiled graph, which would be compiled anew for each integer.
-        with unset_fake_temporarily():
+        with unset_fake_temporarily(), torch.inference_mode(False):
             self.handle = torch.tensor(number, device="cpu")
         #: What `training.watch` has put here.
         self.tally: Any = None
         self._told: Counter[Side] = Counter()
+        self._lines: Counter[Side] = Counter()
         self._kinds: set[tuple[Side, int]] = set()
         self._windows: dict[tuple[Side, FailurePolicy], Window] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Site, ())
+        return (Site, (self.what,))
 
     @classmethod
     def of(cls, handle: Tensor | None) -> Site | None:
@@ -145,16 +163,17 @@ class Site:
     def again(self, side: Side, kind: int) -> str | None:
         """What to add to a warning of this kind; None where it is not to be told.
 
-        It is told of the first failing call of a kind, and of the 10th, 100th, ... failing call of the side.
+        It is told of the first failing call of a kind, and of the 10th, 100th, ... failing call of the side. A kind
+        that comes between skips the next of these: 10,000 failing calls of up to two kinds give five lines.
         """
         count = self._told[side] = self._told[side] + 1
         new = (side, kind) not in self._kinds
         self._kinds.add((side, kind))
-        if not new and str(count).rstrip("0") != "1":
+        if not new and count != 10 ** self._lines[side]:
             return None
-        where = "" if side == "forward" else " backward"
-        following = 10 ** len(str(count))
-        return f" (failing{where} call {count} of this layer; the next one to be told of is number {following})"
+        self._lines[side] += 1
+        where, following = "" if side == "forward" else " backward", 10 ** self._lines[side]
+        return f" (failing{where} call {count} of this {self.what}; the next one to be told of is number {following})"
 
 
 class Located(NamedTuple):
@@ -173,6 +192,12 @@ def policy_of(on_failure: Any) -> FailurePolicy:
     """A policy for each word: "raise" and "warn" tolerate nothing."""
     given, _ = located(on_failure)
     return given if isinstance(given, FailurePolicy) else _POLICIES[given]
+
+
+def own_site(on_failure: Any) -> Site | None:
+    """Where a policy that is given without a site is counted, and told of."""
+    given, site = located(on_failure)
+    return given._site if site is None and isinstance(given, FailurePolicy) else site
 
 
 def text_of(on_failure: Any) -> str:

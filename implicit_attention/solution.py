@@ -66,7 +66,8 @@ class Record(NamedTuple):
     @property
     def failed(self) -> Tensor:
         """(*lead), True where the value is not an answer."""
-        return self.status > Status.UNSTABLE
+        # torch.compile compares tensors with numbers, not with what is derived from them.
+        return self.status > int(Status.UNSTABLE)
 
     def message(self, index: tuple[int, ...], remedies: Remedies = NO_REMEDIES) -> str:
         """What happened to one problem, and what to do if there is a remedy for its status."""

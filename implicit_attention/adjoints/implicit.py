@@ -26,6 +26,7 @@ from .._autograd import (
     vjp,
 )
 from .._declared import first_of
+from .._reporting import stays_out
 from ..linear import LinearSolver
 from ..problem import Problem, isolated, pullback
 from ..solution import Record, Remedies
@@ -47,7 +48,6 @@ class Implicit(Adjoint):
             rtol 1e-5 in float32 and 1e-10 in float64, or what rounding of the answer itself leaves, if that is more. CG
             and MINRES solve the symmetric system M^(1/2) (I - J^T) M^(-1/2) of an energy with a metric M.
             Where CG meets negative curvature the problem sits on a saddle: MINRES finishes, status UNSTABLE.
-
         fallback: the adjoint of problems that have not converged, `Phantom(5)` or `OneStep()`; each other one keeps the
             exact gradient. None gives all of them that of this formula. It is for training that drifts out of
             convergence, where a few steps from the state that was reached pull it back while the formula, which holds
@@ -198,6 +198,7 @@ def gradients_at(
             return adjoint_gradients(call.request, call.linear_solver, problem, z.detach(), cotangent)
         problem = problem.replace(*tensors)
         u = _apply(_AdjointSolve, call, True, z, cotangent, *tensors)
+        u = stays_out(call.request.report.on_failure, u, cotangent, problem.event_ndim)
         return pullback(problem, z, u, needed)
 
 

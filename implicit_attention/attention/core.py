@@ -27,7 +27,7 @@ from .._types import Impl
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
-from ..failure_policy import FailurePolicy, Located, Site, Word, policy_of
+from ..failure_policy import FailurePolicy, Located, Site, Word, located, policy_of
 from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
@@ -354,7 +354,8 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
         # The operation has no gradient of a bias, which the potential may have made of its keys.
         if lowered is None or (lowered.potential.bias is not None and lowered.potential.bias.requires_grad):
             return None
-        site = None if torch.compiler.is_exporting() else call.site
+        # A program keeps no site, and counts nothing.
+        site = None if torch.compiler.is_exporting() else located(call.on_failure)[1]
         state, record = lowered.in_graph(initial, options.on_failure, site)
         return without_gradient(options.on_failure, record.failed, state), record
     solution = solve(

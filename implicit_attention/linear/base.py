@@ -233,8 +233,9 @@ def _run(
         cost = min(sweep, 1)  # the residual with which a restart begins
         live = (record.status == Status.MAX_STEPS) & (record.num_steps + cost < max_steps)
         if reached.undone is not None:
-            # One look, where the host would have looked anyway.
-            last_is_answer = not bool((live | reached.undone).any())
+            # One look, where the host would have looked anyway. What is NONFINITE will be NaN, which no product saw.
+            other = reached.undone | (record.status == Status.NONFINITE)
+            last_is_answer = not bool((live | other).any())
         if last_is_answer or not bool(live.any()):
             break
         reached = _swept(solver, system, reached, record.num_steps + cost * live, live, sweep)

@@ -38,7 +38,9 @@ def _run_solve(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
-    problem, given, (text, handle) = Hopfield(*args[:6]), args[6:-2], args[-2:]
+    problem, given, text = Hopfield(*args[:6]), args[6:11], args[11]
+    # Torch leaves out what is as by default.
+    handle = args[12] if len(args) > 12 else None
     found = dispatch.solve_adjoint(problem, *given)
     on_failure, site, cotangent = of_text(text), Site.of(handle), given[1]
     if site is not None and site.tally is not None:
@@ -61,7 +63,8 @@ def _unshared(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.first, ctx.impl, ctx.on_failure = inputs[5], *inputs[11:13]
-    ctx.save_for_backward(*inputs[:5], output[0], output[1], inputs[13])
+    site = inputs[13] if len(inputs) > 13 else None
+    ctx.save_for_backward(*inputs[:5], output[0], output[1], site)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -75,8 +78,8 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     # A query that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
     lost = ~torch.isfinite(state).all(-1, keepdim=True)
     read = lost & (cotangent != 0).any(-1, keepdim=True)
-    state, mean, field = (t.masked_fill(lost, 0.0) for t in (state, mean, field))
-    cotangent = cotangent.masked_fill(read, torch.nan)
+    # One that it reads stays NaN: its backward solve fails, which is told, unlike a cotangent that is not finite.
+    state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
     found = Adjoint(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
     by_anchor = (found.value * (field - mean)).sum(-1, keepdim=True)
     gradients = (anchor * found.value, found.by_keys, found.by_beta[..., None], by_anchor)
@@ -91,8 +94,8 @@ def _batched(operation: Any, states: tuple[int, ...]) -> Callable[..., tuple[Any
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         given: list[Any] = []
         for index, (argument, dim) in enumerate(zip(args, in_dims, strict=True)):
-            # The last one is the number of a site.
-            if isinstance(argument, Tensor) and index < len(args) - 1:
+            # Texts and the number of a site, which come last, have no such axis.
+            if isinstance(argument, Tensor) and index < states[-1] + 1:
                 argument = argument.unsqueeze(0) if dim is None else argument.movedim(dim, 0)
                 if index in states:
                     argument = argument.expand(info.batch_size, *argument.shape[1:])
