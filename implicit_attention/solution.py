@@ -66,7 +66,8 @@ class Record(NamedTuple):
     @property
     def failed(self) -> Tensor:
         """(*lead), True where the value is not an answer."""
-        return self.status > Status.UNSTABLE
+        # A number, as a compiled graph does not compare tensors with members of an enumeration.
+        return self.status > int(Status.UNSTABLE)
 
     def message(self, index: tuple[int, ...], remedies: Remedies = NO_REMEDIES) -> str:
         """What happened to one problem, and what to do if there is a remedy for its status."""
