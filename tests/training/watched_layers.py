@@ -74,6 +74,10 @@ def layer_of(name="attention", seed=0, **options):
     return LAYERS[name](**options)
 
 
+def model_of(count=2, **options):
+    return nn.Sequential(*(layer_of("attention", seed, **options) for seed in range(count)))
+
+
 def tokens(seed=0, rows=ROWS, count=TOKENS, scale=1.0, dtype=torch.float32):
     return scale * random(rows, count, DIM, seed=seed, dtype=dtype)
 
@@ -113,8 +117,12 @@ class Gathered:
 
     def expected(self, side, name=None):
         """Of one layer or of all."""
-        calls = [call for (who, which), found in self.found.items() for call in found
-                 if which == side and name in (None, who)]
+        calls = [
+            call
+            for (who, which), found in self.found.items()
+            for call in found
+            if which == side and name in (None, who)
+        ]
         return summary(calls)
 
     def check(self, observed):
@@ -132,13 +140,13 @@ def summary(calls):
     told["mean"] = told["p99"] = math.nan
     if statuses:
         told["mean"] = sum(evaluations) / len(evaluations)
-        reached = (e for e in range(max(evaluations) + 1) if sum(n <= e for n in evaluations) >= Fraction(99, 100) * len(evaluations))
-        told["p99"] = next(reached)
+        share = [Fraction(sum(n <= e for n in evaluations), len(evaluations)) for e in range(told["most"] + 1)]
+        told["p99"] = next(e for e, reached in enumerate(share) if reached >= Fraction(99, 100))
     told["worst"] = 0.0
     for code, residual, tolerance in zip(statuses, residuals, tolerances, strict=True):
         if Status(code) in (Status.EXPLICIT, Status.BUDGET) or residual == 0:
             continue
-        ratio = residual / tolerance if tolerance else math.inf
+        ratio = residual / max(tolerance, 1e-300)
         told["worst"] = max(told["worst"], ratio if math.isfinite(ratio) else math.inf)
     return told
 
