@@ -43,6 +43,7 @@ class CSVFile:
 
     Examples:
         >>> import tempfile, torch
+        >>> from pathlib import Path
         >>> from implicit_attention import ImplicitAttention
         >>> from implicit_attention.training import CSVFile, watch
         >>> layer = ImplicitAttention(8, heads=2)
@@ -50,7 +51,7 @@ class CSVFile:
         >>> output = layer(torch.randn(3, 5, 8))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     CSVFile(f"{folder}/seen.csv").write(seen.take(step=1))
-        ...     print(open(f"{folder}/seen.csv").readline()[:24])
+        ...     print(Path(f"{folder}/seen.csv").read_text()[:24])
         step,layer,forward_calls
 
     Not for several processes: write from one of them.
@@ -85,6 +86,7 @@ class JSONLines:
 
     Examples:
         >>> import json, tempfile, torch
+        >>> from pathlib import Path
         >>> from implicit_attention import ImplicitAttention
         >>> from implicit_attention.training import JSONLines, watch
         >>> layer = ImplicitAttention(8, heads=2)
@@ -92,7 +94,7 @@ class JSONLines:
         >>> output = layer(torch.randn(3, 5, 8))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     JSONLines(f"{folder}/seen.jsonl").write(seen.take(step=1))
-        ...     [json.loads(line)["forward_problems"] for line in open(f"{folder}/seen.jsonl")]
+        ...     [json.loads(line)["forward_problems"] for line in Path(f"{folder}/seen.jsonl").read_text().splitlines()]
         [30, 30]
 
     Not for several processes: write from one of them.
