@@ -449,8 +449,8 @@ def test_an_energy_that_rises_is_told_with_the_step_and_the_remedy():
     torch.vmap(made)(x)
     # What a backward pass computes again was told of before.
     for reentrant in (True, False):
+        new = copy.deepcopy(made)
         with pytest.warns(ConvergenceWarning) as told_of:
-            new = copy.deepcopy(made)
             checkpoint(new, x.clone().requires_grad_(), use_reentrant=reentrant).sum().backward()
         assert len(told_of) == 1
 
