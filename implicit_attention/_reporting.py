@@ -35,7 +35,9 @@ def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:
             raise ValueError(_validate.message("on_failure", required, repr(given), remedy))
         return
     if isinstance(given, type) and issubclass(given, FailurePolicy):
-        raise TypeError(_validate.message("on_failure", "be an instance", "the class FailurePolicy", "pass FailurePolicy()"))
+        raise TypeError(
+            _validate.message("on_failure", "be an instance", "the class FailurePolicy", "pass FailurePolicy()")
+        )
     if given not in WORDS:
         required = f"be one of {', '.join(map(repr, WORDS))}"
         remedy = "or pass a FailurePolicy" if policies else ""
