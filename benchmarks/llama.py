@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,9 @@ TESTS = ("tests/integrations/test_transformers_causal.py",)
 
 #: What is compared: torch's attention, one explicit step of ours, and the equilibrium.
 NAMES = ("sdpa", "explicit", "equilibrium")
+
+#: What a table shows of times.
+RATIOS = ("explicit / sdpa", "forward / sdpa", "training / sdpa", "watched / training")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +131,8 @@ def _times(setting: LlamaSetting, repeats: int, max_seconds: float) -> Row:
     found = evidence["equilibrium"]
     if found["converged"] < CONVERGED or not found["adjoints_converged"] or off > 1e-4:
         found["error"] = "not timed, an answer is wrong"
-        return {"evidence": evidence, "seconds": {}, "ratios": {"explicit / sdpa": None, "training / sdpa": None}}
+        return {"evidence": evidence, "seconds": {}, "ratios": dict.fromkeys(RATIOS)}
+    watched = _watched(models["equilibrium"], functions["equilibrium, training"], 6 * repeats, setting.device)
     times = interleaved(functions, first, repeats=repeats, max_seconds=4 * max_seconds, device=setting.device)
     seconds = {name: timing.median for name, timing in times.items()}
     return {
@@ -137,8 +142,25 @@ def _times(setting: LlamaSetting, repeats: int, max_seconds: float) -> Row:
             "explicit / sdpa": seconds["explicit, forward"] / seconds["sdpa, forward"],
             "forward / sdpa": seconds["equilibrium, forward"] / seconds["sdpa, forward"],
             "training / sdpa": seconds["equilibrium, training"] / seconds["sdpa, training"],
+            "watched / training": watched,
         },
     }
+
+
+def _watched(model: Any, step: Callable[[], None], pairs: int, device: str) -> float:
+    """The median, over pairs in turn, of a training step that `training.watch` watches over one that it does not."""
+    from implicit_attention.training import watch
+
+    ratios = []
+    for pair in range(pairs):
+        seconds = {}
+        for watching in (True, False) if pair % 2 else (False, True):
+            seen = watch(model) if watching else None
+            seconds[watching] = once(step, device)[1]
+            if seen is not None:
+                seen.close()
+        ratios.append(seconds[True] / seconds[False])
+    return statistics.median(ratios)
 
 
 def _peaks(setting: LlamaSetting) -> Row:

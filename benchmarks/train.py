@@ -40,7 +40,8 @@ NOTES = (
     "BLOCK: training step of a pre-norm transformer block, width 256, 4 heads, causal, by ImplicitAttention with its "
     "defaults / with max_steps=0.",
     "LLAMA: a converted Llama / the same with torch's attention, with no mask in either: forward pass with "
-    "max_steps=0, forward pass and training step of equilibria with the default solver. Peaks of memory are those of "
+    "max_steps=0, forward pass and training step of equilibria with the default solver; the same step with "
+    "`training.watch` / without it, the median over 30 pairs in turn. Peaks of memory are those of "
     "fresh processes, of one small layer, so that attention is most of it; growth is from the fewest tokens to the "
     "most, per token.",
     "EQUILIBRIUM: training step of a whole post-norm block (attention, MLP, the input added at every step) as a fixed "

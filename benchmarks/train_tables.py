@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .attention_tables import evaluations, problem
+from .llama import RATIOS
 from .report import Table, number, spread
 from .targets import Row
 
@@ -65,14 +66,14 @@ def _blocks(rows: list[Row]) -> Table:
 
 
 def _llamas(rows: list[Row]) -> list[Table]:
-    header = ["tokens", "evaluations mean/max", "converged %", "explicit / sdpa", "forward / sdpa", "training / sdpa"]
+    header = ["tokens", "evaluations mean/max", "converged %", *RATIOS]
     lines, made = [], []
     for row in rows:
         if row["memory"]:
             made.append(_llama_memory(row))
             continue
         found = row["evidence"]["equilibrium"]
-        ratios = (row["ratios"].get(f"{name} / sdpa") for name in ("explicit", "forward", "training"))
+        ratios = map(row["ratios"].get, RATIOS)
         counts, _, converged = evaluations(found)
         lines.append([str(row["tokens"]), counts, converged, *map(number, ratios), spread(row["seconds"])])
     names = [row["name"] for row in rows if not row["memory"]]

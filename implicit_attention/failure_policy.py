@@ -204,7 +204,7 @@ def own_site(on_failure: Any) -> Site | None:
 def text_of(on_failure: Any) -> str:
     """The word or policy as a text that `of_text` reads."""
     given, _ = located(on_failure)
-    return given._text if isinstance(given, FailurePolicy) else given  # type: ignore[no-any-return]
+    return given._text if isinstance(given, FailurePolicy) else given
 
 
 def of_text(text: str) -> Any:

@@ -73,7 +73,11 @@ class Lowered:
         assert self.rule is not None
         problem, poison = self._isolated()
         impl = dispatch.checked(self.impl, problem)
-        told = (text_of(on_failure), None if site is None else site.handle)
+        # On an accelerator a number of the host would keep the graph from being captured.
+        numbered = (
+            site is not None and not is_fake(initial) and (initial.device.type == "cpu" or site.tally is not None)
+        )
+        told = (text_of(on_failure), site.handle if site is not None and numbered else None)
         found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, *told))
         return found.state, found.record
 

@@ -13,7 +13,7 @@ import implicit_attention
 PACKAGE = Path(implicit_attention.__file__).parent
 
 # Part of the package -> the parts that it may import. Leaves are free for all.
-LEAVES = {"status", "errors", "_fused_rule", "_types", "_validate", "_declared", "_autograd"}
+LEAVES = {"status", "errors", "failure_policy", "_fused_rule", "_types", "_validate", "_declared", "_autograd"}
 ALLOWED = {
     "linear": {"solution"},
     "ops": {"linear", "solution", "_reporting"},
@@ -58,6 +58,7 @@ ALLOWED = {
         "_solve",
         "solution",
         "spins",
+        "_reporting",
     },
     "spins": {
         "diagnostics",
@@ -79,7 +80,10 @@ ALLOWED = {
         "solvers",
         "adjoints",
         "solution",
+        "energies",
+        "training",
     },
+    "training": {"layers", "diagnostics", "problem", "solution"},
     "distributed": {"attention", "fused", "adjoints", "energies", "potentials", "solvers"},
     "models": {"layers", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},

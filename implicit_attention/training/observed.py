@@ -66,7 +66,7 @@ class Side:
         failures = {status.name: int(statuses[status]) for status in FAILURES}
         # A fixed budget, and what was lost, aimed at no tolerance.
         aimed = [code for code in Status if code not in (Status.EXPLICIT, Status.BUDGET)]
-        worst = float(peaks[aimed].nan_to_num(math.inf, math.inf).amax())
+        worst = float(peaks[aimed].amax())
         calls, most = int(counts[CALLS]), int(peaks[STATUSES])
         return cls(calls, problems, mean, p99, most, failures, worst, int(statuses[LOST]))
 
@@ -159,11 +159,13 @@ class Observed:
         """One line over all layers, for a terminal."""
         forward, backward = self.total.forward, self.total.backward
         told = "" if self.step is None else f"step {self.step}: "
-        if not forward.problems:
-            return f"{told}nothing was solved"
-        told += f"evaluations {forward.mean:.1f}, p99 {forward.p99:.0f}, max {forward.most}; "
-        told += f"failed {_share(forward)}, worst residual {forward.worst:.2g} of its tolerance"
-        return f"{told}; backward failed {_share(backward)}" if backward.problems else told
+        parts = []
+        if forward.problems:
+            parts.append(f"evaluations {forward.mean:.1f}, p99 {forward.p99:.0f}, max {forward.most}")
+            parts.append(f"failed {_share(forward)}, worst residual {forward.worst:.2g} of its tolerance")
+        if backward.problems:
+            parts.append(f"backward failed {_share(backward)}")
+        return told + ("; ".join(parts) or "nothing was solved")
 
     def __repr__(self) -> str:
         cells = [_HEAD, *(_cells(seen) for seen in (*self.layers, self.total))]

@@ -98,7 +98,7 @@ def _count(counts: Tensor, peaks: Tensor, fields: Sequence[Any], side: int) -> N
     row.index_add_(0, codes, one)
     row.index_add_(0, spent.clamp(max=BINS - 1).add_(STATUSES), one)
     row[CALLS:].add_(torch.stack([one[0], spent.sum()]))
-    # What is no number, here or in the sums of others, is infinite when it is taken.
+    # What is no number stays so here, and is infinite when it is taken.
     ratio = residual.flatten().double() / tolerance.flatten().double().clamp(min=TINY)
     peak = peaks[side]
     peak[:STATUSES].scatter_reduce_(0, codes, ratio, "amax")
@@ -117,6 +117,12 @@ _count_in_graph = torch.library.custom_op(
 @_count_in_graph.register_fake
 def _(*args: Any) -> None:
     return None
+
+
+@_count_in_graph.register_vmap
+def _(*args: Any) -> tuple[None, None]:
+    # Calls inside torch.vmap are not seen.
+    return None, None
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import Self
 
 from .. import _validate
@@ -29,9 +30,9 @@ def watch(model: nn.Module, *, group: Any = None, spectral: bool = False) -> Wat
     """Count how the solves of every layer of a model go, forward and backward, from now on.
 
     Counts stay on the device of the solves, and the host waits for nothing before `Watch.take`. What checkpointing
-    computes again is counted once, accumulated batches all; evaluation counts like training. Calls inside torch.vmap
-    are not seen. In a compiled model the counting is an operation of its graph: call `watch` before the first call,
-    with the model on its device.
+    computes again is counted once, accumulated batches all; evaluation counts like training. A solve that raises is not
+    seen, nor are calls inside torch.vmap, except for a backward pass outside of it. In a compiled model the counting is
+    an operation of its graph: call `watch` before the first call, with the model on its device.
 
     Args:
         model: a module with layers of this library, or a model of transformers that was given its attention.
@@ -115,6 +116,8 @@ class Watch:
         found = [tally.taken() for tally in tallies]
         device = found[0][0].device
         counts, peaks = (torch.stack([pair[i].to(device) for pair in found]) for i in (0, 1))
+        # Before sums and maxima, which may pass over what is no number.
+        peaks = peaks.nan_to_num(math.inf, math.inf)
         if self._group is not None:
             counts, peaks = self._summed(counts, peaks)
         counts, peaks = counts.cpu(), peaks.cpu()
@@ -172,7 +175,8 @@ def _sites(model: nn.Module) -> dict[str, tuple[nn.Module, Site]]:
 def _device(module: nn.Module, model: nn.Module) -> torch.device:
     for each in (module, model):
         for tensor in (*each.parameters(), *each.buffers()):
-            return tensor.device
+            # A layer that is still to be made somewhere has no numbers to count: its tally moves when it solves.
+            return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     return torch.device("cpu")
 
 
@@ -206,7 +210,8 @@ def _radius(module: nn.Module, tally: Tally) -> float:
     problem, value = _some_states(*found)
     if value.numel() == 0:
         return math.nan
-    with exact_precision(value):
+    # Torch's faster attention, which a block may use, has no derivative of its derivative.
+    with exact_precision(value), sdpa_kernel(SDPBackend.MATH):
         return float(spectral_radius(problem, value, steps=KRYLOV).max())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -42,6 +43,7 @@ class CSVFile:
 
     Examples:
         >>> import tempfile, torch
+        >>> from pathlib import Path
         >>> from implicit_attention import ImplicitAttention
         >>> from implicit_attention.training import CSVFile, watch
         >>> layer = ImplicitAttention(8, heads=2)
@@ -49,7 +51,7 @@ class CSVFile:
         >>> output = layer(torch.randn(3, 5, 8))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     CSVFile(f"{folder}/seen.csv").write(seen.take(step=1))
-        ...     print(open(f"{folder}/seen.csv").readline()[:24])
+        ...     print(Path(f"{folder}/seen.csv").read_text()[:24])
         step,layer,forward_calls
 
     Not for several processes: write from one of them.
@@ -68,11 +70,12 @@ class CSVFile:
                 found = next(csv.reader(file), [])
             received = f"{self.path} with the columns {', '.join(found[:4])}, ..."
             _validate.require(found == columns, "path", "be a file of this writer", received, "use a new file")
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
-            if begins:
-                writer.writeheader()
-            writer.writerows(rows)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns)
+        if begins:
+            writer.writeheader()
+        writer.writerows(rows)
+        _append(self.path, text.getvalue(), "\r\n")
 
 
 class JSONLines:
@@ -83,6 +86,7 @@ class JSONLines:
 
     Examples:
         >>> import json, tempfile, torch
+        >>> from pathlib import Path
         >>> from implicit_attention import ImplicitAttention
         >>> from implicit_attention.training import JSONLines, watch
         >>> layer = ImplicitAttention(8, heads=2)
@@ -90,7 +94,7 @@ class JSONLines:
         >>> output = layer(torch.randn(3, 5, 8))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     JSONLines(f"{folder}/seen.jsonl").write(seen.take(step=1))
-        ...     [json.loads(line)["forward_problems"] for line in open(f"{folder}/seen.jsonl")]
+        ...     [json.loads(line)["forward_problems"] for line in Path(f"{folder}/seen.jsonl").read_text().splitlines()]
         [30, 30]
 
     Not for several processes: write from one of them.
@@ -101,13 +105,12 @@ class JSONLines:
 
     def write(self, observed: Observed) -> None:
         """Append the lines."""
-        with self.path.open("a", encoding="utf-8") as file:
-            for row in observed.rows():
-                file.write(json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False) + "\n")
+        rows = ({name: _finite(value) for name, value in row.items()} for row in observed.rows())
+        _append(self.path, "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in rows), "\n")
 
 
 class TensorBoard:
-    """Scalars `equilibrium/<layer>/<column>` in a writer that is handed in.
+    """Scalars `equilibrium/<layer>/<column>` in a writer that is handed in; a layer without a name is "(model)".
 
     Args:
         writer: anything with `add_scalar(name, value, step)`, such as `torch.utils.tensorboard.SummaryWriter`.
@@ -144,7 +147,8 @@ class TensorBoard:
             for name, value in row.items():
                 known = isinstance(value, int | float) and not math.isnan(value)
                 if known and name != "step" and "_failed_" not in name:
-                    self.writer.add_scalar(f"equilibrium/{row['layer']}/{name}", value, observed.step)
+                    layer = row["layer"] or "(model)"
+                    self.writer.add_scalar(f"equilibrium/{layer}/{name}", value, observed.step)
 
 
 class ProgressLine:
@@ -178,6 +182,15 @@ class ProgressLine:
         else:
             stream.write(f"{line}\n")
         stream.flush()
+
+
+def _append(path: Path, text: str, newline: str) -> None:
+    """Add lines at once; a line that a killed run left unfinished stays one of its own."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else newline + text
+        file.write(text.encode())
 
 
 def _finite(value: Any) -> Any:

@@ -82,11 +82,12 @@ def agree(run, *, takes=True):
 
 
 def evidence(report):
-    """All fields of a `SolveReport` and its adjoint's."""
+    """All fields of a `SolveReport` and its adjoint's, but the layer they are of."""
+    fields = [field.name for field in dataclasses.fields(report.adjoint) if field.name != "site"]
     return {
         "record": tuple(report.record),
         "remedies": dict(report.remedies),
-        "adjoint": {field.name: getattr(report.adjoint, field.name) for field in dataclasses.fields(report.adjoint)},
+        "adjoint": {name: getattr(report.adjoint, name) for name in fields},
     }
 
 

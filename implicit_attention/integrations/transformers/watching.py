@@ -63,6 +63,8 @@ class WatchCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Begin to watch the trainer's model."""
+        # A training that was interrupted has not said that it ended.
+        self.on_train_end(args, state, control)
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.watch = watch(others["model"], group=group, spectral=self.spectral)
 

@@ -1,0 +1,268 @@
+"""`watch`: what it counts is what the layers' reports say, and a watched layer computes what it did before."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from watched_layers import HEADS, LAYERS, ROWS, TOKENS, Gathered, assert_same, layer_of, model_of, summary, tokens
+
+from implicit_attention import Implicit, OneStep, Picard, Status, Unrolled
+from implicit_attention.linear import CG
+from implicit_attention.solution import Record
+from implicit_attention.training import watch
+from implicit_attention.training.tally import BACKWARD, FORWARD, Tally
+
+QUIET = {"on_failure": "ignore"}
+every = pytest.mark.parametrize("name", LAYERS)
+
+
+# What is counted.
+
+
+@every
+def test_it_counts_what_the_reports_of_every_call_say(name):
+    model = nn.ModuleDict({"first": layer_of(name), "second": layer_of(name, seed=1)})
+    gathered = Gathered(model)
+    with watch(model) as seen:
+        for look in range(2):
+            for step in range(3):
+                for layer in (*model.values(), model["first"])[: 2 if step else 3]:
+                    layer(tokens(10 * look + step, rows=ROWS + step, scale=2.0)).square().sum().backward()
+                    own = Gathered(layer)
+                    own.forward()
+                    own.backward()
+                    key = "first" if layer is model["first"] else "second"
+                    for (inner, side), found in own.found.items():
+                        gathered.found[f"{key}.{inner}".strip("."), side] += found
+            gathered.check(seen.take(look))
+            # The counts begin anew.
+            gathered.found = {key: [] for key in gathered.found}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "published"])  # whose budget is fixed
+def test_failures_are_counted_by_their_status(name):
+    options = {"solver": Picard(rtol=1e-12, atol=1e-14, max_steps=1), "on_failure": "ignore"}
+    model = layer_of(name, **options)
+    gathered = Gathered(model)
+    seen = watch(model)
+    for step in range(2):
+        gathered.step(model, tokens(step, scale=2.0))
+    observed = seen.take()
+    gathered.check(observed)
+    # A first token that reads itself alone is solved at once.
+    alone = 2 * HEADS * ROWS if "causal attention" in name else 0
+    assert observed.total.forward.failures["MAX_STEPS"] == observed.total.forward.problems - alone > 0
+    assert observed.total.forward.worst > 1
+
+
+def test_failures_of_backward_solves_are_counted():
+    model = layer_of(adjoint=Implicit(CG(rtol=1e-12, max_steps=1)), **QUIET).double()
+    gathered = Gathered(model)
+    seen = watch(model)
+    gathered.step(model, tokens(scale=2.0, dtype=torch.float64))
+    observed = seen.take()
+    gathered.check(observed)
+    assert observed.total.forward.failed == 0
+    assert observed.total.backward.failures["MAX_STEPS"] == observed.total.backward.problems == ROWS * HEADS * TOKENS
+
+
+@pytest.mark.parametrize("adjoint", [OneStep(), Unrolled()])
+def test_without_a_backward_solve_none_is_counted(adjoint):
+    model = layer_of(adjoint=adjoint)
+    seen = watch(model)
+    model(tokens()).sum().backward()
+    observed = seen.take().total
+    assert (observed.forward.calls, observed.backward.calls, observed.backward.problems) == (1, 0, 0)
+    assert math.isnan(observed.backward.mean)
+
+
+def test_no_steps_and_budgets_are_no_failures_and_have_no_worst():
+    for options, status in (
+        ({"max_steps": 0}, "EXPLICIT"),
+        ({"solver": Picard(rtol=0, atol=0, max_steps=2)}, "BUDGET"),
+    ):
+        model = layer_of(**options)
+        gathered = Gathered(model)
+        seen = watch(model)
+        gathered.step(model, tokens())
+        assert set(model.last_solve.status.flatten().tolist()) == {int(Status[status])}
+        observed = seen.take()
+        gathered.check(observed)
+        assert (observed.total.forward.failed, observed.total.forward.worst) == (0, 0.0)
+
+
+def test_a_nan_that_comes_in_is_a_failure_and_the_others_are_counted_as_they_are():
+    model = layer_of(**QUIET)
+    gathered = Gathered(model)
+    seen = watch(model)
+    given = tokens()
+    given[0, 0] = math.nan
+    output = model(given)
+    gathered.forward()
+    output.nan_to_num().sum().backward()
+    gathered.backward()
+    observed = seen.take()
+    gathered.check(observed)
+    assert observed.total.forward.failures["NONFINITE"] == HEADS * TOKENS
+    assert observed.total.forward.worst == math.inf
+
+
+@pytest.mark.parametrize("impl", ["auto", "tiled", "reference"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_cotangents_that_are_not_finite_are_lost_and_not_failed(value, impl):
+    model, count = layer_of(impl=impl), 70  # the tiled operation has at least 64 keys
+    seen = watch(model)
+    output = model(tokens(count=count))
+    cotangent = torch.ones_like(output)
+    cotangent[0, 0] = value
+    output.backward(cotangent)
+    backward = seen.take().total.backward
+    # One token of one row, whose heads meet in the output.
+    assert (backward.lost, backward.failed, backward.problems) == (HEADS, 0, HEADS * ROWS * count)
+    assert backward.worst < 1
+
+
+@every
+def test_a_cotangent_of_nan_is_no_failure_of_any_layer(name):
+    model = layer_of(name)
+    seen = watch(model)
+    output = model(tokens())
+    output.backward(torch.full_like(output, math.nan))
+    backward = seen.take().total.backward
+    assert (backward.failed, backward.lost) == (0, backward.problems)
+    assert backward.worst == 0
+
+
+def counted(evaluations):
+    """What is told of one call of so many evaluations."""
+    evaluations = torch.tensor(evaluations, dtype=torch.int32)
+    ones = torch.ones(len(evaluations))
+    layer = layer_of()
+    seen = watch(layer)
+    layer._site.tally.add(Record(torch.zeros_like(ones, dtype=torch.int8), ones, ones, evaluations, evaluations))
+    return seen.take().total.forward
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 199, 200, 201, 1000])
+@pytest.mark.parametrize("high", [0, 1, 2, 10])
+def test_p99_is_the_smallest_that_99_of_100_reach(count, high):
+    evaluations = [7] * min(high, count) + [3] * (count - min(high, count))
+    ones = [1.0] * count
+    assert_same(counted(evaluations), summary([[[0] * count, evaluations, ones, ones]]))
+
+
+def test_beyond_what_is_counted_one_by_one_p99_is_the_largest():
+    many = [4] * 980 + list(range(1000, 1040)) + [5000] * 20
+    forward = counted(many)
+    assert forward.mean == sum(many) / len(many)
+    assert (forward.p99, forward.most) == (5000, 5000)
+    assert counted([4] * 980 + [1022] * 50 + [5000] * 10).p99 == 1022
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@every
+def test_every_precision_and_layout(name, dtype):
+    model = layer_of(name, **QUIET).to(dtype)
+    gathered = Gathered(model)
+    seen = watch(model)
+    plain = tokens(scale=2.0, dtype=dtype)
+    layouts = (
+        plain,
+        plain.transpose(0, 1).contiguous().transpose(0, 1),
+        plain[:1].expand(3, -1, -1),
+        tokens(scale=2.0, dtype=dtype, count=2 * TOKENS)[:, ::2],
+    )
+    for given in layouts:
+        output = model(given)
+        gathered.forward()
+        output.float().square().sum().backward()
+        gathered.backward()
+    gathered.check(seen.take())
+
+
+def test_no_problems_are_no_calls():
+    model = layer_of()
+    seen = watch(model)
+    model(tokens()[:0]).sum().backward()
+    observed = seen.take()
+    assert observed.layers == ()
+    assert (observed.total.forward.calls, observed.total.backward.calls) == (0, 0)
+    assert observed.line() == "nothing was solved"
+
+
+def test_a_layer_that_has_solved_once_stays_in_the_list():
+    model = model_of()
+    seen = watch(model)
+    model[0](tokens())
+    assert [layer.layer for layer in seen.take().layers] == ["0"]
+    model[1](tokens())
+    observed = seen.take()
+    assert [(layer.layer, layer.forward.calls) for layer in observed.layers] == [("0", 0), ("1", 1)]
+    assert "nothing was solved" in seen.take(3).line()
+
+
+# On the device.
+
+
+class Recorder(TorchDispatchMode):
+    """The names of operations that reach a device; one that makes the host wait is refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        assert not any(word in name for word in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")), name
+        # A comparison of an index with the host's numbers, and a copy from there, would wait as well.
+        self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def operations(side, problems=20, evaluations=5, lost=False, calls=1, **of):
+    """Names of the operations of one more count, after some."""
+    tally = Tally(torch.device("cpu"), spectral=False)
+    status = torch.arange(problems, dtype=torch.int8) % 9
+    numbers, steps = torch.rand(problems), torch.full((problems,), evaluations, dtype=torch.int32)
+    fields = (status, numbers, torch.rand(problems), steps, torch.rand(problems) > 0.5 if lost else None)
+    for _ in range(calls):
+        with Recorder() as recorder:
+            tally._add(side, *fields)
+    return recorder.names
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("side", [FORWARD, BACKWARD])
+def test_counting_is_a_constant_number_of_operations_and_no_look(side, lost):
+    names = operations(side, lost=lost)
+    assert 10 <= len(names) <= 36
+    for changed in ({"problems": 1}, {"problems": 3000}, {"evaluations": 10**6}, {"calls": 50}):
+        assert operations(side, lost=lost, **changed) == names
+
+
+def test_a_look_is_what_the_recorder_refuses():
+    with Recorder(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        int(torch.ones(1).sum())
+
+
+@every
+def test_outputs_and_gradients_are_the_same_bits(name):
+    found = []
+    for watched in (False, True):
+        model = layer_of(name)
+        seen = watch(model) if watched else None
+        steps = []
+        for step in range(2):
+            model.zero_grad()
+            given = tokens(step, scale=2.0).requires_grad_()
+            torch.manual_seed(step)
+            output = model(given)
+            output.square().sum().backward()
+            steps += [output, given.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        if seen is not None:
+            assert seen.take().total.forward.problems > 0
+        found.append(steps)
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
