@@ -20,10 +20,11 @@ from ... import _validate
 from ..._autograd import host_may_look
 from ..._types import Impl, OnFailure
 from ...adjoints import Adjoint
+from ...failure_policy import Site
 from ...options import SolveKeywords
 from ...solvers import Solver
 from .anchors import check_none_learned, check_read, learned_per, with_learned
-from .attention import EquilibriumForward
+from .attention import SITE, EquilibriumForward
 from .reach import Reach, attention_names, listed, reach, takes_masks
 from .saved import held, keep, names, of_config, written
 from .settings import ANCHORS, SAYS_CAUSAL, SOLVERS, Layers, Settings, check_fixed
@@ -336,6 +337,10 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
     for config in configs:
         # Where torch's own attention is supported, transformers themselves leave causality to the modules.
         setattr(config, SAYS_CAUSAL, told and all(part._supports_sdpa for part in parts))
+    for module in map(model.get_submodule, found.asks):
+        # Not at the first call: a compiler, which may make that, cannot make these.
+        if getattr(module, SITE, None) is None:
+            setattr(module, SITE, Site())
     return configs
 
 
