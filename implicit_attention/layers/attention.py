@@ -345,8 +345,10 @@ class ImplicitAttention(Remembering):
             return cache.held if key_mask is None else cache.held._replace(key_mask=key_mask)
         _check_tokens("context", source, self.context_dim)
         values = source if values is None else values
-        required = f"have one row for each of the {source.shape[-2]} tokens attended to"
-        _validate.require(values.shape[-2] == source.shape[-2], "values", required, f"shape {tuple(values.shape)}")
+        if values.shape[-2] != source.shape[-2]:
+            # Numbers are written out only here: torch.compile would make a graph for each of them.
+            required = f"have one row for each of the {source.shape[-2]} tokens attended to"
+            raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
         keys = projected(self.k_proj, self.k_norm, source, self.head_dim, self.kv_heads)
         keys = keys if self.rotary is None else self.rotary(keys, positions)
         # Read at every evaluation: laid out once.

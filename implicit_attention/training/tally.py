@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._autograd import backward_running, is_batched, is_fake, transforms_active
 from ..problem import Problem
@@ -37,8 +37,10 @@ class Tally:
 
     def _make(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.counts = torch.zeros(2, WIDTH, dtype=torch.int64, device=device)
-            self.peaks = torch.zeros(2, STATUSES + 1, dtype=torch.float64, device=device)
+            # Parameters, whose sizes torch.compile takes as they are. Those of other tensors it leaves open, and then
+            # compiles anew where a size of the input was the same as one of them and no longer is.
+            self.counts: Tensor = nn.Parameter(torch.zeros(2, WIDTH, dtype=torch.int64, device=device), False)
+            self.peaks: Tensor = nn.Parameter(torch.zeros(2, STATUSES + 1, dtype=torch.float64, device=device), False)
 
     def add(self, report: SolveReport | Record) -> None:
         """Count a forward solve; one that checkpointing repeats in a backward pass is left out."""

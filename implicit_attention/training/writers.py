@@ -136,7 +136,7 @@ class TensorBoard:
     """
 
     def __init__(self, writer: Any) -> None:
-        if not callable(getattr(writer, "add_scalar", None)):
+        if isinstance(writer, type) or not callable(getattr(writer, "add_scalar", None)):
             required = "have a method add_scalar(name, value, step)"
             raise TypeError(_validate.message("writer", required, type(writer).__name__))
         self.writer = writer

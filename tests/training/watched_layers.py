@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ from implicit_attention.integrations.timm import EquilibriumAttention
 from implicit_attention.integrations.xtransformers import EquilibriumAttend
 from implicit_attention.layers import MeanFieldAttention, SpinAttention
 from implicit_attention.testing.numerics import random
+from implicit_attention.training import watch
 
 ROWS, TOKENS, DIM, HEADS = 2, 5, 8, 2
 FAILING = ("MAX_STEPS", "STALLED", "DIVERGED", "NONFINITE", "OUT_OF_RANGE")
@@ -160,3 +162,27 @@ def assert_same(side, told):
         else:
             assert found == value or (found != found and value != value), (name, found, value)
     assert side.failed == sum(told["failures"].values())
+
+
+def assert_counts(found, expected):
+    """The same counts; kernels of a graph may round otherwise, which shows in residuals and seldom in evaluations."""
+    for seen, known in zip((*found.layers, found.total), (*expected.layers, expected.total), strict=True):
+        assert seen.layer == known.layer
+        for side in ("forward", "backward"):
+            ours, theirs = getattr(seen, side), getattr(known, side)
+            assert (ours.calls, ours.problems, ours.failures, ours.lost) == (
+                theirs.calls,
+                theirs.problems,
+                theirs.failures,
+                theirs.lost,
+            )
+            if theirs.problems:
+                assert ours.mean == pytest.approx(theirs.mean, abs=0.1)
+                assert abs(ours.most - theirs.most) <= 1
+                assert ours.worst == pytest.approx(theirs.worst, rel=0.3)
+
+
+def observed(model, steps):
+    with watch(model) as seen:
+        steps(model)
+        return seen.take()
