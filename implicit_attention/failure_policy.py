@@ -117,7 +117,8 @@ class Window:
             self._current = False
             return None
         else:
-            self._failed = int(torch.stack([torch.as_tensor(f, device=failed.device) for f, _ in calls]).sum())
+            counted = torch.stack([torch.as_tensor(f, device=count.device) for f, _ in calls])
+            self._failed = int(counted.sum())
             self._current = True
         return self._failed, self._problems * (length / len(calls))
 

@@ -59,3 +59,17 @@ def gradients(
         for t, *pair in zip(leaves, direct, implicit, strict=True)
     ]
     return output.detach(), total
+
+
+def partly(failed):
+    """What failed, if that are some and not all."""
+    assert 0 < int(failed.sum()) < failed.numel()
+    return failed
+
+
+def some_steps(run):
+    """The first number of steps that are too few for some problems and enough for others; `run` says where it fails."""
+    for steps in range(1, 200):
+        if 0 < int((failed := run(steps)).sum()) < failed.numel():
+            return steps
+    raise AssertionError("all problems take as many steps")

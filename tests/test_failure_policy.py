@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import random as python_random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from implicit_attention import (
     solve,
     training,
 )
+from implicit_attention.failure_policy import Window
 from implicit_attention.layers import EnergyTransformer, MeanFieldAttention, SpinAttention, SpinTransformerBlock
 from implicit_attention.linear import Neumann
 from implicit_attention.spins import MeanField, SpinSystem, magnetization
@@ -209,12 +211,45 @@ def test_calls_to_come_are_taken_as_those_before():
     assert [raises(4, 8, policy), raises(0, 8, policy), raises(1, 8, policy)] == [False, False, True]
 
 
+class Elsewhere:
+    """What a `Window` asks of a tensor of an accelerator."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, failed):
+        self.sum, self.numel = failed.sum, failed.numel
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_on_an_accelerator_the_host_looks_at_every_last_call_of_a_window(length):
+    window, draw, calls = Window(length), python_random.Random(2), []
+    for index in range(1, 30):
+        calls.append(torch.arange(8) < draw.randrange(8))
+        found = window.add(Elsewhere(calls[-1]))
+        expected = (sum(int(c.sum()) for c in calls[-length:]), 8 * length)
+        assert found == (None if index % length else expected)
+
+
+def test_a_layer_that_is_moved_goes_on_counting():
+    draw = python_random.Random(3)
+    for start in range(6):
+        window, calls = Window(4), []
+        for index in range(20):
+            calls.append(torch.arange(8) < draw.randrange(8))
+            here = (index + start) // 6 % 2
+            found = window.add(calls[-1] if here else Elsewhere(calls[-1]))
+            last = calls[-4:]
+            expected = (sum(int(c.sum()) for c in last), 8 * 4)
+            assert found == expected or (not here and found is None)
+            assert not here or found is not None
+
+
 def test_forward_and_backward_are_counted_apart():
     policy = FailurePolicy(tolerate=0.25, window=2)
     assert not raises(3, 8, policy, backward=3)
     lines, raised = told(lambda: call(2, 8, policy, backward=0))
     assert raised
-    assert "5 problems failed in the last 2 calls, more than tolerate=0.25 of 16" in lines[0]
+    assert "5 problems failed in a window of 2 calls, more than tolerate=0.25 of 16" in lines[0]
     policy = FailurePolicy(tolerate=0.25, window=2)
     assert not raises(3, 8, policy, backward=3)
     lines, raised = told(lambda: call(0, 8, policy, backward=2))
@@ -227,7 +262,7 @@ def test_an_error_says_how_many_failed_where_and_what_to_do():
     assert not raises(2, 4, policy)
     lines, _ = told(lambda: call(2, 4, policy))
     assert lines[0].startswith("Picard failed for 2 of 4 problems, first at 0, 1: residual ")
-    assert " 4 problems failed in the last 3 calls, more than tolerate=0.25 of 12." in lines[0]
+    assert " 4 problems failed in a window of 3 calls, more than tolerate=0.25 of 12." in lines[0]
     assert lines[0].endswith("Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
     assert "in the last call, more" in told(lambda: call(1, 2, FailurePolicy(window=1)))[0][0]
 

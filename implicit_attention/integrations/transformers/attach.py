@@ -23,7 +23,7 @@ from ...adjoints import Adjoint
 from ...options import SolveKeywords
 from ...solvers import Solver
 from .anchors import check_none_learned, check_read, learned_per, with_learned
-from .attention import EquilibriumForward
+from .attention import EquilibriumForward, site_of
 from .reach import Reach, attention_names, listed, reach, takes_masks
 from .saved import held, keep, names, of_config, written
 from .settings import ANCHORS, SAYS_CAUSAL, SOLVERS, Layers, Settings, check_fixed
@@ -336,6 +336,9 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
     for config in configs:
         # Where torch's own attention is supported, transformers themselves leave causality to the modules.
         setattr(config, SAYS_CAUSAL, told and all(part._supports_sdpa for part in parts))
+    for module in map(model.get_submodule, found.asks):
+        # Not at the first call: a compiler, which may make that, cannot make these.
+        site_of(module)
     return configs
 
 
