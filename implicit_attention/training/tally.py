@@ -130,4 +130,4 @@ def _(*args: Any) -> tuple[None, None]:
 def _unwrapped(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.detach()
+    return tensor

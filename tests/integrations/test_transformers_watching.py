@@ -248,6 +248,15 @@ def test_a_compiled_model_with_checkpoints_counts_once(reentrant):
         assert_counts(seen.take(), expected)
 
 
+def test_programs_hold_no_trace_of_it():
+    model = converted(on_failure="warn").eval()
+    with watch(model) as seen, torch.no_grad():
+        program = torch.export.export(model, (), {**given(0), "use_cache": False})
+        assert "tally" not in str(program.graph)
+        program.module()(**given(0), use_cache=False)
+        assert seen.take().total.forward.calls == 0
+
+
 # The Trainer.
 
 

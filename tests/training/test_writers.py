@@ -85,6 +85,9 @@ def test_a_run_that_is_resumed_goes_on_in_its_file(tmp_path):
             once.write(observed)
             kind(str(parts)).write(observed)
         assert whole.read_bytes() == parts.read_bytes()
+        lines = parts.read_bytes().splitlines()
+        assert len(lines) == 3 * 3 + (kind is CSVFile)
+        assert all(lines)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30])
