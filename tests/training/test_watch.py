@@ -6,11 +6,26 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from watched_layers import HEADS, LAYERS, ROWS, TOKENS, Gathered, assert_same, layer_of, model_of, summary, tokens
+from watched_layers import (
+    DIM,
+    FAILING,
+    HEADS,
+    LAYERS,
+    ROWS,
+    TOKENS,
+    Gathered,
+    assert_same,
+    layer_of,
+    model_of,
+    summary,
+    tokens,
+)
 
-from implicit_attention import Implicit, OneStep, Picard, Status, Unrolled
+from implicit_attention import Equilibrium, Implicit, OneStep, Picard, Status, Unrolled
+from implicit_attention.layers import SpinAttention
 from implicit_attention.linear import CG
 from implicit_attention.solution import Record
+from implicit_attention.spins import TAP
 from implicit_attention.training import watch
 from implicit_attention.training.tally import BACKWARD, FORWARD, Tally
 
@@ -55,6 +70,64 @@ def test_failures_are_counted_by_their_status(name):
     alone = 2 * HEADS * ROWS if "causal attention" in name else 0
     assert observed.total.forward.failures["MAX_STEPS"] == observed.total.forward.problems - alone > 0
     assert observed.total.forward.worst > 1
+
+
+def test_every_status_has_its_name():
+    """The codes and names of the documentation, written out."""
+    names = ["CONVERGED", "EXPLICIT", "BUDGET", "UNSTABLE", "MAX_STEPS", "STALLED", "DIVERGED", "NONFINITE"]
+    names += ["OUT_OF_RANGE"]
+    status = torch.tensor([code for code in range(9) for _ in range(code + 1)], dtype=torch.int8)
+    ones = torch.ones(len(status))
+    residual = torch.where(status == 1, math.nan, 0.25 * ones)
+    for name in ("STALLED", "EXPLICIT", "OUT_OF_RANGE"):
+        # Of an explicit step, whatever its residual is, nothing is told.
+        residual[status == names.index(name)] *= 3 if name == "STALLED" else 2
+    layer = layer_of()
+    with watch(layer) as seen:
+        layer._site.tally.add(Record(status, residual, ones, ones.int(), ones.int()))
+        layer._site.tally.add_backward(status, residual, ones, ones.int(), status == 4)
+        total = seen.take().total
+    expected = {name: names.index(name) + 1 for name in FAILING}
+    assert total.forward.failures == expected
+    assert total.backward.failures == {**expected, "MAX_STEPS": 0}
+    assert (total.forward.lost, total.backward.lost) == (0, 5)
+    assert (total.forward.problems, total.forward.worst) == (45, 0.75)
+
+
+class Growing(nn.Module):
+    """z -> 2 z + x + 1, which plain steps leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, z, x):
+        return self.factor * z + x + 1
+
+
+def critical():
+    """A pair of spins at a temperature that the method knows to be too low for it (`TAP`)."""
+
+    def pair(field):
+        return torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=field.dtype)
+
+    options = {"couplings": pair, "method": TAP(), "beta": 1.01, "field_norm": None, **QUIET}
+    return SpinAttention(DIM, 1, **options).double(), torch.zeros(3, 2, DIM, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("status", ["DIVERGED", "OUT_OF_RANGE"])
+def test_so_are_failures_of_layers(status):
+    if status == "DIVERGED":
+        model, given = Equilibrium(Growing(), event_ndim=1, solver=Picard(max_steps=300), **QUIET), tokens()
+    else:
+        model, given = critical()
+    gathered = Gathered(model)
+    seen = watch(model)
+    model(given)
+    gathered.forward()
+    observed = seen.take()
+    gathered.check(observed)
+    assert observed.total.forward.failures[status] == observed.total.forward.problems > 0
 
 
 def test_failures_of_backward_solves_are_counted():
