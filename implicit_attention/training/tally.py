@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _validate
 from .._autograd import backward_running, is_batched, is_fake, transforms_active
 from ..problem import Problem
 from ..solution import Record, SolveReport
@@ -107,9 +108,19 @@ def _count(counts: Tensor, peaks: Tensor, fields: Sequence[Any], side: int) -> N
     peak[STATUSES] = torch.maximum(peak[STATUSES], spent.amax())
 
 
+def _counted(counts: Tensor, peaks: Tensor, *given: Any) -> None:
+    fields, side = given[:-1], given[-1]
+    if counts.device != fields[0].device:
+        # A graph holds the tensors of a tally, which cannot follow a model then.
+        required = f"be watched where it is when it is compiled ({fields[0].device})"
+        remedy = "close() that watch and call watch(model) again"
+        raise ValueError(_validate.message("model", required, f"a watch begun on {counts.device}", remedy))
+    _count(counts, peaks, fields, side)
+
+
 _count_in_graph = torch.library.custom_op(
     "implicit_attention::tally",
-    lambda counts, peaks, *fields: _count(counts, peaks, fields[:-1], fields[-1]),
+    _counted,
     mutates_args=("counts", "peaks"),
     schema="(Tensor(a!) counts, Tensor(b!) peaks, Tensor status, Tensor residual, Tensor tolerance, "
     "Tensor evaluations, Tensor? lost, int side) -> ()",

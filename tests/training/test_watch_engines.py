@@ -77,7 +77,7 @@ def plainly(count=2):
     return observed(Stack(count=count), train)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_one_graph_with_the_counts_of_eager_calls(backend):
     model = Stack()
     with watch(model) as seen:

@@ -11,6 +11,7 @@ from watched_layers import DIM, HEADS, LAYERS, TOKENS, Gathered, layer_of, model
 
 from implicit_attention import Anderson, ImplicitAttention, Picard
 from implicit_attention.training import FailurePolicy, watch
+from implicit_attention.training.tally import Tally, _counted
 
 every = pytest.mark.parametrize("name", LAYERS)
 
@@ -185,6 +186,14 @@ def test_a_model_may_be_made_on_no_device_and_watched_before_it_is_put_on_one():
     gathered = Gathered(model)
     gathered.step(model, tokens())
     gathered.check(seen.take())
+
+
+def test_a_graph_that_holds_counts_of_another_device_says_what_to_do():
+    tally, solved = Tally(torch.device("cpu"), spectral=False), torch.zeros(3, device="meta")
+    with pytest.raises(
+        ValueError, match=r"`model` must be watched where it is when .* \(meta\), got a watch begun on cpu"
+    ):
+        _counted(tally.counts, tally.peaks, solved, solved, solved, solved, None, 0)
 
 
 def test_a_policy_changes_no_count():
