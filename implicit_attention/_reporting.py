@@ -66,7 +66,7 @@ def report_failures(
         found = (site or policy._site).window(side, policy).add(failed)
         if found is None or found[0] <= policy.tolerate * found[1]:
             return
-        calls = "the last call" if policy.window == 1 else f"the last {policy.window} calls"
+        calls = "the last call" if policy.window == 1 else f"a window of {policy.window} calls"
         too_many = (
             f" {found[0]:.0f} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {found[1]:.0f}."
         )

@@ -259,7 +259,7 @@ def test_forward_and_backward_are_counted_apart():
     assert not raises(3, 8, policy, backward=3)
     lines, raised = told(lambda: call(2, 8, policy, backward=0))
     assert raised
-    assert "5 problems failed in the last 2 calls, more than tolerate=0.25 of 16" in lines[0]
+    assert "5 problems failed in a window of 2 calls, more than tolerate=0.25 of 16" in lines[0]
     policy = FailurePolicy(tolerate=0.25, window=2)
     assert not raises(3, 8, policy, backward=3)
     lines, raised = told(lambda: call(0, 8, policy, backward=2))
@@ -272,7 +272,7 @@ def test_an_error_says_how_many_failed_where_and_what_to_do():
     assert not raises(2, 4, policy)
     lines, _ = told(lambda: call(2, 4, policy))
     assert lines[0].startswith("Picard failed for 2 of 4 problems, first at 0, 1: residual ")
-    assert " 4 problems failed in the last 3 calls, more than tolerate=0.25 of 12." in lines[0]
+    assert " 4 problems failed in a window of 3 calls, more than tolerate=0.25 of 12." in lines[0]
     assert lines[0].endswith("Pass on_failure='warn' or 'ignore' to receive the solution all the same.")
     assert "in the last call, more" in told(lambda: call(1, 2, FailurePolicy(window=1)))[0][0]
 

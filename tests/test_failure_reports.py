@@ -146,7 +146,7 @@ def test_a_warning_of_a_window_says_how_many_failed():
     with torch.no_grad():
         layer(X)
         (line,) = told(lambda: layer(X, **{"solver": NEVER["solver"]}))
-    assert ". 20 problems failed in the last 2 calls, more than tolerate=0.25 of 40 (failing call 1 of" in line
+    assert ". 20 problems failed in a window of 2 calls, more than tolerate=0.25 of 40 (failing call 1 of" in line
 
 
 # Copies.

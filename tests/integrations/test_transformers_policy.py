@@ -68,7 +68,7 @@ def test_a_window_is_of_one_layer():
     model = made(on_failure=FailurePolicy(tolerate=0.6, window=2))
     logits(model)
     assert [int(solve.failed.sum()) for solve in last_solves(model).values()] == [20, 20]
-    with pytest.raises(ConvergenceError, match="40 problems failed in the last 2 calls, more than tolerate"):
+    with pytest.raises(ConvergenceError, match="40 problems failed in a window of 2 calls, more than tolerate"):
         logits(model)
 
 

@@ -20,11 +20,10 @@ from ... import _validate
 from ..._autograd import host_may_look
 from ..._types import Impl, OnFailure
 from ...adjoints import Adjoint
-from ...failure_policy import Site
 from ...options import SolveKeywords
 from ...solvers import Solver
 from .anchors import check_none_learned, check_read, learned_per, with_learned
-from .attention import SITE, EquilibriumForward
+from .attention import EquilibriumForward, site_of
 from .reach import Reach, attention_names, listed, reach, takes_masks
 from .saved import held, keep, names, of_config, written
 from .settings import ANCHORS, SAYS_CAUSAL, SOLVERS, Layers, Settings, check_fixed
@@ -339,8 +338,7 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
         setattr(config, SAYS_CAUSAL, told and all(part._supports_sdpa for part in parts))
     for module in map(model.get_submodule, found.asks):
         # Not at the first call: a compiler, which may make that, cannot make these.
-        if getattr(module, SITE, None) is None:
-            setattr(module, SITE, Site())
+        site_of(module)
     return configs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,26 @@ class Sample(NamedTuple):
         if isinstance(anchor, Tensor):
             anchor = anchor.to(self.state)
         return AnchoredEnergy(potential, self.state, anchor, unbounded="ignore")
+
+
+# Of modules that no `attach` has given one. Not on the module: a graph that was compiled without would be made anew.
+_SITES: WeakKeyDictionary[nn.Module, Site] = WeakKeyDictionary()
+
+
+def site_of(module: nn.Module) -> Site:
+    """The site of an attention module, which it keeps from now on."""
+    site: Site | None = getattr(module, SITE, None)
+    if site is None:
+        site = _SITES.pop(module, None) or Site()
+        setattr(module, SITE, site)
+    return site
+
+
+def _site(module: nn.Module) -> Site | None:
+    site: Site | None = getattr(module, SITE, None)
+    if site is None and not torch.compiler.is_compiling():
+        site = _SITES.setdefault(module, Site())
+    return site
 
 
 @dataclasses.dataclass(eq=False)
@@ -150,10 +171,7 @@ class EquilibriumForward:
             _validate.require(s_aux.numel() == heads, "s_aux", "have one logit for each head", tuple(s_aux.shape))
             key, value, mask, bias = with_zero_key(key, value, mask, bias, s_aux)
             first = None if first is None else first + 1
-        make, anchor, site = capped(softcap), settings.anchor, getattr(module, SITE, None)
-        if site is None and not torch.compiler.is_compiling():
-            site = Site()
-            setattr(module, SITE, site)
+        make, anchor, site = capped(softcap), settings.anchor, _site(module)
         beta = query.shape[-1] ** -0.5 if scaling is None else scaling
         call = Call(
             query,

@@ -13,7 +13,7 @@ from ...failure_policy import Site
 from ...training.watch import Watch, watch
 from ...training.writers import Writer
 from .attach import is_ours
-from .attention import SITE
+from .attention import site_of
 from .reach import reach
 
 
@@ -22,9 +22,7 @@ def sites(model: nn.Module) -> dict[str, Site]:
     found = {}
     for name, module in ((name, model.get_submodule(name)) for name in reach(model).asks):
         if is_ours(getattr(getattr(module, "config", None), "_attn_implementation", None)):
-            if getattr(module, SITE, None) is None:
-                setattr(module, SITE, Site())
-            found[name] = getattr(module, SITE)
+            found[name] = site_of(module)
     return found
 
 
