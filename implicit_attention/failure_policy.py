@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, deque
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -32,7 +33,8 @@ class FailurePolicy:
         forward: what stands in for the answer of a failed problem: "best", the state with the smallest residual, or
             "explicit", what `max_steps=0` gives, one step of softmax attention. The second is of attention alone.
         backward: "keep" leaves gradients as they were found; "zero" gives a problem whose forward or backward solve
-            failed no part in them. Its values are then answered, but it teaches nothing.
+            failed no part in those through the solve. What is read out there, and the one step of forward="explicit",
+            which solves nothing, have their gradients still.
         tolerate: share of failed problems in [0, 1] that is tolerated. 0 tolerates none.
         window: number of calls over which the share is taken, at least 1.
         over: what to do where that is exceeded: "raise", "warn" or "ignore".
@@ -40,7 +42,8 @@ class FailurePolicy:
     A gradient from above that is NaN or infinite is no failure: a `GradScaler` makes such, and skips the step. It
     stays as it is.
 
-    On a CPU every call is looked at; on an accelerator, for which the host would have to wait, every `window`-th.
+    On a CPU every call is looked at; on an accelerator, for which the host would have to wait, every `window`-th. In a
+    compiled graph forward solves are looked at when `last_solve` is asked for; with over="raise" the graph breaks.
 
     Raises:
         TypeError, ValueError: an argument out of range or of another type.
@@ -61,9 +64,10 @@ class FailurePolicy:
     tolerate: float = 1e-3
     window: int = 100
     over: Word = "raise"
-    #: For calls that no layer counts, and for operations in compiled graphs, which take texts.
-    _site: Site = dataclasses.field(init=False, repr=False, compare=False, default_factory=lambda: Site("policy"))
-    _text: str = dataclasses.field(init=False, repr=False, compare=False, default="")
+    #: For calls that no layer counts, and for operations in compiled graphs, which take texts. Each policy has its own;
+    #: declared so, they are no fields, of which `dataclasses.asdict` and `replace` would know.
+    _site: ClassVar[Site]
+    _text: ClassVar[str]
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)
@@ -75,19 +79,16 @@ class FailurePolicy:
         _validate.check_choice("over", self.over, WORDS)
         fields = (self.forward, self.backward, repr(float(self.tolerate)), str(self.window), self.over)
         object.__setattr__(self, "_text", " ".join(fields))
+        object.__setattr__(self, "_site", Site("policy"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies, shallow ones too, and pickles have counted nothing.
-        return (_made, (self.forward, self.backward, self.tolerate, self.window, self.over))
+        return (partial(type(self), **dataclasses.asdict(self)), ())
 
     @property
     def counts(self) -> bool:
         """Whether calls without a failure are counted too."""
         return self.over != "ignore" and (self.window > 1 or self.tolerate > 0)
-
-
-def _made(forward: Any, backward: Any, tolerate: float, window: int, over: Word) -> FailurePolicy:
-    return FailurePolicy(forward=forward, backward=backward, tolerate=tolerate, window=window, over=over)
 
 
 class Window:

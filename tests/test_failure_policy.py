@@ -107,6 +107,16 @@ def test_bad_arguments_are_named(given, error, words):
             dataclasses.replace(FailurePolicy(), **given)
 
 
+def test_a_policy_is_its_five_arguments():
+    policy = FailurePolicy(forward="explicit", backward="zero", tolerate=0.1, window=7, over="warn")
+    given = {"forward": "explicit", "backward": "zero", "tolerate": 0.1, "window": 7, "over": "warn"}
+    assert dataclasses.asdict(policy) == given
+    assert dataclasses.asdict(SolveOptions(on_failure=policy))["on_failure"] == given
+    assert FailurePolicy(**given) == policy
+    assert eval(repr(policy)) == policy
+    assert policy != FailurePolicy(**{**given, "window": 8})
+
+
 def test_only_names_are_taken():
     with pytest.raises(TypeError, match="positional"):
         FailurePolicy("best")
@@ -298,6 +308,21 @@ def test_equal_policies_and_copies_count_apart():
     assert not raises(1, 4, dataclasses.replace(first, window=1))
 
 
+def test_calls_without_a_failure_are_counted_however_they_are_solved():
+    """Two calls of which one fails are half; two that fail in a row are more."""
+    for dtype, options in ((torch.float32, {}), (torch.float64, {}), (torch.float32, {"impl": "reference"})):
+        policy = FailurePolicy(tolerate=0.75, window=2)
+        layer = ImplicitAttention(4, 2, on_failure=policy, dtype=dtype)
+        x = random(2, 3, 4, dtype=dtype)
+        calls = (ONCE, None, ONCE, None)
+        with torch.no_grad():
+            for solver in calls:
+                layer(x, solver=solver, **options)
+            layer(x, solver=ONCE, **options)
+            with pytest.raises(ConvergenceError, match="24 problems failed in the last 2 calls"):
+                layer(x, solver=ONCE, **options)
+
+
 def test_calls_of_functions_count_together_and_those_of_layers_by_layer():
     policy = FailurePolicy(tolerate=0.25, window=2)
     query = torch.tensor([[0.5, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
@@ -311,10 +336,10 @@ def test_calls_of_functions_count_together_and_those_of_layers_by_layer():
     keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     both = torch.cat([query[:1], query[:1], query[1:3]])
     assert not raises(2, 4, policy)
-    with pytest.raises(ConvergenceError, match="3 problems failed in the last 2 calls"):
+    with pytest.raises(ConvergenceError, match="3 problems failed in a window of 2 calls"):
         equilibrium_attention(query, keys, keys, **options)
     # The layers have seen nothing of that.
     layers[0].retrieve(query)
-    with pytest.raises(ConvergenceError, match="3 problems failed in the last 2 calls"):
+    with pytest.raises(ConvergenceError, match="3 problems failed in a window of 2 calls"):
         layers[0].retrieve(both)
     layers[1].retrieve(query)

@@ -50,9 +50,9 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
         told = forgiven(Record(*found[1:5], num_evals=found.num_steps), cotangent)
         report_failures(on_failure, what, told, CG.remedies, site=site, side="backward")
-        if (rest := left_out(on_failure, found.status, cotangent)) is not None:
-            again = dispatch.solve_adjoint(problem, given[0], rest, *given[2:])
-            found = found._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
+    if (rest := left_out(on_failure, found.status, cotangent)) is not None:
+        again = dispatch.solve_adjoint(problem, given[0], rest, *given[2:])
+        found = found._replace(value=again.value, by_keys=again.by_keys, by_beta=again.by_beta)
     return _unshared(found)
 
 
