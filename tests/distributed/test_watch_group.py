@@ -6,6 +6,9 @@ import pytest
 import torch
 from processes import error_of, together
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from implicit_attention import ImplicitAttention, Picard
@@ -137,9 +140,27 @@ def part(rank):
     return seen.take().total.forward.calls
 
 
+def spread(rank):
+    """One layer in one process; its heads over both; and its parameters over both, each with the same tokens."""
+    given, found = tokens(0, 0), []
+    for kind in ("whole", "heads", "parameters"):
+        torch.manual_seed(0)
+        layer = ImplicitAttention(DIM, 2 * HEADS)
+        with torch.no_grad():
+            layer.anchor.logit.copy_(torch.linspace(-1, 2, 2 * HEADS))
+        if kind == "heads":
+            parallelize_module(layer, init_device_mesh("cpu", (2,)), layer.parallel_plan())
+        elif kind == "parameters":
+            fully_shard(layer)
+        with watch(layer, group=None if kind == "whole" else distributed.group.WORLD) as seen:
+            layer(given).square().sum().backward()
+            found.append(plain(seen.take())[-1])
+    return found
+
+
 def all_of_it(rank):
     numbers = [not_a_number(rank, first) for first in (0, 1)]
-    return train(rank, False), train(rank, True), numbers, nothing(rank), others(rank), part(rank)
+    return train(rank, False), train(rank, True), numbers, nothing(rank), others(rank), part(rank), spread(rank)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +196,24 @@ def test_other_layers_in_another_process_raise_in_all(results):
         assert first.startswith("ValueError: `group` must watch the layers of process 0, ['0', '1']")
         assert "others in process 1: ['0', '1', '2']" in first
         assert ones == 2
+
+
+def test_heads_and_parameters_over_processes(results):
+    for whole, heads, parameters in results[6]:
+        for way in ("forward", "backward"):
+            assert whole[f"{way}_problems"] == 2 * HEADS * 2 * 4
+            assert heads[f"{way}_problems"] == whole[f"{way}_problems"]
+            assert parameters[f"{way}_problems"] == 2 * whole[f"{way}_problems"]
+            for each in (heads, parameters):
+                assert each[f"{way}_calls"] == 2
+                for name in ("mean", "most", "p99"):
+                    assert each[f"{way}_{name}"] == whole[f"{way}_{name}"], (way, name)
+                # Sums in another order leave other residuals.
+                assert math.isclose(each[f"{way}_worst"], whole[f"{way}_worst"], rel_tol=0.1), way
+    # Each process tells of the anchors that it has: of half the heads.
+    whole, mine, theirs = results[6][0][0], *(found[1] for found in results[6])
+    assert math.isclose((mine["anchor"] + theirs["anchor"]) / 2, whole["anchor"], rel_tol=1e-6)
+    assert mine["anchor"] < whole["anchor"] < theirs["anchor"]
 
 
 def test_without_a_group_or_in_one_of_its_own_a_process_looks_at_itself(results):
