@@ -123,16 +123,27 @@ class Watch:
         counts, peaks = counts.cpu(), peaks.cpu()
         named = list(self._sites.items())
         self._used |= {name for (name, _), row in zip(named, counts, strict=True) if row.any()}
+        radii = self._radii()
         seen = [
-            Observation.of(name, counts[i], peaks[i], **_settings(module), spectral_radius=_radius(module, site.tally))
-            for i, (name, (module, site)) in enumerate(named)
+            Observation.of(name, counts[i], peaks[i], **_settings(module), spectral_radius=radii[i])
+            for i, (name, (module, _)) in enumerate(named)
             if name in self._used
         ]
         whole = {name: mean(getattr(each, name) for each in seen) for name in ("anchor", "beta")}
-        radii = [each.spectral_radius for each in seen if not math.isnan(each.spectral_radius)]
-        largest = max(radii, default=math.nan)
+        largest = max((each.spectral_radius for each in seen if not math.isnan(each.spectral_radius)), default=math.nan)
         total = Observation.of("all", counts.sum(0), peaks.amax(0), **whole, spectral_radius=largest)
         return Observed(tuple(seen), total, step)
+
+    def _radii(self) -> list[float]:
+        """The spectral radius of each layer; what is solved for that, by layers inside of others, is not counted."""
+        tallies = [site.tally for _, site in self._sites.values()]
+        try:
+            for _, site in self._sites.values():
+                site.tally = None
+            return [_radius(module, tally) for (module, _), tally in zip(self._sites.values(), tallies, strict=True)]
+        finally:
+            for (_, site), tally in zip(self._sites.values(), tallies, strict=True):
+                site.tally = tally
 
     def _summed(self, counts: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
         names: list[Any] = [None] * dist.get_world_size(self._group)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from watched_layers import DIM, HEADS, LAYERS, TOKENS, Gathered, layer_of, model_of, tokens
 
-from implicit_attention import Anderson, ImplicitAttention, Picard
+from implicit_attention import Anderson, Equilibrium, ImplicitAttention, Picard
 from implicit_attention.training import FailurePolicy, watch
 from implicit_attention.training.tally import Tally, _counted
 
@@ -81,6 +81,34 @@ def test_radii_are_asked_of_every_layer_that_solves(name):
     observed = seen.take()
     gathered.check(observed)
     assert 0 <= observed.total.spectral_radius < 2
+
+
+class Nested(nn.Module):
+    """A step of an equilibrium that solves for its attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm = layer_of(), nn.LayerNorm(DIM)
+
+    def forward(self, z, x):
+        return self.norm(x + 0.1 * self.attention(z))
+
+
+def test_what_a_look_solves_is_not_counted():
+    torch.manual_seed(0)
+    model = Equilibrium(Nested())
+    with watch(model, spectral=True) as seen:
+        model(tokens()).sum().backward()
+        first = seen.take()
+        assert [layer.layer for layer in first.layers] == ["", "block.attention"]
+        # Each evaluation of the outer one is a call of the inner one.
+        assert first.layers[1].forward.calls >= first.layers[0].forward.most
+        assert 0 < first.layers[0].spectral_radius < 1
+        second = seen.take().total
+        assert (second.forward.calls, second.backward.calls) == (0, 0)
+        assert second.spectral_radius == first.total.spectral_radius
+        model(tokens())
+        assert seen.take().layers[0].forward.calls == 1
 
 
 # Beginning and end.
