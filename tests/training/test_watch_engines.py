@@ -143,6 +143,7 @@ def test_the_other_kinds_are_counted_between_graphs(name):
         assert_counts(seen.take(), expected)
 
 
+@pytest.mark.slow
 @broken
 def test_a_compiled_layer_that_raises_is_counted_between_graphs():
     model = Stack(on_failure="raise")
@@ -156,7 +157,7 @@ def test_failures_and_lost_cotangents_of_a_graph_are_counted(on_failure):
     found = []
     for graph in (False, True):
         model = layer_of(solver=Picard(rtol=1e-5, max_steps=1), on_failure=on_failure)
-        call = compiled(model) if graph else model
+        call = compiled(model, dynamic=None) if graph else model
         with watch(model) as seen:
             given = tokens(scale=2.0)
             given[0, 0, 0] = math.nan
@@ -186,7 +187,7 @@ def test_watched_after_it_was_compiled_and_closed_again():
 
 def test_a_graph_of_inference_counts_too():
     model = layer_of()
-    call = compiled(model, "eager")
+    call = compiled(model, "eager", dynamic=None)
     with watch(model) as seen:
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
