@@ -105,6 +105,8 @@ def test_a_failed_backward_solve_in_a_compiled_graph_is_left_out_and_counted(mon
     assert other == policy
     compiled = engine("compiled", lambda *leaves: attention(leaves, other, solver=ENOUGH))
     torch.autograd.grad(compiled(*leaves), leaves, cotangent)
+    with pytest.warns(ConvergenceWarning, match="failing backward call 1 of this policy"):
+        torch.autograd.grad(compiled(*leaves), leaves, cotangent)
 
 
 def test_a_compiled_layer_tells_and_counts_where_it_is_asked():
