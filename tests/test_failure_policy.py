@@ -319,7 +319,7 @@ def test_calls_without_a_failure_are_counted_however_they_are_solved():
             for solver in calls:
                 layer(x, solver=solver, **options)
             layer(x, solver=ONCE, **options)
-            with pytest.raises(ConvergenceError, match="24 problems failed in the last 2 calls"):
+            with pytest.raises(ConvergenceError, match="24 problems failed in a window of 2 calls"):
                 layer(x, solver=ONCE, **options)
 
 
@@ -336,10 +336,10 @@ def test_calls_of_functions_count_together_and_those_of_layers_by_layer():
     keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     both = torch.cat([query[:1], query[:1], query[1:3]])
     assert not raises(2, 4, policy)
-    with pytest.raises(ConvergenceError, match="3 problems failed in the last 2 calls"):
+    with pytest.raises(ConvergenceError, match="3 problems failed in a window of 2 calls"):
         equilibrium_attention(query, keys, keys, **options)
     # The layers have seen nothing of that.
     layers[0].retrieve(query)
-    with pytest.raises(ConvergenceError, match="3 problems failed in the last 2 calls"):
+    with pytest.raises(ConvergenceError, match="3 problems failed in a window of 2 calls"):
         layers[0].retrieve(both)
     layers[1].retrieve(query)

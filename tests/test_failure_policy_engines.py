@@ -97,7 +97,7 @@ def test_a_failed_backward_solve_in_a_compiled_graph_is_left_out_and_counted(mon
     policy = FailurePolicy(backward="zero", tolerate=0.75 * count / of, window=2, over="warn")
     compiled = engine("compiled", lambda *leaves: attention(leaves, policy, solver=ENOUGH))
     compare(torch.autograd.grad(compiled(*leaves), leaves, cotangent), expected)
-    with pytest.warns(ConvergenceWarning, match=f"{2 * count} problems failed in the last 2 calls") as caught:
+    with pytest.warns(ConvergenceWarning, match=f"{2 * count} problems failed in a window of 2 calls") as caught:
         compare(torch.autograd.grad(compiled(*leaves), leaves, cotangent), expected)
     assert len(caught) == 1
     # Another policy that is equal has seen nothing of it.
@@ -119,7 +119,7 @@ def test_a_compiled_layer_tells_and_counts_where_it_is_asked():
     assert layer.last_solve.failed.all()
     assert layer.last_solve.failed.all()
     compiled(x)
-    with pytest.warns(ConvergenceWarning, match="40 problems failed in the last 2 calls") as caught:
+    with pytest.warns(ConvergenceWarning, match="40 problems failed in a window of 2 calls") as caught:
         assert layer.last_solve.failed.all()
     assert len(caught) == 1
 

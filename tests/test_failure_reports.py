@@ -211,7 +211,7 @@ def test_checkpointing_tells_and_counts_once(reentrant):
 
     for _ in range(3):
         run()
-    with pytest.raises(ConvergenceError, match="80 problems failed in the last 4 calls"):
+    with pytest.raises(ConvergenceError, match="80 problems failed in a window of 4 calls"):
         run()
     warns = ImplicitAttention(8, 2, solver=NEVER["solver"])
 
