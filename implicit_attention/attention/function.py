@@ -12,7 +12,8 @@ from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
 from ..solution import Solution
 from . import short
-from .core import Call, attend
+from .call import Call
+from .core import attend
 from .masks import check_causal, check_order, mask_and_bias
 from .read_out import PotentialFactory
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .. import _validate
 from .._autograd import at_least_single
-from ..attention.core import Attended, Call, attend
+from ..attention.call import Attended, Call
+from ..attention.core import attend
 from ..attention.masks import split_mask
 from ..attention.read_out import PotentialFactory
 from ..layers.projections import LearnedAnchor, Scalar, anchor_or_beta

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
-from ..attention.core import Call, attend
+from ..attention.call import Call
+from ..attention.core import attend
 from ..attention.heads import merge_heads
 from ..attention.masks import check_causal, check_order, mask_and_bias
 from ..attention.read_out import PotentialFactory

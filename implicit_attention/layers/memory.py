@@ -11,7 +11,8 @@ from typing_extensions import Self, Unpack
 
 from .. import _validate
 from .._autograd import HALF, at_least_single, exact_precision
-from ..attention.core import Call, attend
+from ..attention.call import Call
+from ..attention.core import attend
 from ..attention.read_out import PotentialFactory
 from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions

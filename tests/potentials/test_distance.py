@@ -12,7 +12,8 @@ from implicit_attention import (
     SolveOptions,
     solve,
 )
-from implicit_attention.attention.core import Call, attend
+from implicit_attention.attention.call import Call
+from implicit_attention.attention.core import attend
 from implicit_attention.ops.dispatch import solve_adjoint
 from implicit_attention.potentials import DistanceLogSumExp
 from implicit_attention.testing.numerics import random, relative_error

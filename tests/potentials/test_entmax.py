@@ -15,7 +15,8 @@ from implicit_attention import (
     LogSumExp,
     solve,
 )
-from implicit_attention.attention.core import Call, attend
+from implicit_attention.attention.call import Call
+from implicit_attention.attention.core import attend
 from implicit_attention.linear import CG
 from implicit_attention.options import SolveOptions
 from implicit_attention.potentials import Entmax

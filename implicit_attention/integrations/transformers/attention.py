@@ -13,7 +13,8 @@ from transformers.utils import output_capturing
 
 from ... import _validate
 from ..._autograd import at_least_single
-from ...attention.core import Call, attend, is_repetition
+from ...attention.call import Call
+from ...attention.core import attend, is_repetition
 from ...attention.masks import mask_and_bias
 from ...attention.read_out import PotentialFactory, made_by
 from ...energies import AnchoredEnergy

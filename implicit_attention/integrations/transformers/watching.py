@@ -27,7 +27,7 @@ def sites(model: nn.Module) -> dict[str, Site]:
 
 
 class WatchCallback(TrainerCallback):
-    """A callback of `Trainer` that watches the solves of its model, and looks whenever the trainer logs its loss.
+    """A callback of `Trainer` that watches its model's solves, and looks when the trainer logs its loss and at the end.
 
     The numbers over all layers join the last entry of `trainer.state.log_history`, as `equilibrium_evaluations`,
     `equilibrium_failed`, `equilibrium_backward_failed` (shares) and `equilibrium_worst`; those of each layer go to the
@@ -68,10 +68,13 @@ class WatchCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Look, if it is a loss of training that was logged."""
-        if self.watch is None or "loss" not in (others.get("logs") or {}):
+        # The second is logged at the end, after steps of which no loss was.
+        if self.watch is None or not {"loss", "train_loss"} & (others.get("logs") or {}).keys():
             return
         observed = self.watch.take(state.global_step)
         forward, backward = observed.total.forward, observed.total.backward
+        if not forward.problems:
+            return
         if state.log_history:
             state.log_history[-1] |= {
                 "equilibrium_evaluations": forward.mean,

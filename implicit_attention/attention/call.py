@@ -1,0 +1,82 @@
+"""One call of equilibrium attention: what is asked, and what was found."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from ..failure_policy import FailurePolicy, Located, Site, Word
+from ..options import SolveOptions
+from ..potentials import LogSumExp
+from ..solution import Record, Solution, SolveReport
+from .read_out import PotentialFactory
+
+
+class Attended(NamedTuple):
+    """What was read out, and the solve behind it.
+
+    Attributes:
+        output: (*batch, H, N, E), or (*batch, N, E) without heads.
+        state: the equilibrium that was read at, in the precision of the solve.
+        solution: the `Solution`; from a compiled graph its `Record`, at which the host has not looked.
+        report: what a layer may remember of it; None inside torch.vmap, which no tensor may leave.
+        weights: (*batch, H, N, M), if they were asked for.
+    """
+
+    output: Tensor
+    state: Tensor
+    solution: Solution | Record
+    report: SolveReport | Record | None
+    weights: Tensor | None
+
+
+class Call(NamedTuple):
+    """What attends to what, and how.
+
+    Attributes:
+        query: (*batch, N, D), or (*batch, H, N, D) with heads.
+        keys: (*batch, M, D), or (*batch, Hkv, M, D).
+        values: (*batch, M, E) to read softmax attention out, None to return the state.
+        beta, anchor: numbers, or tensors that broadcast to the leading axes of `query`.
+        options: how the equilibria are found and differentiated.
+        mask, bias: boolean and additive, each None or broadcasting to (*batch, N, M).
+        first: None, or beside them: query i attends to keys up to first + i only.
+        potential: what makes the potential of the keys.
+        dropout_p: part of the weights dropped in the read-out.
+        grouped: whether fewer heads of keys are shared by heads of queries: head h reads key head h // (H / Hkv), or
+            h mod Hkv if "tiled".
+        initial: where the solves start, by default at the query.
+        trace: keep the course of the iteration in the solution.
+        return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
+        return_weights: whether the attention weights are asked for.
+        unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
+        site: the layer that asks.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor | None
+    beta: float | Tensor
+    anchor: float | Tensor
+    options: SolveOptions
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    first: int | None = None
+    potential: PotentialFactory = LogSumExp
+    dropout_p: float = 0.0
+    grouped: bool | Literal["tiled"] = False
+    initial: Tensor | None = None
+    trace: bool = False
+    return_solution: bool = False
+    return_weights: bool = False
+    unbounded: Word = "raise"
+    site: Site | None = None
+
+    @property
+    def on_failure(self) -> Any:
+        """What its solves do about failures."""
+        given, site = self.options.on_failure, self.site
+        if site is None and isinstance(given, FailurePolicy):
+            site = given._site
+        return given if site is None else Located(given, site)
