@@ -40,6 +40,11 @@ from implicit_attention.testing.numerics import random
 ONCE = Picard(max_steps=1, rtol=1e-6)
 
 
+@pytest.fixture(autouse=True)
+def same_parameters():
+    torch.manual_seed(0)
+
+
 def call(failed, of, policy, backward=0):
     """Solve `of` problems of which the first `failed` fail, and `backward` of the backward solves."""
     initial = (torch.arange(of) < failed).double()[:, None]

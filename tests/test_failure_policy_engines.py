@@ -31,6 +31,11 @@ CLOSE = {"rtol": 1e-7, "atol": 1e-8}
 ENOUGH = Picard(rtol=1e-10, atol=1e-12, max_steps=3000)
 
 
+@pytest.fixture(autouse=True)
+def same_parameters():
+    torch.manual_seed(0)
+
+
 def attention(leaves, policy, **options):
     query, key, value, scale, anchor = leaves
     options = {"solver": SOLVER, **options}

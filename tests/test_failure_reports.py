@@ -37,6 +37,11 @@ X = random(2, 5, 8, dtype=torch.float32)
 NEVER = {"solver": Picard(max_steps=1, rtol=1e-6), "adjoint": Implicit(CG(max_steps=1, rtol=1e-6))}
 
 
+@pytest.fixture(autouse=True)
+def same_parameters():
+    torch.manual_seed(0)
+
+
 def told(run):
     """The lines that `run` warns of."""
     with warnings.catch_warnings(record=True) as caught:
