@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import host_may_look, is_batched, transforms_active
+from ._autograd import backward_running, host_may_look, is_batched, transforms_active
 from .errors import ConvergenceError, ConvergenceWarning, outside
 from .failure_policy import WORDS, FailurePolicy, Side, Site, located, own_site, policy_of
 from .solution import NO_REMEDIES, Record, Remedies
@@ -61,15 +61,9 @@ def report_failures(
     policy, failed, site = policy_of(on_failure), record.failed, site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(record.status):
         return
-    too_many = ""
-    if policy.counts:
-        found = (site or policy._site).window(side, policy).add(failed)
-        if found is None or found[0] <= policy.tolerate * found[1]:
-            return
-        calls = "the last call" if policy.window == 1 else f"a window of {policy.window} calls"
-        too_many = (
-            f" {found[0]:.0f} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {found[1]:.0f}."
-        )
+    too_many = _too_many(policy, site, side, failed)
+    if too_many is None:
+        return
     if not bool(failed.any()):
         if too_many:
             _tell(policy, site, side, int(Status.MAX_STEPS), f"{what} is not reliable:{too_many[:-1]}")
@@ -85,6 +79,17 @@ def report_failures(
     if told := cause():
         message += f"; {told}"
     _tell(policy, site, side, int(record.status.max()), message, too_many)
+
+
+def _too_many(policy: FailurePolicy, site: Site | None, side: Side, failed: Tensor) -> str | None:
+    """What to say of the window after this call, nothing where calls are not counted; None for what is tolerated."""
+    if not policy.counts:
+        return ""
+    found = (site or policy._site).window(side, policy).add(failed)
+    if found is None or found[0] <= policy.tolerate * found[1]:
+        return None
+    calls = "the last call" if policy.window == 1 else f"a window of {policy.window} calls"
+    return f" {found[0]:.0f} problems failed in {calls}, more than tolerate={policy.tolerate:g} of {found[1]:.0f}."
 
 
 def _tell(
@@ -103,12 +108,30 @@ def _tell(
     _warn(site, side, kind, f"{message}.{too_many[:-1]}" if too_many else message)
 
 
-def tell(on_failure: Any, message: str, *, received: str, but: str = "", site: Site | None = None) -> None:
-    """Raise or warn of what a layer found by itself; `but` follows a warning, and `received` says what is returned."""
+def tell(
+    on_failure: Any,
+    failed: Tensor,
+    message: Callable[[], str],
+    *,
+    received: str,
+    but: str = "",
+    site: Site | None = None,
+) -> None:
+    """Raise or warn of what a layer found by itself in the problems that `failed`.
+
+    `but` follows a warning, and `received` says what is returned.
+    """
     policy = policy_of(on_failure)
-    if policy.over != "ignore":
-        message = message if policy.over == "raise" else f"{message}{but}"
-        _tell(policy, site, "forward", OTHER_KIND, message, received=received)
+    # What checkpointing computes again was told of before.
+    if policy.over == "ignore" or is_batched(failed) or backward_running():
+        return
+    too_many = _too_many(policy, site, "layer", failed)
+    if too_many is None or not bool(failed.any()):
+        return
+    told = message()
+    if policy.over == "raise":
+        _tell(policy, site, "forward", OTHER_KIND, told, too_many, received)
+    _warn(site, "forward", OTHER_KIND, f"{told}{f'.{too_many[:-1]}' if too_many else ''}{but}")
 
 
 def report_gradients(

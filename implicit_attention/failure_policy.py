@@ -17,7 +17,8 @@ from . import _validate
 
 Word: TypeAlias = Literal["raise", "warn", "ignore"]
 WORDS: tuple[Word, ...] = ("raise", "warn", "ignore")
-Side: TypeAlias = Literal["forward", "backward"]
+#: Of what is counted: solves, backward solves, and what a layer finds by itself.
+Side: TypeAlias = Literal["forward", "backward", "layer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

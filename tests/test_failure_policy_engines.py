@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from implicit_attention import (
     AnchoredEnergy,
+    ConvergenceError,
     ConvergenceWarning,
     FailurePolicy,
     Implicit,
@@ -28,6 +29,11 @@ BOTH = FailurePolicy(forward="explicit", backward="zero", over="ignore")
 POLICIES = [pytest.param(policy, id=name) for name, policy in (("zero", ZERO), ("explicit", EXPLICIT), ("both", BOTH))]
 CLOSE = {"rtol": 1e-7, "atol": 1e-8}
 ENOUGH = Picard(rtol=1e-10, atol=1e-12, max_steps=3000)
+
+
+@pytest.fixture(autouse=True)
+def same_parameters():
+    torch.manual_seed(0)
 
 
 def attention(leaves, policy, **options):
@@ -105,6 +111,8 @@ def test_a_failed_backward_solve_in_a_compiled_graph_is_left_out_and_counted(mon
     assert other == policy
     compiled = engine("compiled", lambda *leaves: attention(leaves, other, solver=ENOUGH))
     torch.autograd.grad(compiled(*leaves), leaves, cotangent)
+    with pytest.warns(ConvergenceWarning, match="failing backward call 1 of this policy"):
+        torch.autograd.grad(compiled(*leaves), leaves, cotangent)
 
 
 def test_a_compiled_layer_tells_and_counts_where_it_is_asked():
@@ -120,6 +128,18 @@ def test_a_compiled_layer_tells_and_counts_where_it_is_asked():
     with pytest.warns(ConvergenceWarning, match="40 problems failed in a window of 2 calls") as caught:
         assert layer.last_solve.failed.all()
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("on_failure", ["raise", FailurePolicy(window=1, tolerate=0.0)], ids=["word", "policy"])
+def test_what_raises_breaks_the_graph_and_its_last_solve_warns(on_failure):
+    layer = ImplicitAttention(8, 2, solver=Picard(max_steps=1, rtol=1e-6), on_failure=on_failure)
+    x = random(2, 5, 8, dtype=torch.float32)
+    with torch.no_grad():
+        with pytest.raises(ConvergenceError):
+            torch.compile(layer, backend="eager")(x)
+        torch.compile(lambda x: layer(x, on_failure="ignore"), backend="eager", fullgraph=True)(x)
+    with pytest.warns(ConvergenceWarning, match="the compiled solve failed for 20 of 20"):
+        assert layer.last_solve.failed.all()
 
 
 # Many rows, which are worked off in tiles.

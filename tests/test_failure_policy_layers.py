@@ -15,7 +15,9 @@ from implicit_attention import (
     Picard,
     Rotary,
     Status,
+    equilibrium_attention,
 )
+from implicit_attention.integrations.multihead import ImplicitMultiheadAttention
 from implicit_attention.layers import EnergyTransformer, MeanFieldAttention, SpinAttention
 from implicit_attention.linear import CG, GMRES
 from implicit_attention.testing.numerics import random
@@ -25,6 +27,11 @@ EXPLICIT = FailurePolicy(forward="explicit", over="ignore")
 BOTH = FailurePolicy(forward="explicit", backward="zero", over="ignore")
 POLICIES = [pytest.param(policy, id=name) for name, policy in (("zero", ZERO), ("explicit", EXPLICIT), ("both", BOTH))]
 CLOSE = {"rtol": 1e-7, "atol": 1e-8}
+
+
+@pytest.fixture(autouse=True)
+def same_parameters():
+    torch.manual_seed(0)
 
 
 def few(steps, rtol=1e-6):
@@ -95,13 +102,19 @@ def test_decoding_with_a_cache_gives_the_whole_sequence(made):
 
 
 def test_weights_are_those_that_were_read_with():
-    layer = ImplicitAttention(8, 2, beta=2.0, anchor=0.3, solver=few(6, 1e-4), dtype=torch.float64)
+    layer = ImplicitAttention(8, 2, beta=2.0, anchor=0.3, dtype=torch.float64)
     x = 2 * random(2, 9, 8)
+
+    def fails(steps):
+        layer(x, on_failure="ignore", solver=few(steps))
+        return layer.last_solve.failed
+
     with torch.no_grad():
+        solver = few(some_steps(fails))
         _, explicit = layer(x, max_steps=0, return_weights=True)
-        _, solved = layer(x, on_failure="ignore", return_weights=True)
+        _, solved = layer(x, on_failure="ignore", solver=solver, return_weights=True)
         failed = partly(layer.last_solve.failed)
-        _, found = layer(x, on_failure=EXPLICIT, return_weights=True)
+        _, found = layer(x, on_failure=EXPLICIT, solver=solver, return_weights=True)
     torch.testing.assert_close(found[failed], explicit[failed], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found[~failed], solved[~failed], rtol=1e-9, atol=1e-9)
 
@@ -206,3 +219,108 @@ def test_nor_do_those_whose_backward_solve_fails(name):
 def problems(failed):
     """By sample, or by sample and token; a head is a problem of its own, and there is one."""
     return failed[:, 0] if failed.shape == (4, 1) else failed
+
+
+# Tensors of every kind.
+
+LAYOUTS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "sliced": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "every second": lambda x: torch.stack([x, x], -1)[..., 0],
+    "other axes": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layouts_change_nothing(policy, layout, impl):
+    given = inputs(dtype=torch.float32)
+    laid_out = [*(LAYOUTS[layout](t.detach()).requires_grad_() for t in given[:3]), *given[3:]]
+    found = []
+    for query, key, value, scale, anchor in (given, laid_out):
+        options = {"solver": few(9, 1e-4), "on_failure": policy, "impl": impl, "return_solution": True}
+        output, solution = equilibrium_attention(query, key, value, scale=scale, anchor=anchor, **options)
+        partly(solution.failed)
+        found.append((output, *torch.autograd.grad(output.square().sum(), (query, key, value, scale, anchor))))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_under_autocast_failed_queries_have_what_no_steps_give(dtype):
+    layer = ImplicitAttention(8, 1, beta=3.0, anchor=0.3)
+    x = 2 * random(2, 9, 8, dtype=torch.float32)
+
+    def fails(steps):
+        layer(x, on_failure="ignore", solver=few(steps, 1e-5))
+        return layer.last_solve.failed
+
+    with torch.autocast("cpu", dtype), torch.no_grad():
+        solver = few(some_steps(fails), 1e-5)
+        found = layer(x, on_failure=EXPLICIT, solver=solver)
+        failed = partly(layer.last_solve.failed)[:, 0]
+        explicit, solved = layer(x, max_steps=0), layer(x, on_failure="ignore", solver=solver)
+    assert found.dtype == dtype
+    close = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[failed], explicit[failed], rtol=close, atol=close)
+    assert torch.equal(found[~failed], solved[~failed])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("queries", "keys"), [(0, 4), (3, 0), (0, 0)])
+def test_where_there_is_nothing_to_fail(queries, keys, policy):
+    query = random(queries, 8).requires_grad_()
+    key = random(keys, 8)
+    output = equilibrium_attention(query, key, key, on_failure=policy, solver=few(1))
+    output.sum().backward()
+    assert output.shape == (queries, 8)
+    assert not output.any()
+    raising = FailurePolicy(forward=policy.forward, backward=policy.backward, window=1)
+    equilibrium_attention(query, key, key, on_failure=raising, solver=few(1000)).sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_queries_that_attend_to_nothing_give_zeros(policy):
+    query, key = random(3, 8).requires_grad_(), random(4, 8, seed=1).requires_grad_()
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[1] = False
+    output = equilibrium_attention(query, key, key, mask, on_failure=policy, solver=few(1, 1e-12))
+    assert not output[1].any()
+    output.sum().backward()
+    assert query.grad.isfinite().all()
+    assert key.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_query_that_is_nan_spoils_no_other(compiled, policy):
+    query, key = random(3, 8), random(4, 8, seed=1).requires_grad_()
+    query[0] = torch.nan
+    query.requires_grad_()
+
+    def attend(query, key):
+        return equilibrium_attention(query, key, key, on_failure=policy)
+
+    output = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(query, key)
+    assert output.isnan().all(-1).tolist() == [True, False, False]
+    output[1:].sum().backward()
+    assert query.grad.isfinite().all()
+    assert key.grad.isfinite().all()
+
+
+# Attention of other libraries.
+
+
+@pytest.mark.parametrize("policy", [EXPLICIT, BOTH], ids=["explicit", "both"])
+def test_multihead_attention_falls_back_to_that_of_torch(policy):
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+    ours = ImplicitMultiheadAttention(8, 2, batch_first=True, solver=few(1, 1e-12), on_failure=policy, anchor=0.5)
+    ours.load_state_dict(theirs.state_dict(), strict=False)
+    x = random(2, 5, 8, dtype=torch.float32).requires_grad_()
+    found, expected = (module(x, x, x)[0] for module in (ours, theirs))
+    assert ours.last_solve.failed.all()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    by_ours, by_theirs = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected))
+    torch.testing.assert_close(by_ours, by_theirs, rtol=1e-4, atol=1e-6)

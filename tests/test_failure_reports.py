@@ -26,6 +26,7 @@ from implicit_attention import (
     solve,
 )
 from implicit_attention.failure_policy import Site
+from implicit_attention.layers import EnergyTransformer, SpinTransformerBlock
 from implicit_attention.linear import CG
 from implicit_attention.ops.native.library import library
 from implicit_attention.testing.numerics import random
@@ -34,6 +35,11 @@ native = pytest.mark.skipif(library() is None, reason="there is no native operat
 X = random(2, 5, 8, dtype=torch.float32)
 #: Nothing gets far in one step, forward or backward.
 NEVER = {"solver": Picard(max_steps=1, rtol=1e-6), "adjoint": Implicit(CG(max_steps=1, rtol=1e-6))}
+
+
+@pytest.fixture(autouse=True)
+def same_parameters():
+    torch.manual_seed(0)
 
 
 def told(run):
@@ -221,3 +227,57 @@ def test_checkpointing_tells_and_counts_once(reentrant):
 
     lines = [told(step) for _ in range(3)]
     assert [sum(line.startswith("Picard failed") for line in each) for each in lines] == [1, 0, 0]
+
+
+# What a layer finds by itself.
+
+
+def rising(on_failure):
+    """Tokens that avoid each other, of which the second sample overshoots."""
+    layer = EnergyTransformer(6, 2, 3, 4, mode="published", steps=6, step_size=1.0, on_failure=on_failure).double()
+    with torch.no_grad():
+        layer.w_query.copy_(0.8 * random(*layer.w_query.shape))
+        layer.w_key.copy_(-layer.w_query)
+        layer.memories.copy_(0.08 * random(*layer.memories.shape, seed=2))
+        layer.norm.delta.zero_()
+        layer.norm.set_gamma(1.0)
+    return layer, torch.stack([torch.zeros(2, 6).double(), random(2, 6, seed=5)]), "the energy rises in 1 of 2 problems"
+
+
+def outside(on_failure):
+    """A token of three that no field gives."""
+    torch.manual_seed(0)
+    layer = SpinTransformerBlock(8, 1, input="magnetization", on_failure=on_failure).double()
+    x = 0.1 * random(1, 2, 8)
+    x[0, 1] = 4.0
+    return layer, x, "no finite field gives 1 of 2 tokens"
+
+
+@pytest.mark.parametrize("make", [rising, outside])
+def test_what_a_layer_finds_is_tolerated_as_failures_are(make):
+    half = FailurePolicy(tolerate=0.5, window=3)
+    layer, x, words = make(half)
+    for _ in range(4):
+        assert told(lambda: layer(x)) == []
+    layer, x, words = make(FailurePolicy(tolerate=0.4, window=2))
+    layer(x)
+    with pytest.raises(ConvergenceError, match=f"{words}.* 2 problems failed in a window of 2 calls, more than"):
+        layer(x)
+    layer, x, words = make(FailurePolicy(tolerate=0.4, window=2, over="warn"))
+    lines = [told(lambda: layer(x)) for _ in range(3)]
+    assert [len(each) for each in lines] == [0, 1, 0]
+    assert lines[1][0].startswith(words)
+    assert "2 problems failed in a window of 2 calls, more than tolerate=0.4 of 4" in lines[1][0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [rising, outside])
+def test_checkpointing_finds_it_once(make, reentrant):
+    layer, x, _ = make(FailurePolicy(tolerate=0.4, window=3, over="warn"))
+    x.requires_grad_()
+
+    def step():
+        checkpoint(layer, x, use_reentrant=reentrant).nan_to_num().sum().backward()
+
+    # 1, 2 and 3 of 6: counted twice, the second call would be too many.
+    assert [len(told(step)) for _ in range(3)] == [0, 0, 1]

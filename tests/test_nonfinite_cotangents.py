@@ -39,6 +39,11 @@ POLICIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def same_parameters():
+    torch.manual_seed(0)
+
+
 class Contraction(nn.Module):
     def __init__(self):
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from .._types import Impl
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
-from ..failure_policy import Site, located, policy_of
+from ..failure_policy import FailurePolicy, Site, located, policy_of
 from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
@@ -46,7 +47,11 @@ from .read_out import made_by, read_out, reads_out
 def report_from_graph(record: Record, options: SolveOptions, site: Site | None = None) -> SolveReport:
     """The report of a solve in a compiled graph, at which the host has not looked; warns if a problem failed."""
     on_failure, remedies = options.on_failure, options.effective_solver.remedies
-    report_failures("warn" if on_failure == "raise" else on_failure, "the compiled solve", record, remedies, site=site)
+    told: Any = "warn" if on_failure == "raise" else on_failure
+    if isinstance(told, FailurePolicy) and told.over == "raise":
+        # A call that was given another policy is in the graph; the attribute of a layer does not raise.
+        told = dataclasses.replace(told, over="warn")
+    report_failures(told, "the compiled solve", record, remedies, site=site)
     return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure, site=site), remedies)
 
 

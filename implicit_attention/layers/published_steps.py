@@ -53,15 +53,16 @@ def report_rise(energies: Tensor, step_size: float, on_failure: OnFailure) -> No
     rises = energies.diff(dim=0)
     rounding = torch.finfo(energies.dtype).eps ** (2 / 3) * energies.abs().amax(0)
     rises = rises.where(rises > rounding, 0.0)
-    if not bool((rises > 0).any()):
-        return
-    step, *problem = torch.unravel_index(rises.argmax(), rises.shape)
-    place = (int(step), *map(int, problem))
-    where = f" of problem {place[1] if len(place) == 2 else place[1:]}" if problem else ""
-    count = int((rises > 0).any(0).sum())
-    message = (
-        f"the energy rises in {count} of {energies[0].numel()} problems, most at step {place[0] + 1}{where}, by "
-        f"{float(rises[place]):.3g} from {float(energies[place]):.6g}: steps of {step_size:g} are too long there; "
-        "use a smaller step_size, and more steps"
-    )
-    tell(on_failure, message, received="the tokens", site=site)
+    failed = (rises > 0).any(0)
+
+    def message() -> str:
+        step, *problem = torch.unravel_index(rises.argmax(), rises.shape)
+        place = (int(step), *map(int, problem))
+        where = f" of problem {place[1] if len(place) == 2 else place[1:]}" if problem else ""
+        count, of, by, before = int(failed.sum()), failed.numel(), float(rises[place]), float(energies[place])
+        return (
+            f"the energy rises in {count} of {of} problems, most at step {place[0] + 1}{where}, by {by:.3g} "
+            f"from {before:.6g}: steps of {step_size:g} are too long there; use a smaller step_size, and more steps"
+        )
+
+    tell(on_failure, failed, message, received="the tokens", site=site)

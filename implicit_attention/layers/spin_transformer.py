@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import at_least_single, is_batched, uncompiled
+from .._autograd import at_least_single, uncompiled
 from .._reporting import tell
 from .._types import OnFailure
 from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_key_mask
-from ..failure_policy import located, policy_of
+from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
 from .spin import SpinAttention
@@ -356,11 +356,12 @@ def _cut(x: Tensor, limit: float) -> Tensor:
 def _tell(inside: Tensor, on_failure: OnFailure) -> None:
     """Raise or warn if there are tokens that no field gives."""
     on_failure, site = located(on_failure)
-    if policy_of(on_failure).over == "ignore" or is_batched(inside):
-        return
-    if count := int((~inside).sum()):
-        message = (
-            f"no finite field gives {count} of {inside.numel()} tokens: `x` must be shorter than R = sqrt(head_dim) in "
-            "every head for input='magnetization'; use clip=0.95, or shorten x"
+    lost = ~inside
+
+    def message() -> str:
+        return (
+            f"no finite field gives {int(lost.sum())} of {lost.numel()} tokens: `x` must be shorter than "
+            "R = sqrt(head_dim) in every head for input='magnetization'; use clip=0.95, or shorten x"
         )
-        tell(on_failure, message, received="NaN for them", but=". Their output is NaN.", site=site)
+
+    tell(on_failure, lost, message, received="NaN for them", but=". Their output is NaN.", site=site)
