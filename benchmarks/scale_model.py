@@ -82,7 +82,8 @@ def steps(algorithm: Algorithm, processes: int) -> int:
     """Messages that one process sends in turn in an all-reduce.
 
     ring: P - 1 to reduce and P - 1 to gather (Patarasuk and Yuan, 2009), which is what gloo does. doubling: log2 P
-    exchanges of everything (Thakur, Rabenseifner and Gropp, 2005), and two more where P is no power of two.
+    exchanges of everything (Thakur, Rabenseifner and Gropp, 2005), and two more where P is no power of two; two
+    processes do that.
     """
     if algorithm == "ring":
         return 2 * (processes - 1)

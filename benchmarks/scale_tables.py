@@ -82,7 +82,9 @@ def seconds_of(row: Row, name: str, kind: str = "seconds") -> float:
 def expected(row: Row, machine: Cluster, processes: int) -> Seconds:
     """What the model says of an evaluation with the messages that were counted; processes beyond the cores share."""
     found = row["evidence"][f"{processes}"]
-    one = all_reduce_seconds("ring", found["sent"] / found["calls"], processes, machine)
+    # Two processes swap all their numbers at once, which is doubling.
+    algorithm: Algorithm = "doubling" if processes == 2 else "ring"
+    one = all_reduce_seconds(algorithm, found["sent"] / found["calls"], processes, machine)
     local = local_seconds(work_of(row), machine, processes) * max(1.0, processes / row["cores"])
     return Seconds(local, one * found["calls"] / found["evaluations"])
 

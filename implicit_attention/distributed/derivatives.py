@@ -37,7 +37,7 @@ class Attend(torch.autograd.Function):
             by_z = None
             if by_scores is not None:
                 cotangent = torch.cat([by_out, by_logsumexp[..., None]], -1)
-                by_scores = potential._steps.sum("backward pass", cotangent, by_scores)
+                (by_scores,) = potential._steps.sum("backward pass", cotangent, by_scores)
                 by_z = local._scale * by_scores
                 if isinstance(local.beta, Tensor):
                     by_temperature = by_beta(by_scores, z, local.beta)

@@ -57,7 +57,7 @@ class ShardedLogSumExp(Potential):
     the local keys with their log-sum-exp l, for a shift s that is the last known log-sum-exp of all. The first
     evaluation of a solve needs the largest l of each query before, and one whose l has moved by more than 60 (float32)
     or 600 (float64) a second sum, to the scale that is known from the first; by thousands, both. A product with the
-    covariance is one sum of D numbers a query. At its start a solve compares what it was given, three times 4 numbers.
+    covariance is one sum of D numbers a query. Making the potential, and starting a solve, compare 4 numbers each.
 
     Args:
         keys: the local keys, (*batch, M_r, D); a process without keys passes M_r = 0.
@@ -203,13 +203,13 @@ class ShardedLogSumExp(Potential):
         local = weights.local
 
         def product(v: Tensor) -> Tensor:
-            return local._scale * self._steps.sum("product with the covariance", v, weights.spread(mean, v))
+            return local._scale * self._steps.sum("product with the covariance", v, weights.spread(mean, v))[0]
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             _, by_keys, _, by_bias = weights.gradients(mean, u, None, by_states=False)
             gradients: list[Tensor | None] = [by_keys]
             if isinstance(local.beta, Tensor):
-                by_scores = self._steps.sum("product with the covariance", u, weights.spread(mean, u))
+                (by_scores,) = self._steps.sum("product with the covariance", u, weights.spread(mean, u))
                 gradients.append(by_beta(by_scores, z, local.beta))
             gradients += [None] if local.mask is not None else []
             gradients += [by_bias] if local.bias is not None else []
@@ -232,8 +232,12 @@ class ShardedLogSumExp(Potential):
         return clone
 
     def check_state(self, argument: str, z: Tensor) -> None:
-        self._compare({argument: _shape(z)})
-        self.local.check_state(argument, z)
+        try:
+            self.local.check_state(argument, z)
+        except (TypeError, ValueError) as error:
+            # The others, whose state may fit, compare something else next, and learn of it.
+            self._compare({argument: _shape(z) + f", {type(error).__name__}"})
+            raise
 
     def check_start(self, given: dict[str, Any], solver: Solver, adjoint: Adjoint) -> None:
         _refuse_transforms()
@@ -299,26 +303,29 @@ class ShardedLogSumExp(Potential):
         shift = last.nan_to_num(0.0, 0.0, 0.0)
         # So flat that the largest of all l is known to RANGE from the sum of these exponentials.
         flatness = limit / (2 * math.log(max(self._steps.size, 2)))
-        total = self._sum(z, out, own, shift, flatness)
-        weight, coarse = total[..., -2], total[..., -1]
-        lost = (weight.log().abs() > limit) & ~((last == -torch.inf) & (weight == 0))
+        total, weight, coarse = self._sum(z, out, own, shift, flatness)
+        moved = weight.log()
+        lost = ~(moved.abs() <= limit)
         if bool(lost.any()):
-            found = shift + flatness * coarse.log()
-            known = bool((found.isfinite() | ~lost).all())
-            shift = found.where(lost, shift) if known else self._largest(own).nan_to_num(0.0, 0.0, 0.0)
-            total = self._sum(z, out, own, shift, flatness)
-            weight = total[..., -2]
-        logsumexp = shift + weight.log()
-        self._shift.logsumexp = logsumexp
-        return total[..., :-2] / weight.where(weight != 0, 1.0)[..., None], logsumexp
+            lost &= ~(moved.isnan() | ((last == -torch.inf) & (weight == 0)))
+            if bool(lost.any()):
+                found = shift + flatness * coarse.log()
+                known = bool((found.isfinite() | ~lost).all())
+                shift = found.where(lost, shift) if known else self._largest(own).nan_to_num(0.0, 0.0, 0.0)
+                total, weight, coarse = self._sum(z, out, own, shift, flatness)
+                moved = weight.log()
+            weight = weight.where(weight != 0, 1.0)
+        self._shift.logsumexp = logsumexp = shift + moved
+        return total / weight[..., None], logsumexp
 
     def _largest(self, own: Tensor) -> Tensor:
         return self._steps.maximum(own.nan_to_num(-torch.inf, torch.inf, -torch.inf))
 
-    def _sum(self, z: Tensor, out: Tensor, own: Tensor, shift: Tensor, flatness: float) -> Tensor:
-        above = (own - shift)[..., None]
+    def _sum(self, z: Tensor, out: Tensor, own: Tensor, shift: Tensor, flatness: float) -> list[Tensor]:
+        """Over all processes: the read-out times its weight, the weight exp(own - shift), and a flat weight."""
+        above = own - shift
         weight = above.exp()
-        return self._steps.sum("evaluation", z, torch.cat([out * weight, weight, (above / flatness).exp()], -1))
+        return self._steps.sum("evaluation", z, out * weight[..., None], weight, (above / flatness).exp())
 
     def _weights(self, z: Tensor) -> tuple[LocalWeights, Tensor]:
         """The weights of the local keys at z, and the mean over all."""

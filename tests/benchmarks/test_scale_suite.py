@@ -274,11 +274,12 @@ def test_processes_that_share_cores_are_told_and_share_the_local_work(rows):
 
 def test_the_model_of_a_row_is_local_work_and_the_messages_that_were_counted(rows):
     found = {"sent": 3000, "calls": 15, "evaluations": 10}
-    row = {**rows[0], "cores": 2, "evidence": {"2": found}}
+    row = {**rows[0], "cores": 4, "evidence": {"2": found, "4": found}}
     machine = scale_model.Cluster("m", 1e9, 1e9, 1e-4, 1e6)
-    seconds = scale_tables.expected(row, machine, 2)
-    assert seconds.local == pytest.approx(0.5 * (4 * BLOCK * 301 * 8 / 1e9 + 4 * 301 * 8 / 1e9))
-    assert seconds.collective == pytest.approx(1.5 * 2 * (1e-4 + 200 / 2 / 1e6))
+    two, four = (scale_tables.expected(row, machine, count) for count in (2, 4))
+    assert two.local == pytest.approx(0.5 * (4 * BLOCK * 301 * 8 / 1e9 + 4 * 301 * 8 / 1e9))
+    assert two.collective == pytest.approx(1.5 * (1e-4 + 200 / 1e6)), "a swap"
+    assert four.collective == pytest.approx(1.5 * 6 * (1e-4 + 200 / 4 / 1e6)), "a ring"
 
 
 def test_all_reduces_of_processes_that_share_cores_tell_nothing_of_the_network(told):
