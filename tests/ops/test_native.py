@@ -1,6 +1,7 @@
 """The native operations: what their answers may depend on, every layout, size and number, and their memory."""
 
 import contextlib
+import math
 import os
 import platform
 import shutil
@@ -304,6 +305,16 @@ def test_keys_of_any_size(size):
     query, keys, cotangent = problem(2, n=9, dtype=torch.float64)
     beta = 0.4 / max(size, 1.0) ** 2 if size > 1 else 0.4
     check_as_tiled(size * query, size * keys, cotangent, beta=max(beta, 1e-300), anchor=0.3, plain_steps=201)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_small_weights_of_very_many_keys_are_not_lost_beside_a_large_one(count):
+    """Each is below the rounding of the sum; together they are a hundredth of it."""
+    keys = torch.zeros(320_000, 8).index_fill_(0, torch.tensor([0]), 17 / 8)
+    found = solved(torch.ones(count, 8), keys, beta=1.0, anchor=0.0, max_steps=0)
+    exact = torch.tensor(17 + math.log1p(319_999 * math.exp(-17)))
+    torch.testing.assert_close(found.logsumexp, exact.expand(count), rtol=0, atol=2e-4)
+    torch.testing.assert_close(found.mean, (17 / 8 * (17 - exact).exp()).expand(count, 8), rtol=2e-4, atol=0)
 
 
 @pytest.mark.parametrize("where", ["query", "keys", "mask", "beta", "anchor", "initial", "cotangent"])

@@ -162,11 +162,17 @@ static void evaluate_tile(const Problem &p, const Keys<T> &keys, const Work<T> &
           store(at, load(at) * factor);
         }
       }
-      for (int64_t j = 0; j < size; ++j) {
-        T *at = scores + j * W + v * L, *part = partial + j % L * W + v * L;
-        const Vec<T> weight = exponential<T>(load(at) - shift, LEAST<T>);
-        store(at, weight);
-        store(part, load(part) + weight);
+      // A block is summed by itself: a weight beside the sum of very many of them would lose its last digits.
+      for (int64_t i = 0; i < L; ++i) {
+        Vec<T> sum_of_block = all(T(0));
+        for (int64_t j = i; j < size; j += L) {
+          T *at = scores + j * W + v * L;
+          const Vec<T> weight = exponential<T>(load(at) - shift, LEAST<T>);
+          store(at, weight);
+          sum_of_block = sum_of_block + weight;
+        }
+        T *part = partial + i * W + v * L;
+        store(part, load(part) + sum_of_block);
       }
     }
     product<T, V, true>(keys.dim, block, 1, keys.row, scores, W, size, sum, W);
@@ -232,11 +238,13 @@ static void evaluate_rows(const Problem &p, const Keys<T> &keys, const Work<T> &
         }
         most[q] = best;
       }
+      Vec<T> sum_of_block = all(T(0));
       for (int64_t j = 0; j < whole; j += L) {
         const Vec<T> weight = exponential<T>(load(scores + j) - shift, LEAST<T>);
         store(scores + j, weight);
-        partial[q] = partial[q] + weight;
+        sum_of_block = sum_of_block + weight;
       }
+      partial[q] = partial[q] + sum_of_block;
     }
     product_of_few<T, true>(lanes, work.scores, BLOCK, block, row, size, work.sums, wide, wide);
   }
