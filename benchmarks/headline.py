@@ -53,8 +53,8 @@ LINES: tuple[tuple[str, Ratios], ...] = (
         },
     ),
     (
-        "**Memory** of a training step at 4,096 tokens: {sdpa} x SDPA's, and {evaluations} x as much for 20 evaluations "
-        "as for 5.",
+        "**Memory** of a training step at 4,096 tokens: {sdpa} x SDPA's, and {evaluations} x as much for 20 "
+        "evaluations as for 5.",
         {"sdpa": (C4 + " / SDPA's", "worst"), "evaluations": (C4 + ", 20 evaluations / 5", "worst")},
     ),
     (
