@@ -36,11 +36,17 @@ def equilibrium_attention(
     return_solution: bool = False,
     **options: Unpack[SolveKeywords],
 ) -> Tensor | tuple[Tensor, Solution]:
-    """Softmax attention whose queries first settle into the equilibrium of their energy over the keys.
+    r"""Softmax attention whose queries first settle into the equilibrium of their energy over the keys.
 
-    z = anchor query + (1 - anchor) softmax(scale z key^T + attn_mask) key, solved for every query on its own, then
-    output = softmax(scale z key^T + attn_mask) value. Arguments up to `enable_gqa` mean what they mean in
-    `torch.nn.functional.scaled_dot_product_attention`; `max_steps=0` is that function.
+    ```math
+    \begin{align*}
+    z &= a\,q + (1 - a)\, \operatorname{softmax}(\text{scale} \cdot z K^\top + \text{mask})\, K \\
+    \text{output} &= \operatorname{softmax}(\text{scale} \cdot z K^\top + \text{mask})\, V
+    \end{align*}
+    ```
+
+    The first is solved for every query q on its own, with a the anchor. Arguments up to `enable_gqa` mean what they
+    mean in `torch.nn.functional.scaled_dot_product_attention`; `max_steps=0` is that function.
 
     Args:
         query: (*batch, N, D), or (*batch, H, N, D) with `enable_gqa`.

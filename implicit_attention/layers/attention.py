@@ -29,10 +29,16 @@ Readout: TypeAlias = Literal["values", "state"]
 
 
 class ImplicitAttention(Remembering):
-    """Multi-head self- or cross-attention in which every query settles into an equilibrium before values are read.
+    r"""Multi-head self- or cross-attention in which every query settles into an equilibrium before values are read.
 
-    Per head, with q = W_q x, K = W_k context, V = W_v context:
-    z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
+    ```math
+    \begin{align*}
+    z &= a\,q + (1 - a)\, \operatorname{softmax}(\beta z K^\top)\, K \\
+    \text{output} &= W_o \operatorname{softmax}(\beta z K^\top)\, V
+    \end{align*}
+    ```
+
+    Per head, with q = W_q x, K = W_k context, V = W_v context and a the anchor. With `max_steps=0` that is
     ordinary multi-head attention, with the same parameters.
 
     Tensor parallel: `parallelize_module(layer, mesh, layer.parallel_plan())` gives each process an equal part of the
