@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 UNSOLVED, SADDLE = -1, -2
 #: Colours of starts that led to no minimum, and what they are called.
 LOST = ((SADDLE, BAD, "ends on a saddle or a maximum"), (UNSOLVED, "k", "does not converge"))
+HATCH = "/////"
 #: Ends nearer than this to a stationary point have reached it; steps may be slow near the end.
 NEAR = 1e-3
 #: Starts of Newton steps along one side of the plane.
@@ -166,7 +167,10 @@ def basins_figure(
     for axes, (name, run) in zip(panels[1:], runs.items(), strict=True):
         index, *_ = _assigned(found.points, run.value.where(run.converged[:, None], torch.nan))
         drawn = _draw_evaluations(axes, name, run.num_evals, index, grid, reach, most)
-    bar = figure.colorbar(drawn, ax=list(panels), shrink=0.7, aspect=24, pad=0.01)
+    # A factor of about two apart, in numbers that can be read.
+    ticks = [step * 10**power for power in range(6) for step in (1, 2, 5) if 2 <= step * 10**power <= most]
+    bar = figure.colorbar(drawn, ax=list(panels), shrink=0.7, aspect=24, pad=0.01, ticks=ticks, format="%d")
+    bar.minorticks_off()
     bar.set_label("evaluations of f", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     for axes in panels:
@@ -244,9 +248,10 @@ def _draw_evaluations(axes: Any, name: str, spent: Tensor, index: Tensor, grid: 
     _cover(axes, index.view(grid, grid), reach)
     saddles, unsolved = (float((index == code).double().mean()) for code in (SADDLE, UNSOLVED))
     told = [f"median {int(spent.median())} evaluations"]
-    told += [f"{saddles:.1%} end on saddles"] if saddles else []
-    told += [f"{unsolved:.1%} do not converge"] if unsolved else []
-    axes.set_title(f"{name}\n" + ", ".join(told), fontsize=8)
+    lost = [f"{saddles:.1%} on saddles"] if saddles else []
+    lost += [f"{unsolved:.1%} not converged"] if unsolved else []
+    told += [", ".join(lost)] if lost else []
+    axes.set_title("\n".join([name, *told]), fontsize=8)
     return drawn
 
 
@@ -261,6 +266,9 @@ def _cover(axes: Any, index: Tensor, reach: float) -> None:
             shown = there.where(there > 0, torch.nan).numpy()
             look = {"origin": "lower", "interpolation": "nearest", "extent": extent, "cmap": ListedColormap([color])}
             axes.imshow(shown, **look)
+            if code == SADDLE:
+                line = torch.linspace(-reach, reach, len(index)).numpy()
+                axes.contourf(line, line, there.numpy(), levels=[0.5, 1.5], colors="none", hatches=[HATCH])
 
 
 def _mark(axes: Any, points: StationaryPoints) -> None:
@@ -274,6 +282,9 @@ def _mark(axes: Any, points: StationaryPoints) -> None:
 def _legend(figure: Figure, axes: Any) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=color, edgecolor="0.3", label=label) for _, color, label in LOST]
+    patches = [
+        Patch(facecolor=color, edgecolor="k", hatch=HATCH if code == SADDLE else None, label=label)
+        for code, color, label in LOST
+    ]
     handles = [*axes.get_legend_handles_labels()[0], *patches]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
