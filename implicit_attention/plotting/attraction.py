@@ -16,7 +16,7 @@ from ..diagnostics import StationaryPoints, stationary_points
 from ..diagnostics.stationary import copies, doubled
 from ..problem import Problem
 from ..solvers import Anderson, Picard, Solver
-from .landscape import KINDS, Window, check_plane
+from .landscape import KINDS, Window, check_plane, has_one_energy
 from .style import BAD, COLORS, new_figure
 
 if TYPE_CHECKING:
@@ -161,6 +161,9 @@ def basins_figure(
     figure = new_figure(3.3 * (1 + len(solvers)) + 0.9, 4.3, title, fontsize=11)
     panels: Any = figure.subplots(1, 1 + len(solvers), sharex=True, sharey=True, squeeze=False)[0]
     _draw_basins(panels[0], found, reach)
+    field = getattr(energy, "field", starts)
+    whose = "" if has_one_energy(energy, field) else "\n(energy of query 0)"
+    panels[0].set_title(f"where plain steps end{whose}", fontsize=9)
     runs = {name: solve(rows, starts, solver=solver, on_failure="ignore") for name, solver in solvers.items()}
     most = max(int(run.num_evals.max()) for run in runs.values())
     drawn: Any = None
@@ -189,8 +192,7 @@ def _rows(energy: Problem, grid: int, reach: float) -> tuple[Problem, Tensor]:
     grid = _validate.check_integer("grid", grid, low=2, remedy="81 shows most basins")
     reach = _validate.check_number("reach", reach, low=0.0, open_low=True)
     starts = Window(torch.zeros(2, dtype=torch.float64), reach).states(grid).flatten(0, 1)
-    field = getattr(energy, "field", None)
-    check_plane(energy, starts if field is None else field, "field of `energy`")
+    check_plane(energy, getattr(energy, "field", starts), "energy.field")
     return copies(doubled(energy), 0, starts), starts
 
 
@@ -236,7 +238,6 @@ def _draw_basins(axes: Any, found: Basins, reach: float) -> None:
         place = {"xytext": (0, -16 if below else 9), "textcoords": "offset points", "ha": "center"}
         box = {"facecolor": "w", "edgecolor": "none", "pad": 1, "alpha": 0.75}
         axes.annotate(f"{part:.0%}", (x, y), fontsize=7, bbox=box, zorder=6, **place)
-    axes.set_title("where plain steps end", fontsize=9)
 
 
 def _draw_evaluations(axes: Any, name: str, spent: Tensor, index: Tensor, grid: int, reach: float, most: int) -> Any:

@@ -130,7 +130,7 @@ def landscape_figure(
     query = _validate.check_integer("query", query, low=0)
     _validate.require(query < len(states), "query", f"number one of the {len(states)} rows", query)
     energy.check_state(states)
-    shared = _shared(energy, states)
+    shared = has_one_energy(energy, states)
     scene = _scene(energy, states, None if shared else query, trace, values, patterns)
     if fixed_points is None:
         everywhere = window_around([scene.patterns, scene.paths.flatten(0, 1)], reach)
@@ -183,7 +183,7 @@ def window_around(shown: list[Tensor], reach: float | None) -> Window:
     return Window((low + high) / 2, half or 1.0)
 
 
-def _shared(energy: Problem, states: Tensor) -> bool:
+def has_one_energy(energy: Problem, states: Tensor) -> bool:
     """Whether all rows have one energy."""
     with torch.no_grad():
         return same_energies(doubled(energy), in_double(states))
@@ -222,7 +222,8 @@ def _scene(
         count = len(potential.keys) if hasattr(potential, "keys") else len(values)
         _validate.require(len(values) == count, "values", f"be one per key, shape ({count}, 2)", tuple(values.shape))
         with torch.no_grad():
-            read = in_double(potential.readout(paths[-1].to(values), values)).cpu()
+            exact: Any = doubled(energy)
+            read = exact.potential.readout(paths[-1].to(values.device), in_double(values)).cpu()
     queries = torch.zeros(0, 2, dtype=torch.float64)
     if only is not None:
         paths, read = paths[:, only : only + 1], read[only : only + 1]
