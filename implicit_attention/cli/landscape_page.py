@@ -1,0 +1,107 @@
+"""The page of `landscape`: one file that needs no script and loads nothing, with its pictures inside."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from .landscape_plane import Plane, Scene, point
+
+#: The part of the page that a reader can touch; beside this file, so that tests can run it alone.
+SCRIPT = Path(__file__).with_name("landscape.js")
+
+STYLE = """
+:root { color-scheme: light dark; --ground: #fff; --text: #1b2733; --soft: #5a6875; --line: #d5dde3; --link: #0067a3; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #12181f; --text: #e6ecf1; --soft: #a3b1bd; --line: #34424e; --link: #7cc4f0; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 52rem; background: var(--ground); color: var(--text);
+  font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: break-word; }
+h1, h2 { line-height: 1.25; }
+h2 { margin: 3rem 0 .5rem; }
+a { color: var(--link); }
+.soft, figcaption { color: var(--soft); }
+figure { margin: 1rem 0; }
+img { display: block; width: 100%; height: auto; padding: .5rem; background: #fff; border-radius: .5rem;
+  border: 1px solid var(--line); }
+.numbers { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem .3rem 0; text-align: left; vertical-align: top; border-top: 1px solid var(--line); }
+th { width: 34%; min-width: 7rem; font-weight: 600; }
+code { overflow-wrap: anywhere; }
+nav ol { columns: 2 15rem; padding-left: 1.5rem; }
+#touch { display: none; }
+"""
+
+DOCUMENT = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Energies of attention in the plane</title>
+<style>$style</style>
+</head>
+<body>
+<header>
+<h1>Energies of attention in the plane</h1>
+<p>Softmax attention is one step down an energy. This page shows the energy of $patterns in the plane, where steps lead,
+and what changes with temperature, anchor and potential.</p>
+<p><code>E(z) = |z|² / 2 − anchor ⟨x, z⟩ − (1 − anchor) Φ(z)</code>, and for softmax attention
+<code>Φ(z) = (1 / β) log Σⱼ exp(β ⟨kⱼ, z⟩)</code>. A gradient step of size 1 goes to
+<code>anchor x + (1 − anchor) softmax(β z Kᵀ) K</code>.</p>
+</header>
+<nav aria-label="Scenes">
+<ol>
+$contents
+</ol>
+</nav>
+<main>
+$scenes
+</main>
+<footer><p class="soft">Made by <code>implicit-attention landscape --html</code>; every number is in
+<code>landscape.json</code>.</p></footer>
+$script
+</body>
+</html>
+""")
+
+SECTION = Template("""<section id="$name">
+<h2>$title</h2>
+<p>$sentence</p>
+<figure>
+<img src="data:image/png;base64,$data" alt="$description">
+</figure>
+$touch<div class="numbers" role="region" aria-label="Numbers of: $title" tabindex="0">
+<table>
+$rows
+</table>
+</div>
+</section>""")
+
+
+def page(plane: Plane, scenes: Sequence[Scene], pictures: Mapping[str, bytes]) -> str:
+    """The HTML of all scenes; `pictures` are PNG files by the names of the scenes."""
+    patterns = f"{len(plane.patterns)} stored patterns"
+    contents = "\n".join(f'<li><a href="#{escape(scene.name)}">{escape(scene.title)}</a></li>' for scene in scenes)
+    sections = "\n".join(_section(scene, pictures[scene.name]) for scene in scenes)
+    return DOCUMENT.substitute(style=STYLE, patterns=patterns, contents=contents, scenes=sections, script="")
+
+
+def _section(scene: Scene, picture: bytes) -> str:
+    rows = (
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in scene.facts.items()
+    )
+    return SECTION.substitute(
+        name=escape(scene.name),
+        title=escape(scene.title),
+        sentence=escape(scene.sentence),
+        description=escape(scene.description),
+        data=base64.b64encode(picture).decode(),
+        rows="\n".join(rows),
+        touch="",
+    )
