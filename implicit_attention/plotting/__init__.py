@@ -5,8 +5,8 @@ from .descents import descent_figure
 from .distribution import distribution_figure
 from .driven import driven_figure
 from .inpainting import energies_figure, reconstruction_figure
-from .landscapes import landscape_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
+from .panels import panels_figure
 from .potentials import potentials_figure
 from .retrieval import rates_figure, retrieval_figure
 from .spin_blocks import decomposition_figure
@@ -20,8 +20,8 @@ __all__ = [
     "distribution_figure",
     "driven_figure",
     "energies_figure",
-    "landscape_figure",
     "maze_figure",
+    "panels_figure",
     "phase_figure",
     "potentials_figure",
     "rates_figure",
