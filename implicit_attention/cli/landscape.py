@@ -1,4 +1,4 @@
-"""`implicit-attention landscape`: energies of attention in the plane, scene by scene, as pictures, numbers and a page."""
+"""`implicit-attention landscape`: energies in the plane, scene by scene, as pictures, numbers and a page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCENES: tuple[Callable[[Plane], Scene], ...] = (
     steps.many_steps,
     steps.higher_temperature,
     steps.lower_temperature,
-    steps.saddles,
+    steps.critical,
     steps.surface,
     *(partial(energies.anchored, anchor=anchor) for anchor in energies.ANCHORS),
     energies.by_distance,

@@ -128,19 +128,12 @@ def descend(energy: AnchoredEnergy, start: Tensor, step_size: float, steps: int)
     return solve(energy, start, solver=solver, trace=True, on_failure="ignore")
 
 
-def stationary(potential: Potential, starts: Tensor, *, anchor: float = 0.0, query: Tensor | None = None) -> Any:
+def stationary(
+    potential: Potential, starts: Tensor, *, anchor: float = 0.0, query: Tensor | None = None
+) -> StationaryPoints:
     """The stationary points of one query's energy; without an anchor the query does not matter."""
     field = (starts if query is None else query).expand(starts.shape)
     return stationary_points(AnchoredEnergy(potential, field, anchor), starts)
-
-
-def count_of(points: StationaryPoints, kind: str) -> int:
-    return points.kind.count(kind)
-
-
-def minima_of(points: StationaryPoints) -> Tensor:
-    """The states that are minima, (K, 2)."""
-    return points.value[[kind == "minimum" for kind in points.kind]]
 
 
 def nearest(states: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +156,7 @@ def listing(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def points(states: Tensor, most: int = 8) -> str:
+def points(states: Tensor, most: int = 7) -> str:
     """The states one after the other, at most so many."""
     shown = [point(state) for state in states[:most]]
     return listing([*shown, f"{len(states) - most} more"] if len(states) > most else shown)

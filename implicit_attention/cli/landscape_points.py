@@ -17,9 +17,7 @@ from ..solvers import Anderson, NewtonKrylov, Picard, Solver
 from .landscape_plane import (
     Plane,
     Scene,
-    count_of,
     descend,
-    minima_of,
     nearest,
     number,
     point,
@@ -27,7 +25,7 @@ from .landscape_plane import (
     square,
     stationary,
 )
-from .landscape_steps import COLD, VALLEYS, seen, stationary_numbers, told
+from .landscape_steps import COLD, VALLEYS, seen, stationary_numbers, told, ways
 
 ANCHORS = (0.1, 0.3, 0.7)
 #: Starts along a side, and steps, of basins.
@@ -64,14 +62,14 @@ def anchored(plane: Plane, anchor: float) -> Scene:
         "evaluations of plain steps": str(int(solution.num_evals[0])),
         "stationary points": told(found),
     }
-    left = count_of(found, "minimum")
+    left = len(found.of_kind("minimum"))
     said = (
-        f"With an anchor of {anchor:g} the energy of the query {point(query[0])} has {number(left, 'minimum', 'minima')}, "
-        f"and plain steps end {way:.2g} from the query."
+        f"With an anchor of {anchor:g} the energy of the query {point(query[0])} has "
+        f"{number(left, 'minimum', 'minima')}, and plain steps end {way:.2g} from the query."
     )
     description = (
-        f"{seen('the energy of one query', plane, plane.patterns, found)} A line leads the query from "
-        f"{point(query[0])} to {point(end)}."
+        f"{seen('the energy of one query', plane, found.of_kind('minimum'))} "
+        f"A line leads the query from {point(query[0])} to {point(end)}."
     )
     title = f"Anchored: a weight of {anchor:g} on the query"
     draw = partial(
@@ -113,15 +111,10 @@ def _of_potential(plane: Plane, name: str, title: str, potential: Potential, sen
         "steps": "5 of size 1",
         "attractors": points(found.attractors),
         f"of {len(found.starts)} starts end there": ", ".join(map(str, found.counts.tolist())),
-        "nearest attractor of a pattern": f"{float(apart.mean()):.2g} away in the mean, {float(apart.max()):.2g} at most",
+        "from a pattern to an attractor": f"{float(apart.mean()):.2g} in the mean, {float(apart.max()):.2g} at most",
     }
     said = sentence.format(alone=int(alone.sum()), all=len(apart), exact=int((apart < 1e-9 * plane.reach).sum()))
-    reach = f"{-plane.reach:.3g} to {plane.reach:.3g}"
-    description = (
-        f"Contours of the energy {notes}, both coordinates from {reach}, with hollows at {points(found.attractors)}. Open "
-        f"circles mark {number(len(plane.patterns), 'stored pattern')} at {points(plane.patterns)}. Lines lead "
-        f"{number(len(plane.queries), 'query', 'queries')} from {points(plane.queries)} to {points(solution.value)}."
-    )
+    description = f"{seen(f'the energy {notes}', plane, found.attractors)} {ways(plane.queries, solution.value)}"
     look: dict[str, Any] = {"trace": solution.trace, "patterns": plane.patterns, "reach": plane.reach, "title": title}
     draw = partial(landscape_figure, energy, plane.queries, fixed_points=found.attractors, **look)
     return Scene(name, title, said, description, facts, numbers, draw)
@@ -159,7 +152,7 @@ def by_solver(plane: Plane) -> Scene:
     rows: dict[str, dict[str, Any]] = {}
     for name, solver in solvers().items():
         solution = solve(AnchoredEnergy(potential, starts, 0.0), starts, solver=solver, on_failure="ignore")
-        away = nearest(solution.value, minima_of(fixed))[0]
+        away = nearest(solution.value, fixed.of_kind("minimum"))[0]
         done = solution.converged
         rows[name] = {
             "mean_evaluations": solution.num_evals.double().mean(),
@@ -184,15 +177,15 @@ def by_solver(plane: Plane) -> Scene:
         facts[name] = f"{float(row['mean_evaluations']):.1f} evaluations in the mean; {lost}"
     unguarded = int(rows["Anderson, unguarded"]["at_no_minimum"])
     said = (
-        f"All solvers need the same energy to find {number(len(found.attractors), 'basin')}; without its safeguard Anderson "
-        f"ends at no minimum from {100 * unguarded / len(starts):.2g} % of all starts."
+        f"Plain steps part the plane into {number(len(found.attractors), 'basin')}; Anderson without its safeguard "
+        f"ends at a saddle or a maximum from {100 * unguarded / len(starts):.2g} % of all starts."
     )
     evaluations = "; ".join(f"{name} {float(row['mean_evaluations']):.1f}" for name, row in rows.items())
     description = (
-        f"Left the plane, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}, coloured by the fixed point that "
-        f"plain steps reach: {number(len(found.attractors), 'region')} around {points(found.attractors)}. Beside it for each "
-        f"solver the plane by its number of evaluations, in the mean {evaluations}; starts that end at a saddle have a "
-        f"colour of their own, for Anderson without safeguard {unguarded} of {len(starts)}."
+        f"Left the plane, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}, coloured by the fixed point "
+        f"that plain steps reach: {number(len(found.attractors), 'region')} around {points(found.attractors)}. "
+        f"Beside it for each solver the plane by its number of evaluations, in the mean {evaluations}; starts that end "
+        f"at a saddle have a colour of their own, for Anderson without safeguard {unguarded} of {len(starts)}."
     )
     title = "Basins, and what each solver spends"
     draw = partial(basins_figure, energy, solvers=solvers(), grid=SIDE, reach=plane.reach, steps=STEPS, title=title)

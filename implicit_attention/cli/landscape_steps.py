@@ -16,10 +16,8 @@ from ..potentials import LogSumExp
 from .landscape_plane import (
     Plane,
     Scene,
-    count_of,
     descend,
     listing,
-    minima_of,
     nearest,
     number,
     point,
@@ -44,6 +42,10 @@ class Moved(NamedTuple):
     @property
     def ends(self) -> Tensor:
         return self.solution.value
+
+    @property
+    def minima(self) -> Tensor:
+        return self.points.of_kind("minimum")
 
     @property
     def lengths(self) -> Tensor:
@@ -87,34 +89,42 @@ def stationary_numbers(found: StationaryPoints) -> dict[str, Any]:
     return {"value": found.value, "energy": found.energy, "curvatures": found.curvatures, "kind": found.kind}
 
 
+def counts(found: StationaryPoints) -> tuple[int, int, int]:
+    """How many minima, saddles and maxima there are."""
+    kinds = [found.kind.count(kind) for kind in ("minimum", "saddle", "maximum")]
+    return kinds[0], kinds[1], kinds[2]
+
+
 def told(found: StationaryPoints) -> str:
     """`two minima, one saddle`."""
-    kinds = (("minimum", "minima"), ("saddle", None), ("maximum", "maxima"))
-    counts = [(count_of(found, kind), kind, plural) for kind, plural in kinds]
-    return listing([number(*entry) for entry in counts if entry[0]])
+    minima, saddles, maxima = counts(found)
+    parts = ((minima, "minimum", "minima"), (saddles, "saddle", "saddles"), (maxima, "maximum", "maxima"))
+    return listing([number(*part) for part in parts if part[0]])
 
 
-def seen(of: str, plane: Plane, patterns: Tensor, found: StationaryPoints) -> str:
+def seen(of: str, plane: Plane, minima: Tensor) -> str:
     """How a description of contours begins."""
-    minima = minima_of(found)
     where = f"{'its lowest point' if len(minima) == 1 else 'hollows'} at {points(minima)}"
-    circles = f"Open circles mark {number(len(patterns), 'stored pattern')} at {points(patterns)}."
-    return f"Contours of {of}, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}, with {where}. {circles}"
+    among = f"among {number(len(plane.patterns), 'stored pattern')}, drawn as open circles"
+    return f"Contours of {of}, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}, with {where}, {among}."
 
 
 def descended(it: Moved) -> str:
     """How a description of paths ends."""
     starts = it.numbers["path"][0]
-    before, after = (float(nearest(states, minima_of(it.points))[0].mean()) for states in (starts, it.ends))
-    return (
-        f"Lines lead {number(len(starts), 'query', 'queries')} from {points(starts)} to {points(it.ends)}; "
-        f"the mean distance to the nearest minimum goes from {before:.2f} to {after:.2f}."
-    )
+    before, after = (float(nearest(states, it.minima)[0].mean()) for states in (starts, it.ends))
+    return f"{ways(starts, it.ends)} The mean distance to the nearest minimum goes from {before:.2f} to {after:.2f}."
 
 
-def scene(name: str, title: str, sentence: str, plane: Plane, it: Moved, keys: Tensor, **look: Any) -> Scene:
+def ways(starts: Tensor, ends: Tensor) -> str:
+    """Whose paths there are, and where the first of them lead."""
+    pairs = [f"from {point(start)} to {point(end)}" for start, end in zip(starts[:3], ends[:3], strict=True)]
+    return f"Lines follow {number(len(starts), 'query', 'queries')}, the first {listing(pairs)}."
+
+
+def scene(name: str, title: str, sentence: str, plane: Plane, it: Moved, **look: Any) -> Scene:
     """The scene of queries that moved."""
-    description = f"{seen('the energy', plane, keys, it.points)} {descended(it)}"
+    description = f"{seen('the energy', plane, it.minima)} {descended(it)}"
     drawn = {"trace": it.solution.trace, "fixed_points": it.points, "reach": plane.reach, "title": title} | look
     draw = partial(landscape_figure, it.energy, it.numbers["path"][0], **drawn)
     return Scene(name, title, sentence, description, it.facts, it.numbers, draw)
@@ -132,13 +142,13 @@ def one_step(plane: Plane) -> Scene:
     it.numbers["difference_from_softmax_attention"] = apart
     it.facts["step - softmax attention"] = f"at most {apart:.1e}"
     said = "One gradient step of size 1 down this energy is softmax attention over the patterns."
-    return scene("one-step", "One big step is softmax attention", said, plane, it, plane.patterns)
+    return scene("one-step", "One big step is softmax attention", said, plane, it)
 
 
 def surface(plane: Plane) -> Scene:
     it = _moved(plane, VALLEYS, 1.0, 5)
     said = f"The energy as a surface, at beta {it.numbers['beta']:.3g}: attention rolls downhill into its hollows."
-    made = scene("surface", "The same as a surface", said, plane, it, plane.patterns, kind="surface")
+    made = scene("surface", "The same as a surface", said, plane, it, kind="surface")
     return made
 
 
@@ -147,7 +157,7 @@ def small_steps(plane: Plane) -> Scene:
     said = (
         f"A step of size 0.1 goes a tenth of the way of softmax attention, {float(it.lengths.mean()):.2g} in the mean."
     )
-    return scene("small-steps", "Small steps go nowhere", said, plane, it, plane.patterns)
+    return scene("small-steps", "Small steps go nowhere", said, plane, it)
 
 
 def many_steps(plane: Plane) -> Scene:
@@ -155,9 +165,9 @@ def many_steps(plane: Plane) -> Scene:
     apart = float(torch.pdist(it.ends).max())
     it.numbers["largest_distance_between_ends"] = apart
     it.facts["ends"] = f"at most {apart:.2g} apart"
-    minima = number(count_of(it.points, "minimum"), "minimum", "minima")
-    said = f"Ten big steps lead to {minima}: queries end at most {apart:.2g} apart, whatever they asked."
-    return scene("many-steps", "Many steps forget the query", said, plane, it, plane.patterns)
+    minima = number(len(it.minima), "minimum", "minima")
+    said = f"Ten big steps lead to {minima}: queries end at most {apart:.2g} apart, wherever they began."
+    return scene("many-steps", "Many steps forget the query", said, plane, it)
 
 
 def higher_temperature(plane: Plane) -> Scene:
@@ -165,32 +175,34 @@ def higher_temperature(plane: Plane) -> Scene:
     apart = float(torch.pdist(it.ends).max())
     it.numbers["largest_distance_between_ends"] = apart
     it.facts["ends"] = f"at most {apart:.2g} apart"
-    said = f"At a beta of {it.numbers['beta']:.3g} all patterns count alike, and one step brings every query near their mean."
-    return scene("higher-temperature", "Higher temperature: one bowl", said, plane, it, plane.patterns)
+    said = f"At beta {it.numbers['beta']:.3g} one step brings every query near the mean of all patterns."
+    return scene("higher-temperature", "Higher temperature: one bowl", said, plane, it)
 
 
 def lower_temperature(plane: Plane) -> Scene:
     it = _moved(plane, COLD, 1.0, 5)
-    minima = minima_of(it.points)
+    minima = it.minima
     kept = nearest(plane.patterns, minima)[0] < 0.1 * plane.reach
     forgotten = plane.patterns[~kept]
     it.numbers["patterns_near_a_minimum"] = kept
     it.facts["patterns with a minimum nearby"] = f"{int(kept.sum())} of {len(kept)}"
-    what = f"; {points(forgotten)} has none, as longer patterns win every dot product" if len(forgotten) == 1 else ""
-    said = f"At a beta of {it.numbers['beta']:.3g} {int(kept.sum())} of {len(kept)} patterns have a valley of their own{what}."
-    return scene("lower-temperature", "Lower temperature: a valley for each", said, plane, it, plane.patterns)
+    what = f"; {points(forgotten)} has none, as dot products prefer longer patterns" if len(forgotten) == 1 else ""
+    own = f"{int(kept.sum())} of {len(kept)} patterns have a valley of their own{what}."
+    said = f"At beta {it.numbers['beta']:.3g}, {own}"
+    return scene("lower-temperature", "Lower temperature: a valley for each", said, plane, it)
 
 
-def saddles(plane: Plane) -> Scene:
+def critical(plane: Plane) -> Scene:
     it = _moved(plane, VALLEYS, 1.0, 20)
-    kinds = [count_of(it.points, kind) for kind in ("minimum", "saddle", "maximum")]
-    it.numbers["minima_minus_saddles_plus_maxima"] = kinds[0] - kinds[1] + kinds[2]
-    it.facts["minima - saddles + maxima"] = f"{kinds[0]} - {kinds[1]} + {kinds[2]} = {kinds[0] - kinds[1] + kinds[2]}"
+    minima, saddles, maxima = counts(it.points)
+    total = minima - saddles + maxima
+    it.numbers["minima_minus_saddles_plus_maxima"] = total
+    it.facts["minima - saddles + maxima"] = f"{minima} - {saddles} + {maxima} = {total}"
     said = (
-        f"At a beta of {it.numbers['beta']:.3g} there are {told(it.points)}; plain steps end at minima, "
+        f"At beta {it.numbers['beta']:.3g} there are {told(it.points)}; plain steps end at minima, "
         "a solver without a safeguard may stop at a saddle."
     )
-    return scene("stationary-points", "Minima, saddles and maxima", said, plane, it, plane.patterns)
+    return scene("stationary-points", "Minima, saddles and maxima", said, plane, it)
 
 
 def with_maps(plane: Plane) -> Scene:
@@ -209,7 +221,7 @@ def with_maps(plane: Plane) -> Scene:
         "Query and key maps choose the start and the landscape; the values are read once at the end, "
         f"and lead uphill for {uphill} of {len(read)} queries."
     )
-    made = scene("maps", "With query, key and value maps", said, wide, it, keys, values=values)
+    made = scene("maps", "With query, key and value maps", said, wide, it, values=values)
     more = f" Arrows lead on from there to what is read of the values, {points(read)}."
     return Scene(**{**vars(made), "description": made.description + more})
 
@@ -222,14 +234,14 @@ def self_frozen(plane: Plane) -> Scene:
     it.numbers["attention_to_itself"] = own
     it.facts["attention to itself"] = f"{float(own.mean()):.2g} in the mean"
     said = (
-        f"Patterns that attend to themselves move by {float(it.lengths.mean()):.2g} in the mean: "
-        "in two dimensions a pattern is hardly its own best match."
+        f"Patterns that attend to each other move by {float(it.lengths.mean()):.2g} in the mean, "
+        f"as each gives only {float(own.mean()):.2g} of its attention to itself."
     )
-    return scene("self-frozen", "Bare self-attention, the context frozen", said, plane, it, patterns)
+    return scene("self-frozen", "Bare self-attention, the context frozen", said, plane, it)
 
 
 def self_moving(plane: Plane) -> Scene:
-    patterns, beta, steps = plane.patterns, plane.beta, 10
+    patterns, beta, steps = plane.patterns, plane.beta, 5
     repeated = RepeatedSelfAttention(patterns, beta)
     path = [patterns]
     for _ in range(steps):
@@ -239,6 +251,7 @@ def self_moving(plane: Plane) -> Scene:
     query_side, key_side = weights @ patterns, weights.mT @ patterns
     frozen = descend(repeated.frozen_energy(patterns), patterns, 1.0, steps)
     apart, apart_frozen = (float(torch.pdist(x).max()) if len(x) > 1 else 0.0 for x in (states[-1], frozen.value))
+    gradient = patterns - query_side - key_side
     numbers = {
         "beta": beta,
         "steps": steps,
@@ -246,20 +259,19 @@ def self_moving(plane: Plane) -> Scene:
         "largest_distance_between_ends": apart,
         "frozen": {"end": frozen.value, "largest_distance_between_ends": apart_frozen},
         "attention": query_side,
-        "full_gradient": patterns - query_side - key_side,
+        "full_gradient": gradient,
     }
     facts = {
         "beta": f"{beta:.4g}",
         "steps": f"{steps} of size 1, the context set to the patterns after each",
         "ends": f"at most {apart:.2g} apart; with the context frozen {apart_frozen:.2g}",
-        "gradient of the first pattern": f"{point(numbers['full_gradient'][0], 4)} with both of its roles",
+        "gradient of the first pattern": f"{point(gradient[0], 4)} with both of its roles",
         "without its role as a key": f"{point((patterns - query_side)[0], 4)}",
     }
-    said = f"Where the context moves along, {steps} steps bring all patterns within {apart:.2g} of each other: they collapse."
-    ends = points(states[-1])
+    said = f"Where the context moves along, {steps} steps bring all patterns within {apart:.2g} of each other."
     description = (
         f"Contours of the energy of the first context, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}. "
-        f"Lines lead {number(len(patterns), 'pattern')} from {points(patterns)} to {ends}, nearly one place."
+        f"{ways(patterns, states[-1])} All end within {apart:.2g}."
     )
     title = "Bare self-attention, the context moving along"
     draw = partial(
