@@ -28,7 +28,6 @@ METHODS = {
 FUNCTIONS = (
     "spectral_radius",
     "smallest_curvature",
-    "is_saddle",
     "distinct_fixed_points",
     "effective_keys",
     "certified_error",
