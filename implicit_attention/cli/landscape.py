@@ -22,6 +22,8 @@ from .progress import Progress, make_console
 from .report import options_of, write
 from .settings import LandscapeSettings
 
+#: Pixels per inch of the pictures, so that the width of the page holds them, and their colours.
+DPI, COLOURS = 100, 64
 PAGE, CONTENT, ANIMATION = "index.html", "landscape.json", "descent.gif"
 SCENES: tuple[Callable[[Plane], Scene], ...] = (
     steps.one_step,
@@ -52,7 +54,7 @@ def run(settings: LandscapeSettings) -> None:
     """
     begun = time.perf_counter()
     plane = plane_of(settings)
-    if settings.animate and importlib.util.find_spec("PIL") is None:
+    if settings.animate and not _has_pillow():
         raise InputError("`--animate` needs pillow, not installed here; pip install pillow")
     out = settings.out
     with writable(out):
@@ -66,12 +68,15 @@ def run(settings: LandscapeSettings) -> None:
             progress.begin(f"scene {index + 1}", index, len(scenes))
             scene = make(plane)
             made.append(scene)
-            figures[f"{scene.name}.png"] = scene.draw()
+            figure = figures[f"{scene.name}.png"] = scene.draw()
+            figure.set_dpi(DPI)
             progress.end(scene.name, {"line": f"{time.perf_counter() - since:.1f} s"})
         progress.begin("files", len(scenes), len(scenes))
         with writable(out):
             content = content_of(settings, plane, made, time.perf_counter() - begun)
             written = write(out, CONTENT, content, figures)
+            for name in figures:
+                shrink(out / name)
             if settings.animate:
                 write_gif(out / ANIMATION, plane)
                 written.append(ANIMATION)
@@ -110,6 +115,20 @@ def content_of(settings: LandscapeSettings, plane: Plane, scenes: list[Scene], s
         "threads": torch.get_num_threads(),
         "seconds": seconds,
     }
+
+
+def _has_pillow() -> bool:
+    return importlib.util.find_spec("PIL") is not None
+
+
+def shrink(picture: Path) -> None:
+    """Store a picture with few colours, a quarter of its bytes, where pillow is there to do it."""
+    if _has_pillow():
+        from PIL import Image
+
+        with Image.open(picture) as image:
+            few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        few.save(picture, optimize=True)
 
 
 def pictures(out: Path, scenes: list[Scene]) -> dict[str, bytes]:

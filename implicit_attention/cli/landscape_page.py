@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,21 +17,25 @@ SCRIPT = Path(__file__).with_name("landscape.js")
 #: The scene that it belongs to, and the number of patterns up to which it can be touched.
 TOUCHED, MOST_TOUCHED = "anchor-0.3", 40
 
+#: Pixels from which on a picture keeps its size, and is moved from side to side in the page.
+WIDE = 1000
+
 STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --text: #1b2733; --soft: #5a6875; --line: #d5dde3; --link: #0067a3; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #12181f; --text: #e6ecf1; --soft: #a3b1bd; --line: #34424e; --link: #7cc4f0; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 52rem; background: var(--ground); color: var(--text);
+body { margin: 0 auto; padding: 1rem; max-width: 42rem; background: var(--ground); color: var(--text);
   font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: break-word; }
 h1, h2 { line-height: 1.25; }
 h2 { margin: 3rem 0 .5rem; }
 a { color: var(--link); }
 .soft, figcaption { color: var(--soft); }
 figure { margin: 1rem 0; }
-img { display: block; width: 100%; height: auto; padding: .5rem; background: #fff; border-radius: .5rem;
-  border: 1px solid var(--line); }
+img { display: block; max-width: 100%; height: auto; margin: auto; background: #fff; border-radius: .4rem; }
+.wide { overflow-x: auto; }
+.wide img { max-width: none; }
 .numbers { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem .3rem 0; text-align: left; vertical-align: top; border-top: 1px solid var(--line); }
@@ -104,8 +109,8 @@ cross where they end.</figcaption>
 SECTION = Template("""<section id="$name">
 <h2>$title</h2>
 <p>$sentence</p>
-<figure>
-<img src="data:image/png;base64,$data" alt="$description">
+<figure$shape>
+<img width="$width" height="$height" src="data:image/png;base64,$data" alt="$description">
 </figure>
 $touch<div class="numbers" role="region" aria-label="Numbers of: $title" tabindex="0">
 <table>
@@ -133,7 +138,13 @@ def _section(scene: Scene, picture: bytes, plane: Plane, touched: bool) -> str:
     rows = (
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in scene.facts.items()
     )
+    # A PNG begins with eight bytes, the length and the name of its first part, width and height.
+    width, height = struct.unpack(">II", picture[16:24])
+    wide = f' class="wide" role="region" aria-label="{escape(scene.title)}" tabindex="0"' if width > WIDE else ""
     return SECTION.substitute(
+        shape=wide,
+        width=width,
+        height=height,
         name=escape(scene.name),
         title=escape(scene.title),
         sentence=escape(scene.sentence),

@@ -86,7 +86,7 @@ def plane_of(settings: LandscapeSettings) -> Plane:
         raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; leave it out for 1/sqrt 2")
     generator = torch.Generator().manual_seed(settings.seed)
     drawn = HALF_SIDE * (2 * torch.rand(DRAWN, 2, generator=generator, dtype=torch.float64) - 1)
-    maps = torch.randn(3, 2, 2, generator=generator, dtype=torch.float64) / math.sqrt(2) + torch.eye(2)
+    maps = _maps(torch.rand(3, 2, generator=generator, dtype=torch.float64))
     queries = torch.cat([torch.tensor(QUERIES, dtype=torch.float64), drawn])
     if settings.patterns is None:
         patterns, size = torch.tensor(PATTERNS, dtype=torch.float64), 1.0
@@ -95,6 +95,15 @@ def plane_of(settings: LandscapeSettings) -> Plane:
         size = _size(patterns, f"`--patterns` {settings.patterns.name}")
     # beta multiplies products of two coordinates.
     return Plane(patterns, size * queries, maps, BETA / size**2 if beta is None else beta, size * REACH)
+
+
+def _maps(drawn: Tensor) -> Tensor:
+    """A rotation by any angle, and a stretch by s and 1/s with s in 1/2 to 3/2 before it, of every row of two numbers in [0, 1)."""
+    angle, stretch = 2 * math.pi * drawn[:, 0], drawn[:, 1] + 0.5
+    cos, sin = angle.cos(), angle.sin()
+    turn = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    maps: Tensor = turn * torch.stack([stretch, 1 / stretch], -1)[:, None, :]
+    return maps
 
 
 def _size(patterns: Tensor, name: str) -> float:

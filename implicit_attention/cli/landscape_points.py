@@ -13,7 +13,7 @@ from ..plotting import basins, basins_figure, landscape_figure
 from ..potentials import LogSumExp, Potential
 from ..potentials.distance import DistanceLogSumExp
 from ..potentials.entmax import Entmax
-from ..solvers import Anderson, NewtonKrylov, Picard, Solver
+from ..solvers import Anderson, Picard, Solver
 from .landscape_plane import (
     Plane,
     Scene,
@@ -110,13 +110,13 @@ def _of_potential(plane: Plane, name: str, title: str, potential: Potential, sen
         "beta": f"{COLD * plane.beta:.4g}",
         "steps": "5 of size 1",
         "attractors": points(found.attractors),
-        f"of {len(found.starts)} starts end there": ", ".join(map(str, found.counts.tolist())),
+        f"of {found.index.numel()} starts end there": ", ".join(map(str, found.counts.tolist())),
         "from a pattern to an attractor": f"{float(apart.mean()):.2g} in the mean, {float(apart.max()):.2g} at most",
     }
     said = sentence.format(alone=int(alone.sum()), all=len(apart), exact=int((apart < 1e-9 * plane.reach).sum()))
     description = f"{seen(f'the energy {notes}', plane, found.attractors)} {ways(plane.queries, solution.value)}"
     look: dict[str, Any] = {"trace": solution.trace, "patterns": plane.patterns, "reach": plane.reach, "title": title}
-    draw = partial(landscape_figure, energy, plane.queries, fixed_points=found.attractors, **look)
+    draw = partial(landscape_figure, energy, plane.queries, fixed_points=found.points, **look)
     return Scene(name, title, said, description, facts, numbers, draw)
 
 
@@ -138,7 +138,6 @@ def solvers() -> dict[str, Solver]:
         "plain steps": Picard(max_steps=STEPS),
         "Anderson": Anderson(max_steps=STEPS),
         "Anderson, unguarded": Anderson(max_steps=STEPS, guard="none"),
-        "Newton-Krylov": NewtonKrylov(max_steps=STEPS),
     }
 
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import Solution
+from .. import Solution, solve
 from ..diagnostics import StationaryPoints
 from ..energies import AnchoredEnergy, RepeatedSelfAttention
 from ..plotting import landscape_figure, step_norm_figure, step_norms
 from ..potentials import LogSumExp
+from ..solvers import Picard
 from .landscape_plane import (
     Plane,
     Scene,
@@ -27,7 +28,7 @@ from .landscape_plane import (
 
 #: Betas of the scenes, in units of that of the plane.
 HOT, MILD, VALLEYS, COLD = 0.2, 2.0, 4.0, 10.0
-DIMS, SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512), (0.25, 0.5, 1.0, 2.0)
+DIMS, SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 
 
 class Moved(NamedTuple):
@@ -241,12 +242,12 @@ def self_frozen(plane: Plane) -> Scene:
 
 
 def self_moving(plane: Plane) -> Scene:
-    patterns, beta, steps = plane.patterns, plane.beta, 5
+    patterns, beta, steps = plane.patterns, plane.beta, 3
     repeated = RepeatedSelfAttention(patterns, beta)
-    path = [patterns]
-    for _ in range(steps):
-        path.append(repeated.fixed_point_map(path[-1]))
-    states = torch.stack(path)
+    solver = Picard(max_steps=steps, atol=0.0, rtol=0.0)
+    trace = solve(repeated, patterns, solver=solver, trace=True, on_failure="ignore").trace
+    assert trace is not None
+    states = trace.value
     weights = repeated.probabilities(patterns)
     query_side, key_side = weights @ patterns, weights.mT @ patterns
     frozen = descend(repeated.frozen_energy(patterns), patterns, 1.0, steps)
@@ -268,14 +269,16 @@ def self_moving(plane: Plane) -> Scene:
         "gradient of the first pattern": f"{point(gradient[0], 4)} with both of its roles",
         "without its role as a key": f"{point((patterns - query_side)[0], 4)}",
     }
-    said = f"Where the context moves along, {steps} steps bring all patterns within {apart:.2g} of each other."
+    said = (
+        f"Where the context moves along, {number(steps, 'step')} bring all patterns within {apart:.2g} of each other."
+    )
     description = (
         f"Contours of the energy of the first context, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}. "
         f"{ways(patterns, states[-1])} All end within {apart:.2g}."
     )
     title = "Bare self-attention, the context moving along"
     draw = partial(
-        landscape_figure, repeated.frozen_energy(patterns), patterns, trace=states, reach=plane.reach, title=title
+        landscape_figure, repeated.frozen_energy(patterns), patterns, trace=trace, reach=plane.reach, title=title
     )
     return Scene("self-moving", title, said, description, facts, numbers, draw)
 
@@ -304,12 +307,12 @@ def norms(plane: Plane) -> Scene:
     )
     rows = "; ".join(
         f"scale {scale:g}: " + ", ".join(f"{median[scale][dim]:.2g} in {dim} dimensions" for dim in (2, 64, 512))
-        for scale in SCALES
+        for scale in SCALES[::3]
     )
     description = (
-        "Length of a step of bare self-attention over the dimension, a curve for each scale of beta, on logarithmic "
-        f"axes; medians of {found.shape[-1]} draws. {rows}. All curves fall with the dimension, the earlier the larger "
-        "the scale."
+        "Contours of the length of a step of bare self-attention over the dimension, in powers of two, and the scale "
+        f"of beta; medians of {found.shape[-1]} draws. {rows}. From few dimensions and small scales to many and large "
+        "ones it falls by many powers of ten."
     )
     title = "How far self-attention moves: dimension and scale"
     draw = partial(step_norm_figure, DIMS, SCALES, norms=found)

@@ -172,7 +172,7 @@ def test_self_attention_and_its_full_gradient_are_those_that_were_measured(plane
         tokens = attention(tokens, 1 / ROOT, tokens)
     frozen = landscape_steps.self_frozen(plane).numbers
     close(frozen["path"][1], moving["attention"], atol=1e-14)
-    assert moving["largest_distance_between_ends"] < moving["frozen"]["largest_distance_between_ends"] < 0.2
+    assert moving["largest_distance_between_ends"] < 0.01 < moving["frozen"]["largest_distance_between_ends"]
 
 
 def test_values_are_read_at_the_end_with_the_weights_of_the_keys(plane):
@@ -193,10 +193,11 @@ def test_step_norms_lie_between_the_quartiles_that_were_measured(plane):
         for i, scale in enumerate(numbers["beta_scales"])
         for j, dim in enumerate(numbers["dims"])
     }
-    assert 2.8 < median[2, 1.0] < 3.2
-    assert 7.5 < median[8, 1.0] < 7.8
-    assert 1.7 < median[64, 1.0] < 2.2
-    assert 17.1 < median[64, 0.5] < 18.3
+    # The quartiles have one digit after the point.
+    assert 2.75 < median[2, 1.0] < 3.25
+    assert 7.45 < median[8, 1.0] < 7.85
+    assert 1.65 < median[64, 1.0] < 2.25
+    assert 17.05 < median[64, 0.5] < 18.35
     assert 3e-6 < median[512, 1.0] < 6e-6
     assert 0.076 < median[512, 0.5] < 0.097
 
@@ -252,7 +253,9 @@ def test_a_quick_run_writes_four_scenes_and_what_is_asked_for(tmp_path):
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
     assert content["settings"]["beta"] == 0.5
     assert content["settings"]["seed"] == 3
-    close(content["scenes"]["one-step"]["path"][1], attention(torch.tensor(content["queries"]).double(), 0.5))
+    close(
+        content["scenes"]["one-step"]["path"][1], attention(torch.tensor(content["queries"], dtype=torch.float64), 0.5)
+    )
     assert "landscape.json, descent.gif written to" in " ".join(result.stdout.split())
     assert str(tmp_path) not in json.dumps(content)
     for name in content["scenes"]:

@@ -1,4 +1,5 @@
 import base64
+import io
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
@@ -18,6 +20,8 @@ from implicit_attention.cli.settings import LandscapeSettings
 
 NODE = shutil.which("node")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+#: The beginning of a picture of 640 x 480.
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\x02\x80\0\0\x01\xe0"
 #: Elements without an end.
 VOID = {"meta", "img", "input", "link", "br", "hr"}
 
@@ -71,7 +75,9 @@ def check(text, scenes):
         assert len(picture["alt"]) > 80
         kind, data = picture["src"].split(",", 1)
         assert kind == "data:image/png;base64"
-        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
+        with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
+            assert image.format == "PNG"
+            assert (str(image.width), str(image.height)) == (picture["width"], picture["height"])
     assert len({picture["alt"] for picture in pictures}) == scenes
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "base"), tag
@@ -126,7 +132,7 @@ def test_names_of_files_and_texts_are_no_markup(tmp_path):
     # Nothing of the page comes from the user but numbers; a scene with such words would show them.
     plane = plane_of(LandscapeSettings())
     scene = landscape.Scene("a", "<b>", "1 < 2 & 3", 'a "quoted" <i>', {"<u>": "&amp;"}, {}, lambda: None)
-    page = Page(landscape_page.page(plane, [scene], {"a": b"\x89PNG"}))
+    page = Page(landscape_page.page(plane, [scene], {"a": PNG}))
     assert page.all("img")[0]["alt"] == 'a "quoted" <i>'
     assert {"b", "i", "u"}.isdisjoint(tag for tag, _ in page.tags)
     assert "1 < 2 & 3" in page.text
