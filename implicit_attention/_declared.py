@@ -220,6 +220,14 @@ class Declared:
         """The number in the order of inheritance of the class that defines it; -1 if none does."""
         return next((place for place, base in enumerate(cls.__mro__) if name in vars(base)), -1)
 
+    def attributes(self) -> Iterator[str]:
+        """The names of its attributes, and of those of the `Declared` objects in them."""
+        for name, value in vars(self).items():
+            yield name
+            for part in leaves(value):
+                if isinstance(part, Declared):
+                    yield from part.attributes()
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():
             yield from named(value, name)
