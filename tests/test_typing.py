@@ -33,7 +33,7 @@ from implicit_attention.models.image import ImageEnergyTransformer
 
 
 def attend(q: Tensor, more: bool) -> None:
-    equilibrium_attention(q, q, q, anchor=0.9, max_steps=3).sum()
+    assert_type(equilibrium_attention(q, q, q, anchor=0.9, max_steps=3), Tensor)
     output, solution = equilibrium_attention(q, q, q, return_solution=True)
     assert_type(output, Tensor)
     assert_type(solution, Solution)
@@ -55,27 +55,27 @@ def call(
     classifier: ImageClassifier,
     nodes: NodeClassifier,
 ) -> None:
-    attention(x).sum()
-    attention(x, x, key_mask=x, max_steps=0).sum()
+    assert_type(attention(x), Tensor)
+    assert_type(attention(x, x, key_mask=x, max_steps=0), Tensor)
     assert_type(attention(x, return_weights=True), Any)
     assert_type(attention(x, return_solution=True), Any)
-    block(x, x, steps=3).sum()
+    assert_type(block(x, x, steps=3), Tensor)
     assert_type(block((x, x)), Any)
     assert_type(block(x, return_solution=True), Any)
-    transformer(x, x, steps=3).sum()
-    memory(x).sum()
+    assert_type(transformer(x, x, steps=3), Tensor)
+    assert_type(memory(x), Tensor)
     assert_type(memory(x, return_solution=True), Any)
-    spins(x, mask=x).sum()
+    assert_type(spins(x, mask=x), Tensor)
     assert_type(spins(x, return_answer=True), Any)
-    spin_block(x).sum()
-    spin_transformer(x).sum()
-    mean_field(x).sum()
+    assert_type(spin_block(x), Tensor)
+    assert_type(spin_transformer(x), Tensor)
+    assert_type(mean_field(x), Tensor)
     assert_type(mean_field(x, return_state=True), Any)
-    energy(x, order="tokens").sum()
+    assert_type(energy(x, order="tokens"), Tensor)
     assert_type(energy(x, return_energies=True), Any)
-    images(x, x).sum()
-    classifier(x).sum()
-    nodes(x, x).sum()
+    assert_type(images(x, x), Tensor)
+    assert_type(classifier(x), Tensor)
+    assert_type(nodes(x, x), Tensor)
     attention(x, no_such_option=1)  # expected error
     attention("x")  # expected error
 
