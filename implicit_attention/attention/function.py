@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,6 +22,57 @@ from .read_out import PotentialFactory
 _DEFAULTS = SolveOptions()
 
 
+@overload
+def equilibrium_attention(
+    query: Float[Tensor, "*q N D"],
+    key: Float[Tensor, "*k M D"],
+    value: Float[Tensor, "*v M E"],
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    anchor: float | Tensor = ...,
+    query_offset: int = ...,
+    potential: PotentialFactory = ...,
+    return_solution: Literal[False] = ...,
+    **options: Unpack[SolveKeywords],
+) -> Tensor: ...
+@overload
+def equilibrium_attention(
+    query: Float[Tensor, "*q N D"],
+    key: Float[Tensor, "*k M D"],
+    value: Float[Tensor, "*v M E"],
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    anchor: float | Tensor = ...,
+    query_offset: int = ...,
+    potential: PotentialFactory = ...,
+    return_solution: Literal[True],
+    **options: Unpack[SolveKeywords],
+) -> tuple[Tensor, Solution]: ...
+@overload
+def equilibrium_attention(
+    query: Float[Tensor, "*q N D"],
+    key: Float[Tensor, "*k M D"],
+    value: Float[Tensor, "*v M E"],
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    anchor: float | Tensor = ...,
+    query_offset: int = ...,
+    potential: PotentialFactory = ...,
+    return_solution: bool,
+    **options: Unpack[SolveKeywords],
+) -> Tensor | tuple[Tensor, Solution]: ...
 def equilibrium_attention(
     query: Float[Tensor, "*q N D"],
     key: Float[Tensor, "*k M D"],

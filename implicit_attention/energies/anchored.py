@@ -186,6 +186,11 @@ class AnchoredEnergy(Anchored, Energy):
     def knows_own(self) -> bool:  # type: ignore[override]
         return super().knows_own and self.potential.knows_own
 
+    @property
+    def if_bottomless(self) -> str:  # type: ignore[override]
+        """Of this library's potentials the bound is known, and those that have none were refused at the door."""
+        return "" if self.knows_own else super().if_bottomless
+
     def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
         """E(z), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
         return self._energy(z, self.potential.value(z))

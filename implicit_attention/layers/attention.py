@@ -25,6 +25,8 @@ from .sharding import head_shard, projected
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from .calls import AttentionCall
+
 Readout: TypeAlias = Literal["values", "state"]
 
 
@@ -95,6 +97,9 @@ class ImplicitAttention(Remembering):
     Not for heads that are projected already: use `equilibrium_attention`. Inside a model of another library use that
     library's module in `integrations`.
     """
+
+    if TYPE_CHECKING:
+        __call__: AttentionCall
 
     def __init__(
         self,

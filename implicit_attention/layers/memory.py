@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from ..solution import SolveReport
 from .attention import ImplicitAttention
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from .remembering import Remembering
+
+if TYPE_CHECKING:
+    from .calls import LookupCall
 
 # With beta="auto" all other patterns together get this weight at a pattern that is closer to its neighbour than nine
 # out of ten are.
@@ -90,6 +93,9 @@ class MemoryLookup(Remembering):
     patterns: Tensor
     targets: Tensor | None
     found_beta: Tensor
+
+    if TYPE_CHECKING:
+        __call__: LookupCall
 
     def __init__(
         self,
