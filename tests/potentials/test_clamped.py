@@ -51,7 +51,7 @@ def test_filled_entries_are_conditional_means_of_gaussians():
             expected[i, j, ~on] = ((-0.35 * distances).softmax(0) @ patterns)[~on]
     torch.testing.assert_close(filled(queries, KNOWN, patterns, beta), expected, rtol=1e-12, atol=1e-13)
     # The conditional means by the density itself: integrated over a grid of the one entry that is unknown.
-    one, grid = torch.arange(5) < 4, torch.linspace(-12, 12, 4001).double()
+    one, grid = torch.arange(5) < 4, torch.linspace(-12, 12, 4001, dtype=torch.float64)
     points = torch.cat([queries[0, 0, :4].expand(len(grid), 4), grid[:, None]], -1)
     density = (-0.35 * torch.cdist(points, patterns).square()).exp().sum(-1)
     found = filled(queries[:1, :1], one, patterns, beta)[0, 0]
