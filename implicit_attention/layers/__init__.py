@@ -7,7 +7,8 @@ from .attention import ImplicitAttention
 from .block import Equilibrium
 from .cache import KeyValueCache
 from .contractive import contractive
-from .memory import AttentionPooling, MemoryLookup
+from .memory import MemoryLookup
+from .pooling import AttentionPooling
 from .projections import Rotary
 from .tie import tie
 from .transformer import EquilibriumTransformer
