@@ -1,6 +1,7 @@
 """Figures, made with matplotlib's `Figure` objects: no global state, no display needed. Save them with `savefig`."""
 
 from .convergence import convergence_figure
+from .couplings import couplings_figure, site_places
 from .descents import descent_figure
 from .distribution import distribution_figure
 from .driven import driven_figure
@@ -15,6 +16,7 @@ from .spins import configuration_figure, phase_figure
 __all__ = [
     "configuration_figure",
     "convergence_figure",
+    "couplings_figure",
     "decomposition_figure",
     "descent_figure",
     "distribution_figure",
@@ -28,5 +30,6 @@ __all__ = [
     "reconstruction_figure",
     "retrieval_figure",
     "save_maze_gif",
+    "site_places",
     "sizes_figure",
 ]
