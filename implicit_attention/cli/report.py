@@ -34,6 +34,7 @@ from .settings import REFERENCES, SAMPLER
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ..spins import SpinSystem
     from .digits import Completions, Digits
     from .magnetize import Magnetization
 
@@ -248,7 +249,19 @@ def _spins_figure(result: Magnetization) -> Figure:
         what += f", beta {float(torch.as_tensor(system.beta, dtype=torch.float64).flatten()[0]):g}"
     elif count < samples:
         what += f", the first {count} of {samples} samples"
-    return configuration_figure(shown, radius=system.radius, columns=columns, title=f"Field and magnetizations\n{what}")
+    title = f"Field and magnetizations\n{what}"
+    return configuration_figure(shown, radius=system.radius, couplings=_graph(system), columns=columns, title=title)
+
+
+def _graph(system: SpinSystem) -> Tensor:
+    """Which pairs are coupled in any of the samples, (N, N)."""
+    n = system.num_sites
+    if system.low_rank:
+        return torch.ones(n, n)
+    linked = system.couplings.detach() != 0
+    if system.pair_axes == 4:
+        linked = linked.any(-1).any(-1)
+    return linked.reshape(-1, n, n).any(0)
 
 
 def _digits_figure(result: Magnetization, digits: Digits) -> Figure:

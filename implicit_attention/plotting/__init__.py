@@ -2,6 +2,7 @@
 
 from .attraction import Basins, basins, basins_figure
 from .convergence import convergence_figure
+from .couplings import couplings_figure, site_places
 from .descents import descent_figure
 from .distribution import distribution_figure
 from .driven import driven_figure
@@ -22,6 +23,7 @@ __all__ = [
     "basins_figure",
     "configuration_figure",
     "convergence_figure",
+    "couplings_figure",
     "decomposition_figure",
     "descent_figure",
     "distribution_figure",
@@ -37,6 +39,7 @@ __all__ = [
     "reconstruction_figure",
     "retrieval_figure",
     "save_maze_gif",
+    "site_places",
     "sizes_figure",
     "step_norm_figure",
     "step_norms",
