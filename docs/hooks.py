@@ -7,12 +7,16 @@ Markdown alone takes `<k_j, z>` for a tag, which no browser shows, and `(*batch,
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.inlinepatterns import InlineProcessor, SimpleTextInlineProcessor
+from mkdocs.structure.files import File, Files
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def display(source: str, *_: Any, **__: Any) -> str:
@@ -50,6 +54,15 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_files(files: Files, config: Any) -> Files:
+    """The page of the benchmarks lies beside what writes it, outside of docs, and is a page of the site all the same."""
+    for path in (BENCHMARKS / "README.md", *sorted((BENCHMARKS / "figures").glob("*.png"))):
+        name = path.relative_to(BENCHMARKS.parent).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Comments, the only HTML of the pages, mark the tables that commands write; a reader needs none."""
-    return re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)
+    markdown = re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)
+    return markdown.replace("](../benchmarks/", "](benchmarks/")
