@@ -22,6 +22,8 @@ Kind = Literal["minimum", "saddle", "maximum"]
 APART = 1e-6
 #: |grad E| at a point that counts, relative to 1 + |z|.
 SMALL = 1e-8
+#: Curvatures that are none.
+FLAT = 1e-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,8 @@ def stationary_points(problem: Problem, starts: Float[Tensor, "S D"], *, steps: 
 
     From z the step is -(H^2 + m I)^(-1) H grad E(z) with the Hessian H: it goes down on |grad E|^2, so that saddles and
     maxima are found as minima are. m grows where |grad E| would not fall. Points that were found more than once count
-    once; ends at which the gradient or the rest of the way is not small are dropped. All is done in float64.
+    once. Ends at which the gradient or the rest of the way is not small are dropped, and those that are flat in all
+    directions. All is done in float64.
 
     Not for many dimensions, as every step holds a dense D x D Hessian per start; and not for the solution of a problem:
     use `solve`.
@@ -119,15 +122,14 @@ def stationary_points(problem: Problem, starts: Float[Tensor, "S D"], *, steps: 
 
 def check_energy(argument: str, problem: Problem) -> None:
     """Raise unless `problem` is an energy over all states, with one problem per row."""
-    if not isinstance(problem, Energy) or not problem.has_energy:
-        remedy = "pass an AnchoredEnergy or an EnergyFunction"
-        raise TypeError(_validate.message(argument, "be an energy", type(problem).__name__, remedy))
     if problem.event_ndim != 1:
         remedy = "freeze the keys: RepeatedSelfAttention(tokens, beta).frozen_energy(tokens)"
         received = f"{type(problem).__name__}, whose tokens are coupled (event_ndim {problem.event_ndim})"
         raise ValueError(_validate.message(argument, "have one problem per row (event_ndim 1)", received, remedy))
-    free = not problem.has_metric and type(problem).retract is Problem.retract
-    remedy = "pass an AnchoredEnergy over the same potential"
+    remedy = "pass an AnchoredEnergy or an EnergyFunction"
+    if not problem.has_energy:
+        raise TypeError(_validate.message(argument, "be an energy", type(problem).__name__, remedy))
+    free = isinstance(problem, Energy) and not problem.has_metric and type(problem).retract is Problem.retract
     received = f"{type(problem).__name__}, which has a metric or a constraint"
     _validate.require(free, argument, "be an energy over all of the space", received, remedy)
 
@@ -209,9 +211,11 @@ def _gathered(problem: Energy, z: Tensor) -> StationaryPoints:
     slope, curvatures, _ = _derivatives(rows, z)
     energy = rows.energy(z)
     scale, size = 1 + z.norm(dim=-1), slope.norm(dim=-1)
-    # How far the point may be, to first order: what falls off without end has a small gradient, too.
-    left = torch.where(slope.abs() <= 1e-13 * scale[:, None], 0.0, slope / curvatures).norm(dim=-1)
-    good = (size <= SMALL * scale) & (left <= APART * scale) & energy.isfinite()
+    # How far the point may be, to first order. Along a flat direction of a valley there is no such number; where all
+    # directions are flat the energy falls off, and a small gradient says nothing.
+    flat = (slope.abs() <= 1e-13 * scale[:, None]) & (curvatures.abs() <= FLAT)
+    left = torch.where(flat, 0.0, slope / curvatures).norm(dim=-1)
+    good = (size <= SMALL * scale) & (left <= APART * scale) & ~flat.all(-1) & energy.isfinite()
     order = torch.argsort(size.masked_fill(~good, torch.inf), stable=True)[: int(good.sum())]
     kept = []
     while len(order):

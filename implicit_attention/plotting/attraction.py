@@ -16,7 +16,7 @@ from ..diagnostics import StationaryPoints, stationary_points
 from ..diagnostics.stationary import copies, doubled
 from ..problem import Problem
 from ..solvers import Anderson, Picard, Solver
-from .landscape import KINDS, Window, check_plane
+from .landscape import KINDS, Window, check_plane, has_one_energy
 from .style import BAD, COLORS, new_figure
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 UNSOLVED, SADDLE = -1, -2
 #: Colours of starts that led to no minimum, and what they are called.
 LOST = ((SADDLE, BAD, "ends on a saddle or a maximum"), (UNSOLVED, "k", "does not converge"))
+HATCH = "/////"
 #: Ends nearer than this to a stationary point have reached it; steps may be slow near the end.
 NEAR = 1e-3
 #: Starts of Newton steps along one side of the plane.
@@ -160,13 +161,19 @@ def basins_figure(
     figure = new_figure(3.3 * (1 + len(solvers)) + 0.9, 4.3, title, fontsize=11)
     panels: Any = figure.subplots(1, 1 + len(solvers), sharex=True, sharey=True, squeeze=False)[0]
     _draw_basins(panels[0], found, reach)
+    field = getattr(energy, "field", starts)
+    whose = "" if has_one_energy(energy, field) else "\n(energy of query 0)"
+    panels[0].set_title(f"where plain steps end{whose}", fontsize=9)
     runs = {name: solve(rows, starts, solver=solver, on_failure="ignore") for name, solver in solvers.items()}
     most = max(int(run.num_evals.max()) for run in runs.values())
     drawn: Any = None
     for axes, (name, run) in zip(panels[1:], runs.items(), strict=True):
         index, *_ = _assigned(found.points, run.value.where(run.converged[:, None], torch.nan))
         drawn = _draw_evaluations(axes, name, run.num_evals, index, grid, reach, most)
-    bar = figure.colorbar(drawn, ax=list(panels), shrink=0.7, aspect=24, pad=0.01)
+    # A factor of about two apart, in numbers that can be read.
+    ticks = [step * 10**power for power in range(6) for step in (1, 2, 5) if 2 <= step * 10**power <= most]
+    bar = figure.colorbar(drawn, ax=list(panels), shrink=0.7, aspect=24, pad=0.01, ticks=ticks, format="%d")
+    bar.minorticks_off()
     bar.set_label("evaluations of f", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     for axes in panels:
@@ -185,8 +192,7 @@ def _rows(energy: Problem, grid: int, reach: float) -> tuple[Problem, Tensor]:
     grid = _validate.check_integer("grid", grid, low=2, remedy="81 shows most basins")
     reach = _validate.check_number("reach", reach, low=0.0, open_low=True)
     starts = Window(torch.zeros(2, dtype=torch.float64), reach).states(grid).flatten(0, 1)
-    field = getattr(energy, "field", None)
-    check_plane(energy, starts if field is None else field, "field of `energy`")
+    check_plane(energy, getattr(energy, "field", starts), "energy.field")
     return copies(doubled(energy), 0, starts), starts
 
 
@@ -232,7 +238,6 @@ def _draw_basins(axes: Any, found: Basins, reach: float) -> None:
         place = {"xytext": (0, -16 if below else 9), "textcoords": "offset points", "ha": "center"}
         box = {"facecolor": "w", "edgecolor": "none", "pad": 1, "alpha": 0.75}
         axes.annotate(f"{part:.0%}", (x, y), fontsize=7, bbox=box, zorder=6, **place)
-    axes.set_title("where plain steps end", fontsize=9)
 
 
 def _draw_evaluations(axes: Any, name: str, spent: Tensor, index: Tensor, grid: int, reach: float, most: int) -> Any:
@@ -244,9 +249,10 @@ def _draw_evaluations(axes: Any, name: str, spent: Tensor, index: Tensor, grid: 
     _cover(axes, index.view(grid, grid), reach)
     saddles, unsolved = (float((index == code).double().mean()) for code in (SADDLE, UNSOLVED))
     told = [f"median {int(spent.median())} evaluations"]
-    told += [f"{saddles:.1%} end on saddles"] if saddles else []
-    told += [f"{unsolved:.1%} do not converge"] if unsolved else []
-    axes.set_title(f"{name}\n" + ", ".join(told), fontsize=8)
+    lost = [f"{saddles:.1%} on saddles"] if saddles else []
+    lost += [f"{unsolved:.1%} not converged"] if unsolved else []
+    told += [", ".join(lost)] if lost else []
+    axes.set_title("\n".join([name, *told]), fontsize=8)
     return drawn
 
 
@@ -261,6 +267,9 @@ def _cover(axes: Any, index: Tensor, reach: float) -> None:
             shown = there.where(there > 0, torch.nan).numpy()
             look = {"origin": "lower", "interpolation": "nearest", "extent": extent, "cmap": ListedColormap([color])}
             axes.imshow(shown, **look)
+            if code == SADDLE:
+                line = torch.linspace(-reach, reach, len(index)).numpy()
+                axes.contourf(line, line, there.numpy(), levels=[0.5, 1.5], colors="none", hatches=[HATCH])
 
 
 def _mark(axes: Any, points: StationaryPoints) -> None:
@@ -274,6 +283,9 @@ def _mark(axes: Any, points: StationaryPoints) -> None:
 def _legend(figure: Figure, axes: Any) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=color, edgecolor="0.3", label=label) for _, color, label in LOST]
+    patches = [
+        Patch(facecolor=color, edgecolor="k", hatch=HATCH if code == SADDLE else None, label=label)
+        for code, color, label in LOST
+    ]
     handles = [*axes.get_legend_handles_labels()[0], *patches]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)

@@ -130,7 +130,7 @@ def landscape_figure(
     query = _validate.check_integer("query", query, low=0)
     _validate.require(query < len(states), "query", f"number one of the {len(states)} rows", query)
     energy.check_state(states)
-    shared = _shared(energy, states)
+    shared = has_one_energy(energy, states)
     scene = _scene(energy, states, None if shared else query, trace, values, patterns)
     if fixed_points is None:
         everywhere = window_around([scene.patterns, scene.paths.flatten(0, 1)], reach)
@@ -183,7 +183,7 @@ def window_around(shown: list[Tensor], reach: float | None) -> Window:
     return Window((low + high) / 2, half or 1.0)
 
 
-def _shared(energy: Problem, states: Tensor) -> bool:
+def has_one_energy(energy: Problem, states: Tensor) -> bool:
     """Whether all rows have one energy."""
     with torch.no_grad():
         return same_energies(doubled(energy), in_double(states))
@@ -222,7 +222,8 @@ def _scene(
         count = len(potential.keys) if hasattr(potential, "keys") else len(values)
         _validate.require(len(values) == count, "values", f"be one per key, shape ({count}, 2)", tuple(values.shape))
         with torch.no_grad():
-            read = in_double(potential.readout(paths[-1].to(values), values)).cpu()
+            exact: Any = doubled(energy)
+            read = exact.potential.readout(paths[-1].to(values.device), in_double(values)).cpu()
     queries = torch.zeros(0, 2, dtype=torch.float64)
     if only is not None:
         paths, read = paths[:, only : only + 1], read[only : only + 1]
@@ -248,12 +249,16 @@ def _levels(heights: Tensor) -> Tensor:
     return low + span * torch.linspace(0, 1, LEVELS, dtype=torch.float64) ** 2
 
 
+def _short(number: float, _: Any = None) -> str:
+    return f"{number:.3g}".replace("-", "\N{MINUS SIGN}")
+
+
 def _light() -> Any:
     """Blue, darkest at the bottom, and light enough for black marks; its lightness alone tells heights."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
-    return ListedColormap([colormaps["Blues_r"](0.35 + 0.62 * step / 255) for step in range(256)])
+    return ListedColormap([colormaps["Blues_r"](0.46 + 0.52 * step / 255) for step in range(256)])
 
 
 def _contours(
@@ -267,9 +272,10 @@ def _contours(
     levels = _levels(heights).tolist()
     shown = masked_invalid(heights.numpy())
     drawn = axes.contourf(x, y, shown, levels=levels, cmap=_light(), norm=BoundaryNorm(levels, 256))
-    axes.contour(x, y, shown, levels=levels[1:-1], colors="k", linewidths=0.35, alpha=0.45)
+    axes.contour(x, y, shown, levels=levels[1:-1], colors="k", linewidths=0.35, linestyles="-", alpha=0.45)
     ticks = levels[:: LEVELS // 7]
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, aspect=28, pad=0.015, ticks=ticks, format="%.3g")
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, aspect=28, pad=0.015, ticks=ticks, format=_short)
+    bar.minorticks_off()
     bar.set_label("energy $E(z)$", fontsize=9)
     bar.ax.tick_params(labelsize=8)
     mark(axes, scene, points)
@@ -286,6 +292,10 @@ def _contours(
 
 def mark(axes: Any, scene: Scene, points: StationaryPoints) -> None:
     """Patterns, ways, stationary points and values in the plane."""
+    from matplotlib.patheffects import Normal, Stroke
+
+    # Lines have a white edge, so that they differ from what is below without colour.
+    cased = [Stroke(linewidth=3, foreground="w"), Normal()]
     if len(scene.patterns):
         look = {"ls": "", "marker": "o", "ms": 10, "mfc": "none", "mec": "k", "mew": 1.4, "zorder": 4}
         axes.plot(*scene.patterns.T.numpy(), label="stored pattern", **look)
@@ -293,19 +303,22 @@ def mark(axes: Any, scene: Scene, points: StationaryPoints) -> None:
     for index, way in enumerate(scene.paths.transpose(0, 1)):
         if scene.moved:
             name = "way of a query" if index == 0 else None
-            axes.plot(*way.T.numpy(), color=PATH, lw=1.1, marker=".", ms=3, label=name, zorder=5)
+            look = {"color": PATH, "lw": 1.3, "marker": ".", "ms": 4, "path_effects": cased}
+            axes.plot(*way.T.numpy(), label=name, zorder=5, **look)
     look = {"ls": "", "color": PATH, "mec": "w", "mew": 0.6}
     axes.plot(*starts.T.numpy(), marker="s", ms=5, label="its start" if scene.moved else "start", zorder=6, **look)
     if scene.moved:
         axes.plot(*ends.T.numpy(), marker="D", ms=5.5, label="its end", zorder=8, **look)
+    if len(scene.queries) and not torch.equal(scene.queries, starts):
+        axes.plot(*scene.queries.T.numpy(), ls="", marker="x", ms=7, mew=2, color="k", label="query $x$", zorder=6)
     for end, read in zip(ends, scene.read, strict=False):
         if isinstance(axes, _Lifted):
             axes.plot(*torch.stack([end, read]).T.numpy(), color=VALUE, lw=1.2, zorder=7)
             continue
-        arrow = {"arrowstyle": "-|>", "color": VALUE, "lw": 1.2, "shrinkA": 3, "shrinkB": 0}
+        arrow = {"arrowstyle": "-|>", "color": VALUE, "lw": 1.4, "shrinkA": 3, "shrinkB": 4, "path_effects": cased}
         axes.annotate("", read.tolist(), end.tolist(), arrowprops=arrow, zorder=7)
     if len(scene.read):
-        look = {"ls": "", "marker": "P", "ms": 6, "color": VALUE, "mec": "w", "mew": 0.6, "zorder": 8}
+        look = {"ls": "", "marker": "P", "ms": 8, "color": VALUE, "mec": "w", "mew": 0.8, "zorder": 8}
         axes.plot(*scene.read.T.numpy(), label="value read out", **look)
     for kind, (marker, size, face) in KINDS.items():
         chosen = [own == kind for own in points.kind]
@@ -325,12 +338,14 @@ def _surface(
     levels = _levels(heights)
     low, high = float(levels[0]), float(levels[-1])
     x, y = torch.meshgrid(*window.lines(len(heights)), indexing="xy")
-    # Steep walls would press the valleys flat.
-    top = low + 0.35 * (high - low)
+    # Walls above all that is drawn would press the valleys flat.
+    drawn = torch.cat([scene.patterns, scene.paths.flatten(0, 1), scene.read])
+    top = max([low + 0.35 * (high - low), *scene.height(drawn).tolist()])
     shown = masked_invalid(heights.where(heights <= top, torch.nan).numpy())
     look = {"cmap": _light(), "rcount": 80, "ccount": 80, "linewidth": 0, "antialiased": True, "alpha": 0.9}
     axes.plot_surface(x.numpy(), y.numpy(), shown, zorder=1, **look)
-    axes.contour(x.numpy(), y.numpy(), shown, levels=levels.tolist(), colors="k", linewidths=0.4, zorder=2)
+    look = {"colors": "k", "linewidths": 0.4, "linestyles": "-", "zorder": 2}
+    axes.contour(x.numpy(), y.numpy(), shown, levels=levels.tolist(), **look)
     mark(_Lifted(axes, scene.height), scene, points)
     axes.set_xlabel("$z_1$")
     axes.set_ylabel("$z_2$")

@@ -16,8 +16,8 @@ from .style import new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Smaller norms are drawn as this: rounding, not steps.
-FLOOR = 1e-8
+#: Powers of 10 below this are one colour: what float32 rounds away.
+FLOOR = -8
 
 
 def step_norms(
@@ -70,7 +70,7 @@ def step_norm_figure(
     beta_scales: Sequence[float],
     *,
     norms: Float[Tensor, "scales dims draws"] | None = None,
-    title: str = "One step of bare self-attention: how far 32 Gaussian tokens move",
+    title: str = "How far one step of bare self-attention moves Gaussian tokens",
 ) -> Figure:
     """Draw the median of `step_norms` over dimension and scale, as contours a factor of 10 apart.
 
@@ -104,21 +104,23 @@ def step_norm_figure(
     fits = norms.ndim == 3 and tuple(norms.shape[:2]) == shape and norms.shape[2] > 0
     _validate.require(fits, "norms", f"have the shape {(*shape, 'draws')}", tuple(norms.shape))
     _validate.require(bool(norms.isfinite().all()), "norms", "hold finite numbers", "others")
-    middle = norms.detach().double().cpu().median(-1).values.clamp(min=FLOOR).log10()
     figure = new_figure(6.6, 4.6, title, fontsize=10)
     from matplotlib.ticker import LogFormatterMathtext
 
     axes: Any = figure.subplots()
-    levels = torch.arange(int(middle.min().floor()), int(middle.max().ceil()) + 1).tolist()
-    levels = levels if len(levels) > 1 else [levels[0] - 1, levels[0]]
-    drawn = axes.contourf(list(dims), list(beta_scales), middle.numpy(), levels=levels, cmap="Blues_r", extend="both")
-    lines = axes.contour(list(dims), list(beta_scales), middle.numpy(), levels=levels, colors="k", linewidths=0.5)
-    form = LogFormatterMathtext()
-    axes.clabel(lines, fmt=lambda power: form(10.0**power), fontsize=7)
-    axes.axhline(1.0, color="k", lw=1.2, ls="--")
+    middle = norms.detach().double().cpu().median(-1).values.clamp(min=1e-300).log10()
+    lowest, highest = max(int(middle.min().floor()), FLOOR), max(int(middle.max().ceil()), FLOOR + 1)
+    levels = list(range(lowest, highest + 1))
+    field = (list(dims), list(beta_scales), middle.numpy())
+    drawn = axes.contourf(*field, levels=levels, cmap="Blues_r", extend="min")
+    axes.contour(*field, levels=levels, colors="k", linewidths=0.5, linestyles="-")
+    axes.axhline(1.0, color="k", lw=1.4, ls="--", label="$s = 1$, the scale of transformers")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("dimension $d$", fontsize=9)
     axes.set_ylabel(r"scale $s$ (inverse temperature in units of $1/\sqrt{d}$)", fontsize=9)
-    bar = figure.colorbar(drawn, ax=axes, format=lambda power, _: form(10.0**power))
-    bar.set_label("median norm of the step", fontsize=9)
+    form = LogFormatterMathtext()
+    bar = figure.colorbar(drawn, ax=axes, ticks=levels, format=lambda power, _: form(10.0**power))
+    bar.set_label(r"median of $|x - \mathrm{softmax}(s\, x x^T / \sqrt{d})\, x|$, all tokens", fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", fontsize=8, frameon=False)
     return figure
