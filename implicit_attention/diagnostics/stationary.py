@@ -96,7 +96,7 @@ def stationary_points(problem: Problem, starts: Float[Tensor, "S D"], *, steps: 
         >>> from implicit_attention import AnchoredEnergy, LogSumExp
         >>> from implicit_attention.diagnostics import stationary_points
         >>> keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-        >>> line = torch.linspace(-1.5, 1.5, 4)
+        >>> line = torch.linspace(-1.5, 1.5, 8)
         >>> starts = torch.cartesian_prod(line, line)
         >>> points = stationary_points(AnchoredEnergy(LogSumExp(keys, beta=2.0), starts), starts)
         >>> points.kind, points.value[-1].abs().round(decimals=3).tolist()
@@ -143,6 +143,9 @@ def copies(problem: Problem, row: int, states: Tensor) -> Problem:
     """The problem of one row of (N, D) for each of `states` (K, D); the problem itself where it numbers none."""
     index = torch.full(states.shape[:1], row, device=states.device)
     if (found := problem.select(index)) is not None:
+        if isinstance(found, AnchoredEnergy) and len(found.field) != len(index):
+            # The field of a single row was left to broadcast.
+            found.field = found.field.expand_as(states).contiguous()
         return found
     if type(problem) is AnchoredEnergy:
         # A potential that cannot pick rows has the same for all.
