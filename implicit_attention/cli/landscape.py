@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -22,8 +22,11 @@ from .progress import Progress, make_console
 from .report import options_of, write
 from .settings import LandscapeSettings
 
-#: Pixels per inch of the pictures, so that the width of the page holds them, and their colours.
-DPI, COLOURS = 100, 64
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Pixels per inch of the pictures, and their colours.
+DPI, COLOURS = 125, 64
 PAGE, CONTENT, ANIMATION = "index.html", "landscape.json", "descent.gif"
 SCENES: tuple[Callable[[Plane], Scene], ...] = (
     steps.one_step,
@@ -61,36 +64,36 @@ def run(settings: LandscapeSettings) -> None:
         out.mkdir(parents=True, exist_ok=True)
     scenes = QUICK if settings.quick else SCENES
     made: list[Scene] = []
-    figures = {}
+    pictures: dict[str, bytes] = {}
     with Progress(lambda row: row["line"]) as progress:
         for index, make in enumerate(scenes):
             since = time.perf_counter()
             progress.begin(f"scene {index + 1}", index, len(scenes))
             scene = make(plane)
             made.append(scene)
-            figure = figures[f"{scene.name}.png"] = scene.draw()
-            figure.set_dpi(DPI)
+            pictures[scene.name] = picture(scene.draw())
             progress.end(scene.name, {"line": f"{time.perf_counter() - since:.1f} s"})
         progress.begin("files", len(scenes), len(scenes))
         with writable(out):
             content = content_of(settings, plane, made, time.perf_counter() - begun)
-            written = write(out, CONTENT, content, figures)
-            for name in figures:
-                shrink(out / name)
+            written = write(out, CONTENT, content, {})
+            for name, data in pictures.items():
+                (out / f"{name}.png").write_bytes(data)
             if settings.animate:
                 write_gif(out / ANIMATION, plane)
                 written.append(ANIMATION)
             if settings.html:
-                (out / PAGE).write_text(page(plane, made, pictures(out, made)), encoding="utf-8")
+                (out / PAGE).write_text(page(plane, made, pictures), encoding="utf-8")
                 written.append(PAGE)
     console = make_console()
     table = Table("scene", "what it shows", title="Energies of attention in the plane", title_justify="left")
     for scene in made:
         table.add_row(scene.name, scene.sentence)
     console.print(table)
-    named = ", ".join(name for name in written if not name.endswith(".png"))
     seconds = time.perf_counter() - begun
-    console.print(f"{len(figures)} pictures, {named} written to {out} after {seconds:.1f} s", markup=False)
+    console.print(
+        f"{len(pictures)} pictures, {', '.join(written)} written to {out} after {seconds:.1f} s", markup=False
+    )
 
 
 def content_of(settings: LandscapeSettings, plane: Plane, scenes: list[Scene], seconds: float) -> dict[str, Any]:
@@ -121,16 +124,17 @@ def _has_pillow() -> bool:
     return importlib.util.find_spec("PIL") is not None
 
 
-def shrink(picture: Path) -> None:
-    """Store a picture with few colours, a quarter of its bytes, where pillow is there to do it."""
-    if _has_pillow():
-        from PIL import Image
+def picture(figure: Figure) -> bytes:
+    """A figure as PNG; of few colours, a quarter of the bytes, where pillow is there to choose them."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI)
+    if not _has_pillow():
+        return drawn.getvalue()
+    from PIL import Image
 
-        with Image.open(picture) as image:
-            few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-        few.save(picture, optimize=True)
-
-
-def pictures(out: Path, scenes: list[Scene]) -> dict[str, bytes]:
-    """The pictures that were written, by scene."""
-    return {scene.name: (out / f"{scene.name}.png").read_bytes() for scene in scenes}
+    small = io.BytesIO()
+    with Image.open(drawn) as image:
+        # The method that keeps the colours of small marks.
+        few = image.convert("RGB").quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(small, "PNG", optimize=True)
+    return small.getvalue()

@@ -98,7 +98,7 @@ def plane_of(settings: LandscapeSettings) -> Plane:
 
 
 def _maps(drawn: Tensor) -> Tensor:
-    """A rotation by any angle, and a stretch by s and 1/s with s in 1/2 to 3/2 before it, of every row of two numbers in [0, 1)."""
+    """Maps that stretch by s and 1/s, s from 1/2 to 3/2, and turn by any angle, of rows of two numbers in [0, 1)."""
     angle, stretch = 2 * math.pi * drawn[:, 0], drawn[:, 1] + 0.5
     cos, sin = angle.cos(), angle.sin()
     turn = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
