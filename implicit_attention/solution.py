@@ -93,7 +93,8 @@ class Trace(NamedTuple):
     """The course of a solve: the best state after every iteration, and what was measured there.
 
     Attributes:
-        residual, energy: of the best state so far, (iterations, *lead); the energy is None for a map without one.
+        residual: of the best state so far, (iterations, *lead).
+        energy: of the best state so far, (iterations, *lead); None for a map without one.
         num_evals: map evaluations spent by then, (iterations, *lead).
         value: the best state so far, (iterations, *lead, *event).
     """
@@ -114,7 +115,8 @@ class AdjointReport:
 
     Attributes:
         status: (*lead), int8 codes of `Status`; UNSTABLE where the solution has negative curvature.
-        residual, tolerance: (*lead), of the linear system; of an energy with a metric of the symmetric one.
+        residual: (*lead), of the linear system; of an energy with a metric of the symmetric one.
+        tolerance: (*lead), which that residual had to reach.
         num_steps: (*lead), matrix-vector products.
         negative_curvature: (*lead), whether a direction of negative curvature was met.
         gradient_error: (*lead), an estimate, to first order, of the relative error of the gradient that comes from the

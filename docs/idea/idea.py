@@ -31,7 +31,7 @@ def figure() -> Figure:
     x, y = torch.linspace(LEFT, RIGHT, SIDE), torch.linspace(LOW, HIGH, SIDE)
     grid = torch.cartesian_prod(x, y).double()
     energy = AnchoredEnergy(LogSumExp(PATTERNS, BETA), grid, anchor=0.0).energy(grid).reshape(SIDE, SIDE).T
-    drawn = Figure(figsize=(7.2, 4.6), dpi=DPI, layout="constrained")
+    drawn = Figure(figsize=(5.4, 5.4), dpi=DPI, layout="constrained")
     axes = drawn.subplots()
     # Close to each other at the bottom, where the energy is flat.
     levels = (energy.min() + 1.7 * torch.linspace(0.0, 1.0, 19) ** 2).tolist()
