@@ -12,6 +12,7 @@ from .potentials import potentials_figure
 from .retrieval import rates_figure, retrieval_figure
 from .spin_blocks import decomposition_figure
 from .spins import configuration_figure, phase_figure
+from .training import training_figure
 
 __all__ = [
     "configuration_figure",
@@ -32,4 +33,5 @@ __all__ = [
     "save_maze_gif",
     "site_places",
     "sizes_figure",
+    "training_figure",
 ]
