@@ -87,7 +87,7 @@ ALLOWED = {
     "distributed": {"attention", "fused", "adjoints", "energies", "potentials", "solvers"},
     "models": {"layers", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
-    "plotting": {"energies", "potentials", "_solve", "solution", "diagnostics", "spins"},
+    "plotting": {"energies", "potentials", "_solve", "solvers", "problem", "solution", "diagnostics", "spins"},
     "cli": {
         "models",
         "layers",

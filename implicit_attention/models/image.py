@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -16,6 +16,9 @@ from .._autograd import at_least_single, host_may_look
 from ..layers import EnergyTransformer
 from ..layers.reference_weights import Layout, read_reference
 from ..options import SolveKeywords
+
+if TYPE_CHECKING:
+    from ..layers.calls import ImageCall
 
 
 class PatchEmbedding(nn.Module):
@@ -160,6 +163,9 @@ class ImageEnergyTransformer(nn.Module):
 
     Not for labels of images: use `ImageClassifier`, which may take over a trained model's parts.
     """
+
+    if TYPE_CHECKING:
+        __call__: ImageCall
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..solution import Solution, SolveReport
-from .style import BAD, COLORS, new_figure
+from .style import BAD, GOOD, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,9 +27,8 @@ def evaluations_figure(
 ) -> Figure:
     """A histogram of evaluations for each solver, one below the other: a bar for each number that some problem took.
 
-    Problems without an answer are counted at what they spent, in bars of another colour with a cross. On the right stand the
-    median, what 99 of 100 problems stay within, and the share that failed. Solvers have different units where they make
-    products beside evaluations: those count as evaluations, as in `num_evals`.
+    Problems without an answer are counted at what they spent, in bars of another colour with a cross. On the right
+    stand the median, what 99 of 100 problems stay within, and the share that failed.
 
     Not for the course of a solve: use `convergence_figure`.
 
@@ -55,21 +54,22 @@ def evaluations_figure(
         >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
         ['Picard', 'Anderson']
     """
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
-
     _validate.require(len(solutions) > 0, "solutions", "hold at least one solution", "none")
     spent = {name: _spent(name, solution) for name, solution in solutions.items()}
     most = max((int(counts.max()) for counts, _ in spent.values() if counts.numel()), default=1)
     figure = new_figure(8.0, 1.2 + 0.62 * len(spent), title, fontsize=10)
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
+
     axes: Any = figure.subplots()
     wide = 0.8 if most <= LINEAR else 0.0
     lost = False
-    for row, (name, (counts, failed)) in enumerate(spent.items()):
+    for row, (counts, failed) in enumerate(spent.values()):
         base = len(spent) - 1 - row
         lost |= bool(failed.any())
-        _draw(axes, base, counts, failed, COLORS[row % len(COLORS)], wide)
+        _draw(axes, base, counts, failed, wide)
         axes.axhline(base, color="0.7", lw=0.6, zorder=0)
-        axes.text(1.02, base + 0.3, _told(counts, failed), transform=axes.get_yaxis_transform(), fontsize=7.5, va="center")
+        place = {"transform": axes.get_yaxis_transform(), "fontsize": 7.5, "va": "center"}
+        axes.text(1.02, base + 0.3, _told(counts, failed), **place)
     axes.set_yticks([len(spent) - 1 - row + 0.3 for row in range(len(spent))], list(spent), fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
@@ -101,14 +101,14 @@ def _spent(name: str, solution: Any) -> tuple[Tensor, Tensor]:
     return solution.num_evals.detach().cpu().flatten(), solution.failed.detach().cpu().flatten()
 
 
-def _draw(axes: Any, base: int, counts: Tensor, failed: Tensor, color: str, wide: float) -> None:
+def _draw(axes: Any, base: int, counts: Tensor, failed: Tensor, wide: float) -> None:
     """The bars of one solver, `wide` of them on a linear axis, as lines on a logarithmic one."""
-    found, inverse = counts.unique(return_inverse=True)
-    shares = [torch.bincount(inverse[where], minlength=len(found)) / max(len(counts), 1) for where in (~failed, failed)]
-    scale = TALLEST / max(float(sum(shares).max()) if len(found) else 1.0, 1e-9)
-    for at, right, wrong in zip(found.tolist(), *(share.tolist() for share in shares), strict=True):
-        low = base
-        for share, tone in ((right, color), (wrong, BAD)):
+    found: Tensor = torch.unique(counts)
+    right, wrong = ((counts[where, None] == found).sum(0) / max(len(counts), 1) for where in (~failed, failed))
+    scale = TALLEST / float((right + wrong).max()) if len(found) else 1.0
+    for at, answered, lost in zip(found.tolist(), right.tolist(), wrong.tolist(), strict=True):
+        low: float = base
+        for share, tone in ((answered, GOOD), (lost, BAD)):
             if share == 0:
                 continue
             height = max(scale * share, SHORTEST)
@@ -117,7 +117,7 @@ def _draw(axes: Any, base: int, counts: Tensor, failed: Tensor, color: str, wide
             else:
                 axes.vlines(at, low, low + height, color=tone, lw=2.5)
             low += height
-        if wrong:
+        if lost:
             axes.plot(at, low + 0.06, marker="x", ms=4, color=BAD, clip_on=False)
 
 

@@ -1,0 +1,185 @@
+"""What two pages tell of the newest runs: what a solve costs, and when one step is enough."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import attention_tables, headline, native_tables, report, train_tables, useful_tables
+from .environment import warning
+from .puzzles import mazes
+from .puzzles.contenders import values
+from .puzzles.tables import percent
+from .targets import Row
+
+DOCS = report.HERE.parent / "docs"
+COSTS, STEPS = DOCS / "performance.md", DOCS / "energy_minimization.md"
+BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
+#: The parts of the page about costs that are written here, and what each is taken from.
+PARTS = ("five lines", "settings", "short calls", "lengths", "memory", "models")
+SUITES = ("solve", "native", "attention", "train")
+#: Of attention repeated over fixed keys: the models whose scores are told.
+MODELS = ("explicit, 1 step", "explicit, 2 steps, own weights", "equilibrium, solved")
+
+Runs = dict[str, tuple[Path, dict[str, Any]]]
+
+
+def newest(folder: Path = report.RESULTS) -> Runs:
+    """The newest complete run on a CPU of every suite that the page about costs tells of."""
+    return {suite: found for suite in SUITES if (found := report.newest(suite, folder)) is not None}
+
+
+def five_lines(folder: Path = report.RESULTS) -> list[str]:
+    """What an equilibrium costs: forward, training step, memory, beside torchdeq, and what was never measured."""
+    runs = newest(folder)
+    missing = [suite for suite in SUITES if suite not in runs]
+    if missing:
+        return [f"Not run yet: {', '.join(missing)}."]
+    rows = [row for row in runs["solve"][1]["rows"] if "evidence" in row]
+    forward, training = ([_times(row, what) for row in rows] for what in ("forward", "training"))
+    evaluations = statistics.mean(row["evidence"]["ours_forward"]["evaluations_mean"] for row in rows)
+    rivals = [statistics.geometric_mean(row["ratios"][f"C2 {name}"] for row in rows) for name in ("anderson", "fpi")]
+    tiny = _ratios(runs, "native", "SHORT")[0]["forward"]
+    llama = _ratios(runs, "train", "LLAMA")[-1]["training / sdpa"]
+    memory = _ratios(runs, "attention", "C4")[0]
+    block = _ratios(runs, "train", "EQUILIBRIUM")[0]["ours / torchdeq"]
+    return [
+        f"**Forward pass**: a solve to 1e-4 takes {_told(forward)} x one SDPA forward over {len(rows)} settings of 512 "
+        f"keys, with {evaluations:.1f} evaluations in the mean; the tiniest call (one head, 16 tokens) {tiny:.0f} x.",
+        f"**Training step** with the exact gradient: {_told(training)} x SDPA's; that of a whole Llama at anchor .9 "
+        f"{llama:.2f} x.",
+        f"**Memory** of a training step at 4096 keys: {memory['C4']:.2f} x SDPA's; with 20 evaluations "
+        f"{memory['C4 growth']:.2f} x that with 5 (unrolled {memory['unrolled growth']:.2f} x).",
+        f"**torchdeq** takes {rivals[0]:.0f} x (Anderson) and {rivals[1]:.1f} x (fixed-point iteration) our time for "
+        f"the same solves, a row per query; for a repeated block we take {block:.2f} x the time of its faster solver.",
+        f"**Never measured**: {_unmeasured(folder)}",
+    ]
+
+
+def _ratios(runs: Runs, suite: str, metric: str) -> list[dict[str, float]]:
+    """The ratios of every row of a metric that was timed, in their order."""
+    return [row["ratios"] for row in runs[suite][1]["rows"] if row["metric"] == metric and not row.get("memory")]
+
+
+def _times(row: Row, what: str) -> float:
+    """Our seconds in those of SDPA."""
+    seconds = row["seconds"]
+    return float(seconds[f"ours_{what}"]["median"] / seconds[f"sdpa_{what}"]["median"])
+
+
+def _told(ratios: list[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
+
+
+def _unmeasured(folder: Path) -> str:
+    """What nobody has measured; a run on a GPU, once there is one, is not passed over."""
+    judged = [
+        target
+        for suite in SUITES
+        for device in report.DEVICES
+        if (found := report.newest(suite, folder, device)) is not None
+        for target in found[1]["targets"]
+    ]
+    measured = {target["id"] for target in judged if target["rows"]}
+    gpu = sorted({target["id"] for target in judged if target["id"][0] == "G"} - measured)
+    what = "anything on a GPU" if not any(name[0] == "G" for name in measured) else "some of it on a GPU"
+    first = f"{what} ({', '.join(gpu)}), " if gpu else ""
+    return f"{first}more than one machine, and a larger model than a Llama of width 512 with 4 layers."
+
+
+def tables(runs: Runs) -> dict[str, list[str]]:
+    """The other parts of the page about costs, as paragraphs; those whose suite has not run are left out."""
+    made: dict[str, list[str]] = {}
+    if "solve" in runs:
+        made["settings"] = [report.markdown_table(*settings(runs["solve"][1]["rows"]))]
+    if "native" in runs:
+        short = [row for row in runs["native"][1]["rows"] if row["metric"] == "SHORT"]
+        made["short calls"] = [report.markdown_table(*native_tables.costs(short))]
+    if "attention" in runs:
+        made["lengths"] = _picked(attention_tables.tables(runs["attention"][1]), ("LENGTH",))
+        made["memory"] = _picked(attention_tables.tables(runs["attention"][1]), ("C4",))
+    if "train" in runs:
+        made["models"] = _picked(train_tables.tables(runs["train"][1]), ("BLOCK", "Llama", "LLAMA", "EQUILIBRIUM"))
+    source = {"settings": "solve", "short calls": "native", "lengths": "attention", "memory": "attention"}
+    for part, told in made.items():
+        told.append(_from(*runs[source.get(part, "train")]))
+    return made
+
+
+def settings(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the solves of the suite `solve` and their training steps, in those of SDPA."""
+    header = ["keys, beta*sqrt(D), anchor", "our evals mean/max", "Picard's", "forward / SDPA", "training step / SDPA"]
+    lines = []
+    for row in rows:
+        if "evidence" in row:
+            found, picard = row["evidence"]["ours_forward"], row["picard"]
+            lines.append(
+                [
+                    f"{row['keys']}, {row['sharpness']:g}, {row['anchor']:g}",
+                    f"{found['evaluations_mean']:.1f}/{found['evaluations_max']}",
+                    f"{picard['mean']:.1f}/{picard['most']}",
+                    *(report.number(_times(row, what)) for what in ("forward", "training")),
+                ]
+            )
+    return header, lines
+
+
+def _picked(found: list[report.Table], names: tuple[str, ...]) -> list[str]:
+    """The tables whose sentence begins with one of the names, as paragraphs."""
+    return [
+        part
+        for _, intro, header, lines in found
+        if intro.startswith(names)
+        for part in (intro, report.markdown_table(header, lines))
+    ]
+
+
+def _from(path: Path, run: dict[str, Any]) -> str:
+    told = f"From {headline.source(path, run)} in `benchmarks/results/`."
+    return told if warning(run["environment"]) is None else f"{told} Other work shared the cores: not reliable."
+
+
+def one_step(folder: Path = report.RESULTS) -> str:
+    """Two tables: one step beside the equilibrium over fixed keys, and a repeated block as a loop and solved."""
+    tasks = ("DIGITS", "RETRIEVAL", "TEXT")
+    found = {metric: report.newest_by_metric("usefulness", (metric,), folder) for metric in tasks}
+    lines, paths = [], []
+    for metric, runs in found.items():
+        for path, run in runs:
+            rows = {row["model"]["name"]: row for row in run["rows"] if "model" in row}
+            unit = "accuracy, %" if rows[MODELS[0]]["score"] == "accuracy" else "bits per character"
+            verdict = useful_tables.verdict(rows["equilibrium, solved"], rows["explicit, 1 step"])
+            scores = [useful_tables.score(rows[name]) for name in MODELS]
+            lines.append([f"{metric.lower()} ({unit})", *scores, verdict])
+            paths.append(path)
+    header = ["task", "one step", "two layers of one step", "equilibrium", "equilibrium against one step"]
+    parts = [report.markdown_table(header, lines)] if lines else ["Not run yet."]
+    if runs := report.newest_by_metric("usefulness", ("MAZES",), folder):
+        path, run = runs[0]
+        paths.append(path)
+        (row,) = (row for row in run["rows"] if row["contender"] == mazes.PLAN.leader[0])
+        sizes = [f"{size} x {size}" for size in mazes.SIZES]
+        ways = {"as a loop of 12 steps": "12 steps", "solved": "solved"}
+        lines = [
+            [name, *(percent(values(row["runs"], way, each)) for each in mazes.SHOWN)] for name, way in ways.items()
+        ]
+        parts += [
+            "A block that is repeated over moving states, trained on mazes of 5 x 5; mazes wholly right, in %:",
+            report.markdown_table(["the same weights", *sizes], lines),
+        ]
+    if paths:
+        names = ", ".join(f"`{path.name}`" for path in dict.fromkeys(paths))
+        parts.append(f"From {names} in `benchmarks/results/`; all contenders are in `benchmarks/README.md`.")
+    return "\n\n".join(parts)
+
+
+def rewrite(costs: Path = COSTS, steps: Path = STEPS, folder: Path = report.RESULTS) -> None:
+    """Put what the newest runs say between the markers of both pages."""
+    made = {"five lines": ["\n".join(f"{n}. {line}" for n, line in enumerate(five_lines(folder), 1))]}
+    made |= tables(newest(folder))
+    for part in PARTS:
+        content = "\n\n".join(made.get(part, ["Not run yet."]))
+        report.between(costs, BEGIN.format(part), END.format(part), content)
+    report.between(steps, BEGIN.format("one step"), END.format("one step"), one_step(folder))
