@@ -6,6 +6,7 @@ from .couplings import couplings_figure, site_places
 from .descents import descent_figure
 from .distribution import distribution_figure
 from .driven import driven_figure
+from .evaluations import evaluations_figure
 from .inpainting import energies_figure, reconstruction_figure
 from .landscape import landscape_figure
 from .mazes import maze_figure, save_maze_gif, sizes_figure
@@ -13,9 +14,11 @@ from .panels import panels_figure
 from .potentials import potentials_figure
 from .principal import principal_figure
 from .retrieval import rates_figure, retrieval_figure
+from .spectrum import spectrum_figure
 from .spin_blocks import decomposition_figure
 from .spins import configuration_figure, phase_figure
 from .steps import step_norm_figure, step_norms
+from .training import training_figure
 
 __all__ = [
     "Basins",
@@ -29,6 +32,7 @@ __all__ = [
     "distribution_figure",
     "driven_figure",
     "energies_figure",
+    "evaluations_figure",
     "landscape_figure",
     "maze_figure",
     "panels_figure",
@@ -41,6 +45,8 @@ __all__ = [
     "save_maze_gif",
     "site_places",
     "sizes_figure",
+    "spectrum_figure",
     "step_norm_figure",
     "step_norms",
+    "training_figure",
 ]

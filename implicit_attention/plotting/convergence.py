@@ -61,9 +61,6 @@ def convergence_figure(
         >>> [axes.get_title(loc="left") for axes in figure.axes]
         ['Picard']
     """
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
-
     curves = {}
     for name, trace in traces.items():
         if trace is None:
@@ -73,6 +70,9 @@ def convergence_figure(
             curves[name] = curve
     columns, rows = min(len(curves), WRAP), math.ceil(len(curves) / WRAP)
     figure = new_figure(1.0 + 2.5 * max(columns, 2), 1.4 + 2.3 * max(rows, 1), title, fontsize=10)
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
     if not curves:
         figure.text(0.5, 0.5, "no finite residual", ha="center")
         return figure

@@ -60,9 +60,6 @@ def couplings_figure(
         >>> [text.get_text() for text in figure.legends[0].texts]
         ['J > 0', 'J < 0', 'widest: |J| = 1']
     """
-    from matplotlib.collections import LineCollection
-    from matplotlib.lines import Line2D
-
     _validate.check_integer("strongest", strongest, low=1)
     pairs = _numbers(couplings)
     count = len(pairs)
@@ -84,6 +81,9 @@ def couplings_figure(
     span = given.amax(0) - given.amin(0)
     wide, high = (min(max(float(side), 1.0) / max(float(span.max()), 1.0) * 5.0, 5.0) for side in span)
     figure = new_figure(max(wide, 3.0) + 0.8, max(high, 1.0) + 1.5, title)
+    from matplotlib.collections import LineCollection
+    from matplotlib.lines import Line2D
+
     axes: Any = figure.subplots()
     axes.set_aspect("equal")
     hide_ticks(axes)
