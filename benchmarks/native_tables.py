@@ -23,6 +23,19 @@ def tables(run: dict[str, Any]) -> list[Table]:
     return [make(rows) for rows, make in made if rows]
 
 
+def costs(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the short calls in SDPA calls, for the page about costs as well."""
+    columns = {
+        "explicit": "`max_steps=0`",
+        "forward": "forward",
+        "training": "training step",
+        "forward tiled": "forward, tiled",
+        "training tiled": "training step, tiled",
+    }
+    lines = [[sizes(row), *(number(row["ratios"].get(name)) for name in columns)] for row in rows]
+    return ["case", *columns.values()], lines
+
+
 def sizes(row: Row) -> str:
     shape = row["shape"]
     if shape["num_keys"] is None:
@@ -31,15 +44,7 @@ def sizes(row: Row) -> str:
 
 
 def _short(rows: list[Row]) -> Table:
-    columns = {
-        "explicit": "`max_steps=0`",
-        "forward": "forward",
-        "training": "training step",
-        "forward tiled": "forward, tiled",
-        "training tiled": "training step, tiled",
-    }
-    header = ["case", *columns.values()]
-    lines = [[sizes(row), *(number(row["ratios"].get(name)) for name in columns)] for row in rows]
+    header, lines = costs(rows)
     for row, line in zip(rows, lines, strict=True):
         found, times, by_clock = row["evidence"]["ours"], row.get("process_seconds", {}), row.get("wall_ratios", {})
         wrong = found.get("error")

@@ -62,6 +62,7 @@ ALLOWED = {
     },
     "spins": {
         "diagnostics",
+        "plotting",
         "potentials",
         "_solve",
         "solvers",
@@ -88,7 +89,9 @@ ALLOWED = {
     "models": {"layers", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
     "plotting": {"energies", "potentials", "_solve", "solvers", "problem", "solution", "diagnostics", "spins"},
+    "comparison": {"_solve", "diagnostics", "plotting", "problem", "solution", "solvers"},
     "cli": {
+        "comparison",
         "models",
         "layers",
         "ops",
