@@ -221,10 +221,11 @@ class ImageEnergyTransformer(nn.Module):
         """
         patches = self.patches(images)
         tokens = self.embedding(patches, checked_patches("masked", masked, patches), self.mask_token)
-        asked = {"return_energies": return_energies, "return_solution": return_solution}
-        if not any(asked.values()):
+        if not (return_energies or return_solution):
             return self._decoded(self.block(tokens, **options))
-        settled, *evidence = self.block(tokens, **asked, **options)
+        settled, *evidence = self.block(
+            tokens, return_energies=return_energies, return_solution=return_solution, **options
+        )
         return (self._decoded(settled), *evidence)
 
     def reconstruct(self, images: Tensor, masked: Tensor, **options: Unpack[SolveKeywords]) -> Tensor:
