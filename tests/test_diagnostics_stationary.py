@@ -103,6 +103,21 @@ def test_what_is_not_stationary_is_dropped():
         assert found.value.norm() < 1e-9
 
 
+def test_a_small_gradient_far_from_every_point_is_not_enough():
+    # |grad E| is 4e-9 at the nearest of these starts but 0, where only the rest of the way tells.
+    well = function(lambda z: -(-z.square().sum(-1) / 2).exp())
+    starts = torch.tensor([[0.0, 0.0], [6.5, 0.0], [0.0, 6.8], [5.0, 4.5]]).double()
+    assert stationary_points(well, starts, steps=0).value.tolist() == [[0.0, 0.0]]
+
+
+def test_a_step_that_is_too_long_is_made_shorter():
+    # Newton's own steps towards the middle of this valley overshoot, each further than the last.
+    valley = function(lambda z: (1 + z.square()).sqrt().sum(-1))
+    found = stationary_points(valley, torch.tensor([[5.0, 3.0]]).double())
+    assert found.kind == ["minimum"]
+    assert found.value.abs().max() < 1e-9
+
+
 def test_starts_that_are_not_finite_touch_no_other():
     starts = plane(9)
     starts[3], starts[7, 1] = torch.nan, torch.inf

@@ -222,7 +222,7 @@ def _gathered(problem: Energy, z: Tensor) -> StationaryPoints:
     order = torch.argsort(size.masked_fill(~good, torch.inf), stable=True)[: int(good.sum())]
     kept = []
     while len(order):
-        first = order[0]
+        first, order = order[0], order[1:]
         kept.append(first)
         order = order[(z[order] - z[first]).norm(dim=-1) > 2 * APART * scale[first]]
     found = torch.stack(kept) if kept else order
