@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Pixels per inch of the pictures, and their colours.
-DPI, COLOURS = 125, 64
+DPI, COLOURS = 100, 200
 PAGE, CONTENT, ANIMATION = "index.html", "landscape.json", "descent.gif"
 SCENES: tuple[Callable[[Plane], Scene], ...] = (
     steps.one_step,
@@ -125,7 +125,7 @@ def _has_pillow() -> bool:
 
 
 def picture(figure: Figure) -> bytes:
-    """A figure as PNG; of few colours, a quarter of the bytes, where pillow is there to choose them."""
+    """A figure as PNG; of few colours, a third of the bytes, where pillow is there to choose them."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI)
     if not _has_pillow():

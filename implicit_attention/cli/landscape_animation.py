@@ -8,11 +8,11 @@ from typing import Any
 from ..plotting import landscape_figure
 from ..plotting.style import BAD
 from .landscape_plane import Plane
-from .landscape_steps import VALLEYS, moved
+from .landscape_steps import COLD, moved
 
 #: Steps of the descent and their size; for how many milliseconds a frame stays, and the last one.
-STEPS, STEP_SIZE, STAYS, LAST_STAYS = 40, 0.25, 100, 2000
-DPI, COLOURS = 90, 64
+STEPS, STEP_SIZE, STAYS, LAST_STAYS = 40, 0.15, 100, 2000
+DPI, COLOURS = 90, 200
 
 
 def write_gif(file: Path, plane: Plane) -> None:
@@ -20,7 +20,7 @@ def write_gif(file: Path, plane: Plane) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
-    it = moved(plane.patterns, plane.queries, plane.starts, VALLEYS * plane.beta, STEP_SIZE, STEPS)
+    it = moved(plane.patterns, plane.queries, plane.starts, COLD * plane.beta, STEP_SIZE, STEPS)
     path = it.numbers["path"]
     title = f"Steps of size {STEP_SIZE:g} down the energy, beta {it.numbers['beta']:.3g}"
     figure = landscape_figure(it.energy, path[0], fixed_points=it.points, reach=plane.reach, title=title)

@@ -17,8 +17,8 @@ SCRIPT = Path(__file__).with_name("landscape.js")
 #: The scene that it belongs to, and the number of patterns up to which it can be touched.
 TOUCHED, MOST_TOUCHED = "anchor-0.3", 40
 
-#: Size of a picture in the page, in units of its own, and the width from which on it is moved from side to side there.
-SCALE, WIDE = 0.8, 1000
+#: Pixels from which on a picture keeps its size, and is moved from side to side in the page.
+WIDE = 1000
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --text: #1b2733; --soft: #5a6875; --line: #d5dde3; --link: #0067a3; }
@@ -139,7 +139,7 @@ def _section(scene: Scene, picture: bytes, plane: Plane, touched: bool) -> str:
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in scene.facts.items()
     )
     # A PNG begins with eight bytes, the length and the name of its first part, width and height.
-    width, height = (round(SCALE * pixels) for pixels in struct.unpack(">II", picture[16:24]))
+    width, height = struct.unpack(">II", picture[16:24])
     wide = f' class="wide" role="region" aria-label="{escape(scene.title)}" tabindex="0"' if width > WIDE else ""
     return SECTION.substitute(
         shape=wide,

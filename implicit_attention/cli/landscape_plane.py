@@ -33,6 +33,8 @@ REACH, STARTS = 2.0, 17
 LARGEST = 1.3
 #: Patterns whose coordinates reach beyond these make squares that are no longer numbers.
 SMALLEST_SIZE, LARGEST_SIZE, MOST = 1e-6, 1e6, 10_000
+#: An attractor is near a pattern within this part of half the side of the picture.
+OWN = 0.1
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
@@ -149,6 +151,13 @@ def nearest(states: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     """The distance from every state to the nearest of the points, and which that is."""
     found = torch.cdist(states, points, compute_mode="donot_use_mm_for_euclid_dist").min(-1)
     return found.values, found.indices
+
+
+def have_own(patterns: Tensor, attractors: Tensor, reach: float) -> Tensor:
+    """Whether a pattern has an attractor nearby that is no other pattern's nearest, (M,)."""
+    away, index = nearest(patterns, attractors)
+    alone: Tensor = torch.bincount(index, minlength=len(attractors))[index] == 1
+    return alone & (away < OWN * reach)
 
 
 # ------------------------------------------------------------------ words

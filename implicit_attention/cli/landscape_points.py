@@ -18,6 +18,7 @@ from .landscape_plane import (
     Plane,
     Scene,
     descend,
+    have_own,
     nearest,
     number,
     point,
@@ -65,7 +66,7 @@ def anchored(plane: Plane, anchor: float) -> Scene:
     left = len(found.of_kind("minimum"))
     said = (
         f"With an anchor of {anchor:g} the energy of the query {point(query[0])} has "
-        f"{number(left, 'minimum', 'minima')}, and plain steps end {way:.2g} from the query."
+        f"{number(left, 'minimum', 'minima')}, and plain steps end {way:.3g} from the query."
     )
     description = (
         f"{seen('the energy of one query', plane, found.of_kind('minimum'))} "
@@ -90,8 +91,8 @@ def _of_potential(plane: Plane, name: str, title: str, potential: Potential, sen
     solution = descend(energy, plane.queries, 1.0, 5)
     found = basins(energy, grid=SIDE, reach=plane.reach, steps=STEPS)
     assert solution.trace is not None
-    apart, own = nearest(plane.patterns, found.attractors)
-    alone = (apart < 0.1 * plane.reach) & (torch.bincount(own, minlength=len(found.attractors))[own] == 1)
+    apart = nearest(plane.patterns, found.attractors)[0]
+    alone = have_own(plane.patterns, found.attractors, plane.reach)
     numbers = {
         "potential": type(potential).__name__,
         "beta": COLD * plane.beta,

@@ -18,6 +18,7 @@ from .landscape_plane import (
     Plane,
     Scene,
     descend,
+    have_own,
     listing,
     nearest,
     number,
@@ -149,7 +150,7 @@ def one_step(plane: Plane) -> Scene:
 def surface(plane: Plane) -> Scene:
     it = _moved(plane, VALLEYS, 1.0, 5)
     said = f"The energy as a surface, at beta {it.numbers['beta']:.3g}: attention rolls downhill into its hollows."
-    made = scene("surface", "The same as a surface", said, plane, it, kind="surface")
+    made = scene("surface", "Minima, saddles and maxima as a surface", said, plane, it, kind="surface")
     return made
 
 
@@ -182,11 +183,10 @@ def higher_temperature(plane: Plane) -> Scene:
 
 def lower_temperature(plane: Plane) -> Scene:
     it = _moved(plane, COLD, 1.0, 5)
-    minima = it.minima
-    kept = nearest(plane.patterns, minima)[0] < 0.1 * plane.reach
+    kept = have_own(plane.patterns, it.minima, plane.reach)
     forgotten = plane.patterns[~kept]
-    it.numbers["patterns_near_a_minimum"] = kept
-    it.facts["patterns with a minimum nearby"] = f"{int(kept.sum())} of {len(kept)}"
+    it.numbers["patterns_with_an_attractor"] = kept
+    it.facts["patterns with a minimum of their own"] = f"{int(kept.sum())} of {len(kept)}"
     what = f"; {points(forgotten)} has none, as dot products prefer longer patterns" if len(forgotten) == 1 else ""
     own = f"{int(kept.sum())} of {len(kept)} patterns have a valley of their own{what}."
     said = f"At beta {it.numbers['beta']:.3g}, {own}"
@@ -194,15 +194,13 @@ def lower_temperature(plane: Plane) -> Scene:
 
 
 def critical(plane: Plane) -> Scene:
-    it = _moved(plane, VALLEYS, 1.0, 20)
+    it = _moved(plane, VALLEYS, 1.0, 60)
     minima, saddles, maxima = counts(it.points)
     total = minima - saddles + maxima
     it.numbers["minima_minus_saddles_plus_maxima"] = total
     it.facts["minima - saddles + maxima"] = f"{minima} - {saddles} + {maxima} = {total}"
-    said = (
-        f"At beta {it.numbers['beta']:.3g} there are {told(it.points)}; plain steps end at minima, "
-        "a solver without a safeguard may stop at a saddle."
-    )
+    stop = "plain steps end at minima, a solver without a safeguard may stop at a saddle"
+    said = f"At beta {it.numbers['beta']:.3g} the energy has {told(it.points)}{f'; {stop}' if saddles else ''}."
     return scene("stationary-points", "Minima, saddles and maxima", said, plane, it)
 
 
@@ -236,7 +234,7 @@ def self_frozen(plane: Plane) -> Scene:
     it.facts["attention to itself"] = f"{float(own.mean()):.2g} in the mean"
     said = (
         f"Patterns that attend to each other move by {float(it.lengths.mean()):.2g} in the mean, "
-        f"as each gives only {float(own.mean()):.2g} of its attention to itself."
+        f"and each gives {float(own.mean()):.2g} of its attention to itself."
     )
     return scene("self-frozen", "Bare self-attention, the context frozen", said, plane, it)
 

@@ -77,7 +77,7 @@ def check(text, scenes):
         assert kind == "data:image/png;base64"
         with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
             assert image.format == "PNG"
-            assert image.width / image.height == pytest.approx(int(picture["width"]) / int(picture["height"]), rel=0.01)
+            assert (str(image.width), str(image.height)) == (picture["width"], picture["height"])
     assert len({picture["alt"] for picture in pictures}) == scenes
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "base"), tag
@@ -140,13 +140,16 @@ def test_names_of_files_and_texts_are_no_markup(tmp_path):
 
 
 def test_many_patterns_are_drawn_and_not_touched(tmp_path):
-    patterns = torch.randn(200, 2, generator=torch.Generator().manual_seed(0)).numpy()
-    np.save(tmp_path / "many.npy", patterns)
-    text = made(tmp_path / "out", "--quick", "--patterns", tmp_path / "many.npy")
-    page = check(text, 4)
-    assert not page.all("script")
-    assert "touch" not in {attributes.get("id") for _, attributes in page.tags}
-    assert "200 stored patterns" in "".join(page.text)
+    numbers = {"query": torch.zeros(2), "beta": 1.0, "anchor": 0.3}
+    scene = landscape.Scene(landscape_page.TOUCHED, "title", "sentence.", "description", {}, numbers, lambda: None)
+    for count in (landscape_page.MOST_TOUCHED, landscape_page.MOST_TOUCHED + 1):
+        np.save(tmp_path / "many.npy", draw(count, 0).numpy())
+        plane = plane_of(LandscapeSettings(patterns=tmp_path / "many.npy"))
+        page = Page(landscape_page.page(plane, [scene], {scene.name: PNG}))
+        touched = count == landscape_page.MOST_TOUCHED
+        assert len(page.all("script")) == 2 * touched
+        assert ("touch" in {attributes.get("id") for _, attributes in page.tags}) == touched
+        assert f"{count} stored patterns" in "".join(page.text)
 
 
 # ------------------------------------------------------------------ the script
