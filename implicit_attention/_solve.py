@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .problem import Problem, randomness, widened
 from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, Trace
 from .solvers import Anderson, Outcome, Solver
 from .solvers.exported import check_budget, check_no_evidence, stepped
+from .solvers.iterate import Callback
 from .status import Status
 
 
@@ -34,6 +36,8 @@ def solve(
     impl: Impl = "auto",
     on_failure: OnFailure = "raise",
     trace: bool = False,
+    callback: Callback | None = None,
+    verbose: int = 0,
 ) -> Solution:
     """Find z = f(z) (for an energy: grad E(z) = 0), each problem on its own, with evidence and exact gradients.
 
@@ -50,6 +54,11 @@ def solve(
             `Solution.status` alone tells.
         trace: keep the course of the iteration in `Solution.trace` (without leaving out finished problems); with
             `Unrolled()` also the graph of every state, for `Solution.states`.
+        callback: called after every evaluation with the number of steps before it, |f(z) - z| of every problem's best
+            state so far (*lead), and which problems are unfinished (*lead), both on the problem's device. It costs what
+            it does: a look at the numbers makes the host wait. The solve then goes by the loop, and leaves no finished
+            problem out. What it raises ends the solve.
+        verbose: print a line every so many steps; True is every step, False none. It is a callback that looks.
 
     Returns:
         A `Solution`: value, and per problem status, residual of that value, steps and evaluations.
@@ -57,7 +66,7 @@ def solve(
     Raises:
         ConvergenceError: with on_failure="raise", naming how many problems failed and the first of them.
         TypeError, ValueError: arguments that do not fit; a tensor that f reads and that requires grad without being
-            declared.
+            declared; a callback inside torch.func, or for a solver of another library, which has no steps of ours.
         UnsupportedImplementation: an `impl` that cannot do it, or is wrong on this machine, and why.
 
     Not for attention with heads, values and masks: use `equilibrium_attention` or a layer, which call this.
@@ -84,7 +93,9 @@ def solve(
             )
             raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
     if torch.compiler.is_exporting():
+        check_no_evidence(callback is not None or bool(verbose), "callback")
         return _exported(problem, initial, solver, trace)
+    callback = _checked_callback(callback, verbose, solver)
     check_on_failure(on_failure)
     on_failure, site = located(on_failure)
     if isinstance(on_failure, FailurePolicy) and on_failure.forward == "explicit" and site is None:
@@ -96,6 +107,7 @@ def solve(
     sampled = None if site is None or site.tally is None or not site.tally.spectral else site.tally
     if (
         not trace
+        and callback is None
         and sampled is None
         and (found := _shortly(problem, initial, solver, adjoint, impl, report)) is not None
     ):
@@ -108,8 +120,8 @@ def solve(
     if impl == "reference":
         problem = written_out(problem)
     elif impl != "auto":
-        lower(problem, solver, impl, every_step=trace or isinstance(adjoint, Unrolled))
-    request = Request(problem, initial, solver, impl, trace, report)
+        lower(problem, solver, impl, every_step=trace or callback is not None or isinstance(adjoint, Unrolled))
+    request = Request(problem, initial, solver, impl, trace, report, callback)
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_undeclared(initial)
@@ -121,6 +133,36 @@ def solve(
     energy = problem.energy if problem.has_energy else None
     cause = partial(randomness, problem, outcome.value)
     return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, advice=problem.advice)
+
+
+def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback | None:
+    """What is told of every step, or an error where nothing could be."""
+    if callback is not None and not callable(callback):
+        remedy = "for example lambda step, residual, active: print(step, residual.max())"
+        raise TypeError(_validate.message("callback", "be callable", type(callback).__name__, remedy))
+    every = _validate.check_integer("verbose", int(verbose) if isinstance(verbose, bool) else verbose, low=0)
+    if callback is None and not every:
+        return None
+    name = "callback" if callback is not None else "verbose"
+    required, given = "be left out inside torch.func and torch.vmap, where the host sees no numbers", "one"
+    _validate.require(not transforms_active(), name, required, given, "use trace=True")
+    required = f"be left out for {type(solver).__name__}, whose steps are not made by this library's loop"
+    _validate.require(type(solver).run is Solver.run, name, required, given, "use trace=True")
+
+    def told(step: int, residual: Tensor, active: Tensor) -> None:
+        if callback is not None:
+            callback(step, residual, active)
+        if every and (step % every == 0 or not bool(active.any())):
+            print(_line(step, residual, active))
+
+    return told
+
+
+def _line(step: int, residual: Tensor, active: Tensor) -> str:
+    """What is printed of a step."""
+    left = f"step {step}: {int(active.sum())} of {active.numel()} unfinished"
+    known = residual[residual.isfinite()]
+    return f"{left}, residual {float(known.median()):.1e} (median), {float(known.max()):.1e}" if known.numel() else left
 
 
 def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) -> Solution:

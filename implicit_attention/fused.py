@@ -201,7 +201,8 @@ def _matched(
         names = f"not for {type(problem).__name__} of {type(potential).__name__}"
         return None, f"it exists for AnchoredEnergy of LogSumExp, {names} (or with added attributes); use impl='auto'"
     if every_step:
-        return None, "no step is kept, for a trace or for Unrolled(); use trace=False and Implicit(), or impl='auto'"
+        kept = "no step is kept, for a trace, a callback or Unrolled()"
+        return None, f"{kept}; use Implicit() without a trace and without a callback, or impl='auto'"
     rule = None if solver is None else solver.fused_rule(problem)
     if solver is not None and rule is None:
         name = type(solver).__name__

@@ -12,6 +12,7 @@ from ..fused import lower
 from ..problem import Problem
 from ..solution import AdjointReport, Remedies
 from ..solvers import Outcome, Solver
+from ..solvers.iterate import Callback, iterate
 
 
 @dataclasses.dataclass
@@ -23,7 +24,7 @@ class Request:
     Examples:
         >>> from implicit_attention.adjoints import Request
         >>> [field for field in Request.__dataclass_fields__]
-        ['problem', 'initial', 'solver', 'impl', 'trace', 'report']
+        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback']
     """
 
     problem: Problem
@@ -32,13 +33,20 @@ class Request:
     impl: Impl
     trace: bool
     report: AdjointReport
+    callback: Callback | None = None
 
     def solved(self, problem: Problem, initial: Tensor) -> Outcome:
         """The outcome for `problem` without a graph, by a fused operation where `impl` has or wants one."""
-        lowered = lower(problem, self.solver, self.impl, every_step=self.trace)
-        if lowered is None:
-            return self.solver.run(problem, initial, trace=self.trace)
-        return Outcome(*lowered.solve(initial))
+        told = self.callback is not None
+        lowered = lower(problem, self.solver, self.impl, every_step=self.trace or told)
+        return self.run(problem, initial) if lowered is None else Outcome(*lowered.solve(initial))
+
+    def run(self, problem: Problem, initial: Tensor, *, graph: bool = False) -> Outcome:
+        """The outcome for `problem` by the solver's own steps, of each of which the callback is told."""
+        if self.callback is None:
+            return self.solver.run(problem, initial, trace=self.trace, graph=graph)
+        # `solve` has refused a callback for solvers that run otherwise.
+        return iterate(self.solver, problem, initial, trace=self.trace, graph=graph, callback=self.callback)
 
 
 @dataclasses.dataclass(frozen=True)

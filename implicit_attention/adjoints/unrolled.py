@@ -49,7 +49,7 @@ class Unrolled(Adjoint):
         )
 
     def run(self, request: Request) -> Outcome:
-        outcome = request.solver.run(request.problem, request.initial, trace=request.trace, graph=True)
+        outcome = request.run(request.problem, request.initial, graph=True)
         lost = outcome.record.status == Status.NONFINITE
         if is_batched(lost) or not outcome.value.requires_grad or not bool(lost.any()):
             return outcome

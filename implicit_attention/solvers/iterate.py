@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,6 +71,10 @@ class Outcome(NamedTuple):
     record: Record
     trace: tuple[Tensor, ...] = ()
     states: tuple[Tensor, ...] = ()
+
+
+#: Told (step, residuals (*lead), which problems are unfinished (*lead)) after every evaluation of a solve.
+Callback: TypeAlias = Callable[[int, Tensor, Tensor], object]
 
 
 class Update(NamedTuple):
@@ -193,8 +198,16 @@ class Solver:
         return iterate(self, problem, initial, trace=trace, graph=graph)
 
 
-def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool) -> Outcome:
-    """Run `solver` on `problem` from `initial`.
+def iterate(
+    solver: Solver,
+    problem: Problem,
+    initial: Tensor,
+    *,
+    trace: bool,
+    graph: bool,
+    callback: Callback | None = None,
+) -> Outcome:
+    """Run `solver` on `problem` from `initial`, and tell `callback` of every step.
 
     Every problem stops on its own, and its outcome does not depend on the others. Returned for it is the accepted state
     with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
@@ -203,10 +216,10 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
     keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
-        rows = Rows(problem, initial, pad=not graph, compact=not trace)
+        rows = Rows(problem, initial, pad=not graph, compact=not trace and callback is None)
         every = looks_every(solver.check_every, initial, *problem.tensors())
         event = initial.shape[initial.ndim - problem.event_ndim :]
-        best, traced = _loop(solver, rows, every, trace, graph, event)
+        best, traced = _loop(solver, rows, every, trace, graph, event, callback)
         value, record = rows.all(best)
         if share_memory(value, initial):
             value = value.clone()
@@ -216,7 +229,13 @@ def iterate(solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, g
 
 
 def _loop(
-    solver: Solver, rows: Rows, every: int, trace: bool, graph: bool, event: torch.Size
+    solver: Solver,
+    rows: Rows,
+    every: int,
+    trace: bool,
+    graph: bool,
+    event: torch.Size,
+    callback: Callback | None,
 ) -> tuple[Best, list[Any]]:
     z, active = rows.initial, rows.active
     state = solver.init(rows.problem, z)
@@ -255,6 +274,8 @@ def _loop(
         if trace:
             course = (best.record.residual, best.energy, num_evals, unflat(best.value, event))
             traced.append([t for t in course if t is not None])
+        if callback is not None:
+            callback(index, *(rows.unpadded(t.detach(), 0).clone() for t in (best.record.residual, active)))
         if index == solver.max_steps:
             break
         if every and index % every == 0:

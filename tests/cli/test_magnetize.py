@@ -1,3 +1,4 @@
+import importlib
 import json
 import math
 import subprocess
@@ -14,7 +15,7 @@ from implicit_attention.cli.digits import energies, load, named
 from implicit_attention.cli.files import load_system, parse_sweep
 from implicit_attention.cli.magnetize import _mark_averaged
 from implicit_attention.cli.settings import MagnetizeSettings
-from implicit_attention.cli.spin_methods import Entry, Sampler, at_all, evaluate, largest_susceptibility
+from implicit_attention.cli.spin_methods import Entry, Sampler, at_all, evaluate
 from implicit_attention.cli.table import answered
 from implicit_attention.spins import Enumeration, MeanField, SaddlePoint, SpinSystem, thermodynamics
 from implicit_attention.spins.exact import stationary_law
@@ -147,9 +148,11 @@ def test_lanczos_and_the_matrix_give_the_same_largest_susceptibility(monkeypatch
     found = thermodynamics(
         SpinSystem(torch.from_numpy(given["J"]), torch.from_numpy(given["h"]).expand(3, 6, 2)), SaddlePoint()
     )
-    dense = largest_susceptibility(found)
-    monkeypatch.setattr(spin_methods, "DENSE", 0)
-    lanczos = largest_susceptibility(found)
+    # `spins.sweep` is the function.
+    module = importlib.import_module("implicit_attention.spins.sweep")
+    dense = module.largest_susceptibility(found)
+    monkeypatch.setattr(module, "DENSE", 0)
+    lanczos = module.largest_susceptibility(found)
     torch.testing.assert_close(lanczos.value, dense.value, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(
         dense.value, torch.linalg.eigvalsh(found.susceptibility().reshape(3, 12, 12))[:, -1], rtol=1e-12, atol=0
