@@ -302,13 +302,6 @@ def _equal_to_mirror(matrices: Tensor) -> bool:
     return all(torch.equal(matrices[..., i : i + TILE, i:], matrices[..., i:, i : i + TILE].mT) for i in starts)
 
 
-def check_type(argument: str, value: object, kind: type | tuple[type, ...], requirement: str, remedy: str = "") -> None:
-    """Raise TypeError unless `value` is of some kind."""
-    if not isinstance(value, kind):
-        received = repr(value) if isinstance(value, str) else type(value).__name__
-        raise TypeError(_validate.message(argument, requirement, received, remedy))
-
-
 def check_sites(argument: str, value: Any, field: Tensor, meaning: str) -> None:
     """Raise unless `value` is a boolean tensor that broadcasts to the sites of `field`."""
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
