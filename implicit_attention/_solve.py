@@ -87,11 +87,8 @@ def solve(
     solver = Anderson() if solver is None else solver
     adjoint = Implicit() if adjoint is None else adjoint
     for name, value, kind in (("problem", problem, Problem), ("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):
-        if not isinstance(value, kind):
-            hint = (
-                "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)" if name == "problem" else "see the docs"
-            )
-            raise TypeError(_validate.message(name, f"be an instance of {kind.__name__}", type(value).__name__, hint))
+        hint = "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)" if name == "problem" else "see the docs"
+        _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", hint)
     if torch.compiler.is_exporting():
         check_no_evidence(callback is not None or bool(verbose), "callback")
         return _exported(problem, initial, solver, trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import numbers
 from collections.abc import Iterable
@@ -23,6 +24,38 @@ def require(condition: bool, argument: str, requirement: str, received: object, 
 
 def message(argument: str, requirement: str, received: object, remedy: str = "") -> str:
     return f"`{argument}` must {requirement}, got {received}" + (f"; {remedy}" if remedy else "")
+
+
+def check_instance(
+    argument: str, value: object, kind: type | tuple[type, ...], requirement: str = "", remedy: str = ""
+) -> None:
+    """Raise TypeError unless `value` is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise not_an_instance(argument, value, kind, requirement, remedy)
+
+
+def not_an_instance(
+    argument: str, value: object, kind: type | tuple[type, ...], requirement: str = "", remedy: str = ""
+) -> TypeError:
+    """The error that says so; the remedy for a class in the place of an instance is to make one."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    received = type(value).__name__
+    if value is None or isinstance(value, str | int | float):
+        received = repr(value)
+    elif isinstance(value, type):
+        received = f"the class {value.__name__}"
+        if issubclass(value, kind):
+            remedy = f"pass an instance: {value.__name__}({'...' if _needs_arguments(value) else ''})"
+    return TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
+
+
+def _needs_arguments(made: type) -> bool:
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):  # of what is not written in Python
+        return True
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return any(p.default is p.empty for p in named)
 
 
 def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:

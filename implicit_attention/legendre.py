@@ -152,6 +152,7 @@ def _checked(potential: Potential, m: Tensor) -> tuple[Potential, Tensor]:
     _validate.require(potential.event_ndim == 1, "potential", required, f"{name}, event_ndim {potential.event_ndim}")
     remedy = "set `convex = True` in a subclass that is"
     _validate.require(potential.convex, "potential", "be known to be convex", name, remedy)
+    _validate.check_instance("potential", potential, Potential)
     potential.check_state("m", m)
     wide, (target,) = widened(potential, m)
     return wide, target

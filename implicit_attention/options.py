@@ -75,10 +75,9 @@ class SolveOptions:
             ("solver", self.solver, Solver, "Anderson()"),
             ("adjoint", self.adjoint, Adjoint, "Implicit()"),
         ):
-            if value is not None and not isinstance(value, kind):
-                received = value.__name__ if isinstance(value, type) else repr(value)
+            if value is not None:
                 required = f"be None or a {kind.__name__}"
-                raise TypeError(_validate.message(name, required, received, f"for example {example}"))
+                _validate.check_instance(name, value, kind, required, f"for example {example}")
         _validate.check_choice("impl", self.impl, _IMPLEMENTATIONS)
         if self.max_steps is not None:
             _validate.check_integer("max_steps", self.max_steps, low=0)

@@ -211,7 +211,7 @@ class Problem(Declared, general=True):
             for status in (Status.MAX_STEPS, Status.STALLED, Status.DIVERGED):
                 if status in told:
                     told[status] = f"{self.if_bottomless}; if so, {told[status]}"
-        return told | {Status.OUT_OF_RANGE: self.if_outside}
+        return told | {Status.OUT_OF_RANGE: self.if_outside} if self.if_outside else told
 
     def outside(self, z: Tensor) -> Tensor | None:
         """Which states (*lead) f leaves where they are without solving anything; None where that cannot happen."""

@@ -81,27 +81,14 @@ class Implicit(Adjoint):
     fallback: Adjoint | None = None
 
     def __post_init__(self) -> None:
-        makes_steps = (
-            type(self.fallback).through is not Adjoint.through if isinstance(self.fallback, Adjoint) else False
-        )
-        if self.fallback is not None and not makes_steps:
-            raise TypeError(
-                _validate.message(
-                    "fallback",
-                    "be None or an adjoint made of steps from any state",
-                    repr(self.fallback),
-                    "use Phantom(5) or OneStep()",
-                )
-            )
-        if self.linear_solver is not None and not isinstance(self.linear_solver, LinearSolver):
-            raise TypeError(
-                _validate.message(
-                    "linear_solver",
-                    "be None or a LinearSolver",
-                    repr(self.linear_solver),
-                    "for example CG() or GMRES()",
-                )
-            )
+        if self.fallback is not None:
+            required, remedy = "be None or an adjoint made of steps from any state", "use Phantom(5) or OneStep()"
+            _validate.check_instance("fallback", self.fallback, Adjoint, required, remedy)
+            if type(self.fallback).through is Adjoint.through:
+                raise TypeError(_validate.message("fallback", required, repr(self.fallback), remedy))
+        if self.linear_solver is not None:
+            required, remedy = "be None or a LinearSolver", "for example CG() or GMRES()"
+            _validate.check_instance("linear_solver", self.linear_solver, LinearSolver, required, remedy)
 
     @property
     def needs_solution(self) -> bool:

@@ -56,6 +56,12 @@ class Magnetization:
     seconds: float
 
     @property
+    def unreadable(self) -> str:
+        """A note on samples that hold no finite numbers; nothing where there are none."""
+        held, lost = not_finite(self.system)
+        return f"{int(lost.sum())} of {lost.numel()} systems get no answer: NaN or infinity in {held}" if held else ""
+
+    @property
     def reference(self) -> str | None:
         """The method that the others' magnetizations are compared with."""
         return _reference(self.magnetizations)
@@ -89,7 +95,26 @@ def check(settings: MagnetizeSettings) -> None:
 
 def _load(settings: MagnetizeSettings) -> SpinSystem:
     assert settings.file is not None
-    return load_system(settings.file, radius=settings.radius, measure=settings.measure, dtype=settings.dtype)
+    system = load_system(settings.file, radius=settings.radius, measure=settings.measure, dtype=settings.dtype)
+    held, lost = not_finite(system)
+    if held and bool(lost.all()):
+        where = f"{held} of every system" if lost.ndim else held
+        raise InputError(
+            f"`FILE` {settings.file.name} must hold finite numbers, got NaN or infinity in {where}; check the program "
+            "that wrote it"
+        )
+    return system
+
+
+def not_finite(system: SpinSystem) -> tuple[str, Tensor]:
+    """The names of the arrays that hold a NaN or an infinity, and which samples (*batch) read one."""
+    beta = torch.as_tensor(system.beta, dtype=system.field.dtype)
+    parts = {"J": (system.couplings, system.pair_axes), "h": (system.field, 2), "beta": (beta, 0)}
+    wrong = {name: ~(t.isfinite().flatten(t.ndim - k).all(-1) if k else t.isfinite()) for name, (t, k) in parts.items()}
+    lost = torch.zeros(system.batch, dtype=torch.bool)
+    for each in wrong.values():
+        lost = lost | each
+    return " and ".join(name for name, each in wrong.items() if bool(each.any())), lost
 
 
 def run(settings: MagnetizeSettings, progress: Progress) -> Magnetization:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ from rich import progress
 from rich.console import Console
 
 WIDTH = 120
+#: Seconds without a line after which a log is told what goes on; of long runs a tenth of the time so far, up to LONG.
+QUIET, LONG = 5.0, 60.0
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -22,6 +26,8 @@ def make_console(*, stderr: bool = False) -> Console:
 
 class Progress(progress.Progress):
     """A line per finished method on stderr, and a bar below them where stderr is a terminal.
+
+    Elsewhere, as in a pipe or a log, a line says what goes on where nothing was written for some seconds.
 
     Args:
         line: what is said of a finished method, from its row of numbers.
@@ -43,6 +49,42 @@ class Progress(progress.Progress):
         )
         self.line = line
         self.bar = self.add_task("starting", total=None)
+        self.began = self.told = time.monotonic()
+        self.over = threading.Event()
+        self.teller = None if console.is_terminal or console.quiet else threading.Thread(target=self._tell, daemon=True)
+
+    def start(self) -> None:
+        """Begin to show what goes on."""
+        super().start()
+        if self.teller is not None and not self.teller.is_alive() and not self.over.is_set():
+            self.began = self.told = time.monotonic()
+            self.teller.start()
+
+    def stop(self) -> None:
+        """Show nothing from now on."""
+        self.over.set()
+        if self.teller is not None and self.teller.is_alive():
+            self.teller.join()
+        super().stop()
+
+    def _tell(self) -> None:
+        """In a thread of its own, as methods may work long without a word."""
+        while True:
+            now = time.monotonic()
+            due = self.told + min(max(QUIET, (now - self.began) / 10), LONG)
+            if now >= due:
+                self._write(self._now(now - self.began))
+            elif self.over.wait(due - now):
+                return
+
+    def _now(self, seconds: float) -> str:
+        (task,) = self.tasks
+        done = "" if task.total is None else f"{task.completed:.0f} of {task.total:.0f}, "
+        return f"{task.description:<20} {done}{seconds:.0f} s so far"
+
+    def _write(self, text: str) -> None:
+        self.told = time.monotonic()
+        self.console.print(text, markup=False)
 
     def begin(self, name: str, done: int = 0, total: int | None = None) -> None:
         """`name` begins, after `done` of `total` pieces of work."""
@@ -55,4 +97,4 @@ class Progress(progress.Progress):
     def end(self, name: str, row: dict[str, Any]) -> None:
         """`name` has ended with this row of numbers."""
         error = f"failed: {row['error']}: {row['message']}" if "error" in row else self.line(row)
-        self.console.print(f"{name:<20} {error}", markup=False)
+        self._write(f"{name:<20} {error}")

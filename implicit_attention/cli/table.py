@@ -296,6 +296,14 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     console.print()
 
 
+#: What F and S are relative to, as systems that a program makes are usually relative to the other measure for D = 1.
+MEASURES = {
+    "counting": "F and S count states: two per spin. SpinSystem(...) of a program counts them with measure='counting' "
+    "alone; else its F is higher by N log(2)/beta, and its S lower by N log 2",
+    "uniform": "F and S are relative to the uniform measure, as those of SpinSystem(...): S <= 0, and 0 at beta = 0",
+}
+
+
 def show_magnetization(result: Magnetization, console: Console) -> None:
     """Print everything that `magnetize` found."""
     system, samples = result.system, result.system.batch.numel()
@@ -309,6 +317,10 @@ def show_magnetization(result: Magnetization, console: Console) -> None:
     )
     columns = magnetization_columns(result.rows, result.reference)
     notes = _meanings(columns)
+    if result.unreadable:
+        notes.append(result.unreadable)
+    if result.equilibrium:
+        notes.append(MEASURES[system.measure])
     if samples > 1:
         averaged = next(
             (sum(torch.tensor(row["averaged"]).flatten().tolist()) for row in result.rows if "averaged" in row), 0

@@ -156,12 +156,8 @@ class AnchoredEnergy(Anchored, Energy):
         *,
         unbounded: Word = "raise",
     ) -> None:
-        if not isinstance(potential, Potential):
-            raise TypeError(
-                _validate.message(
-                    "potential", "be a Potential", type(potential).__name__, "for example LogSumExp(keys, beta)"
-                )
-            )
+        remedy = "for example LogSumExp(keys, beta)"
+        _validate.check_instance("potential", potential, Potential, remedy=remedy)
         potential.check_state("field", field)
         self.potential = potential
         super().__init__(field, anchor)

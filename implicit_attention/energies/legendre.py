@@ -23,8 +23,7 @@ class _Activated(Problem, general=True):
 
     def _hold(self, lagrangian: LayerNormPotential, potential: Potential) -> None:
         for name, value, kind in (("lagrangian", lagrangian, LayerNormPotential), ("potential", potential, Potential)):
-            if not isinstance(value, kind):
-                raise TypeError(_validate.message(name, f"be a {kind.__name__}", type(value).__name__))
+            _validate.check_instance(name, value, kind)
         self.lagrangian, self.potential = lagrangian, potential
 
     @property

@@ -143,8 +143,8 @@ class ImplicitAttention(Remembering):
         elif isinstance(potential, type):
             required = f"be 'state' with {potential.__name__}, which has no weights"
             _validate.require(issubclass(potential, ReadsOut), "readout", required, "'values'", "pass it so")
-        if rotary is not None and not isinstance(rotary, Rotary):
-            raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
+        if rotary is not None:
+            _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
         self.potential, self.readout, self.values_inside = potential, readout, values_inside
         self.causal, self.dropout, self.rotary = causal, dropout, rotary
         _validate.check_choice("unbounded", unbounded, ("raise", "warn", "ignore"))

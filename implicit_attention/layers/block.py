@@ -379,9 +379,8 @@ def _carried(z: Tensor, noise: float) -> Tensor:
 
 
 def _check_block(block: Any) -> None:
-    if not isinstance(block, nn.Module):
-        remedy = "wrap a function in a module, or use solve with a FixedPointMap"
-        raise TypeError(_validate.message("block", "be an nn.Module", type(block).__name__, remedy))
+    remedy = "wrap a function in a module, or use solve with a FixedPointMap"
+    _validate.check_instance("block", block, nn.Module, "be an nn.Module", remedy)
 
 
 def _check_word(start: str) -> None:

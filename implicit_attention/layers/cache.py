@@ -129,7 +129,7 @@ class KeyValueCache:
 def check_cache(cache: object, owner: object, batch: tuple[int, ...]) -> None:
     """Raise unless the layer `owner` made the cache, and x with leading axes `batch` can attend to what it holds."""
     if not isinstance(cache, KeyValueCache):
-        received = type(cache).__name__
+        received = f"the class {cache.__name__}" if isinstance(cache, type) else type(cache).__name__
         raise TypeError(_validate.message("cache", "be None or a KeyValueCache", received, "from layer.new_cache()"))
     remedy = "give every layer its own, from layer.new_cache()"
     _validate.require(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .. import _validate
 from .._autograd import at_least_single
 from ..spins import Approximation, SpinSystem, magnetization
-from ..spins.system import check_type
 from .mean_field import MeanFieldAttention
 
 
@@ -111,8 +110,8 @@ def distill_correction(
         >>> bool((found.error < found.error_before).all())
         True
     """
-    check_type("layer", layer, MeanFieldAttention, "be a MeanFieldAttention")
-    check_type("method", method, Approximation, "be an Approximation", "for example TAP()")
+    _validate.check_instance("layer", layer, MeanFieldAttention, "be a MeanFieldAttention")
+    _validate.check_instance("method", method, Approximation, "be an Approximation", "for example TAP()")
     net = layer.correction
     trained = [p for p in net.parameters() if p.requires_grad] if isinstance(net, nn.Module) else []
     required, remedy = "have a correction with weights to train", "make it with correction='learned'"

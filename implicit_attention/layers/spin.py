@@ -124,8 +124,8 @@ class SpinAttention(Remembering):
         self.causal, self.bare, self.steps = causal, bare, steps
         _validate.check_choice("derivative", derivative, ("explicit", "total"))
         _validate.check_choice("field_norm", field_norm, ("rms", None))
-        if rotary is not None and not isinstance(rotary, Rotary):
-            raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
+        if rotary is not None:
+            _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
         self.derivative = derivative
         # What it checks is the same for all layers.
         self.options = SolveOptions(solver=solver, adjoint=adjoint, on_failure=on_failure)
@@ -304,15 +304,14 @@ class SpinAttention(Remembering):
 
     # Housekeeping.
 
-    def _method(self, method: Any, symmetric: bool) -> Approximation:
-        if method is None:
+    def _method(self, asked: Any, symmetric: bool) -> Approximation:
+        if asked is None:
             law: SphericalLaw = SignUnits() if self.head_dim == 1 else AmosResponse()
             kind: type[MeanField] | type[KineticPlefka] = MeanField if symmetric else KineticPlefka
-            method = kind(response=law, rtol=1e-4)
-        if not isinstance(method, Approximation):
-            received = method.__name__ if isinstance(method, type) else repr(method)
-            remedy = "for example AdaTAP()"
-            raise TypeError(_validate.message("method", "be None or an Approximation", received, remedy))
+            asked = kind(response=law, rtol=1e-4)
+        required = "be None or an Approximation"
+        _validate.check_instance("method", asked, Approximation, required, "for example AdaTAP()")
+        method: Approximation = asked
         name = type(method).__name__
         # Of a function of one's own the numbers tell, at every call.
         if method.symmetric and not symmetric and not isinstance(self.couplings, GivenCouplings):

@@ -159,8 +159,7 @@ def tie(
 
 def _found(model: Any, path: Any) -> tuple[Any, str, nn.ModuleList]:
     """The list of layers, and which attribute of what it is."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(_validate.message("model", "be an nn.Module", type(model).__name__))
+    _validate.check_instance("model", model, nn.Module, "be an nn.Module")
     if not isinstance(path, str):
         raise TypeError(_validate.message("layers", "be an attribute path", repr(path), "for example 'model.layers'"))
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]

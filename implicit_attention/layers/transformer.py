@@ -199,8 +199,8 @@ class EquilibriumTransformer(Equilibrium):
         _validate.check_choice("injection", injection, ("add", "concat", "film"))
         ratio = _validate.check_number("mlp_ratio", mlp_ratio, low=0.0, open_low=True)
         dropout = _validate.check_number("dropout", dropout, low=0.0, high=1.0)
-        if rotary is not None and not isinstance(rotary, Rotary):
-            raise TypeError(_validate.message("rotary", "be None or a Rotary", repr(rotary), "for example Rotary()"))
+        if rotary is not None:
+            _validate.check_instance("rotary", rotary, Rotary, "be None or a Rotary", "for example Rotary()")
         attentions = [_attention(attention, dim, heads, causal, rotary) for _ in range(depth)]
         inner = max(int(ratio * dim), 1)
         layers: list[nn.Module] = [TransformerLayer(dim, each, norm, inner, dropout) for each in attentions]
@@ -268,6 +268,8 @@ def _attention(given: Any, dim: int, heads: int, causal: bool, rotary: Rotary | 
         remedy = "give the module its own rotary positions"
         _validate.require(rotary is None, "rotary", "be None with an attention module", "a Rotary", remedy)
         return copy.deepcopy(given)
+    if isinstance(given, type):
+        _validate.check_instance("attention", given, nn.Module, "be 'softmax', 'equilibrium' or an nn.Module")
     _validate.check_choice("attention", given, ("softmax", "equilibrium"))
     if given == "softmax":
         return SoftmaxAttention(dim, heads, causal=causal, rotary=rotary)

@@ -237,9 +237,7 @@ def _difference(machine: RestrictedBoltzmannMachine, data: Tensor, drawn: Tensor
 
 
 def _check_machine(machine: Any) -> None:
-    if not isinstance(machine, RestrictedBoltzmannMachine):
-        required = "be a RestrictedBoltzmannMachine"
-        raise TypeError(_validate.message("machine", required, type(machine).__name__))
+    _validate.check_instance("machine", machine, RestrictedBoltzmannMachine)
 
 
 def _check(machine: RestrictedBoltzmannMachine, v: Tensor) -> None:

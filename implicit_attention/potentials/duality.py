@@ -206,7 +206,7 @@ def jensen_bound(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Floa
     """
     if not isinstance(potential, GaussianMixture):
         remedy = "write points as components of covariance 0"
-        raise TypeError(_validate.message("potential", "be a GaussianMixture", type(potential).__name__, remedy))
+        raise _validate.not_an_instance("potential", potential, GaussianMixture, remedy=remedy)
     potential.check_state("eta", eta)
     exponents = potential._scores(eta, potential._pushed(eta)) - potential.log_weights[..., None, :]
     weights = potential.log_weights.softmax(-1)[..., None, :]

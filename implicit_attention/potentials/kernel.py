@@ -85,6 +85,8 @@ class KernelPotential(KeyPotential):
     ) -> None:
         super().__init__(keys, beta)
         given: Any = features
+        if isinstance(given, type) and issubclass(given, Features):
+            _validate.check_instance("features", given, Features)
         if not callable(given):
             required = "be a function of (..., D) with results (..., m)"
             raise TypeError(_validate.message("features", required, repr(given), "for example EluFeatures()"))

@@ -41,8 +41,7 @@ class TokenMemory(Composite):
     declares_all = True
 
     def __init__(self, potential: Potential) -> None:
-        if not isinstance(potential, Potential):
-            raise TypeError(_validate.message("potential", "be a Potential", type(potential).__name__))
+        _validate.check_instance("potential", potential, Potential)
         required = "have one problem per row (event_ndim 1)"
         _validate.require(potential.event_ndim == 1, "potential", required, f"event_ndim {potential.event_ndim}")
         super().__init__(potential)

@@ -126,8 +126,7 @@ def check_generator(generator: torch.Generator | None, argument: str, like: Tens
 
 def check_units(units: Any) -> None:
     """Raise unless `units` is the law of one hidden unit, with a dimension where it needs one."""
-    if not isinstance(units, Units):
-        raise TypeError(_validate.message("units", "be Units", repr(units), "for example BernoulliUnits(0.5)"))
+    _validate.check_instance("units", units, Units, "be Units", "for example BernoulliUnits(0.5)")
     required = "have a largest variance >= 0, infinite if there is none"
     _validate.require(units.largest_variance >= 0, "units", required, units)
 

@@ -15,7 +15,7 @@ from ..solution import Record, SolveReport
 from ..status import Status
 from ._nonfinite import fill
 from .approximation import Approximation, Check
-from .system import SpinSystem, check_type
+from .system import SpinSystem
 
 
 def accepted(
@@ -28,8 +28,8 @@ def accepted(
     remedy: str = "",
 ) -> SpinSystem:
     """The system in the precision of solves; raises where an argument is wrong, or the method cannot treat it."""
-    check_type("system", system, SpinSystem, "be a SpinSystem")
-    check_type("method", method, kind, f"be an instance of {kind.__name__}", remedy)
+    _validate.check_instance("system", system, SpinSystem, "be a SpinSystem")
+    _validate.check_instance("method", method, kind, f"be an instance of {kind.__name__}", remedy)
     check_on_failure(on_failure, policies=False)
     _validate.check_choice("check", check, ("none", "stability"))
     method.check(system)

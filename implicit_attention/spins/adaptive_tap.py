@@ -19,7 +19,7 @@ from ._adaptive_tap import SiteEquations, descended, guarded_inverse
 from ._request import closed_form
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
 from .low_rank import woodbury
-from .system import SpinSystem, check_type
+from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class AdaTAP(FixedPointApproximation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_type("prior", self.prior, SiteLaw, "be a SiteLaw", "for example SignUnits()")
+        _validate.check_instance("prior", self.prior, SiteLaw, "be a SiteLaw", "for example SignUnits()")
 
     @property
     def by_products(self) -> bool:

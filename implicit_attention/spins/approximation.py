@@ -22,7 +22,7 @@ from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
 from ._curvature import everywhere
-from .system import SpinSystem, check_type
+from .system import SpinSystem
 
 #: What is checked of a solution: only that it solves the equations ("none"), or that it is a minimum ("stability").
 Check: TypeAlias = Literal["none", "stability"]
@@ -183,8 +183,12 @@ class FixedPointApproximation(Approximation):
             _validate.check_number("rtol", self.rtol, low=0.0, high=1.0, open_low=True)
             remedy = "give the solver its own rtol"
             _validate.require(self.solver is None, "rtol", "be None beside a solver", self.rtol, remedy)
-        check_type("solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()")
-        check_type("adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()")
+        _validate.check_instance(
+            "solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()"
+        )
+        _validate.check_instance(
+            "adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()"
+        )
 
     def problem(self, system: SpinSystem) -> Problem:
         """The fixed-point problem, whose last two axes make a sample."""
@@ -297,7 +301,9 @@ class ResponseApproximation(FixedPointApproximation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_type("response", self.response, SphericalLaw, "be a SphericalLaw", "for example SphereUnits()")
+        _validate.check_instance(
+            "response", self.response, SphericalLaw, "be a SphericalLaw", "for example SphereUnits()"
+        )
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)

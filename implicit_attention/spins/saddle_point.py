@@ -17,7 +17,7 @@ from ._inverse import inverse_and_logdet
 from ._minimum import Minimum
 from ._newton import Multipliers, minimise
 from .approximation import Answer, Approximation, Check, LogPartition
-from .system import SpinSystem, check_type
+from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ class SaddlePoint(Approximation):
     max_steps: int = 200
 
     def __post_init__(self) -> None:
-        check_type("shared", self.shared, bool, "be True or False")
-        check_type("one_loop", self.one_loop, bool, "be True or False")
+        _validate.check_instance("shared", self.shared, bool, "be True or False")
+        _validate.check_instance("one_loop", self.one_loop, bool, "be True or False")
         _validate.check_number("rtol", self.rtol, low=0.0)
         _validate.check_integer("max_steps", self.max_steps, low=1)
 

@@ -46,12 +46,13 @@ class SpinSystem(Declared):
             gets which sites exist, boolean, (*batch, N); one that normalises over sites, such as a softmax, must use
             it: a field of zero has a weight, too. (Where N = D and the batch ends with (N, N), four axes are couplings
             per sample.)
-        field: h, (*batch, N, D), in units of energy over length.
+        field: h, (*batch, N, D), in units of energy over length; (N,) for N spins of dimension 1.
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
         radius: R: "sqrt_dim" is sqrt(D), at which a lone spin answers with beta h to first order whatever D is;
             "bessel" is sqrt(D/2 - 1); or a number > 0.
         measure: what partition functions are relative to: "uniform", of total weight 1 per site, or, for D = 1,
-            "counting", of weight 2.
+            "counting", of weight 2, which counts states: F is lower by N log(2)/beta then, and S higher by N log 2, all
+            else is the same. The command `magnetize` counts Ising states unless it is told otherwise.
         mask: which sites exist, boolean, broadcasts to (*batch, N). The others change nothing and have m = 0.
 
     Raises:
@@ -74,14 +75,14 @@ class SpinSystem(Declared):
     def __init__(
         self,
         couplings: Tensor | LowRank | CouplingFunction,
-        field: Float[Tensor, "*batch N D"],
+        field: Float[Tensor, "*batch N D"] | Float[Tensor, " N"],
         beta: float | Float[Tensor, "*#batch"] = 1.0,
         *,
         radius: Literal["sqrt_dim", "bessel"] | float = "sqrt_dim",
         measure: Literal["uniform", "counting"] = "uniform",
         mask: Bool[Tensor, "*#batch N"] | None = None,
     ) -> None:
-        _check_field(field)
+        field = _checked_field(field)
         remedy = "parametrise it, for example by exp"
         beta = _validate.check_per_batch("beta", beta, low=0.0, open_low=True, remedy=remedy)
         _validate.check_fits_batch("beta", beta, "field", field)
@@ -125,12 +126,13 @@ class SpinSystem(Declared):
         if callable(couplings) and not isinstance(couplings, Tensor):
             function = _Undeclared(couplings)
             return cls(lambda h, mask: _both_orders(function.ask(h, mask), h), field, beta, **options)
-        _check_field(field)
+        field = _checked_field(field)
         return cls(_both_orders(couplings, field), field, beta, **options)
 
     def __repr__(self) -> str:
         beta = f"{self.beta:g}" if not isinstance(self.beta, Tensor) else f"of shape {tuple(self.beta.shape)}"
-        return f"SpinSystem(batch {tuple(self.batch)}, N = {self.num_sites}, D = {self.dim}, beta {beta})"
+        states = ", states counted" if self.measure == "counting" else ""
+        return f"SpinSystem(batch {tuple(self.batch)}, N = {self.num_sites}, D = {self.dim}, beta {beta}{states})"
 
     # What the methods read.
 
@@ -307,13 +309,6 @@ def _equal_to_mirror(matrices: Tensor) -> bool:
     return all(torch.equal(matrices[..., i : i + TILE, i:], matrices[..., i:, i : i + TILE].mT) for i in starts)
 
 
-def check_type(argument: str, value: object, kind: type | tuple[type, ...], requirement: str, remedy: str = "") -> None:
-    """Raise TypeError unless `value` is of some kind."""
-    if not isinstance(value, kind):
-        received = repr(value) if isinstance(value, str) else type(value).__name__
-        raise TypeError(_validate.message(argument, requirement, received, remedy))
-
-
 def check_sites(argument: str, value: Any, field: Tensor, meaning: str) -> None:
     """Raise unless `value` is a boolean tensor that broadcasts to the sites of `field`."""
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
@@ -330,11 +325,14 @@ def _is_block(couplings: Tensor, field: Tensor) -> bool:
     return couplings.shape[-4:] == (n, n, d, d) and not per_sample
 
 
-def _check_field(field: Any) -> None:
-    _validate.check_float_tensor("field", field, min_ndim=2)
+def _checked_field(field: Any) -> Tensor:
+    """The field (*batch, N, D); numbers alone, (N,), are those of spins of dimension 1."""
+    _validate.check_float_tensor("field", field, min_ndim=1)
     _validate.check_numbers("field", field)
-    shape = tuple(field.shape)
-    _validate.require(min(shape[-2:]) > 0, "field", "have at least one site and one dimension", f"shape {shape}")
+    held: Tensor = field[:, None] if field.ndim == 1 else field
+    fits = min(held.shape[-2:]) > 0
+    _validate.require(fits, "field", "have at least one site and one dimension", f"shape {tuple(field.shape)}")
+    return held
 
 
 def kept(couplings: Tensor | LowRank) -> Tensor:

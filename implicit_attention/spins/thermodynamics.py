@@ -28,7 +28,9 @@ CHUNK = 64
 class Thermodynamics:
     """Thermodynamic quantities of a spin system by one method, one number per sample unless said.
 
-    With F = -log Z/beta, at fixed couplings:
+    With F = -log Z/beta, at fixed couplings. Z is relative to the `measure` of the system, by default the uniform one:
+    S is then 0 for spins without field and couplings, and below 0 else. Where the states of Ising spins are counted F
+    is lower by N log(2)/beta, and S higher by N log 2.
 
     Attributes:
         free_energy: F, (*batch).

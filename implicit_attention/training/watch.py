@@ -63,8 +63,7 @@ def watch(model: nn.Module, *, group: Any = None, spectral: bool = False) -> Wat
 
     Not for one call: `last_solve` of a layer has the status of every problem.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(_validate.message("model", "be a torch.nn.Module", type(model).__name__))
+    _validate.check_instance("model", model, nn.Module, "be a torch.nn.Module")
     sites = _sites(model)
     remedy = "give it one first, for example by implicit_attention.integrations.transformers.attach(model)"
     _validate.require(bool(sites), "model", "have a layer that solves", type(model).__name__, remedy)

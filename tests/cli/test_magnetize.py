@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from implicit_attention.cli import main, spin_methods
+from implicit_attention.cli import main, progress, spin_methods
 from implicit_attention.cli.digits import energies, load, named
 from implicit_attention.cli.files import load_system, parse_sweep
 from implicit_attention.cli.magnetize import _mark_averaged
@@ -108,7 +108,8 @@ def test_one_readable_table_with_notes_and_plain_progress(ising):
         assert sum(line.startswith(name) for line in lines) == 1
     assert "file.npz: 5 spins in 1 dimension, R = 1, beta 0.8, counting measure, float64" in result.stdout
     assert "|dm|: root mean square distance of m/R from enumeration's" in result.stdout
-    assert [line[:20].rstrip() for line in result.stderr.splitlines()] == [*STATIC, "heat-bath"]
+    told = [line for line in result.stderr.splitlines() if not line.endswith("s so far")]
+    assert [line[:20].rstrip() for line in told] == [*STATIC, "heat-bath"]
     assert "\x1b" not in result.output
 
 
@@ -289,6 +290,61 @@ def test_a_sample_with_nan_is_flagged_and_touches_no_other(tmp_path):
         assert row["free_energy"][1] is None
         assert row["status"] == {"CONVERGED": 1, "NONFINITE": 1}
     assert "1 NONFINITE" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["J", "h", "beta"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_system_that_is_not_finite_is_refused_in_one_line(tmp_path, name, value):
+    arrays = system(4)
+    arrays[name].flat[0] = value
+    result = invoke(saved(tmp_path, **arrays), "--quick", "--out", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert f"`FILE` file.npz must hold finite numbers, got NaN or infinity in {name}; check" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_is_said_how_many_systems_are_not_finite_and_where(tmp_path):
+    arrays = system(4, 1, (3,))
+    arrays["J"][1, 0, 1] = arrays["J"][1, 1, 0] = np.nan
+    arrays["beta"] = np.array([0.8, 0.8, np.inf])
+    options = ("--quick", "--methods", "mean-field", "--out", tmp_path / "out")
+    result = invoke(saved(tmp_path, **arrays), *options)
+    assert result.exit_code == 0, result.output
+    assert "2 of 3 systems get no answer: NaN or infinity in J and beta" in result.stdout
+    arrays["J"][:] = np.nan
+    result = invoke(saved(tmp_path, **arrays), *options)
+    assert result.exit_code == 2, result.output
+    assert "got NaN or infinity in J and beta of every system; check" in result.stderr
+    whole = invoke(saved(tmp_path, **system(4)), *options)
+    assert "NaN" not in whole.output
+
+
+@pytest.mark.parametrize(
+    ("measure", "words"), [("counting", "F and S count states"), ("uniform", "as those of SpinSys")]
+)
+def test_the_measure_of_the_command_and_of_the_library_is_said(tmp_path, measure, words):
+    arrays = system(4)
+    options = ("--quick", "--methods", "enumeration", "--measure", measure, "--out", tmp_path)
+    result = invoke(saved(tmp_path, **arrays), *options)
+    assert words in result.stdout
+    row = rows_of(strict(tmp_path / "thermodynamics.json"))["enumeration"]
+    numbers = (torch.from_numpy(arrays[name]) for name in ("J", "h"))
+    found = thermodynamics(SpinSystem(*numbers, 0.8), Enumeration())
+    log_states = 4 * math.log(2.0) if measure == "counting" else 0.0
+    assert row["free_energy"] == pytest.approx(float(found.free_energy) - log_states / 0.8, rel=1e-12)
+    assert row["entropy"] == pytest.approx(float(found.entropy) + log_states, rel=1e-10)
+
+
+def test_a_piped_sweep_says_what_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET", 0.01)
+    options = ("--quick", "--methods", "adatap,bethe", "--sweep", "beta=0.2:1:20", "--out", tmp_path / "out")
+    result = invoke(saved(tmp_path, **system(6)), *options)
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.stderr.splitlines() if line.endswith("s so far")]
+    for name in ("adatap against beta", "bethe against beta"):
+        assert any(line.startswith(name) for line in told), result.stderr
 
 
 def test_a_sample_with_nan_has_no_exact_chain_and_touches_no_other(tmp_path):

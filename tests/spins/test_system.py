@@ -519,3 +519,27 @@ def test_sums_of_rows_are_of_sizes_and_belong_to_one_system_only(signed):
     torch.testing.assert_close(sound.row_sums, system.live_couplings.abs().sum(-1))
     torch.testing.assert_close(sound.select(torch.tensor([1])).row_sums, sound.row_sums[1:])
     assert sound.at(sound.field, 2 * couplings, 1.0).row_sums is None
+
+
+def test_a_field_of_numbers_alone_is_that_of_spins_of_dimension_one():
+    couplings, field = 0.3 * torch.ones(4, 4).double(), random(4).requires_grad_()
+    plain, whole = SpinSystem(couplings, field, 0.8), SpinSystem(couplings, field[:, None], 0.8)
+    assert plain.field.shape == (4, 1)
+    found, expected = (magnetization(system, MeanField()) for system in (plain, whole))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    gradients = [torch.autograd.grad(m.sum(), field)[0] for m in (found, expected)]
+    assert gradients[0].shape == (4,)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    full = SpinSystem.from_full(couplings / 2, field.detach())
+    torch.testing.assert_close(full.couplings, couplings, rtol=0, atol=0)
+    assert full.field.shape == (4, 1)
+    with pytest.raises(ValueError, match=r"`field` must have at least one site and one dimension, got shape \(0,\)"):
+        SpinSystem(torch.zeros(0, 0), torch.zeros(0))
+    with pytest.raises(ValueError, match="`field` must have at least 1 axes"):
+        SpinSystem(couplings, torch.tensor(1.0))
+
+
+def test_a_system_shows_that_it_counts_states():
+    system = SpinSystem(torch.zeros(2, 2), torch.zeros(2), measure="counting")
+    assert repr(system) == "SpinSystem(batch (), N = 2, D = 1, beta 1, states counted)"
+    assert "counted" not in repr(SpinSystem(torch.zeros(2, 2), torch.zeros(2)))

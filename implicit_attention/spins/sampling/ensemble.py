@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _validate
 from ...problem import widened
-from ..system import SpinSystem, check_type
+from ..system import SpinSystem
 from .von_mises_fisher import check_generator, draw_noise, unit_spins
 
 #: Called with (sweeps done, sweeps in all), those of the burn-in included.
@@ -54,7 +54,7 @@ class Schedule:
             _validate.check_integer(name, getattr(self, name), low=low)
         remedy = "each `thin`-th sweep is measured"
         _validate.require(self.thin <= self.sweeps, "thin", f"be <= sweeps = {self.sweeps}", self.thin, remedy)
-        check_type("keep", self.keep, bool, "be a bool")
+        _validate.check_instance("keep", self.keep, bool, "be a bool")
         progress: Any = self.progress
         if not (progress is None or callable(progress)):
             required = "be None or a function of (sweeps done, sweeps in all)"
@@ -152,5 +152,5 @@ class Ensemble:
 
 def check_arguments(system: SpinSystem, generator: torch.Generator) -> None:
     """Raise unless `system` is a SpinSystem, and `generator` a torch.Generator on its device."""
-    check_type("system", system, SpinSystem, "be a SpinSystem")
+    _validate.check_instance("system", system, SpinSystem, "be a SpinSystem")
     check_generator(generator, system.field)

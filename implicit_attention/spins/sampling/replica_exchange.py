@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from ... import _validate
 from ..._autograd import exact_precision
-from ..system import SpinSystem, check_type
+from ..system import SpinSystem
 from .ensemble import Ensemble, Schedule, ScheduleKeywords, check_arguments
 from .estimates import Estimates, Samples
 from .heat_bath import HeatBath, check_boltzmann
@@ -116,7 +116,7 @@ class _Exchange:
 
 
 def _checked_betas(betas: Sequence[float] | Tensor) -> Tensor:
-    check_type("betas", betas, (Tensor, Sequence), "be a sequence of numbers or a tensor")
+    _validate.check_instance("betas", betas, (Tensor, Sequence), "be a sequence of numbers or a tensor")
     if isinstance(betas, Tensor):
         _validate.check_float_tensor("betas", betas)
         listed = betas.detach().double().cpu()

@@ -11,7 +11,6 @@ from torch import Tensor
 from ... import _validate
 from ..._autograd import at_least_single, exact_precision
 from ...potentials._cosine import one_minus_cosine
-from ..system import check_type
 
 
 class Noise(NamedTuple):
@@ -87,7 +86,7 @@ def sample_spins(
 def check_generator(generator: torch.Generator, like: Tensor) -> None:
     """Raise unless `generator` is a torch.Generator on the device of `like`."""
     remedy = f'pass torch.Generator("{like.device}").manual_seed(0)'
-    check_type("generator", generator, torch.Generator, "be a torch.Generator", remedy)
+    _validate.check_instance("generator", generator, torch.Generator, "be a torch.Generator", remedy)
     same = generator.device.type == like.device.type and generator.device.index in (None, like.device.index)
     _validate.require(same, "generator", f"be on the device of the field ({like.device})", generator.device, remedy)
 
