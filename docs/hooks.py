@@ -31,7 +31,7 @@ class Inline(InlineProcessor):
         super().__init__(r"(?<![\\$\w])\$(?![\s$])([^$\n]+?(?:\n[^$\n]+?)?)(?<!\s)\$(?![\d$])", md)
 
     # The base class names its arguments in camel case, and this way.
-    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:  # type: ignore[override]
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
         return self.md.htmlStash.store(convert(m[1])), m.start(0), m.end(0)
 
 

@@ -17,7 +17,11 @@ from .base import Energy
 
 
 class Epanechnikov(Energy):
-    """E(z) = -(1/beta) log(eps + sum_j w_j relu(1 - (beta/2) |z - k_j|^2)): memory that reads the keys in range alone.
+    r"""The energy of a memory that reads the keys in range alone.
+
+    ```math
+    E(z) = -\frac1\beta \log \left( \varepsilon + \sum_j w_j \left[ 1 - \tfrac\beta2 |z - k_j|^2 \right]_+ \right)
+    ```
 
     A key is in range where |z - k_j|^2 < 2/beta; w_j = exp(bias_j), 1 without a bias. Plain steps are mean shift:
     f(z) = m, the mean of the keys in range, weighted by w. With W the sum of their weights and S that of the logarithm,

@@ -82,11 +82,15 @@ class SelfAttentionEnergy(AnchoredEnergy):
 
 
 class RepeatedSelfAttention(Anchored):
-    """X = anchor X0 + (1 - anchor) P(X) X: attention on its own output, the context reset to it after every step.
+    r"""Attention on its own output, the context reset to it after every step; with a the anchor:
 
-    P = softmax(beta X X^T + bias). At a frozen context C a step is one of the energy `frozen_energy(C)`; resetting C
-    to X moves that energy with it, and X - P(X) X is the gradient of no function of X: its Jacobian is not symmetric.
-    What is missing is the key side P^T X, for which `SelfAttentionEnergy` stands.
+    ```math
+    X = a\,X_0 + (1 - a)\, P(X)\, X, \qquad P(X) = \operatorname{softmax}(\beta X X^\top + \text{bias})
+    ```
+
+    At a frozen context C a step is one of the energy `frozen_energy(C)`; resetting C to X moves that energy with it,
+    and X - P(X) X is the gradient of no function of X: its Jacobian is not symmetric. What is missing is the key side
+    P^T X, for which `SelfAttentionEnergy` stands.
 
     At anchor 0 without mask the solutions are the states of full consensus, each of them: which one is reached depends
     on where the iteration starts, I - df/dX is singular there, and `Implicit()` has no gradient (use `Unrolled()`).

@@ -16,7 +16,11 @@ from .anchored import AnchoredEnergy
 
 
 class SphereEnergy(AnchoredEnergy):
-    """E(z) = -anchor <x, z> - (1 - anchor) Phi(z) among the states of length r: attention behind a norm.
+    r"""The energy of attention behind a norm, among the states of length r; with a the anchor:
+
+    ```math
+    E(z) = -a\,\langle x, z\rangle - (1 - a)\,\Phi(z), \qquad |z| = r
+    ```
 
     f(z) = r g/|g| with g = anchor x + (1 - anchor) mean(z). States that f leaves where they are are stationary on the
     sphere: g is r |g| times the normal there. With P = I - z z^T/r^2 the Hessian on the tangent space is

@@ -111,7 +111,11 @@ class SoftmaxCouplings(Couplings):
 
 
 class SymmetricCouplings(Couplings):
-    """J_ij = exp(s_ij)/sqrt(Z_i Z_j), s = scale q q^T with q = h W, Z_i = sum_j exp(s_ij): symmetric, of norm <= 1.
+    r"""Symmetric couplings of norm <= 1, from q = h W.
+
+    ```math
+    J_{ij} = \frac{e^{s_{ij}}}{\sqrt{Z_i Z_j}}, \qquad s = \text{scale} \cdot q\, q^\top, \qquad Z_i = \sum_j e^{s_{ij}}
+    ```
 
     It is the softmax of `SoftmaxCouplings` with W_q = W_k, up to a change of basis: its eigenvalues are the same.
 

@@ -49,7 +49,11 @@ DEFAULT_SOLVER = Anderson(history=2, rtol=1e-5)
 
 
 class MeanFieldAttention(Remembering):
-    """The fixed point of z_i = sum_j J_ij z_j - f(z_i) + x_i as a layer: token mixing, self-correction, residual.
+    r"""A fixed point as a layer: token mixing, self-correction, residual.
+
+    ```math
+    z_i = \sum_j J_{ij}\, z_j - f(z_i) + x_i
+    ```
 
     Per head, x being the tokens projected. Without a correction it is (I - J)^{-1} x, for symmetric J the exact mean of
     Gaussian spins (variance 1, beta = 1, field x): their Onsager term V_i z_i cancels against their own answer, so that

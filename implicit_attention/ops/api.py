@@ -33,7 +33,11 @@ def hopfield_solve(
     plain_steps: int = 3,
     impl: Impl = "auto",
 ) -> Solved:
-    """The state z = anchor x + (1 - anchor) softmax(beta z K^T) K of every query x, each solved on its own.
+    r"""The equilibrium z of every query x, each solved on its own; with a the anchor:
+
+    ```math
+    z = a\,x + (1 - a)\, \operatorname{softmax}(\beta z K^\top)\, K
+    ```
 
     Picard's iteration, accelerated from step `plain_steps` on where that lowers the energy: what `Anderson(history=1)`
     does to an `AnchoredEnergy`, in one operation.

@@ -13,7 +13,11 @@ from .log_sum_exp import LogSumExp, OverLogSumExp
 
 
 class DistanceLogSumExp(OverLogSumExp):
-    """Phi(z) = (1/beta) log sum_j exp(beta (<k_j, z> - |k_j|^2/2) + bias_j): log-sum-exp of distances.
+    r"""Log-sum-exp of distances.
+
+    ```math
+    \Phi(z) = \frac1\beta \log \sum_j e^{\beta \left( \langle k_j, z \rangle - |k_j|^2/2 \right) + \text{bias}_j}
+    ```
 
     As <k, z> - |k|^2/2 = |z|^2/2 - |z - k|^2/2, its weights are p = softmax(-beta |z - k_j|^2/2 + bias): the nearest
     key has the largest, where `LogSumExp` prefers long keys. |z|^2/2 - Phi(z) = -(1/beta) log sum_j exp(-beta

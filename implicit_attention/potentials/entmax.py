@@ -22,7 +22,7 @@ class Entmax(ScoredKeys):
 
     ```math
     \begin{align*}
-    \Phi(z) &= \frac1\beta \max_p \left[ \langle p, s \rangle + H(p) \right], \qquad
+    \Phi(z) &= \frac1\beta \underset{p}{\max} \left[ \langle p, s \rangle + H(p) \right], \qquad
     H(p) = \frac{1 - \sum_j p_j^\alpha}{\alpha\,(\alpha - 1)} \\
     \nabla\Phi(z) &= \sum_j p_j\, k_j, \qquad p_j = \left[ (\alpha - 1)\, s_j - \tau \right]_+^{1/(\alpha - 1)} \\
     \nabla^2\Phi(z)\, v &= \beta \left[ \sum_j w_j\, k_j \langle k_j, v \rangle

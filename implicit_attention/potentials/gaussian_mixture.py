@@ -19,7 +19,11 @@ from .scored_keys import common
 
 
 class GaussianMixture(Potential):
-    """G(eta) = log sum_n pi_n exp(mu_n.eta + eta.Sigma_n eta/2), the cumulant generating function of a mixture.
+    r"""The cumulant generating function of a mixture of Gaussians.
+
+    ```math
+    G(\eta) = \log \sum_n \pi_n\, e^{\mu_n \cdot \eta + \frac12 \eta \cdot \Sigma_n \eta}
+    ```
 
     mean(eta) = sum_n p_n c_n with c_n = mu_n + Sigma_n eta and the responsibilities
     p = softmax_n(log pi_n + mu_n.eta + eta.Sigma_n eta/2): attention of an exponential family, exact for every Sigma_n.

@@ -18,7 +18,11 @@ from .unit import Units, check_units
 
 
 class HiddenUnits(Potential):
-    """Phi(v) = sum_mu K(t_mu), t = W^T v: independent hidden units h_mu with energy -t_mu h_mu, summed over.
+    r"""Independent hidden units h_mu with energy -t_mu h_mu, summed over.
+
+    ```math
+    \Phi(v) = \sum_\mu K(t_\mu), \qquad t = W^\top v
+    ```
 
     E(v) = -a.v - Phi(v) is the effective energy of visible units v in a field a, dE/dv = -a - W <h|v>:
     mean(v) = W K'(t); covariance_product(v, u) = W (K''(t) * W^T u).

@@ -23,7 +23,12 @@ CHUNK = 32
 
 
 class KernelPotential(KeyPotential):
-    """Phi(z) = (1/beta) log <phi(sqrt(beta) z), S> with S = sum_j exp(bias_j) phi(sqrt(beta) k_j).
+    r"""Attention by a kernel of features phi, whose sum over keys is formed once.
+
+    ```math
+    \Phi(z) = \frac1\beta \log \left\langle \phi(\sqrt\beta\, z), S \right\rangle, \qquad
+    S = \sum_j e^{\text{bias}_j}\, \phi(\sqrt\beta\, k_j)
+    ```
 
     The keys enter through the m numbers S, which are computed once: an evaluation costs O(N m D) whatever the number of
     keys, and there is no (N, M) tensor. With x = sqrt(beta) z and J = d phi/dx,

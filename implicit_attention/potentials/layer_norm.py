@@ -13,7 +13,12 @@ from .base import CovarianceMap, Potential
 
 
 class LayerNormPotential(Potential):
-    """L(x) = D gamma s + <delta, x> with s = sqrt(mean_i (x_i - mean x)^2 + eps), per token x of D entries.
+    r"""The potential whose mean is a layer norm, per token x of D entries.
+
+    ```math
+    L(x) = D\,\gamma\, s + \langle \delta, x \rangle, \qquad
+    s = \sqrt{\operatorname{mean}_i\, (x_i - \bar x)^2 + \varepsilon}
+    ```
 
     mean(x) = gamma (x - mean x)/s + delta is layer norm with one gain for all entries; with another for each it is the
     gradient of no function. The covariance M = Hess L(x) has the eigenvalue gamma/s across x - mean x, gamma eps/s^3

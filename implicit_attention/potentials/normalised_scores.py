@@ -13,7 +13,12 @@ from .masked_keys import MaskedKeys, Read, in_blocks
 
 
 class NormalisedScores(MaskedKeys):
-    """Phi(z) = (M/beta) sqrt(var(a) + eps) with a_j = beta <k_j, z> + bias_j: the pull by centred, scaled scores.
+    r"""The pull by centred, scaled scores a of M keys.
+
+    ```math
+    \Phi(z) = \frac M\beta \sqrt{\operatorname{var}(a) + \varepsilon}, \qquad
+    a_j = \beta \langle k_j, z \rangle + \text{bias}_j
+    ```
 
     M is the number of keys that z reads, and var(a) = sum_j (a_j - mean a)^2 / M over these. With
     sigma = sqrt(var(a) + eps) and w = (a - mean a)/sigma, the scores after a layer norm over the keys,

@@ -12,7 +12,11 @@ from .base import CovarianceMap, Potential
 
 
 class SelfAttention(Potential):
-    """Phi(X) = (1/beta) sum_i log sum_j exp(beta <x_i, x_j> + bias_ij) of all tokens X of a sample together.
+    r"""The potential of all tokens X of a sample together, each a query and a key.
+
+    ```math
+    \Phi(X) = \frac1\beta \sum_i \log \sum_j e^{\beta \langle x_i, x_j \rangle + \text{bias}_{ij}}
+    ```
 
     mean(X) = P X + P^T X with P = softmax(beta X X^T + bias): a token is moved by the tokens that it attends to, and by
     those that attend to it. Every pair enters Phi twice, as query and key; `0.5 * SelfAttention(beta)` counts it once.

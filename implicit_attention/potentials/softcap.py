@@ -12,7 +12,12 @@ from .scored_keys import ScoredKeys
 
 
 class SoftcapLogSumExp(ScoredKeys):
-    """Phi(z) = (1/beta) log sum_j exp(c(beta <k_j, z>) + bias_j) with scores capped by c(s) = cap tanh(s / cap).
+    r"""Log-sum-exp of capped scores.
+
+    ```math
+    \Phi(z) = \frac1\beta \log \sum_j e^{c(\beta \langle k_j, z \rangle) + \text{bias}_j}, \qquad
+    c(s) = \text{cap} \cdot \tanh(s/\text{cap})
+    ```
 
     mean(z) = sum_j p_j c'(s_j) k_j with p = softmax(c(s) + bias), s = beta K z: a key whose score is near the cap pulls
     less than its weight. The read-out, softmax(c(s) + bias) V, is capped attention as it is; iterated with the keys as

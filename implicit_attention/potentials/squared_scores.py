@@ -17,7 +17,11 @@ from .scored_keys import SMALL_PRODUCT, KeyPotential
 
 
 class SquaredScores(KeyPotential):
-    """Phi(z) = (beta/2) sum_j <k_j, z>^2, whose mean beta K^T K z is linear attention without normalisation.
+    r"""The potential whose mean is linear attention without normalisation.
+
+    ```math
+    \Phi(z) = \frac\beta2 \sum_j \langle k_j, z \rangle^2, \qquad \nabla\Phi(z) = \beta K^\top K z
+    ```
 
     The anchored energy is then quadratic and its equilibrium (I - (1 - anchor) beta K^T K)^{-1} anchor x.
 

@@ -111,7 +111,11 @@ class SummedScores(MaskedKeys):
 
 
 class Polynomial(SummedScores):
-    """Phi(z) = (beta/n) sum_j relu(<k_j, z> + bias_j/beta)^n of degree n: dense associative memory.
+    r"""Dense associative memory of degree n.
+
+    ```math
+    \Phi(z) = \frac\beta n \sum_j \left[ \langle k_j, z \rangle + \text{bias}_j/\beta \right]_+^n
+    ```
 
     In scores s_j = beta <k_j, z> + bias_j it is (1/beta) sum_j g(s_j) with g(s) = (s^2/n) (s/beta)^(n - 2) for s > 0.
     mean(z) = beta sum_j relu(...)_j^(n-1) k_j. Degree 2 with beta 1 is the memory of the Energy Transformer, whose
@@ -204,7 +208,11 @@ class Polynomial(SummedScores):
 
 
 class Exponential(SummedScores):
-    """Phi(z) = (1/beta) sum_j exp(beta <k_j, z> + bias_j): log-sum-exp without the logarithm.
+    r"""Log-sum-exp without the logarithm.
+
+    ```math
+    \Phi(z) = \frac1\beta \sum_j e^{\beta \langle k_j, z \rangle + \text{bias}_j}
+    ```
 
     mean(z) = sum_j exp(s_j) k_j, attention whose weights are not normalised. Its keys do not compete: all with a score
     above 0 pull, by more than their own length.

@@ -15,7 +15,11 @@ from .base import CovarianceMap, Potential
 
 
 class TokenAttention(TokenHeads, Potential):
-    """Phi(g) = sum_h (1/beta_h) sum_C log sum_B exp(beta_h <k_hB, q_hC>) of all tokens g of a sample together.
+    r"""The potential of all tokens g of a sample together, with queries and keys of several heads.
+
+    ```math
+    \Phi(g) = \sum_h \frac1{\beta_h} \sum_C \log \sum_B e^{\beta_h \langle k_{hB}, q_{hC} \rangle}
+    ```
 
     With q_h = g W_query_h^T, k_h = g W_key_h^T and P_h the softmax of the scores over B,
     mean(g) = sum_h (P_h k_h) W_query_h + (P_h^T q_h) W_key_h: a token is moved by the tokens that it attends to, and by

@@ -31,7 +31,12 @@ class History(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Anderson(Safeguarded):
-    """z <- f(z) - sum_i gamma_i df_i with gamma = argmin |r - sum_i gamma_i dr_i|^2, over the last accepted steps.
+    r"""Anderson acceleration: a step combines the last accepted ones so that their residuals r = f(z) - z cancel best.
+
+    ```math
+    z \leftarrow f(z) - \sum_i \gamma_i\, \Delta f_i, \qquad
+    \gamma = \underset{\gamma}{\operatorname{argmin}} \left| r - \sum_i \gamma_i\, \Delta r_i \right|^2
+    ```
 
     Not for maps that are not smooth, whose past steps say nothing of the next: use `Picard(damping=...)`.
 

@@ -20,7 +20,11 @@ BLOCK = 2**14
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Enumeration(Approximation):
-    """log Z = log mean_s exp(-beta E(s)) over all 2^N states: exact, for D = 1 and N <= 20.
+    r"""The sum over all 2^N states: exact, for D = 1 and N <= 20.
+
+    ```math
+    \log Z = \log \left( \operatorname{mean}_s\, e^{-\beta E(s)} \right)
+    ```
 
     Not for more than 20 sites or for vectors: use `AdaTAP()`, `TransferMatrix()` for chains, or samples.
 

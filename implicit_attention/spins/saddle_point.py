@@ -27,7 +27,7 @@ class SaddlePoint(Approximation):
     The constraint |s_i| = R becomes <|s_i|^2> = R^2, with a multiplier lambda_i for every site, and spins Gaussian:
 
     ```math
-    \frac{\log Z}D = \min_\lambda \left[ \tfrac12 \sum_i (\lambda_i - 1) - \tfrac12 \log \det A
+    \frac{\log Z}D = \underset{\lambda}{\min} \left[ \tfrac12 \sum_i (\lambda_i - 1) - \tfrac12 \log \det A
     + \tfrac{b^2}2 \operatorname{Tr} g^\top A^{-1} g \right], \qquad
     A = \operatorname{diag}(\lambda) - b J > 0, \quad b = \frac{\beta R^2}D, \quad g = \frac hR
     ```
