@@ -27,9 +27,12 @@ def test_a_tutorial_runs_from_top_to_bottom(name, capsys):
     names: dict[str, object] = {}
     for number, block in enumerate(blocks(name)):
         exec(compile(block, f"{name}.md, block {number}", "exec"), names)
+    page = (FOLDER / f"{name}.md").read_text()
+    assert ("figure" in names) == (f"({name}.png)" in page)
     assert sum(block.count("assert") for block in blocks(name)) >= 6
     if (figure := names.get("figure")) is not None:
         assert all(axes.lines for axes in figure.axes)
+        assert (FOLDER / f"{name}.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,4 +1,7 @@
-"""Every page of this folder as a notebook: `python docs/tutorials/notebooks.py` writes them, `--check` compares."""
+"""Every page of this folder as a notebook: `python docs/tutorials/notebooks.py` writes them, `--check` compares.
+
+`--draw` runs the pages, a minute, and saves their figures, which the pages show.
+"""
 
 from __future__ import annotations
 
@@ -43,5 +46,18 @@ def main(check: bool) -> int:
     return int(check and bool(stale))
 
 
+def draw() -> None:
+    """Save what a page calls `figure` under its name."""
+    for page in sorted(HERE.glob("*.md")):
+        names: dict[str, Any] = {}
+        if "\nfigure = " in (text := page.read_text()):
+            for kind, source in cells(text):
+                if kind == "code":
+                    exec(compile(source, page.name, "exec"), names)
+            names["figure"].savefig(page.with_suffix(".png"), dpi=100)
+
+
 if __name__ == "__main__":
+    if "--draw" in sys.argv[1:]:
+        draw()
     sys.exit(main("--check" in sys.argv[1:]))
