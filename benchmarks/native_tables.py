@@ -24,7 +24,7 @@ def tables(run: dict[str, Any]) -> list[Table]:
 
 
 def costs(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the short calls in SDPA calls, for the README at the top as well."""
+    """Header and lines of the short calls in SDPA calls, for the page about costs as well."""
     columns = {
         "explicit": "`max_steps=0`",
         "forward": "forward",

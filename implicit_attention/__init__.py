@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._solve import solve
     from .adjoints import Implicit, OneStep, Phantom, Unrolled
     from .attention import equilibrium_attention
+    from .comparison import compare_solvers
     from .energies import AnchoredEnergy, EnergyFunction, RepeatedSelfAttention, SelfAttentionEnergy
     from .errors import ConvergenceError, ConvergenceWarning, UnsupportedImplementation
     from .failure_policy import FailurePolicy
@@ -66,6 +67,7 @@ __all__ = [
     "Shared",
     # A solve, and how it went
     "solve",
+    "compare_solvers",
     "SolveOptions",
     "FailurePolicy",
     "Solution",
@@ -92,6 +94,7 @@ _NAMES = {
     "_solve": ("solve",),
     "adjoints": ("Implicit", "OneStep", "Phantom", "Unrolled"),
     "attention": ("equilibrium_attention",),
+    "comparison": ("compare_solvers",),
     "diagnostics": (),
     "energies": ("AnchoredEnergy", "EnergyFunction", "RepeatedSelfAttention", "SelfAttentionEnergy"),
     "errors": ("ConvergenceError", "ConvergenceWarning", "UnsupportedImplementation"),

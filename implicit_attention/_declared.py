@@ -168,6 +168,37 @@ def _modules(value: Any) -> Iterator[nn.Module]:
             yield from _modules(part)
 
 
+#: How many entries of a tuple, list or dict are named where an object is shown.
+_SHOWN = 4
+
+
+def _text(name: str, value: Any) -> str:
+    """An attribute in a few words; nothing for what is not there or switched off."""
+    if isinstance(value, Tensor):
+        return f"{name} {tuple(value.shape)}"
+    if isinstance(value, Declared):
+        return f"{value._name()}({', '.join(value._shown())})"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, tuple | list | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        told = [text for part in parts if (text := _text("", part).strip())]
+        label = "" if any(isinstance(part, Declared) for part in parts) else f"{name} "
+        more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+        return label + ", ".join([*told[:_SHOWN], *more]) if told else ""
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return name
+    if isinstance(value, float):
+        return f"{name} {value:.6g}"
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    text = f"{name} {value!r}"
+    # What prints its address, or pages of it, says no more than its class.
+    return text if len(text) <= 60 and " at 0x" not in text else f"{name} {type(value).__name__}"
+
+
 class Withdrawn:
     """Stands in the place of an inherited formula that does not hold for the class, and says so when asked for."""
 
@@ -219,6 +250,29 @@ class Declared:
     def _place_of(cls, name: str) -> int:
         """The number in the order of inheritance of the class that defines it; -1 if none does."""
         return next((place for place, base in enumerate(cls.__mro__) if name in vars(base)), -1)
+
+    def __repr__(self) -> str:
+        """One line of shapes and numbers of the host: no tensor is read, so that it may be asked for anywhere."""
+        kinds = {f"{t.dtype}".removeprefix("torch.") for t in self.tensors() if t.is_floating_point()}
+        places = {f"{t.device}" for t in self.tensors() if t.device.type != "cpu"}
+        return f"{self._name()}({', '.join([*self._shown(), *sorted(kinds), *sorted(places)])})"
+
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _shown(self) -> Iterator[str]:
+        """Its attributes as text."""
+        for name, value in vars(self).items():
+            if not name.startswith("_") and (told := _text(name, value)):
+                yield told
+
+    def attributes(self) -> Iterator[str]:
+        """The names of its attributes, and of those of the `Declared` objects in them."""
+        for name, value in vars(self).items():
+            yield name
+            for part in leaves(value):
+                if isinstance(part, Declared):
+                    yield from part.attributes()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(self).items():

@@ -13,7 +13,7 @@ from . import _validate
 from ._autograd import backward_running, host_may_look, is_batched, transforms_active
 from .errors import ConvergenceError, ConvergenceWarning, outside
 from .failure_policy import WORDS, FailurePolicy, Side, Site, located, own_site, policy_of
-from .solution import NO_REMEDIES, Record, Remedies
+from .solution import NO_REMEDIES, Record, Remedies, shown_index
 from .status import Status
 
 SHOWN = 3
@@ -70,7 +70,7 @@ def report_failures(
         return
     indices = failed.nonzero()
     first = [tuple(i) for i in indices[:SHOWN].tolist()]
-    where = ", ".join(str(i[0]) if len(i) == 1 else str(i) for i in first) if first[0] else "the only problem"
+    where = ", ".join(map(shown_index, first)) if first[0] else "the only problem"
     more = ", ..." if len(indices) > SHOWN else ""
     message = (
         f"{what} failed for {len(indices)} of {failed.numel()} problems, first at {where}{more}: "

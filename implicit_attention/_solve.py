@@ -18,7 +18,7 @@ from .adjoints import Adjoint, Implicit, Request, Unrolled
 from .failure_policy import FailurePolicy, located, policy_of
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
-from .solution import NO_GRADIENT, AdjointReport, Record, Solution, Trace
+from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, Trace
 from .solvers import Anderson, Outcome, Solver
 from .solvers.exported import check_budget, check_no_evidence, stepped
 from .status import Status
@@ -99,7 +99,9 @@ def solve(
         and sampled is None
         and (found := _shortly(problem, initial, solver, adjoint, impl, report)) is not None
     ):
-        return concluded(found.outcome, solver, adjoint, found.report, problem.energy, failed=found.failed > 0)
+        return concluded(
+            found.outcome, solver, adjoint, found.report, problem.energy, failed=found.failed > 0, advice=problem.advice
+        )
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
     problem.check_solver(solver)
@@ -118,7 +120,7 @@ def solve(
         sampled.keep(problem, outcome.value)
     energy = problem.energy if problem.has_energy else None
     cause = partial(randomness, problem, outcome.value)
-    return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, if_outside=problem.if_outside)
+    return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, advice=problem.advice)
 
 
 def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) -> Solution:
@@ -144,11 +146,12 @@ def concluded(
     energy_function: Callable[[Tensor], Tensor] | None,
     *,
     cause: Callable[[], str] = str,
-    if_outside: str = "",
+    advice: Callable[[Remedies], Remedies] = dict,
     failed: bool = True,
 ) -> Solution:
     """The solution with its evidence, once failures are reported as `report.on_failure` says, with their `cause`.
 
+    advice: what the problem makes of the remedies of the solver.
     failed: whether a problem may have no answer; False spares a look at all of them.
     """
     report.awaited = outcome.value.requires_grad and not backward_running()
@@ -160,7 +163,7 @@ def concluded(
     solution = Solution(
         record,
         report,
-        adjoint.advice({**solver.remedies, Status.OUT_OF_RANGE: if_outside}),
+        adjoint.advice(advice(solver.remedies)),
         value=value,
         trace=_trace(outcome.trace),
         course=course,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from ._autograd import (
 )
 from ._declared import Declared, Withdrawn
 from ._types import LinearMap
+from .status import LEVERS, Status, advice
 
 _P = TypeVar("_P", bound=Declared)
 
@@ -193,6 +194,24 @@ class Problem(Declared, general=True):
 
     #: What to do about a state that is `outside`.
     if_outside: str = ""
+
+    #: What to check where no step ends the descent of the energy; nothing if its lower bound is certain.
+    if_bottomless: str = ""
+
+    @property
+    def to_contract(self) -> str:
+        """Which of the numbers that the problem holds make f contract more; nothing if it holds none of that kind."""
+        held = set(self.attributes())
+        return " or ".join(told for name, told in LEVERS.items() if name in held)
+
+    def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
+        """What is said of this problem's failures by status, given what the solver advises."""
+        told = advice(remedies, self.to_contract)
+        if self.if_bottomless:
+            for status in (Status.MAX_STEPS, Status.STALLED, Status.DIVERGED):
+                if status in told:
+                    told[status] = f"{self.if_bottomless}; if so, {told[status]}"
+        return told | {Status.OUT_OF_RANGE: self.if_outside}
 
     def outside(self, z: Tensor) -> Tensor | None:
         """Which states (*lead) f leaves where they are without solving anything; None where that cannot happen."""

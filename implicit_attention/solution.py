@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from . import _validate
-from ._autograd import exact_precision, is_batched
+from ._autograd import exact_precision, is_batched, is_fake
 from ._types import OnFailure
 from .failure_policy import Site
 from .status import Status
@@ -69,6 +70,17 @@ class Record(NamedTuple):
         # torch.compile compares tensors with numbers, not with what is derived from them.
         return self.status > int(Status.UNSTABLE)
 
+    def worst(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """The whole index of the problem that went worst among those that `index` selects by the first axes."""
+        axes = self.status.shape[len(index) :]
+        if not axes:
+            return index
+        status, residual, tolerance = (field[index].flatten() for field in self[:3])
+        # By status; among equals by residual, where it was measured.
+        strain = (residual / tolerance.clamp_min(torch.finfo(tolerance.dtype).tiny)).nan_to_num(torch.inf)
+        last = int(torch.where(status == status.max(), strain, -1.0).argmax())
+        return (*index, *map(int, np.unravel_index(last, axes)))
+
     def message(self, index: tuple[int, ...], remedies: Remedies = NO_REMEDIES) -> str:
         """What happened to one problem, and what to do if there is a remedy for its status."""
         code, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
@@ -81,7 +93,8 @@ class Trace(NamedTuple):
     """The course of a solve: the best state after every iteration, and what was measured there.
 
     Attributes:
-        residual, energy: of the best state so far, (iterations, *lead); the energy is None for a map without one.
+        residual: of the best state so far, (iterations, *lead).
+        energy: of the best state so far, (iterations, *lead); None for a map without one.
         num_evals: map evaluations spent by then, (iterations, *lead).
         value: the best state so far, (iterations, *lead, *event).
     """
@@ -102,7 +115,8 @@ class AdjointReport:
 
     Attributes:
         status: (*lead), int8 codes of `Status`; UNSTABLE where the solution has negative curvature.
-        residual, tolerance: (*lead), of the linear system; of an energy with a metric of the symmetric one.
+        residual: (*lead), of the linear system; of an energy with a metric of the symmetric one.
+        tolerance: (*lead), which that residual had to reach.
         num_steps: (*lead), matrix-vector products.
         negative_curvature: (*lead), whether a direction of negative curvature was met.
         gradient_error: (*lead), an estimate, to first order, of the relative error of the gradient that comes from the
@@ -174,8 +188,13 @@ class Recorded:
 
     @property
     def status(self) -> Tensor:
-        """(*lead), int8 codes of `Status`."""
+        """(*lead), int8 codes of `Status`, whose names are `statuses`."""
         return self.record.status
+
+    @property
+    def statuses(self) -> Any:
+        """The names of the statuses, lists nested as the axes (*lead) are; one name where there is one problem only."""
+        return _named(self.record.status.tolist())
 
     @property
     def residual(self) -> Tensor:
@@ -236,7 +255,27 @@ class SolveReport(Recorded):
     remedies: Remedies = dataclasses.field(default_factory=dict)
 
     def message(self, *index: int) -> str:
-        """The sentence for one problem: what happened and what to do."""
+        """The sentence for one problem: what happened and what to do.
+
+        Args:
+            index: of the problem, one number for each axis that numbers problems. With fewer the sentence is that of
+                the worst of all problems that are meant, and says which that is; without any, of all problems.
+        """
+        status = self.status
+        if is_batched(status):
+            raise ValueError(_validate.message("message", "be asked outside of torch.vmap", "a status inside of it"))
+        few, required = len(index) <= status.ndim, f"have at most {status.ndim} numbers, one for each axis of `status`"
+        _validate.require(few, "index", required, index)
+        for axis, (given, size) in enumerate(zip(index, status.shape, strict=False)):
+            _validate.require(-size <= given < size, f"index[{axis}]", f"be in [{-size}, {size - 1}]", given)
+        count = status[index].numel()
+        if count == 0:
+            return "no problems"
+        worst = self.record.worst(index)
+        told = self._sentence(worst)
+        return told if count == 1 else f"the worst of {count} problems, {shown_index(worst)}: {told}"
+
+    def _sentence(self, index: tuple[int, ...]) -> str:
         told, adjoint = self.record.message(index, self.remedies), self.adjoint
         wrong = adjoint.awaited and adjoint.unsolved is not None and bool(self.failed[index])
         return f"{told}; {NO_GRADIENT}" if wrong else told
@@ -325,13 +364,14 @@ class Solution(SolveReport):
         size = torch.linalg.vector_norm(value, dim=-1)
         return torch.where(self.residual == 0, 0.0, self.residual / size)
 
-    def message(self, *index: int) -> str:
-        """The sentence for one problem: what happened and what to do."""
-        told, relative = super().message(*index), float(self.relative_residual[index])
+    def _sentence(self, index: tuple[int, ...]) -> str:
+        told, relative = super()._sentence(index), float(self.relative_residual[index])
         loose = int(self.status[index]) == Status.CONVERGED and relative > LOOSE
         return f"{told}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else told
 
     def __repr__(self) -> str:
+        if is_batched(self.value, self.status) or is_fake(self.status):
+            return super().__repr__()
         loose = int(((self.status == Status.CONVERGED) & (self.relative_residual > LOOSE)).sum())
         told = f"; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else ""
         return f"{super().__repr__()[:-1]}{told})"
@@ -346,8 +386,19 @@ def _largest(numbers: Tensor) -> float:
     return float(numbers.max()) if numbers.numel() else 0.0
 
 
+def _named(codes: Any) -> Any:
+    return [_named(code) for code in codes] if isinstance(codes, list) else Status(codes).name
+
+
+def shown_index(index: tuple[int, ...]) -> str:
+    """The index of a problem as messages show it."""
+    return str(index[0]) if len(index) == 1 else str(index)
+
+
 def summarize(status: Tensor, residual: Tensor, num_evals: Tensor) -> str:
     """One line over all problems: counts by status, largest residual, median and largest number of evaluations."""
+    if is_batched(status) or is_fake(status):
+        return f"problems {tuple(status.shape)}, which the host cannot see"
     codes = Counter(status.flatten().tolist())
     counts = ", ".join(f"{count} {Status(code).name}" for code, count in sorted(codes.items()))
     if status.numel() == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 
 class Status(enum.IntEnum):
@@ -55,3 +56,16 @@ _SENTENCES = {
     Status.NONFINITE: "the problem reads a NaN or an infinity: its map is not finite at the initial state",
     Status.OUT_OF_RANGE: "solved (residual {residual:.1e}), but out of the range of the approximation or energy",
 }
+
+#: What helps plain steps and with them every method. Solvers advise it; the problem says by which of its own numbers.
+CONTRACT = "make f contract more"
+#: How, by the name of the attribute that holds the number.
+LEVERS = {"beta": "lower beta", "anchor": "raise the anchor"}
+OF_ATTENTION = " or ".join(LEVERS.values())
+
+
+def advice(remedies: Mapping[Status, str], to_contract: str) -> dict[Status, str]:
+    """The remedies of a solver, with what makes f of the problem at hand contract more, where that is known."""
+    if not to_contract:
+        return dict(remedies)
+    return {status: told.replace(CONTRACT, f"{CONTRACT} ({to_contract})") for status, told in remedies.items()}

@@ -62,6 +62,7 @@ ALLOWED = {
     },
     "spins": {
         "diagnostics",
+        "plotting",
         "potentials",
         "_solve",
         "solvers",
@@ -87,8 +88,10 @@ ALLOWED = {
     "distributed": {"attention", "fused", "adjoints", "energies", "potentials", "solvers"},
     "models": {"layers", "options"},
     "diagnostics": {"_solve", "solvers", "linear", "problem", "potentials", "energies", "ops", "solution"},
-    "plotting": {"energies", "potentials", "_solve", "solution", "diagnostics", "spins"},
+    "plotting": {"energies", "potentials", "_solve", "solvers", "problem", "solution", "diagnostics", "spins"},
+    "comparison": {"_solve", "diagnostics", "plotting", "problem", "solution", "solvers"},
     "cli": {
+        "comparison",
         "models",
         "layers",
         "ops",

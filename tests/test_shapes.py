@@ -12,10 +12,10 @@ from implicit_attention import (
     RepeatedSelfAttention,
     SelfAttentionEnergy,
     SquaredScores,
-    diagnostics,
     equilibrium_attention,
     solve,
 )
+from implicit_attention.diagnostics import diagnosis
 from implicit_attention.testing.numerics import random
 
 METHODS = {
@@ -28,7 +28,6 @@ METHODS = {
 FUNCTIONS = (
     "spectral_radius",
     "smallest_curvature",
-    "is_saddle",
     "distinct_fixed_points",
     "effective_keys",
     "certified_error",
@@ -37,7 +36,7 @@ FUNCTIONS = (
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
-    for owner, names in [*METHODS.items(), (diagnostics, FUNCTIONS)]:
+    for owner, names in [*METHODS.items(), (diagnosis, FUNCTIONS)]:
         for name in names:
             monkeypatch.setattr(owner, name, jaxtyped(getattr(owner, name), typechecker=beartype))
 
@@ -54,7 +53,7 @@ def test_annotations_hold():
         for energy in (AnchoredEnergy(potential, x, 0.5), AnchoredEnergy(potential, x, anchor)):
             potential.covariance_product(x, potential.mean(x))
             energy.energy(x)
-            diagnostics.diagnose(energy, solve(energy, x))
+            diagnosis.diagnose(energy, solve(energy, x))
 
     for problem in (SelfAttentionEnergy(x, beta, 0.9, bias=random(3, 3)), RepeatedSelfAttention(x, 0.1, anchor)):
         problem.probabilities(solve(problem, x, solver=Picard()).value)

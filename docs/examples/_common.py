@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 
 from implicit_attention import Anderson, Implicit, ImplicitAttention, Status
 from implicit_attention.linear import CG
+from implicit_attention.training import CSVFile, watch
 
 # States within 1e-3 of their equilibria; a gradient that is more exact than its state would be work for nothing.
 SOLVE: dict[str, Any] = {"solver": Anderson(rtol=1e-3), "adjoint": Implicit(CG(rtol=1e-3))}
@@ -24,6 +28,9 @@ SOLVE: dict[str, Any] = {"solver": Anderson(rtol=1e-3), "adjoint": Implicit(CG(r
 MODELS: dict[str, int | None] = {"equilibrium": None, "one step": 0}
 #: Shares that are measured beside the accuracy in some examples.
 EXTRAS = ("AUC", "finds the nine", "ten times as long")
+
+#: About how often a run with --monitor is looked at.
+LOOKS = 40
 
 
 class Data(NamedTuple):
@@ -43,10 +50,13 @@ class Plan(NamedTuple):
     batch: int = 64
 
 
-def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(description: str | None, argv: Sequence[str] | None, *, monitor: bool = False) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few seconds: less data, fewer epochs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run of both models each (default 0)")
+    if monitor:
+        told = "watch the equilibrium model of the first seed: writes watch.csv and training.png into this folder"
+        parser.add_argument("--monitor", type=Path, metavar="DIR", help=told)
     return parser.parse_args(argv)
 
 
@@ -57,10 +67,12 @@ def compare(
     plan: Plan,
     seeds: Sequence[int],
     more: Callable[[nn.Module, Data], dict[str, float]] = lambda model, data: {},
+    monitor: Path | None = None,
 ) -> dict[str, Any]:
     """Train and test both models with every seed, print a row for each, and return the numbers.
 
-    Both begin with the same weights and see the same batches. `more` measures some of `EXTRAS`.
+    Both begin with the same weights and see the same batches. `more` measures some of `EXTRAS`; `monitor` is a folder
+    for what `watch` sees of the first model that solves.
     """
     print(title)
     torch.set_num_threads(1)  # at these sizes threads wait for each other longer than they work
@@ -70,16 +82,20 @@ def compare(
         for name, max_steps in MODELS.items():
             torch.manual_seed(seed)
             model = make_model(max_steps)
-            run = {"model": name, "seed": seed, **_train(f"{name}, seed {seed}", model, data, plan, seed)}
+            watched = monitor if max_steps is None and seed == seeds[0] else None
+            run = {"model": name, "seed": seed, **_train(f"{name}, seed {seed}", model, data, plan, seed, watched)}
             run |= _test(model, data) | more(model, data)
             print(_row(run), flush=True)
             runs.append(run)
     both = (f"{name} {mean_and_std(numbers(runs, name))} %" for name in MODELS)
-    print(f"  accuracy: {', '.join(both)}: {verdict(runs)}\n")
+    print(f"  accuracy: {', '.join(both)}: {verdict(runs)}")
+    print("" if monitor is None else f"  watch.csv and training.png are in {monitor}\n")
     return {"title": title, "plan": plan._asdict(), "runs": runs}
 
 
-def _train(what: str, model: nn.Module, data: Data, plan: Plan, seed: int) -> dict[str, Any]:
+def _train(
+    what: str, model: nn.Module, data: Data, plan: Plan, seed: int, monitor: Path | None = None
+) -> dict[str, Any]:
     """Minimise the cross-entropy with AdamW, in one cycle of the learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01)
     count = len(data.train_labels)
@@ -88,7 +104,8 @@ def _train(what: str, model: nn.Module, data: Data, plan: Plan, seed: int) -> di
     layer = attention(model)
     order = torch.Generator().manual_seed(seed)
     failed, start, console = 0, time.perf_counter(), Console(file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with bar as progress, _monitored(model, what, monitor, steps) as look:
         task = progress.add_task(what, total=steps)
         for _ in range(plan.epochs):
             for index in torch.randperm(count, generator=order).split(plan.batch):
@@ -99,8 +116,33 @@ def _train(what: str, model: nn.Module, data: Data, plan: Plan, seed: int) -> di
                 optimizer.step()
                 schedule.step()
                 failed += _failures(layer)
+                look()
                 progress.advance(task)
     return {"seconds": round(time.perf_counter() - start, 2), "failed": failed}
+
+
+@contextmanager
+def _monitored(model: nn.Module, what: str, folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
+    """What to call after every step: it writes what `watch` saw, `LOOKS` times, and all is drawn in the end."""
+    if folder is None:
+        yield lambda: None
+        return
+    from implicit_attention.plotting import training_figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "watch.csv"
+    # A file that exists goes on, as that of a run that is resumed; this run is a new one.
+    path.unlink(missing_ok=True)
+    writer, done = CSVFile(path), itertools.count(1)
+    with watch(model) as seen:
+
+        def look() -> None:
+            step = next(done)
+            if step % max(1, steps // LOOKS) == 0:
+                writer.write(seen.take(step))
+
+        yield look
+    training_figure(path, title=f"Solves of a training: {what}").savefig(folder / "training.png")
 
 
 def _failures(layer: ImplicitAttention) -> int:

@@ -1,6 +1,7 @@
 """Handwritten digits, their eight rows as tokens, classified by one block of equilibrium attention.
 
 python docs/examples/digits.py
+python docs/examples/digits.py --quick --monitor DIR  # writes DIR/watch.csv and DIR/training.png
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def data(seed: int) -> Data:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    given = arguments(__doc__, argv)
+    given = arguments(__doc__, argv, monitor=True)
     plan = Plan(epochs=4 if given.quick else 12)
-    return compare("digits: one block over the rows of an image", data, Classifier, plan, given.seeds)
+    title = "digits: one block over the rows of an image"
+    return compare(title, data, Classifier, plan, given.seeds, monitor=given.monitor)
 
 
 if __name__ == "__main__":

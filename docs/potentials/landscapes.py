@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, SquaredScores, solve
-from implicit_attention.plotting import landscape_figure
+from implicit_attention.plotting import panels_figure
 from implicit_attention.potentials import (
     BernoulliUnits,
     DistanceLogSumExp,
@@ -89,5 +89,5 @@ if __name__ == "__main__":
     for name, (_, ends) in found.items():
         print(name, "no lower bound" if ends is None else [[round(x, 3) for x in end] for end in ends.tolist()])
     title = f"|z|^2/2 - Phi(z) over four keys in the plane, beta {BETA:g}"
-    figure = landscape_figure(found, KEYS, reach=REACH, title=title)
+    figure = panels_figure(found, KEYS, reach=REACH, title=title)
     figure.savefig(Path(__file__).parent / "landscapes.png")

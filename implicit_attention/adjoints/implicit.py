@@ -40,7 +40,12 @@ from .vmapped import VmappedProblem
 
 @dataclasses.dataclass(frozen=True)
 class Implicit(Adjoint):
-    """dL/dt = (df/dt)^T u with (I - J)^T u = dL/dz: exact at a solution, whatever way led there.
+    r"""The gradient of the solution itself: exact, whatever way led there.
+
+    ```math
+    \frac{dL}{dt} = \left( \frac{\partial f}{\partial t} \right)^\top u, \qquad
+    (I - J)^\top u = \frac{\partial L}{\partial z}, \qquad J = \frac{\partial f}{\partial z}
+    ```
 
     Args:
         linear_solver: method for the linear system: `CG()`, `MINRES()`, `GMRES()` or `Neumann()` with their tolerances,

@@ -36,7 +36,7 @@ from ..potentials.scored_keys import ScoredKeys
 from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
 from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
-from ..status import Status
+from ..status import OF_ATTENTION, Status, advice
 from . import short
 from .call import Attended, Call
 from .heads import group_size, split_groups
@@ -46,7 +46,7 @@ from .read_out import made_by, read_out, reads_out
 
 def report_from_graph(record: Record, options: SolveOptions, site: Site | None = None) -> SolveReport:
     """The report of a solve in a compiled graph, at which the host has not looked; warns if a problem failed."""
-    on_failure, remedies = options.on_failure, options.effective_solver.remedies
+    on_failure, remedies = options.on_failure, advice(options.effective_solver.remedies, f"attention: {OF_ATTENTION}")
     told: Any = "warn" if on_failure == "raise" else on_failure
     if isinstance(told, FailurePolicy) and told.over == "raise":
         # A call that was given another policy is in the graph; the attribute of a layer does not raise.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,6 +22,57 @@ from .read_out import PotentialFactory
 _DEFAULTS = SolveOptions()
 
 
+@overload
+def equilibrium_attention(
+    query: Float[Tensor, "*q N D"],
+    key: Float[Tensor, "*k M D"],
+    value: Float[Tensor, "*v M E"],
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    anchor: float | Tensor = ...,
+    query_offset: int = ...,
+    potential: PotentialFactory = ...,
+    return_solution: Literal[False] = ...,
+    **options: Unpack[SolveKeywords],
+) -> Tensor: ...
+@overload
+def equilibrium_attention(
+    query: Float[Tensor, "*q N D"],
+    key: Float[Tensor, "*k M D"],
+    value: Float[Tensor, "*v M E"],
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    anchor: float | Tensor = ...,
+    query_offset: int = ...,
+    potential: PotentialFactory = ...,
+    return_solution: Literal[True],
+    **options: Unpack[SolveKeywords],
+) -> tuple[Tensor, Solution]: ...
+@overload
+def equilibrium_attention(
+    query: Float[Tensor, "*q N D"],
+    key: Float[Tensor, "*k M D"],
+    value: Float[Tensor, "*v M E"],
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    anchor: float | Tensor = ...,
+    query_offset: int = ...,
+    potential: PotentialFactory = ...,
+    return_solution: bool,
+    **options: Unpack[SolveKeywords],
+) -> Tensor | tuple[Tensor, Solution]: ...
 def equilibrium_attention(
     query: Float[Tensor, "*q N D"],
     key: Float[Tensor, "*k M D"],
@@ -36,11 +89,17 @@ def equilibrium_attention(
     return_solution: bool = False,
     **options: Unpack[SolveKeywords],
 ) -> Tensor | tuple[Tensor, Solution]:
-    """Softmax attention whose queries first settle into the equilibrium of their energy over the keys.
+    r"""Softmax attention whose queries first settle into the equilibrium of their energy over the keys.
 
-    z = anchor query + (1 - anchor) softmax(scale z key^T + attn_mask) key, solved for every query on its own, then
-    output = softmax(scale z key^T + attn_mask) value. Arguments up to `enable_gqa` mean what they mean in
-    `torch.nn.functional.scaled_dot_product_attention`; `max_steps=0` is that function.
+    ```math
+    \begin{align*}
+    z &= a\,q + (1 - a)\, \operatorname{softmax}(\text{scale} \cdot z K^\top + \text{mask})\, K \\
+    \text{output} &= \operatorname{softmax}(\text{scale} \cdot z K^\top + \text{mask})\, V
+    \end{align*}
+    ```
+
+    The first is solved for every query q on its own, with a the anchor. Arguments up to `enable_gqa` mean what they
+    mean in `torch.nn.functional.scaled_dot_product_attention`; `max_steps=0` is that function.
 
     Args:
         query: (*batch, N, D), or (*batch, H, N, D) with `enable_gqa`.

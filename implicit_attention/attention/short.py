@@ -33,6 +33,7 @@ from ..ops.fold import Fold
 from ..options import SolveKeywords, SolveOptions
 from ..solution import AdjointReport, Solution
 from ..solvers import Anderson, Picard, Solver
+from ..status import OF_ATTENTION, advice
 from .read_out import LINE, read_out
 
 
@@ -42,6 +43,7 @@ def untouched() -> bool:
     return own and unobserved()
 
 
+_ADVICE = functools.partial(advice, to_contract=OF_ATTENTION)
 # Rows of so many numbers are aligned in any precision.
 WIDTH = 4
 
@@ -150,7 +152,7 @@ def solved(
         return None
     failed = found.failed > 0
     energy = functools.partial(_energy, problem)
-    solution = concluded(found.outcome, plan.solver, Implicit(), found.report, energy, failed=failed)
+    solution = concluded(found.outcome, plan.solver, Implicit(), found.report, energy, failed=failed, advice=_ADVICE)
     state, pairs = solution.value, problem.pairs
     if values is None:
         return state, solution

@@ -8,7 +8,15 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from .errors import InputError
-from .settings import CharactersSettings, CompareSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
+from .settings import (
+    CharactersSettings,
+    CompareSettings,
+    InpaintSettings,
+    LandscapeSettings,
+    MagnetizeSettings,
+    MazeSettings,
+    Settings,
+)
 
 commands = typer.Typer(
     name="implicit-attention", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -52,6 +60,7 @@ def _add_command(settings: type[Settings], to: typer.Typer = commands) -> None:
 
 _add_command(CompareSettings)
 _add_command(MagnetizeSettings)
+_add_command(LandscapeSettings)
 _add_command(MazeSettings)
 
 train = typer.Typer(name="train", no_args_is_help=True, help="Train an Energy Transformer on data that is installed.")

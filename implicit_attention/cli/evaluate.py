@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from .. import Solution, Status, solve
 from ..adjoints import Implicit
+from ..comparison import median
+from ..comparison import summary as reached
 from ..diagnostics import distinct_fixed_points, smallest_curvature
 from ..energies import Energy
 from ..linear import CG
@@ -29,7 +30,6 @@ SAME = 1e-2
 #: Curvature below which a point is a saddle; what is nearer to 0 is within the error of an iterated state.
 NEGATIVE = -1e-4
 LANCZOS_STEPS = 20
-STATUS_NAMES = {int(status): status.name for status in Status}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,34 +119,19 @@ def _reached(task: Task, energy: Energy, solution: Solution) -> dict[str, Any]:
     all_errors = relative_error(z, sample.targets)
 
     def summary(part: slice) -> dict[str, Any]:
-        evaluations, residual, error = solution.num_evals[part].double(), solution.residual[part], all_errors[part]
-        known, reached = error[error.isfinite()], residual.double()[residual.isfinite()]
+        error = all_errors[part]
+        known = error[error.isfinite()]
         return {
             "queries": len(error),
-            "evaluations_median": _median(evaluations),
-            "evaluations_max": float(evaluations.max()),
-            "residual_median": _median(reached) if len(reached) else None,
-            "residual_max": float(reached.max()) if len(reached) else None,
-            "converged": float(converged[part].double().mean()),
-            "saddles": int(saddle[part].sum()),
+            **reached(solution, converged, saddle, part),
             "distinct_fixed_points": int(distinct_fixed_points(state[part][converged[part]], rtol=SAME)),
             "other_fixed_point": int(other[part].sum()),
             "retrieval_error_mean": float(known.mean()) if len(known) else None,
-            "retrieval_error_median": _median(error),
+            "retrieval_error_median": median(error),
             "retrieval_rate": float((error < SUCCESS).double().mean()),
-            "status": status_counts(solution.status[part]),
         }
 
     return {**summary(slice(None)), "tasks": dict(zip(TASKS, map(summary, sample.parts), strict=True))}
-
-
-def status_counts(status: Tensor) -> dict[str, int]:
-    """How many problems ended with which status, by its name."""
-    return {STATUS_NAMES[code]: count for code, count in sorted(Counter(status.flatten().tolist()).items())}
-
-
-def _median(values: Tensor) -> float:
-    return float(values.sort().values[(len(values) - 1) // 2])
 
 
 def _cost(contender: Contender, task: Task, solver: Solver, repeats: int, max_seconds: float) -> dict[str, Any]:

@@ -25,13 +25,13 @@ SHAPES = (
 LARGEST_SWEEP = 1000
 
 
-def load_patterns(path: Path) -> Tensor:
-    """A user's patterns, (count, D) as float64.
+def load_patterns(path: Path, option: str = "--data") -> Tensor:
+    """A user's patterns, (count, D) as float64, as `option` names them.
 
     Raises:
         InputError: a file that is missing, of another kind, or holds something else than one real (count, D) array.
     """
-    name = f"`--data` {path.name}"
+    name = f"`{option}` {path.name}"
     (array,) = _read(name, path, (".npy", ".npz", ".pt"), _only, "save numbers with numpy.save or torch.save(tensor)")
     if array.ndim != 2 or array.shape[1] == 0:
         raise InputError(

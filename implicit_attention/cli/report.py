@@ -19,10 +19,10 @@ from ..plotting import (
     configuration_figure,
     convergence_figure,
     driven_figure,
-    phase_figure,
     rates_figure,
     retrieval_figure,
 )
+from ..spins.sweep import PANELS, Sweep
 from .compare import DRAWS, Comparison
 from .contenders import STEP_SIZE, STOP
 from .data import TASKS
@@ -34,17 +34,12 @@ from .settings import REFERENCES, SAMPLER
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ..spins import SpinSystem
     from .digits import Completions, Digits
     from .magnetize import Magnetization
 
 #: Queries of a task, and samples of a batch, that are drawn.
 SHOWN_QUERIES, SHOWN_SAMPLES = 5, 10
-PANELS = {
-    "mean_length": "mean of |m_i|/R",
-    "largest_susceptibility": "largest eigenvalue of chi",
-    "heat_capacity": "heat capacity C",
-    "entropy_production": "entropy production per step",
-}
 #: Digits of a number in a list with one for every spin, so that a file of many spins stays small.
 DIGITS = 8
 PACKAGES = ("implicit_attention", "torch", "numpy", "torchdeq", "scikit-learn")
@@ -248,7 +243,19 @@ def _spins_figure(result: Magnetization) -> Figure:
         what += f", beta {float(torch.as_tensor(system.beta, dtype=torch.float64).flatten()[0]):g}"
     elif count < samples:
         what += f", the first {count} of {samples} samples"
-    return configuration_figure(shown, radius=system.radius, columns=columns, title=f"Field and magnetizations\n{what}")
+    title = f"Field and magnetizations\n{what}"
+    return configuration_figure(shown, radius=system.radius, couplings=_graph(system), columns=columns, title=title)
+
+
+def _graph(system: SpinSystem) -> Tensor:
+    """Which pairs are coupled in any of the samples, (N, N)."""
+    n = system.num_sites
+    if system.low_rank:
+        return torch.ones(n, n)
+    linked = system.couplings.detach() != 0
+    if system.pair_axes == 4:
+        linked = linked.any(-1).any(-1)
+    return linked.reshape(-1, n, n).any(0)
 
 
 def _digits_figure(result: Magnetization, digits: Digits) -> Figure:
@@ -294,17 +301,10 @@ def _phase_figure(result: Magnetization, betas: Tensor) -> Figure:
     curves, failed = {}, {}
     for row in result.sweep:
         if "failed" in row:
-            lists = {name: torch.tensor(row[name], dtype=torch.float64) for name in PANELS if name in row}
-            curves[row["method"]] = {name: value.reshape(len(betas), -1).mean(-1) for name, value in lists.items()}
-            failed[row["method"]] = torch.tensor(row["failed"]).reshape(len(betas), -1).any(-1)
-    drawn = {name: label for name, label in PANELS.items() if any(name in curve for curve in curves.values())}
+            drawn = (name for name in PANELS if name in row)
+            curves[row["method"]] = {name: torch.tensor(row[name], dtype=torch.float64) for name in drawn}
+            failed[row["method"]] = torch.tensor(row["failed"])
     samples = result.system.batch.numel()
     several = f": mean of {samples} systems, where all have an answer" if samples > 1 else ""
-    return phase_figure(
-        betas,
-        curves,
-        panels=drawn or {"mean_length": PANELS["mean_length"]},
-        failed=failed,
-        exact=[name for name in REFERENCES if name in curves],
-        title=f"{result.settings.source} against inverse temperature{several}",
-    )
+    title = f"{result.settings.source} against inverse temperature{several}"
+    return Sweep(betas, curves, failed).plot(exact=[name for name in REFERENCES if name in curves], title=title)

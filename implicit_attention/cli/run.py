@@ -8,7 +8,7 @@ from typing import Any
 from . import report, table
 from .errors import require_modules, writable
 from .progress import Progress, make_console
-from .settings import CharactersSettings, InpaintSettings, MagnetizeSettings, MazeSettings, Settings
+from .settings import CharactersSettings, InpaintSettings, LandscapeSettings, MagnetizeSettings, MazeSettings, Settings
 
 
 def run(settings: Settings) -> None:
@@ -17,6 +17,11 @@ def run(settings: Settings) -> None:
     Raises:
         InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
     """
+    if isinstance(settings, LandscapeSettings):
+        require_modules("rich", "matplotlib")
+        from . import landscape
+
+        return landscape.run(settings)
     if isinstance(settings, MazeSettings):
         require_modules("rich", *(() if settings.gif is None else ("matplotlib",)))
         from . import maze

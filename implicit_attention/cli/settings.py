@@ -250,4 +250,34 @@ class CharactersSettings(_TrainSettings):
     out: Annotated[Path, Option(help="Folder for metrics.json and checkpoint.pt.")] = Path("characters")
 
 
-Settings: TypeAlias = CompareSettings | MagnetizeSettings | MazeSettings | InpaintSettings | CharactersSettings
+@dataclasses.dataclass(frozen=True)
+class LandscapeSettings:
+    """Look at energies of attention in the plane: contours, where steps lead, which fixed points there are.
+
+    Seventeen scenes, from one step of softmax attention to basins of every solver, each a picture with a sentence, its
+    numbers and a description. Without a file: six patterns.
+    """
+
+    command: ClassVar[str] = "landscape"
+
+    patterns: Annotated[
+        Path | None,
+        Option(help="Your stored patterns, .npy, .npz or .pt of shape (M, 2).", show_default="six patterns"),
+    ] = None
+    seed: Annotated[int, seed_option("five of the eight queries, and of the maps")] = 0
+    beta: Annotated[
+        float | None,
+        Option(
+            help="Inverse temperature, > 0, of most scenes; the others have .2 to 10 times of it.",
+            show_default="1/sqrt 2; for your patterns by their size",
+        ),
+    ] = None
+    out: Annotated[Path, Option(help="Folder for landscape.json and the pictures.")] = Path("landscape")
+    html: Annotated[bool, Option("--html", help="Write everything as one page, index.html, too.")] = False
+    animate: Annotated[bool, Option("--animate", help="Write the descent as an animated GIF, too.")] = False
+    quick: Annotated[bool, Option("--quick", help="Four scenes.")] = False
+
+
+Settings: TypeAlias = (
+    CompareSettings | MagnetizeSettings | LandscapeSettings | MazeSettings | InpaintSettings | CharactersSettings
+)

@@ -10,24 +10,23 @@ import torch
 from torch import Tensor
 
 from .. import spins
-from ..linear import Eigenvalue, extreme_eigenvalues
+from ..comparison import status_counts
 from ..solution import SolveReport
 from ..spins import (
     Approximation,
     DrivenPath,
     SpinSystem,
-    StationaryState,
-    Thermodynamics,
     drive,
-    stationary_state,
     thermodynamics,
 )
 from ..spins.dynamics import DynamicalMethod
 from ..spins.exact import LARGEST as LARGEST_CHAIN
 from ..spins.exact import stationary_law
 from ..spins.sampling import Samples, heat_bath, synchronous
+from ..spins.sweep import SCALARS as SCALARS
+from ..spins.sweep import at_all as at_all
+from ..spins.sweep import failed_of, mean_length, solved
 from ..status import Status
-from .evaluate import status_counts
 from .measure import error_row, median_times
 from .settings import CHAIN, SAMPLER, SYNCHRONOUS
 
@@ -37,9 +36,6 @@ LARGEST_ENUMERATION = 2**22
 UPDATES, VECTOR_UPDATES, QUICK_UPDATES = 20_000, 5_000, 2_000
 CHAINS = 100
 CPU = torch.device("cpu")
-#: Rows of a susceptibility that is computed as a matrix; a larger one is asked LANCZOS_STEPS times.
-DENSE, LANCZOS_STEPS = 64, 30
-SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
 Parts: TypeAlias = Callable[[int, int], None]
 
 
@@ -214,44 +210,24 @@ def evaluate(
         elif isinstance(entry.method, Sampler):
             found = entry.method.answer(system, seed, quick, progress)
         else:
-            solved, numbers = _solved(entry.method, system)
+            state, numbers = solved(entry.method, system)
             row = {name: number.tolist() for name, number in numbers.items()}
-            found = Answer(row | evidence_of(solved.report), solved.magnetization.detach())
+            found = Answer(row | evidence_of(state.report), state.magnetization.detach())
         m = found.magnetization
         return found if m is None else found._replace(row=found.row | {"mean_length": mean_length(m, system).tolist()})
 
     return _timed(entry.name, answer, 0.0 if isinstance(entry.method, Sampler) else max_seconds)
 
 
-def _solved(method: Approximation, system: SpinSystem) -> tuple[Thermodynamics | StationaryState, dict[str, Tensor]]:
-    """What an approximation found, and its numbers (*batch): of an equilibrium, or of synchronous dynamics."""
-    if isinstance(method, DynamicalMethod):
-        state = stationary_state(system, method, check="stability", on_failure="ignore")
-        return state, {"entropy_production": state.entropy_production}
-    found = thermodynamics(system, method, on_failure="ignore")
-    return found, {name: getattr(found, name) for name in SCALARS}
-
-
 def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
-    """Everything against beta, lists of (K, *batch), from one batch of all temperatures.
-
-    Numbers are NaN where a solve failed or ended on a saddle.
-    """
-    many = at_all(system, betas)
+    """What `spins.sweep` says of one method, lists of (K, *batch)."""
 
     def answer() -> Answer:
         assert isinstance(entry.method, Approximation)
-        found, numbers = _solved(entry.method, many)
-        numbers["mean_length"] = mean_length(found.magnetization, system)
-        if isinstance(found, Thermodynamics):
-            largest = largest_susceptibility(found)
-            numbers |= {"largest_susceptibility": largest.value, "largest_susceptibility_error": largest.error_bound}
-        # Read after the susceptibility, whose linear solves are evidence as well.
-        evidence = evidence_of(found.report)
-        # What is no minimum, or does not come back, is a solution but no state of the system.
-        failed = torch.as_tensor(evidence["failed"]) | (found.report.status == Status.UNSTABLE)
-        row = {"status": evidence["status"], "failed": failed.tolist()}
-        return Answer(row | {name: value.masked_fill(failed, torch.nan).tolist() for name, value in numbers.items()})
+        found = spins.sweep(system, {entry.name: entry.method}, beta=betas)
+        numbers = {quantity: values.tolist() for quantity, values in found.curves[entry.name].items()}
+        status = status_counts(found.reports[entry.name].status)
+        return Answer({"status": status, "failed": found.failed[entry.name].tolist()} | numbers)
 
     return _timed(entry.name, answer, max_seconds=0.0).row
 
@@ -281,48 +257,15 @@ def driven(entry: Entry, system: SpinSystem, fields: Tensor) -> tuple[dict[str, 
     return _timed(entry.name, answer, max_seconds=0.0).row, path
 
 
-def largest_susceptibility(found: Thermodynamics) -> Eigenvalue:
-    """The largest eigenvalue of chi, (*batch): of the matrix if it is small, else by Lanczos on its products."""
-    shape = found.magnetization.shape
-    size = shape[-2] * shape[-1]
-    if size <= DENSE:
-        chi = found.susceptibility().detach().reshape(*shape[:-2], size, size)
-        known = chi.isfinite().all(-1).all(-1)
-        values = torch.linalg.eigvalsh(torch.where(known[..., None, None], chi, 0.0))[..., -1]
-        return Eigenvalue(values.masked_fill(~known, torch.nan), torch.zeros_like(values))
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(size, generator=generator, dtype=torch.float64).to(found.magnetization)
-
-    def product(v: Tensor) -> Tensor:
-        return found.susceptibility_product(v.reshape(shape)).detach().reshape(v.shape)
-
-    return extreme_eigenvalues(product, start.expand(*shape[:-2], -1), LANCZOS_STEPS)[1]
-
-
-def at_all(system: SpinSystem, betas: Tensor) -> SpinSystem:
-    """The system at every one of K temperatures: a batch (K, *batch)."""
-    shape = (len(betas), *system.field.shape)
-    beta = betas.reshape(-1, *(1,) * len(system.batch)).expand(len(betas), *system.batch)
-    return system.at(system.field.expand(shape), system.couplings, beta)
-
-
-def mean_length(m: Tensor, system: SpinSystem) -> Tensor:
-    """The mean over sites of |m_i|/R, (*batch)."""
-    lengths: Tensor = torch.linalg.vector_norm(m.detach(), dim=-1)
-    return lengths.mean(-1) / system.radius
-
-
 def evidence_of(report: SolveReport) -> dict[str, Any]:
     """Counts by status, which samples failed, the largest residual that is a number, and the numbers of steps.
 
     A sample failed where its solve did, or a linear solve behind one of its derivatives.
     """
-    response = report.adjoint.failed
-    failed = report.failed if response is None else report.failed | response.reshape(report.failed.shape)
     residual, steps = report.residual[report.residual.isfinite()], report.num_steps.flatten()
     return {
         "status": status_counts(report.status),
-        "failed": failed.tolist(),
+        "failed": failed_of(report).tolist(),
         "residual_max": float(residual.max()) if residual.numel() else None,
         "steps_median": float(steps.double().median()) if steps.numel() else None,
         "steps_max": int(steps.max()) if steps.numel() else None,

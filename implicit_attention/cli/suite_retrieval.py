@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import LogSumExp, solve
+from ..comparison import status_counts
 from ..solvers import Anderson
 from .bounds import (
     at_ratio,
@@ -27,7 +28,7 @@ from .bounds import (
 from .compare import load
 from .contenders import STOP
 from .data import TASKS, Sample, draw
-from .evaluate import SUCCESS, status_counts
+from .evaluate import SUCCESS
 from .potentials import POTENTIALS, choice, energy_of
 from .progress import Progress
 from .retrieval import FACTORS, nearest, retrieved

@@ -100,11 +100,17 @@ class Anchored(Fielded):
 
 
 class AnchoredEnergy(Anchored, Energy):
-    """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor) Phi(z), per query x, or per sample of tokens x.
+    r"""The energy of a state in a potential Phi, per query x, or per sample of tokens x; with a the anchor:
 
-    f(z) = anchor x + (1 - anchor) mean(z); Hess E v = v - (1 - anchor) Cov(z) v. With anchor = 0 the energy is that of
-    an associative memory and x is only where one starts; with anchor > 0 every query keeps an equilibrium of its own,
-    to which gradients flow.
+    ```math
+    \begin{align*}
+    E(z) &= \tfrac12 |z|^2 - a\,\langle x, z\rangle - (1 - a)\,\Phi(z) \\
+    f(z) &= a\,x + (1 - a)\,\nabla\Phi(z), \qquad \nabla^2 E = I - (1 - a)\,\nabla^2\Phi
+    \end{align*}
+    ```
+
+    where code says `mean` for the gradient of Phi. With anchor = 0 the energy is that of an associative memory and x is
+    only where one starts; with anchor > 0 every query keeps an equilibrium of its own, to which gradients flow.
 
     Args:
         potential: Phi, a log-partition potential such as `LogSumExp(keys, beta)`, or a sum of several. Its `event_ndim`
@@ -179,6 +185,11 @@ class AnchoredEnergy(Anchored, Energy):
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
         return super().knows_own and self.potential.knows_own
+
+    @property
+    def if_bottomless(self) -> str:  # type: ignore[override]
+        """Of this library's potentials the bound is known, and those that have none were refused at the door."""
+        return "" if self.knows_own else super().if_bottomless
 
     def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
         """E(z), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""

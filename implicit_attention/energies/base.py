@@ -29,6 +29,11 @@ class Energy(Problem, general=True):
 
     symmetric = True
     has_energy = True
+    if_bottomless = "check that E has a lower bound"
+
+    @property
+    def to_contract(self) -> str:
+        return super().to_contract or "scale E down"
 
     def gradient(self, z: Tensor) -> Tensor:
         """Grad E(z), of z's shape."""

@@ -64,6 +64,7 @@ class Epanechnikov(Energy):
     event_ndim = 1
     plain_steps_descend = True
     steps_rescaled = True
+    if_bottomless = ""
     if_outside = "no key is within sqrt(2/beta) of the state, which stays: lower beta, or start nearer to the keys"
 
     def __init__(

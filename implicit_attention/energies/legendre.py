@@ -59,7 +59,11 @@ class _Activated(Problem, general=True):
 
 
 class LegendreEnergy(_Activated, Fielded):
-    """E(x) = L*(g) - <b, g> - Phi(g) with g = grad L(x), the layer norm of x: the equilibrium Energy Transformer.
+    r"""The energy of the equilibrium Energy Transformer, with g the layer norm of x.
+
+    ```math
+    E(x) = L^*(g) - \langle b, g \rangle - \Phi(g), \qquad g = \nabla L(x)
+    ```
 
     f(x) = b + mean(g), with the mean of Phi: fixed points are x = b + grad Phi(LN(x)). With M = Hess L(x),
     grad E(x) = M (x - f(x)), so that the residual is a gradient in the metric M; df/dx = Hess Phi(g) M, whose

@@ -13,7 +13,12 @@ from .anchored import Anchored, AnchoredEnergy
 
 
 class SelfAttentionEnergy(AnchoredEnergy):
-    """E(X) = |X|^2/2 - anchor <X0, X> - (1 - anchor) weight Phi(X): attention whose keys move with its queries.
+    r"""The energy of attention whose keys move with its queries; with a the anchor and w the weight:
+
+    ```math
+    E(X) = \tfrac12 |X|^2 - a\,\langle X_0, X\rangle - (1 - a)\, w\, \Phi(X), \qquad
+    \Phi(X) = \frac1\beta \sum_i \log \sum_j e^{\beta \langle x_i, x_j \rangle + \text{bias}_{ij}}
+    ```
 
     Short for `AnchoredEnergy(weight * SelfAttention(beta), field, anchor)`. Phi has the gradient P X + P^T X with
     P = softmax(beta X X^T + bias), so f(X) = anchor X0 + (1 - anchor) weight (P X + P^T X), and with weight 1 and

@@ -96,6 +96,7 @@ class ImplicitMultiheadAttention(HostAttention):
     bias_v: Tensor | None
     out_proj: nn.Linear
     beta: nn.Module
+    _original: tuple[nn.MultiheadAttention] | None = None
 
     def __init__(
         self,
@@ -148,6 +149,8 @@ class ImplicitMultiheadAttention(HostAttention):
             raise ValueError(_validate.message("mha", "be a plain nn.MultiheadAttention", f"one with {reason}"))
         made = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta")
         made._take(mha, **options)
+        # In a tuple: what stands in the place of `mha` holds it as no part.
+        made._original = (mha,)
         return made.train(mha.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
@@ -250,6 +253,15 @@ class ImplicitMultiheadAttention(HostAttention):
 
     # Parts.
 
+    def _given_back(self) -> nn.MultiheadAttention:
+        """The module that this one was made from, with the parameters and the mode of this one."""
+        assert self._original is not None
+        (theirs,) = self._original
+        for name in (*_PARAMETERS, "out_proj"):
+            # Moved or loaded since, a parameter may be another object.
+            setattr(theirs, name, getattr(self, name))
+        return theirs.train(self.training)
+
     def _take(
         self, theirs: nn.MultiheadAttention, anchor: Scalar = "learned", beta: Scalar | None = "learned", **options: Any
     ) -> None:
@@ -349,12 +361,64 @@ def replace_attention(
     return {name: replacements[part] for name, part in found.items()}
 
 
+def restore_attention(module: nn.Module) -> dict[str, nn.MultiheadAttention]:
+    """Put every `nn.MultiheadAttention` that `replace_attention` took out of a model back into its place.
+
+    The modules are the same objects that they were, with the parameters that the model has now: what was trained, moved
+    or loaded meanwhile stays. The keys of the state dict and the bits of the answers are those of a model that was
+    never replaced. Learned anchors and betas are lost; `ImplicitMultiheadAttention.to_torch` keeps a beta.
+
+    Args:
+        module: a model that holds modules which `replace_attention`, or `from_torch`, has made.
+
+    Returns:
+        {qualified name: `nn.MultiheadAttention`}.
+
+    Raises:
+        TypeError: no nn.Module.
+        ValueError: a model without such modules, one that is one itself, or one that holds some with hooks, which would
+            be lost. Nothing is restored then.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from implicit_attention.integrations.multihead import replace_attention, restore_attention
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+        >>> first = encoder.layers[0].self_attn
+        >>> _ = replace_attention(encoder, anchor=0.9)
+        >>> list(restore_attention(encoder)), encoder.layers[0].self_attn is first
+        (['layers.0.self_attn', 'layers.1.self_attn'], True)
+
+    Not for an `ImplicitMultiheadAttention` that was made as such, which nothing stood in the place of: such modules
+    stay as they are.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(_validate.message("module", "be an nn.Module", type(module).__name__))
+    modules = module.named_modules(remove_duplicate=False)
+    found = {name: part for name, part in modules if isinstance(part, ImplicitMultiheadAttention) and part._original}
+    received = f"{type(module).__name__} without any"
+    _validate.require(bool(found), "module", "hold attention that replace_attention has replaced", received)
+    remedy = "it cannot be replaced in place: restore the model that holds it"
+    _validate.require("" not in found, "module", "hold the attention to restore", type(module).__name__, remedy)
+    hooked = ", ".join(f"`{name}`" for name, part in found.items() if _has_hooks(part))
+    remedy = "remove them, and register them afterwards"
+    _validate.require(not hooked, "module", "have no hooks on what is restored", f"some on {hooked}", remedy)
+    originals = {part: part._given_back() for part in dict.fromkeys(found.values())}
+    for name, part in found.items():
+        module.set_submodule(name, originals[part])
+    return {name: originals[part] for name, part in found.items()}
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
 def _peculiarity(mha: nn.MultiheadAttention) -> str:
     """What would be lost if this module were replaced; empty if nothing would be."""
     if type(mha).forward is not nn.MultiheadAttention.forward:
         return f"a forward of its own ({type(mha).__name__})"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(mha, name) for name in hooks):
+    if _has_hooks(mha):
         return "hooks, which would be lost; register them afterwards"
     others = {name for name, _ in mha.named_parameters()} - {*_PARAMETERS, "out_proj.weight", "out_proj.bias"}
     return f"other parameters ({', '.join(sorted(others))})" if others else ""

@@ -1,16 +1,26 @@
 """Modules: projections around an energy, solved by `solve`, and blocks that are iterated until they settle."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .attention import ImplicitAttention
 from .block import Equilibrium
 from .cache import KeyValueCache
 from .contractive import contractive
-from .memory import AttentionPooling, MemoryLookup
+from .memory import MemoryLookup
+from .pooling import AttentionPooling
 from .projections import Rotary
 from .tie import tie
 from .transformer import EquilibriumTransformer
+
+if TYPE_CHECKING:
+    from .causal_tokens import solve_in_order
+    from .distillation import distill_correction
+    from .energy_layer_norm import EnergyLayerNorm
+    from .energy_transformer import EnergyTransformer
+    from .mean_field import MeanFieldAttention
+    from .spin import SpinAttention
+    from .spin_transformer import SpinTransformer, SpinTransformerBlock
 
 __all__ = [
     "ImplicitAttention",

@@ -25,14 +25,22 @@ from .sharding import head_shard, projected
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from .calls import AttentionCall
+
 Readout: TypeAlias = Literal["values", "state"]
 
 
 class ImplicitAttention(Remembering):
-    """Multi-head self- or cross-attention in which every query settles into an equilibrium before values are read.
+    r"""Multi-head self- or cross-attention in which every query settles into an equilibrium before values are read.
 
-    Per head, with q = W_q x, K = W_k context, V = W_v context:
-    z = anchor q + (1 - anchor) softmax(beta z K^T) K, output = W_o softmax(beta z K^T) V. With `max_steps=0` that is
+    ```math
+    \begin{align*}
+    z &= a\,q + (1 - a)\, \operatorname{softmax}(\beta z K^\top)\, K \\
+    \text{output} &= W_o \operatorname{softmax}(\beta z K^\top)\, V
+    \end{align*}
+    ```
+
+    Per head, with q = W_q x, K = W_k context, V = W_v context and a the anchor. With `max_steps=0` that is
     ordinary multi-head attention, with the same parameters.
 
     Tensor parallel: `parallelize_module(layer, mesh, layer.parallel_plan())` gives each process an equal part of the
@@ -89,6 +97,9 @@ class ImplicitAttention(Remembering):
     Not for heads that are projected already: use `equilibrium_attention`. Inside a model of another library use that
     library's module in `integrations`.
     """
+
+    if TYPE_CHECKING:
+        __call__: AttentionCall
 
     def __init__(
         self,

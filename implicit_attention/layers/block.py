@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall
 from .block_map import BlockMap, Draws, DrawsNumbers, Frame, Layout, check_leaf
 from .remembering import Remembering
+
+if TYPE_CHECKING:
+    from .calls import EquilibriumCall
 
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 Steps: TypeAlias = int | range | None
@@ -106,6 +109,9 @@ class Equilibrium(Remembering):
     Not for a function without parameters, or an energy: use `solve` with a `FixedPointMap`. Not for attention over
     fixed keys: use `ImplicitAttention`.
     """
+
+    if TYPE_CHECKING:
+        __call__: EquilibriumCall
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ class EnergyLayerNorm(nn.Module):
 
     Not for a gain per entry, with which layer norm is the gradient of no function: use `nn.LayerNorm`.
     """
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]
 
     def __init__(
         self,

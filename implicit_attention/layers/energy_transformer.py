@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from .projections import Fixed, LearnedBeta, Scalar, anchor_or_beta, per_head
 from .published_steps import PublishedSteps, published_solver, report_rise
 from .reference_weights import Layout, read_reference
 from .remembering import Remembering
+
+if TYPE_CHECKING:
+    from .calls import EnergyCall
 
 Mode: TypeAlias = Literal["equilibrium", "published"]
 Memory: TypeAlias = Literal["rectified", "softmax"] | PotentialFactory
@@ -113,6 +116,9 @@ class EnergyTransformer(Remembering):
 
     Not for attention that reads values: use `ImplicitAttention`. Not for any block of one's own: use `Equilibrium`.
     """
+
+    if TYPE_CHECKING:
+        __call__: EnergyCall
 
     def __init__(
         self,

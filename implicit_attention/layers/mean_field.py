@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from .mean_field_map import (
 from .projections import check_sizes
 from .remembering import Remembering
 from .sharding import check_whole
+
+if TYPE_CHECKING:
+    from .calls import MeanFieldCall
 
 Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
 Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None
@@ -116,6 +119,9 @@ class MeanFieldAttention(Remembering):
         >>> torch.allclose(linear(x), torch.linalg.solve(torch.eye(5) - couplings, x), atol=1e-4)
         True
     """
+
+    if TYPE_CHECKING:
+        __call__: MeanFieldCall
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Associative memories: stored patterns that are recalled, looked up, or asked by learned queries."""
+"""Associative memories: stored patterns that are recalled or looked up."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,13 @@ from ..attention.read_out import PotentialFactory
 from ..energies import AnchoredEnergy
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import DistanceLogSumExp, LogSumExp
-from ..solution import SolveReport
-from .attention import ImplicitAttention
+from ..potentials._clamped import Clamped, filled
 from .projections import LearnedAnchor, LearnedBeta, Scalar, anchor_or_beta
 from .remembering import Remembering
+from .temperature import separating_beta
 
-# With beta="auto" all other patterns together get this weight at a pattern that is closer to its neighbour than nine
-# out of ten are.
-LEAK = 1e-2
-CLOSE = 0.1
-# Patterns whose similarities are held at a time.
-BLOCK = 512
-# Distances |k - k'|^2/2 below this times eps |k|^2 are rounding (8 at most was measured).
-ROUNDING = 16.0
+if TYPE_CHECKING:
+    from .calls import LookupCall
 
 
 class MemoryLookup(Remembering):
@@ -90,6 +84,9 @@ class MemoryLookup(Remembering):
     patterns: Tensor
     targets: Tensor | None
     found_beta: Tensor
+
+    if TYPE_CHECKING:
+        __call__: LookupCall
 
     def __init__(
         self,
@@ -176,7 +173,7 @@ class MemoryLookup(Remembering):
             self.targets = torch.cat([targets] if self.targets is None else [self.targets, targets])
         self.patterns = torch.cat([self.patterns, patterns.to(self.patterns)])
         if self.auto:
-            self.found_beta = _separating_beta(self.patterns, self.similarity)
+            self.found_beta = separating_beta(self.patterns, self.similarity)
 
     def _checked_targets(self, patterns: Tensor, targets: Tensor | None) -> Tensor | None:
         """The targets to store with `patterns`: learned ones are the patterns by default."""
@@ -210,20 +207,61 @@ class MemoryLookup(Remembering):
         if self.auto:
             self.found_beta = torch.ones_like(self.found_beta)
 
-    def retrieve(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
+    def retrieve(
+        self,
+        queries: Tensor,
+        *,
+        known: Tensor | None = None,
+        clamp: bool = True,
+        return_solution: bool = False,
+        **options: Unpack[SolveKeywords],
+    ) -> Any:
         """The patterns that the queries (*batch, N, dim) belong to: the equilibria z, of that shape.
+
+        Of queries with unknown entries the solve starts at the known ones and what patterns that are near there say of
+        the others, sum_j p_j k_j with p = softmax(-beta |P (query - k_j)|^2/2), where P projects on the known entries.
+        Then z is `query` on known entries and softmax(beta s(z, k)) K on the others, whatever the anchor. With
+        clamp=False that start takes the place of the query: known entries that are noisy settle, too.
 
         Args:
             queries: (*batch, N, dim).
+            known: boolean, broadcasts to the queries; True = the entry is known. Others are not read, and may be NaN.
+                A query of which nothing is known starts at the mean of the patterns.
+            clamp: whether known entries stay as they are.
             return_solution: return (z, Solution).
             **options: replace the memory's for this call, see `SolveOptions`.
-        """
-        return self._ask(queries, None, return_solution, options)
 
-    def forward(self, queries: Tensor, *, return_solution: bool = False, **options: Unpack[SolveKeywords]) -> Any:
+        Raises:
+            TypeError, ValueError: queries or a mask that do not fit; `known` in a memory with `potential=`, whose
+                distance is not known.
+
+        Gradients: with `known`, to known entries (with clamp=False those that pass by the anchor alone), patterns and
+            beta, to any order.
+
+        Examples:
+            >>> import torch
+            >>> from implicit_attention import MemoryLookup
+            >>> memory, nan = MemoryLookup(4), torch.nan
+            >>> memory.store(torch.tensor([[1.0, 2, 3, 4], [4.0, 3, 2, 1], [1.0, 0, 0, 4]]))
+            >>> half = torch.tensor([[nan, nan, 3.0, 4.0], [nan, nan, 0.0, 4.0]])
+            >>> memory.retrieve(half, known=half.isfinite()).round(decimals=1) + 0.0
+            tensor([[1., 2., 3., 4.],
+                    [1., 0., 0., 4.]])
+        """
+        return self._ask(queries, None, return_solution, options, known, clamp)
+
+    def forward(
+        self,
+        queries: Tensor,
+        *,
+        known: Tensor | None = None,
+        clamp: bool = True,
+        return_solution: bool = False,
+        **options: Unpack[SolveKeywords],
+    ) -> Any:
         """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim). Arguments as in `retrieve`."""
         values = self.patterns if self.targets is None else self.targets
-        return self._ask(queries, values, return_solution, options)
+        return self._ask(queries, values, return_solution, options, known, clamp)
 
     def energy(self, queries: Tensor) -> Tensor:
         """E of every query (*batch, N, dim), (*batch, N): low near stored patterns, up to a constant.
@@ -236,22 +274,41 @@ class MemoryLookup(Remembering):
             beta, anchor = (t.to(queries.dtype) if isinstance(t, Tensor) else t for t in (self._beta(), self.anchor()))
             return AnchoredEnergy(self._factory()(keys, beta), queries, anchor).energy(queries)
 
-    def _ask(self, queries: Tensor, values: Tensor | None, return_solution: bool, options: SolveKeywords) -> Any:
+    def _ask(
+        self,
+        queries: Tensor,
+        values: Tensor | None,
+        return_solution: bool,
+        options: SolveKeywords,
+        known: Tensor | None,
+        clamp: bool,
+    ) -> Any:
         self._check_queries(queries)
+        asked, anchor, make = queries, self.anchor(), self._factory()
+        if known is not None:
+            self._check_known(known, queries)
+            asked = filled(queries, known, self.patterns, self._beta())
+            if clamp:
+                # No other patterns may pull at what is known, and no query at what is not.
+                make, anchor = _clamping(make, known.expand(asked.shape), asked), 0.0
         call = Call(
-            queries,
+            asked,
             self.patterns,
             values,
             self._beta(),
-            self.anchor(),
+            anchor,
             self.options.override(**options),
-            potential=self._factory(),
+            potential=make,
             return_solution=return_solution,
             site=self._site,
         )
         found = attend(call)
         self._remember(found.report)
-        return (found.output, found.solution) if return_solution else found.output
+        output, unread = found.output, self.anchor()
+        if isinstance(unread, Tensor) and anchor is not unread and unread.requires_grad:
+            # A parameter without any gradient stops distributed training.
+            output = output + 0 * unread.sum().to(output.dtype)
+        return (output, found.solution) if return_solution else output
 
     def _check_queries(self, queries: Tensor) -> None:
         _validate.check_float_tensor("queries", queries, min_ndim=2)
@@ -260,6 +317,18 @@ class MemoryLookup(Remembering):
         # Patterns that are spread over processes may all be elsewhere.
         fits = len(self.patterns) > 0 or self.potential is not None
         _validate.require(fits, "store", "be called before a memory is asked", "an empty memory")
+
+    def _check_known(self, known: Tensor, queries: Tensor) -> None:
+        if not isinstance(known, Tensor) or known.dtype != torch.bool:
+            received = known.dtype if isinstance(known, Tensor) else type(known).__name__
+            raise TypeError(
+                _validate.message("known", "be a boolean tensor", received, "True says that an entry is known")
+            )
+        _validate.check_same_kind([("queries", queries), ("known", known)])
+        _validate.check_broadcast("known", known.shape, queries.shape, "the shape of `queries`")
+        remedy = "fill the unknown entries yourself"
+        required = "be None with potential=, whose distances over known entries are not known"
+        _validate.require(self.potential is None, "known", required, f"shape {tuple(known.shape)}", remedy)
 
     def _beta(self) -> float | Tensor:
         found: float | Tensor = self.found_beta if self.beta is None else self.beta()
@@ -293,95 +362,10 @@ class MemoryLookup(Remembering):
         return ", ".join(parts + ([f"beta=auto ({float(self.found_beta):.3g})"] if self.auto else []))
 
 
-class AttentionPooling(nn.Module):
-    """A set of any size pooled by learned queries that settle into it: (*batch, M, dim) -> (*batch, queries, dim).
+def _clamping(make: PotentialFactory, known: Tensor, at: Tensor) -> PotentialFactory:
+    """Makes the potential that `make` does, with known entries held at those of `at`."""
 
-    The head of multiple-instance learning: what makes a bag positive may be one instance among many.
+    def made(keys: Tensor, beta: float | Tensor) -> Clamped:
+        return Clamped(make(keys, beta), known, at.to(keys.dtype))
 
-    Args:
-        dim: width of the output, and of the instances unless `context_dim` is given.
-        heads: number of heads.
-        queries: number of learned queries.
-        **attention: all other arguments of `ImplicitAttention`, except `causal` and `rotary`.
-
-    Raises:
-        ValueError: anchor=0 with a solve, where the learned queries would never get a gradient; causal or rotary, as a
-            set has no order.
-
-    Examples:
-        >>> import torch
-        >>> from implicit_attention import AttentionPooling
-        >>> pool, bags = AttentionPooling(16, heads=2, queries=3), torch.randn(4, 7, 16)
-        >>> pool(bags, key_mask=torch.arange(7) < 5).shape
-        torch.Size([4, 3, 16])
-
-    Not for sequences whose order matters: use `ImplicitAttention`.
-    """
-
-    def __init__(self, dim: int, heads: int, *, queries: int = 1, **attention: Any) -> None:
-        super().__init__()
-        queries = _validate.check_integer("queries", queries, low=1)
-        _check_no_order(attention.get("causal"))
-        rotary = attention.get("rotary")
-        _validate.require(rotary is None, "rotary", "be None in pooling: a set has no positions", rotary)
-        self.attention = ImplicitAttention(dim, heads, **attention)
-        _validate.require(
-            attention.get("anchor") != 0 or self.attention.options.explicit,
-            "anchor",
-            "be > 0 or 'learned' with learned queries, which get no gradient at 0",
-            0,
-        )
-        made = {"device": attention.get("device"), "dtype": attention.get("dtype")}
-        self.queries = nn.Parameter(torch.randn(queries, dim, **made))
-
-    @property
-    def last_solve(self) -> SolveReport | None:
-        """The `SolveReport` of the last call, as in `ImplicitAttention`."""
-        return self.attention.last_solve
-
-    def forward(self, x: Tensor, **call: Any) -> Any:
-        """Pool the instances x (*batch, M, dim) to (*batch, queries, dim).
-
-        Args:
-            x: the instances.
-            **call: arguments of `ImplicitAttention.forward`, except `context` (which is x), `positions`, `cache` and
-                `causal`. `key_mask` (*batch, M) says which instances exist.
-        """
-        _check_no_order(call.get("causal"))
-        _validate.check_float_tensor("x", x, min_ndim=2)
-        return self.attention(self.queries.expand(*x.shape[:-2], -1, -1), x, **call)
-
-
-def _check_no_order(causal: bool | None) -> None:
-    reason = "be False in pooling: a set has no order, and the first learned query would see one instance only"
-    _validate.require(not causal, "causal", reason, causal)
-
-
-def _separating_beta(patterns: Tensor, similarity: str) -> Tensor:
-    """The inverse temperature at which stored patterns recall themselves."""
-    # All copies of a pattern are one attractor.
-    distinct: Tensor = at_least_single(patterns).unique(dim=0)
-    gaps = torch.cat([_gaps(distinct, part, similarity) for part in torch.split(torch.arange(len(distinct)), BLOCK)])
-    gaps = gaps[gaps.isfinite()]
-    if gaps.numel() == 0:
-        return distinct.new_ones(())
-    # Not torch.quantile, which takes no more than 16 million numbers.
-    close = gaps.sort().values[int(CLOSE * (len(gaps) - 1))]
-    beta: Tensor = math.log(len(distinct) / LEAK) / close
-    return beta
-
-
-def _gaps(patterns: Tensor, rows: Tensor, similarity: str) -> Tensor:
-    """The lead of each of the patterns `rows` over its best rival in its own score, where it leads at all."""
-    rows = rows.to(patterns.device)
-    # Around the centre distances lose less in rounding.
-    points = patterns - patterns.mean(0) if similarity == "distance" else patterns
-    own = points[rows]
-    squares = own.square().sum(-1)
-    distances = torch.cdist(own, points).square() / 2
-    rivals = -distances if similarity == "distance" else own @ points.mT - squares[:, None]
-    # Rounding of a solve's scores, and of distances; patterns that are closer than this are one.
-    lost = torch.finfo(points.dtype).eps * (patterns[rows].square().sum(-1) + ROUNDING * squares)
-    rivals = rivals.masked_fill(distances <= lost[:, None], -torch.inf).scatter(-1, rows[:, None], -torch.inf)
-    gaps = -rivals.amax(-1)
-    return gaps[gaps > lost]
+    return made

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,9 @@ class Rotary(nn.Module):
 
     Not for queries and keys that a model has turned already, nor for heads of odd width.
     """
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]
 
     def __init__(self, base: float = 10000.0) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta, check_sizes
 from .remembering import Remembering
 from .sharding import check_whole
+
+if TYPE_CHECKING:
+    from .calls import SpinCall
 
 
 class SpinAttention(Remembering):
@@ -89,6 +92,9 @@ class SpinAttention(Remembering):
         >>> bool((layer(x, initial=state) - output).abs().max() < 1e-2), bool(layer.last_solve.num_evals.max() <= 2)
         (True, True)
     """
+
+    if TYPE_CHECKING:
+        __call__: SpinCall
 
     def __init__(
         self,

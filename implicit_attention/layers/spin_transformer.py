@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from ..failure_policy import located
 from ..solution import SolveReport
 from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
 from .spin import SpinAttention
+
+if TYPE_CHECKING:
+    from .calls import MeanFieldCall, SpinTransformerCall
 
 
 class SpinTransformerBlock(nn.Module):
@@ -76,6 +79,9 @@ class SpinTransformerBlock(nn.Module):
         >>> torch.allclose(alone(0.4 * x), 0.4 * x, atol=1e-6)
         True
     """
+
+    if TYPE_CHECKING:
+        __call__: MeanFieldCall
 
     def __init__(
         self,
@@ -246,6 +252,9 @@ class SpinTransformer(nn.Module):
         >>> bool((model(x, initial=states) - y).abs().max() < 1e-2)
         True
     """
+
+    if TYPE_CHECKING:
+        __call__: SpinTransformerCall
 
     def __init__(self, dim: int, heads: int, *, blocks: int, **options: Any) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from .attention import ImplicitAttention
 from .block import Equilibrium, Start, Steps
 from .projections import Rotary
 from .sharding import check_whole
+
+if TYPE_CHECKING:
+    from .calls import TransformerCall
 
 Injection: TypeAlias = Literal["add", "concat", "film"]
 Norm: TypeAlias = Literal["post", "pre"]
@@ -166,6 +169,9 @@ class EquilibriumTransformer(Equilibrium):
 
     Not for keys that do not move with the state: use `ImplicitAttention`. Not for a pretrained model: see `tie`.
     """
+
+    if TYPE_CHECKING:
+        __call__: TransformerCall  # type: ignore[assignment]
 
     def __init__(
         self,

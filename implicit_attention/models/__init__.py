@@ -1,7 +1,13 @@
 """Whole models around an `EnergyTransformer`: images, graphs, and checkpoints of their training."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import load_checkpoint, save_checkpoint
+    from .classifier import ImageClassifier
+    from .graph import NodeClassifier, laplacian_positions
+    from .image import ImageEnergyTransformer, scatter_mask
 
 __all__ = [
     "ImageEnergyTransformer",

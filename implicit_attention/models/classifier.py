@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from typing_extensions import Unpack
@@ -10,6 +10,9 @@ from typing_extensions import Unpack
 from .. import _validate
 from ..options import SolveKeywords
 from .image import ImageEnergyTransformer
+
+if TYPE_CHECKING:
+    from ..layers.calls import ClassifierCall
 
 
 class ImageClassifier(nn.Module):
@@ -45,6 +48,9 @@ class ImageClassifier(nn.Module):
 
     Not for a label of every patch: read `block.norm` of the tokens that `block` returns.
     """
+
+    if TYPE_CHECKING:
+        __call__: ClassifierCall
 
     def __init__(self, image_model: ImageEnergyTransformer, classes: int, hidden: int | None = None) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from .. import _validate
 from .._autograd import host_may_look_at_constant
 from ..layers import EnergyTransformer
 from ..options import SolveKeywords
+
+if TYPE_CHECKING:
+    from ..layers.calls import NodeCall
 
 
 class NodeClassifier(nn.Module):
@@ -58,6 +61,9 @@ class NodeClassifier(nn.Module):
 
     Not for graphs with many thousands of nodes: scores are dense, (N, N) for each head.
     """
+
+    if TYPE_CHECKING:
+        __call__: NodeCall
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -16,6 +16,9 @@ from .._autograd import at_least_single, host_may_look
 from ..layers import EnergyTransformer
 from ..layers.reference_weights import Layout, read_reference
 from ..options import SolveKeywords
+
+if TYPE_CHECKING:
+    from ..layers.calls import ImageCall
 
 
 class PatchEmbedding(nn.Module):
@@ -161,6 +164,9 @@ class ImageEnergyTransformer(nn.Module):
     Not for labels of images: use `ImageClassifier`, which may take over a trained model's parts.
     """
 
+    if TYPE_CHECKING:
+        __call__: ImageCall
+
     def __init__(
         self,
         image_size: int | tuple[int, int],
@@ -215,10 +221,11 @@ class ImageEnergyTransformer(nn.Module):
         """
         patches = self.patches(images)
         tokens = self.embedding(patches, checked_patches("masked", masked, patches), self.mask_token)
-        asked = {"return_energies": return_energies, "return_solution": return_solution}
-        if not any(asked.values()):
+        if not (return_energies or return_solution):
             return self._decoded(self.block(tokens, **options))
-        settled, *evidence = self.block(tokens, **asked, **options)
+        settled, *evidence = self.block(
+            tokens, return_energies=return_energies, return_solution=return_solution, **options
+        )
         return (self._decoded(settled), *evidence)
 
     def reconstruct(self, images: Tensor, masked: Tensor, **options: Unpack[SolveKeywords]) -> Tensor:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from ..solution import Trace
-from .style import COLORS, DASHES, MARKERS, add_legend, new_figure
+from .style import COLORS, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 #: How far below the tolerance residuals are told apart.
-BELOW = 1e-3
+BELOW = 1e-2
+#: Panels side by side.
+WRAP = 4
+#: Other methods, behind the one that a panel is about.
+BEHIND = "0.8"
 
 
 def convergence_figure(
@@ -26,18 +31,24 @@ def convergence_figure(
     tolerance: float | None = None,
     title: str = "Residual against map evaluations",
 ) -> Figure:
-    """Residual against map evaluations for several methods: the median problem with its quartiles, and the worst one.
+    """Residual against map evaluations, a panel for each method: the median problem, the quartiles, and the worst one.
 
-    Not for how a training run converges: plot losses and `SolveReport` fields with your own tools.
+    All panels have the same axes, and the worst problems of the other methods are drawn behind, in grey. With a
+    tolerance, a panel says from which number of evaluations on the median and the worst residual are at or below it.
+
+    Not for how a training run converges: use `training_figure`.
 
     Args:
         traces: by the name of the method, `Solution.trace` of `solve(..., trace=True)`. Problems whose residual is
             not finite are left out.
         tolerance: drawn as a horizontal line.
-        title: above the axes.
+        title: above the panels.
 
     Returns:
         A matplotlib `Figure`; save it with `figure.savefig(path)`.
+
+    Raises:
+        TypeError: a trace is None.
 
     Examples:
         >>> import torch
@@ -47,12 +58,9 @@ def convergence_figure(
         >>> energy = AnchoredEnergy(LogSumExp(torch.eye(5), 1.0), queries, 0.5)
         >>> traces = {"Picard": solve(energy, queries, solver=Picard(), trace=True).trace}
         >>> figure = convergence_figure(traces, tolerance=1e-5)
-        >>> [axes.get_title() for axes in figure.axes]
-        ['median query (band: quartiles)', 'worst query']
+        >>> [axes.get_title(loc="left") for axes in figure.axes]
+        ['Picard']
     """
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
-
-    figure = new_figure(10, 4.6, title, fontsize=10)
     curves = {}
     for name, trace in traces.items():
         if trace is None:
@@ -60,36 +68,64 @@ def convergence_figure(
             raise TypeError(_validate.message(f"traces[{name!r}]", "be a Trace", "None", remedy))
         if len((curve := quartiles(trace))[0]):
             curves[name] = curve
+    columns, rows = min(len(curves), WRAP), math.ceil(len(curves) / WRAP)
+    figure = new_figure(1.0 + 2.5 * max(columns, 2), 1.4 + 2.3 * max(rows, 1), title, fontsize=10)
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
     if not curves:
         figure.text(0.5, 0.5, "no finite residual", ha="center")
         return figure
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    grid: Any = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     floor, top = _limits([values for _, *quarters in curves.values() for values in quarters], tolerance)
-    for index, (name, (evaluations, low, middle, high, worst)) in enumerate(curves.items()):
+    for axes in list(grid.flat)[len(curves) :]:
+        axes.set_axis_off()
+    for index, (axes, (name, curve)) in enumerate(zip(grid.flat, curves.items(), strict=False)):
+        evaluations, low, middle, high, worst = (values.clamp(min=floor).numpy() for values in curve)
         color = COLORS[index % len(COLORS)]
-        x = evaluations.numpy()
-        band = [t.clamp(min=floor).numpy() for t in (low, high)]
-        panels[0].fill_between(x, *band, alpha=0.08, lw=0, color=color)
-        for axes, values in zip(panels, (middle, worst), strict=True):
-            y = values.clamp(min=floor).numpy()
-            dashes, marker = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
-            axes.plot(x, y, dashes, lw=1.6, color=color, marker=marker, ms=5, markevery=[-1], label=name, clip_on=False)
-    for axes, heading in zip(panels, ("median query (band: quartiles)", "worst query"), strict=True):
-        axes.set_title(heading, fontsize=9)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("map evaluations per query")
+        for other, (x, *_, behind) in curves.items():
+            if other != name:
+                axes.plot(x.numpy(), behind.clamp(min=floor).numpy(), color=BEHIND, lw=0.8, zorder=1, label="_behind")
+        axes.fill_between(evaluations, low, high, alpha=0.3, lw=0, color=color, label="quartiles")
+        end = {"markevery": [-1], "ms": 5, "clip_on": False, "color": color}
+        axes.plot(evaluations, middle, lw=1.8, marker="o", label="median problem", **end)
+        axes.plot(evaluations, worst, lw=1.5, ls="--", marker="s", label="worst problem", **end)
+        axes.set_title(name, fontsize=9, loc="left")
+        if tolerance is not None:
+            axes.axhline(tolerance, color="0.2", lw=1, ls=(0, (1, 2)), label="tolerance")
+            box = {"facecolor": "w", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}
+            place = {"transform": axes.transAxes, "ha": "right", "va": "top", "bbox": box}
+            axes.text(0.97, 0.95, _solved(curve, tolerance), fontsize=7, **place)
+        axes.set(xscale="log", yscale="log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.3)
-        if tolerance is not None:
-            axes.axhline(tolerance, color="0.4", lw=1, ls=(0, (1, 2)), label="tolerance")
-    panels[0].set_ylabel("residual |f(z) - z|")
-    panels[0].set_ylim(floor, top)
-    panels[0].set_xlim(left=1)
-    add_legend(figure, panels[0], 8)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.25)
+    for column in grid.T:
+        # The lowest panel of a column may be an empty place.
+        lowest = [axes for axes in column if axes.axison][-1]
+        lowest.set_xlabel("map evaluations per problem", fontsize=8)
+        lowest.tick_params(labelbottom=True)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("residual |f(z) - z|", fontsize=8)
+    grid[0, 0].set_ylim(floor, top)
+    grid[0, 0].set_xlim(left=1)
+    handles: list[Any] = list(grid[0, 0].get_legend_handles_labels()[0])
+    if len(curves) > 1:
+        handles.append(Line2D([], [], color=BEHIND, lw=0.8, label="worst of the other methods"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     return figure
+
+
+def _solved(curve: tuple[Tensor, ...], tolerance: float) -> str:
+    """From which number of evaluations on the median and the worst residual keep below the tolerance."""
+    evaluations, _, middle, _, worst = curve
+    told = []
+    for name, values in (("median", middle), ("worst", worst)):
+        above = int((values > tolerance).nonzero().max()) + 1 if bool((values > tolerance).any()) else 0
+        told.append(f"{name} {int(evaluations[above])}" if above < len(values) else f"{name} never")
+    return "evaluations to the tolerance\n" + ", ".join(told)
 
 
 def quartiles(trace: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

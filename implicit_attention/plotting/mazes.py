@@ -36,7 +36,8 @@ def maze_figure(
     Args:
         panels: (heading, values (N,)), N = size * size.
         ways: (N, 4) bool, whether the way out of a cell is open: up, down, left, right.
-        start, goal: numbers of two cells.
+        start: number of the cell where a way begins.
+        goal: number of the cell where it ends.
         columns: panels in a row; all by default.
         title: above the panels.
 
@@ -84,7 +85,9 @@ def save_maze_gif(
     Args:
         path: of the file.
         frames: values (N,) after 1, 2, ... evaluations, as in `maze_figure`.
-        ways, start, goal: of the maze, as in `maze_figure`.
+        ways: of the maze, as in `maze_figure`.
+        start: as in `maze_figure`.
+        goal: as in `maze_figure`.
         residuals: relative residual after each evaluation, > 0.
         tolerance: at which the answer counts as settled.
         title: above the maze.

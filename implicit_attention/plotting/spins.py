@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, DASHES, add_legend, hide_ticks, new_figure
+from .couplings import lattice_columns, site_places
+from .style import COLORS, DASHES, MARKERS, add_legend, hide_ticks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Without the black of what is exact.
-LINES = (*COLORS[:-1], "#7B4B2A", "#8A8A8A")
+#: Without the black and the grey of what is exact.
+LINES = (*COLORS[:-1], "#7B4B2A", "#4B2E83")
+#: Markers on a line.
+MARKED = 8
+#: Sites that find place on a circle; more are drawn in rows.
+CIRCLE = 60
 #: Inches, for the colour bar.
 MARGIN_RIGHT = 0.7
 #: Panels side by side where every row is one state.
@@ -34,21 +39,26 @@ def configuration_figure(
     rows: Sequence[tuple[str, Tensor]],
     *,
     radius: float = 1.0,
+    couplings: Tensor | None = None,
     columns: Sequence[str] = (),
     notes: Mapping[str, Sequence[str]] | None = None,
     palette: str = NEGATIVE_TO_POSITIVE,
     title: str = "Spins",
 ) -> Figure:
-    """Configurations or magnetizations, sites in reading order on a grid that is as square as their number allows.
+    """Configurations or magnetizations: images and arrows in rows, or on a circle where all are coupled to all.
 
-    D = 1 is an image; D = 2 and D = 3 are arrows, the third component as their colour; of more dimensions the two are
-    drawn in which all states together vary most. NaN is sand-coloured, or without an arrow.
+    Sites are in reading order in rows that are as square as their number allows. With `couplings`, a lattice of several
+    rows has its own, and up to 60 sites that make no lattice are on a circle, clockwise from the top, so that no two
+    look like neighbours that are none. D = 1 is an image, or discs; D = 2 and D = 3 are arrows, the third component as
+    their colour; of more dimensions the two are drawn in which all states together vary most. A dash marks negative
+    numbers of up to 60 sites. NaN is sand-coloured, or without an arrow; a state of nothing else says "no answer".
 
     Not for patterns that were retrieved from a memory: use `retrieval_figure`, which marks success.
 
     Args:
         rows: (name, states (count, N, D)), one row each; states of count 1 are put side by side.
         radius: length of a spin, for the scale of colours and arrows.
+        couplings: J, (N, N) or (N, N, D, D), of which only is read which are zero; None: sites are in rows.
         columns: a heading for every column.
         notes: by the name of a row, a line under each of its states.
         palette: of matplotlib, for D = 1.
@@ -72,6 +82,7 @@ def configuration_figure(
         _validate.require(states.ndim == 3 and states.shape == shape, "rows", required, (name, states.shape))
     count, sites, dim = shape
     _validate.require(min(sites, dim) > 0, "rows", "have at least one spin of at least one dimension", tuple(shape))
+    places = _places(sites, couplings)
     stacked = torch.stack([states.detach().double().cpu() for _, states in rows]) / radius
     if dim > 3:
         stacked, explained = _principal(stacked)
@@ -86,7 +97,7 @@ def configuration_figure(
     drawn = None
     for index, (axes, state) in enumerate(zip(panels, stacked.flatten(0, 1), strict=False)):
         name, column = rows[index // count][0], index % count
-        drawn = _draw(axes, state, palette) or drawn
+        drawn = _draw(axes, state, palette, places) or drawn
         if notes and name in notes:
             axes.set_xlabel(notes[name][column], fontsize=6, labelpad=1)
         if single:
@@ -129,25 +140,48 @@ def _grid(wide: int, high: int, title: str, *, single: bool, notes: bool) -> tup
     return figure, figure.subplots(high, wide, squeeze=False)
 
 
-def _draw(axes: Any, state: Tensor, palette: str) -> Any:
+def _places(sites: int, couplings: Tensor | None) -> Tensor:
+    """Where the sites are, (N, 2), y downwards; integers if they are in rows."""
+    columns = None
+    if couplings is not None:
+        required = f"be those of the {sites} sites"
+        _validate.require(len(couplings) == sites, "couplings", required, f"shape {tuple(couplings.shape)}")
+        columns = lattice_columns(couplings)
+        if columns is None and sites <= CIRCLE:
+            return site_places(couplings) * torch.tensor([1, -1])
+    # Sites without a lattice, and chains, which would be too long, are broken into lines like a text.
+    columns = math.ceil(math.sqrt(sites)) if columns in (None, sites) else columns
+    place = torch.arange(sites)
+    return torch.stack([place % columns, place // columns], -1)
+
+
+def _draw(axes: Any, state: Tensor, palette: str, places: Tensor) -> Any:
     """One state (N, D) in units of R; what a colour bar can be made of, if there are colours."""
     sites, dim = state.shape
-    side = math.ceil(math.sqrt(sites))
-    lines = -(-sites // side)
+    in_rows = not places.is_floating_point()
     hide_ticks(axes)
     known = state.isfinite().all(-1)
-    if dim == 1 or not bool(known.all()):
+    if not bool(known.any()):
+        axes.text(0.5, 0.5, "no answer", transform=axes.transAxes, ha="center", va="center", fontsize=7)
+    if (in_rows and dim == 1) or not bool(known.all()):
         axes.set_facecolor(NOTHING)
-    if dim == 1:
+    if dim == 1 and sites <= CIRCLE and palette == NEGATIVE_TO_POSITIVE:
+        _mark_negative(axes, state[:, 0], places)
+    if in_rows and dim == 1:
+        side, lines = (int(last) + 1 for last in places.amax(0))
         image = torch.full((lines * side,), torch.nan, dtype=state.dtype)
         image[:sites] = state[:, 0]
         return axes.imshow(image.reshape(lines, side).numpy(), cmap=palette, vmin=-1, vmax=1)
-    place, state = torch.arange(sites)[known], state[known]
-    x, y = (place % side).numpy(), (place // side).numpy()
-    axes.set_xlim(-0.6, side - 0.4)
-    axes.set_ylim(lines - 0.4, -0.6)
+    low, high = places.amin(0).double(), places.amax(0).double()
+    axes.set_xlim(float(low[0]) - 0.6, float(high[0]) + 0.6)
+    axes.set_ylim(float(high[1]) + 0.6, float(low[1]) - 0.6)
     axes.set_aspect("equal")
-    options = {"pivot": "mid", "angles": "xy", "scale_units": "xy", "scale": 1.1, "width": 0.1 / (side + 0.5)}
+    if dim == 1:
+        return _discs(axes, state[:, 0], palette, places)
+    place, state = places[known], state[known]
+    x, y = place.T.numpy()
+    width = 0.1 / (float(high[0] - low[0]) + 1.5)
+    options = {"pivot": "mid", "angles": "xy", "scale_units": "xy", "scale": 1.1, "width": width}
     # Rows are counted downwards, and an arrow with s_y > 0 points up.
     arrows = (x, y, state[:, 0].numpy(), -state[:, 1].numpy())
     if dim == 2:
@@ -156,6 +190,26 @@ def _draw(axes: Any, state: Tensor, palette: str) -> Any:
     drawn = axes.quiver(*arrows, state[:, 2].numpy(), cmap=UNDER_TO_OVER, **options)
     drawn.set_clim(-1, 1)
     return drawn
+
+
+def _mark_negative(axes: Any, state: Tensor, places: Tensor) -> None:
+    """A dash on what is negative: without colours, the palette is as dark at both ends."""
+    for color, where in (("w", state < -0.5), ("k", (state >= -0.5) & (state < -0.02))):
+        size = {"ms": min(4.0, 24 / math.sqrt(len(state))), "mew": 0.9}
+        axes.plot(*places[where].T.numpy(), ls="", marker="_", color=color, zorder=3, **size)
+
+
+def _discs(axes: Any, state: Tensor, palette: str, places: Tensor) -> Any:
+    """Numbers (N,) as discs; what is no number has none."""
+    from matplotlib.collections import EllipseCollection
+
+    known = state.isfinite()
+    size = [0.9] * int(known.sum())
+    look = {"units": "xy", "offsets": places[known].numpy(), "offset_transform": axes.transData}
+    discs = EllipseCollection(size, size, [0.0] * len(size), cmap=palette, edgecolors="0.3", linewidths=0.4, **look)
+    discs.set_array(state[known].numpy())
+    discs.set_clim(-1, 1)
+    return axes.add_collection(discs)
 
 
 def _principal(states: Tensor) -> tuple[Tensor, float]:
@@ -176,6 +230,8 @@ def phase_figure(
     title: str = "Against temperature",
 ) -> Figure:
     """Quantities against inverse temperature, one panel each, with a line for every method.
+
+    Methods differ in colour, dashes and marks, so that they are told apart in grey.
 
     Not for one temperature: print the numbers, or draw the states with `configuration_figure`.
 
@@ -205,10 +261,13 @@ def phase_figure(
     figure = new_figure(1.8 + 3.1 * len(panels), 3.6, title)
     grid: Any = figure.subplots(1, len(panels), squeeze=False)[0]
     others = [name for name in curves if name not in exact]
-    looks: dict[str, dict[str, Any]] = {name: {"color": "0.0", "lw": 3.5, "alpha": 0.35} for name in exact}
+    # Marks of what is exact are seen only where a point between two gaps has no line.
+    broad = {"color": "0.0", "lw": 3.5, "alpha": 0.35, "marker": ".", "ms": 2}
+    looks: dict[str, dict[str, Any]] = {name: broad for name in exact}
     for index, name in enumerate(others):
         dashes = DASHES[(index + index // len(LINES)) % len(DASHES)]
-        looks[name] = {"color": LINES[index % len(LINES)], "ls": dashes, "lw": 1.5}
+        marker = MARKERS[index % len(MARKERS)]
+        looks[name] = {"color": LINES[index % len(LINES)], "ls": dashes, "lw": 1.5, "marker": marker, "ms": 4}
     x = betas.detach().double().cpu()
     for axes, (quantity, label) in zip(grid, panels.items(), strict=True):
         finite = []
@@ -220,8 +279,8 @@ def phase_figure(
             _validate.require(y.shape == x.shape, "curves", f"have K = {len(x)} points", (name, tuple(y.shape)))
             finite.append(y[y.isfinite()])
             drawn = y.masked_fill(~y.isfinite(), torch.nan).numpy()
-            # Markers show a point between two gaps, which has no line.
-            axes.plot(x.numpy(), drawn, marker=".", ms=3, label=name, **looks[name])
+            marked = {} if name in exact else {"markevery": _marked(y.isfinite(), index)}
+            axes.plot(x.numpy(), drawn, label=name, **looks[name] | marked)
             lost = None if failed is None else failed.get(name)
             if lost is not None and bool(lost.any()):
                 # Crosses of several methods stand above each other, so that none hides another.
@@ -239,6 +298,15 @@ def phase_figure(
         crosses = (Line2D([], [], color="0.4", ls="", marker="x", ms=4, label="no answer"),)
     add_legend(figure, grid[0], 7, crosses)
     return figure
+
+
+def _marked(finite: Tensor, offset: int) -> list[int]:
+    """Points that have a mark: some, other ones for every method, and each between two gaps, which has no line."""
+    count = len(finite)
+    stride = max(1, count // MARKED)
+    padded = torch.nn.functional.pad(finite, (1, 1))
+    alone = finite & ~padded[:-2] & ~padded[2:]
+    return sorted({*range(2 * offset % stride, count, stride), *alone.nonzero().flatten().tolist()})
 
 
 def _scale(axes: Any, values: Tensor) -> None:

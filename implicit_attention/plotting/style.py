@@ -17,7 +17,11 @@ DPI = 150
 
 def new_figure(width: float, height: float, title: str, *, constrained: bool = True, **place: Any) -> Figure:
     """A figure without global state, in inches; `place` are options of its title."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        told = "figures need matplotlib, which is not installed; install it: pip install matplotlib"
+        raise ModuleNotFoundError(told, name=error.name) from None
 
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if constrained else None)
     figure.suptitle(title, **{"fontsize": 9} | place)

@@ -18,15 +18,21 @@ from .scored_keys import ScoredKeys, in_double
 
 
 class Entmax(ScoredKeys):
-    """Phi(z) = (1/beta) max_p [<p, s> + H(p)] over probabilities p, with scores s = beta K z + bias.
+    r"""The potential of attention whose weights are sparse, with scores s = beta K z + bias.
 
-    H(p) = (1 - sum_j p_j^alpha)/(alpha (alpha - 1)) is Tsallis' entropy. The maximum is attained at
-    p = alpha-entmax(s), p_j = [(alpha - 1) s_j - tau]_+^(1/(alpha - 1)): keys whose scores lie far enough below the
-    largest have weight 0 exactly. alpha = 2 is sparsemax; alpha -> 1 is softmax, and Phi then `LogSumExp`.
+    ```math
+    \begin{align*}
+    \Phi(z) &= \frac1\beta \max_p \left[ \langle p, s \rangle + H(p) \right], \qquad
+    H(p) = \frac{1 - \sum_j p_j^\alpha}{\alpha\,(\alpha - 1)} \\
+    \nabla\Phi(z) &= \sum_j p_j\, k_j, \qquad p_j = \left[ (\alpha - 1)\, s_j - \tau \right]_+^{1/(\alpha - 1)} \\
+    \nabla^2\Phi(z)\, v &= \beta \left[ \sum_j w_j\, k_j \langle k_j, v \rangle
+    - \frac{\sum_j w_j k_j\, \sum_j w_j \langle k_j, v \rangle}{\sum_j w_j} \right]
+    \end{align*}
+    ```
 
-    mean(z) = sum_j p_j k_j;
-    covariance_product(z, v) = beta [sum_j w_j k_j <k_j, v> - (sum_j w_j k_j) (sum_j w_j <k_j, v>)/sum_j w_j] with
-    w = p^(2 - alpha) on the support of p: 0 once one key is left.
+    p is a vector of probabilities, H Tsallis' entropy, and w = p^(2 - alpha) on the support of p, so that the
+    covariance is 0 once one key is left. Keys whose scores lie far enough below the largest have weight 0 exactly.
+    alpha = 2 is sparsemax; alpha -> 1 is softmax, and Phi then `LogSumExp`.
 
     A key k_i that beats all others by (k_i - k_j) . k_i >= 1/((alpha - 1) beta) + 2 M eps, with M the length of the
     longest key, is the mean itself, without rounding, at all states at most eps away from it.

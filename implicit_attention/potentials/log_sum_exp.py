@@ -18,10 +18,18 @@ CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
 
 
 class LogSumExp(ScoredKeys):
-    """Phi(z) = (1/beta) log sum_j exp(beta <k_j, z> + bias_j), whose mean is softmax attention with values = keys.
+    r"""The potential whose mean is softmax attention with values = keys.
 
-    mean(z) = sum_j p_j k_j with p = softmax(beta K z + bias);
-    covariance_product(z, v) = beta [sum_j p_j k_j <k_j, v> - mean <mean, v>].
+    ```math
+    \begin{align*}
+    \Phi(z) &= \frac1\beta \log \sum_j e^{\beta \langle k_j, z \rangle + \text{bias}_j} \\
+    \nabla\Phi(z) &= \sum_j p_j\, k_j, \qquad p = \operatorname{softmax}(\beta K z + \text{bias}) \\
+    \nabla^2\Phi(z)\, v &= \beta \left[ \sum_j p_j\, k_j \langle k_j, v \rangle
+    - \nabla\Phi(z)\, \langle \nabla\Phi(z), v \rangle \right]
+    \end{align*}
+    ```
+
+    These are `value`, `mean` and `covariance_product`.
 
     Args:
         keys: stored patterns, (*batch, M, D).

@@ -11,9 +11,14 @@ from .log_sum_exp import LogSumExp, OverLogSumExp
 
 
 class Softmax1(OverLogSumExp):
-    """Phi(z) = (1/beta) log(1 + sum_j exp(beta <k_j, z> + bias_j)): log-sum-exp with one more key, 0, of score 0.
+    r"""Log-sum-exp with one more key, 0, of score 0; with scores s = beta K z + bias:
 
-    mean(z) = sum_j p_j k_j with p_j = exp(s_j)/(1 + sum_i exp(s_i)), whose sum is below 1: the rest attends to nothing.
+    ```math
+    \Phi(z) = \frac1\beta \log \left( 1 + \sum_j e^{s_j} \right), \qquad
+    \nabla\Phi(z) = \sum_j p_j\, k_j, \qquad p_j = \frac{e^{s_j}}{1 + \sum_i e^{s_i}}
+    ```
+
+    The weights sum to less than 1: the rest attends to nothing.
     It is computed as that: fused solves and kernels are those of `LogSumExp` with one key more.
 
     Args:

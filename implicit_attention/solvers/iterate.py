@@ -18,7 +18,7 @@ from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
-from ..status import Status
+from ..status import CONTRACT, Status
 from ._rows import Best, Rows, flat, rows_where, unflat
 
 
@@ -70,10 +70,6 @@ class Outcome(NamedTuple):
     record: Record
     trace: tuple[Tensor, ...] = ()
     states: tuple[Tensor, ...] = ()
-
-
-#: The remedy that all methods share: what helps plain steps helps each of them.
-CONTRACT = "make f contract more (attention: lower beta or raise the anchor)"
 
 
 class Update(NamedTuple):

@@ -11,8 +11,8 @@ from .. import _validate
 from .._fused_rule import FusedRule
 from ..problem import Problem
 from ..solution import Remedies
-from ..status import Status
-from .iterate import CONTRACT, Iteration, Solver, Update
+from ..status import CONTRACT, Status
+from .iterate import Iteration, Solver, Update
 
 
 @dataclasses.dataclass(frozen=True)

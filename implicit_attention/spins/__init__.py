@@ -29,6 +29,7 @@ from .mean_field import MeanField
 from .saddle_point import SaddlePoint
 from .sampling import Samples, heat_bath, replica_exchange, sample_spins, synchronous
 from .stability import Stability, stability
+from .sweep import Sweep, sweep
 from .system import SpinSystem
 from .tap import TAP
 from .thermodynamics import Thermodynamics, free_energy, magnetization, thermodynamics
@@ -78,6 +79,8 @@ __all__ = [
     "extensivity",
     "stability",
     "Stability",
+    "sweep",
+    "Sweep",
     "SolveReport",
     "Status",
     # Without a method: exact dynamics, samples, and systems from data.

@@ -24,15 +24,21 @@ from .system import SpinSystem, check_type
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaTAP(FixedPointApproximation):
-    """log Z from sites that see each other through a Gaussian of the same means and variances.
+    r"""log Z from sites that see each other through a Gaussian of the same means and variances.
 
     Site i has its own law, tilted to mean m_i and variance c_i (of a component) by the fields theta_i and V_i; the
     Gaussian has the couplings, C = (Lambda - beta J)^{-1}, Lambda_i = V_i + 1/c_i, and what is counted twice is one
     Gaussian for each site:
 
-        log Z   = sum_i [log A(theta_i, V_i) - theta_i.m_i - V_i |m_i|^2/2] + beta sum_i h_i.m_i
-                  + (beta/2) sum_ij J_ij m_i.m_j - (D/2) [log det(Lambda - beta J) + sum_i log c_i]
-        theta_i = beta (h_i + sum_j J_ij m_j) - V_i m_i,    C_ii = c_i,
+    ```math
+    \begin{align*}
+    \log Z &= \sum_i \left[ \log A(\theta_i, V_i) - \theta_i \cdot m_i - \tfrac12 V_i |m_i|^2 \right]
+    + \beta \sum_i h_i \cdot m_i \\
+    &\quad + \frac\beta2 \sum_{ij} J_{ij}\, m_i \cdot m_j
+    - \frac D2 \left[ \log \det(\Lambda - \beta J) + \sum_i \log c_i \right] \\
+    \theta_i &= \beta \left( h_i + \sum_j J_{ij} m_j \right) - V_i m_i, \qquad C_{ii} = c_i
+    \end{align*}
+    ```
 
     where log Z is stationary in all of these. V_i is the variance of the field that the others exert on i; it makes
     Onsager's reaction V_i m_i, and adapts to the couplings instead of being averaged over them. Exact for Gaussian

@@ -95,7 +95,11 @@ def contracts(system: SpinSystem, response: SphericalLaw, *, spread: bool = Fals
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeanField(ResponseApproximation):
-    """log Z = sum_i log Z_1(h_i + sum_j J_ij m_j) - (beta/2) sum_ij m_i J_ij m_j, stationary at m = response(h + J m).
+    r"""Independent spins in each other's mean field, stationary at m = response(h + J m).
+
+    ```math
+    \log Z = \sum_i \log Z_1\left( h_i + \sum_j J_{ij} m_j \right) - \frac\beta2 \sum_{ij} m_i^\top J_{ij}\, m_j
+    ```
 
     The free energy of independent spins, off by O((beta J)^2). With the exact response it is an upper bound on F,
     unless some J_ii is negative: it counts with |m_i|^2 here, and with R^2 in truth.

@@ -22,16 +22,19 @@ from .system import SpinSystem, check_type
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaddlePoint(Approximation):
-    """log Z to leading order in large D, or, with `one_loop`, to the next: errors of 1/D and 1/D^2 in log Z/D.
+    r"""log Z to leading order in large D, or, with `one_loop`, to the next: errors of 1/D and 1/D^2 in log Z/D.
 
     The constraint |s_i| = R becomes <|s_i|^2> = R^2, with a multiplier lambda_i for every site, and spins Gaussian:
 
-        log Z / D = min over lambda, with A = diag(lambda) - b J > 0, of
-            1/2 sum_i (lambda_i - 1) - 1/2 log det A + b^2/2 Tr g^T A^{-1} g,     b = beta R^2/D,  g = h/R,
+    ```math
+    \frac{\log Z}D = \min_\lambda \left[ \tfrac12 \sum_i (\lambda_i - 1) - \tfrac12 \log \det A
+    + \tfrac{b^2}2 \operatorname{Tr} g^\top A^{-1} g \right], \qquad
+    A = \operatorname{diag}(\lambda) - b J > 0, \quad b = \frac{\beta R^2}D, \quad g = \frac hR
+    ```
 
-    a strictly convex problem: there is one answer, which damped Newton steps find from any start. It is zero for free
-    spins. m = R b A^{-1} g, and <s_i . s_j> = R^2 (A^{-1} + m m^T/R^2)_ij. One loop adds -1/2 log det 2 Hess, where
-    Hess = 1/2 A^{-1} o A^{-1} + A^{-1} o (m m^T)/R^2 is the Hessian in lambda, o the product entry by entry.
+    This is a strictly convex problem: there is one answer, which damped Newton steps find from any start. It is zero
+    for free spins. m = R b A^{-1} g, and <s_i . s_j> = R^2 (A^{-1} + m m^T/R^2)_ij. One loop adds -1/2 log det 2 Hess,
+    where Hess = 1/2 A^{-1} o A^{-1} + A^{-1} o (m m^T)/R^2 is the Hessian in lambda, o the product entry by entry.
 
     In the cold A is nearly singular, and derivatives of log Z lose 1/A of their digits: float32 is solved in float64,
     where the device has it.

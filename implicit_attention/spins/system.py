@@ -29,7 +29,12 @@ TILE = 128
 
 
 class SpinSystem(Declared):
-    """Spins s_i in R^D of length R: E(s) = -1/2 sum_ij s_i^T J_ij s_j - sum_i h_i . s_i at inverse temperature beta.
+    r"""Spins s_i in R^D of length R with couplings J, in a field h, at inverse temperature beta.
+
+    ```math
+    E(s) = -\tfrac12 \sum_{ij} s_i^\top J_{ij}\, s_j - \sum_i h_i \cdot s_i, \qquad
+    Z = \langle e^{-\beta E(s)} \rangle, \qquad F = -\frac1\beta \log Z
+    ```
 
     Both orders of a pair are summed, hence the 1/2; a diagonal J_ii that is given counts. D = 1 with radius 1 is the
     Ising model. A sequence of vectors is the field h; a free energy answers it with magnetizations m = -dF/dh.

@@ -20,15 +20,20 @@ from .system import SpinSystem, mirrored
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TAP(ResponseApproximation):
-    """log Z expanded in the couplings at fixed magnetizations, to second or third order, stationary in them.
+    r"""log Z expanded in the couplings at fixed magnetizations, to second or third order, stationary in them.
 
     With the covariance S_i(m_i) of a site that has the mean m_i, here for a number J_ij per pair:
 
-        log Z = sum_i S(m_i) + beta sum_i h_i.m_i + (beta/2) sum_ij J_ij m_i.m_j + G
-        G     = (beta^2/4) sum_ij J_ij^2 Tr(S_i S_j)
-                + (beta^3/12) sum_ij J_ij^3 T_i.T_j + (beta^3/6) sum_ijk J_ij J_jk J_ki Tr(S_i S_j S_k),
+    ```math
+    \begin{align*}
+    \log Z &= \sum_i S(m_i) + \beta \sum_i h_i \cdot m_i + \frac\beta2 \sum_{ij} J_{ij}\, m_i \cdot m_j + G \\
+    G &= \frac{\beta^2}4 \sum_{ij} J_{ij}^2 \operatorname{Tr}(S_i S_j)
+    + \frac{\beta^3}{12} \sum_{ij} J_{ij}^3\, T_i \cdot T_j
+    + \frac{\beta^3}6 \sum_{ijk} J_{ij} J_{jk} J_{ki} \operatorname{Tr}(S_i S_j S_k)
+    \end{align*}
+    ```
 
-    sums over ordered pairs and triples of different sites, T_i the third cumulant. m_i answers the field
+    with sums over ordered pairs and triples of different sites, T_i the third cumulant. m_i answers the field
     h_i + sum_j J_ij m_j + (1/beta) dG/dm_i, whose last term is Onsager's reaction, -beta m_i sum_j J_ij^2 (1 - m_j^2)
     for Ising spins. Off by O((beta J)^3) with order 2, O((beta J)^4) with order 3. -dF/dh is m exactly.
 

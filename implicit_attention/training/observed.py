@@ -79,8 +79,10 @@ class Observation:
 
     Attributes:
         layer: the name of the layer in the model, or "all".
-        forward, backward: how solves and the linear solves behind gradients went.
-        anchor, beta: the mean over heads when it was taken; NaN for a layer without.
+        forward: how the solves went.
+        backward: how the linear solves behind gradients went.
+        anchor: the mean over heads when it was taken; NaN for a layer without.
+        beta: likewise.
         spectral_radius: the largest of df/dz at some states of the last call, if `watch` was asked to keep them; below
             1 plain iteration converges there. NaN if not.
 

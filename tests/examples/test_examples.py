@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import csv
 import json
 import re
 import runpy
@@ -41,6 +42,53 @@ def test_both_models_learn_and_every_solve_converges(name, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for result in (ours, theirs):
         assert f"{result['model']:<11}  accuracy {result['accuracy']:6.1%}" in printed
+
+
+def test_a_monitored_run_leaves_a_file_and_a_picture(monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "new" / "folder"
+    watched, _ = run(monkeypatch, "digits")["main"](["--quick", "--monitor", str(folder)])["runs"]
+    with (folder / "watch.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["layer"] == "attention"] == list(range(2, 89, 2))
+    assert sum(int(row["forward_failed"]) + int(row["backward_failed"]) for row in rows) == watched["failed"] == 0
+    # Eight queries and two heads of 1347 images in each of four epochs.
+    assert sum(int(row["forward_problems"]) for row in rows if row["layer"] == "all") == 4 * 1347 * 8 * 2
+    assert (folder / "training.png").stat().st_size > 10_000
+    assert f"watch.csv and training.png are in {folder}" in capsys.readouterr().out
+
+
+def test_a_monitored_run_is_the_same_run_and_begins_a_new_file(monkeypatch, tmp_path):
+    names = run(monkeypatch, "digits")
+    (tmp_path / "watch.csv").write_text("of an older run\n")
+    options = "digits", names["data"], names["Classifier"], names["Plan"](epochs=1), [1, 0]
+    plain, watched = (names["compare"](*options, monitor=folder)["runs"] for folder in (None, tmp_path))
+    for one, other in zip(plain, watched, strict=True):
+        assert {name for name in one if one[name] != other[name]} <= {"seconds"}
+    # The first seed alone.
+    assert len((tmp_path / "watch.csv").read_text().splitlines()) == 1 + 2 * 22
+
+
+def test_what_is_said_of_the_monitored_run_is_what_its_file_shows():
+    text = " ".join((EXAMPLES.parent / "training.md").read_text().split())
+    assert "python docs/examples/digits.py --quick --monitor docs/training" in text
+    with (EXAMPLES.parent / "training" / "watch.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["layer"] == "all"]
+
+    def ends(name):
+        return float(rows[0][name]), float(rows[-1][name])
+
+    means = [f"{value:.1f}" for side in ("forward", "backward") for value in ends(f"{side}_mean")]
+    most = max(int(row["forward_most"]) for row in rows)
+    moved = [f"{100 * (last / first - 1):.0f}" for first, last in (ends("anchor"), ends("beta"))]
+    said = [
+        f"takes {means[0]} evaluations at first and {means[1]} in the end, never more than {most};",
+        f"its gradient takes {means[2]} and {means[3]} products",
+        f"Anchor and beta move by {moved[0]} and {moved[1]} % only",
+        f"none of {sum(int(row['forward_problems']) for row in rows):,} forward solves fails",
+    ]
+    assert [each for each in said if each not in text] == []
+    assert sum(int(row["forward_failed"]) + int(row["backward_failed"]) for row in rows) == 0
+    assert max(float(row[f"{side}_worst"]) for row in rows for side in ("forward", "backward")) <= 1
 
 
 def test_quickstart_is_fifteen_lines_and_recalls_what_it_stored(monkeypatch, capsys):

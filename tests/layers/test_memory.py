@@ -108,7 +108,7 @@ def test_the_temperature_comes_from_the_nearest_rivals(similarity, monkeypatch):
     close = gaps[gaps > 0].sort().values
     expected = torch.log(torch.tensor(6000.0)).double() / close[int(0.1 * (len(close) - 1))]
     torch.testing.assert_close(memory.found_beta, expected, rtol=1e-6, atol=1e-9)
-    monkeypatch.setattr("implicit_attention.layers.memory.BLOCK", 7)
+    monkeypatch.setattr("implicit_attention.layers.temperature.BLOCK", 7)
     blocked = MemoryLookup(D, similarity=similarity, dtype=torch.float64)
     blocked.store(patterns)
     torch.testing.assert_close(blocked.found_beta, memory.found_beta, rtol=1e-12, atol=0)

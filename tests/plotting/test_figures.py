@@ -37,19 +37,48 @@ def test_problems_that_are_not_finite_are_left_out():
     assert quartiles(trace)[2].tolist() == [8.0, 2.0]
 
 
-def test_convergence_figure_draws_every_method_and_the_tolerance():
+def test_every_method_has_a_panel_of_its_own_with_the_others_behind_and_one_scale():
     torch.manual_seed(0)
     keys = torch.randn(9, 5)
     queries = torch.randn(2, 4, 5)
     energy = AnchoredEnergy(LogSumExp(keys, 1.0), queries, 0.5)
     traces = {f"damping {d}": solve(energy, queries, solver=Picard(damping=d), trace=True).trace for d in (0.0, 0.5)}
     figure = convergence_figure(traces, tolerance=1e-4, title="two runs")
-    for axes in figure.axes:
-        assert [line.get_label() for line in axes.lines] == ["damping 0.0", "damping 0.5", "tolerance"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(traces)
+    assert len({(axes.get_xlim(), axes.get_ylim()) for axes in figure.axes}) == 1
+    for axes, trace in zip(figure.axes, traces.values(), strict=True):
+        lines = {line.get_label(): line for line in axes.lines}
+        assert set(lines) == {"_behind", "median problem", "worst problem", "tolerance"}
+        _, _, middle, _, worst = quartiles(trace)
+        floor = axes.get_ylim()[0]
+        for name, values in (("median problem", middle), ("worst problem", worst)):
+            torch.testing.assert_close(torch.as_tensor(lines[name].get_ydata()), values.clamp(min=floor))
+        assert lines["median problem"].get_linestyle() != lines["worst problem"].get_linestyle()
         assert axes.get_yscale() == "log"
         assert "evaluations" in axes.get_xlabel()
+    behind = [next(line for line in axes.lines if line.get_label() == "_behind") for axes in figure.axes]
+    assert len(behind[0].get_xdata()) == len(quartiles(traces["damping 0.5"])[0])
     assert "residual" in figure.axes[0].get_ylabel()
     assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_a_panel_says_when_the_median_and_the_worst_keep_to_the_tolerance():
+    # The median of the first is within 2 from the second evaluation on; its worst is there for a moment only.
+    first = trace_of(
+        [[8.0, 8.0, 8.0], [1.0, 1.0, 1.5], [1.0, 1.0, 8.0], [1.0, 1.0, 2.0]], [[k] * 3 for k in range(1, 5)]
+    )
+    figure = convergence_figure({"first": first, "never": trace_of([[8.0], [4.0]], [[1], [2]])}, tolerance=2.0)
+    told = [axes.texts[0].get_text().splitlines()[1] for axes in figure.axes]
+    assert told == ["median 2, worst 4", "median never, worst never"]
+    assert [len(axes.texts) for axes in convergence_figure({"first": first}).axes] == [0]
+
+
+def test_panels_are_wrapped_and_empty_places_stay_empty():
+    traces = {str(index): trace_of([[1.0], [0.1]], [[1], [2]]) for index in range(5)}
+    axes = convergence_figure(traces).axes
+    assert [each.axison for each in axes] == [True] * 5 + [False] * 3
+    # The panels above an empty place have the label of the axis.
+    assert [bool(each.get_xlabel()) for each in axes[:5]] == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ import warnings
 
 import pytest
 import torch
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
-from implicit_attention.plotting.spins import NOTHING, configuration_figure, phase_figure
+from implicit_attention.cli.report import _graph
+from implicit_attention.plotting.spins import LINES, NOTHING, configuration_figure, phase_figure
+from implicit_attention.spins import LowRank, SpinSystem
 from implicit_attention.testing.numerics import random
 
 
@@ -83,6 +85,85 @@ def test_single_states_are_put_side_by_side_and_wrapped():
     assert len([axes for axes in figure.axes if not axes.axison]) == 3
 
 
+def test_sites_that_are_all_coupled_are_on_a_circle_and_a_lattice_keeps_its_rows():
+    states = random(1, 6, 1)
+    (axes,) = panels(configuration_figure([("m", states)], couplings=torch.ones(6, 6)))
+    assert len(axes.images) == 0
+    (discs,) = axes.collections
+    torch.testing.assert_close(torch.as_tensor(discs.get_array().data), states[0, :, 0])
+    at = torch.as_tensor(discs.get_offsets())
+    torch.testing.assert_close(at.norm(dim=-1), torch.ones(6, dtype=torch.float64))
+    # The first is on top, where y is counted downwards, and the second to the right of it.
+    assert at[0].tolist() == pytest.approx([0.0, -1.0])
+    assert at[1, 0] > 0 > at[1, 1]
+    assert axes.yaxis_inverted()
+    ladder = torch.zeros(6, 6)
+    for i, j in ((0, 1), (2, 3), (4, 5), (0, 2), (2, 4), (1, 3), (3, 5)):
+        ladder[i, j] = ladder[j, i] = 1.0
+    (axes,) = panels(configuration_figure([("m", states)], couplings=ladder))
+    assert axes.images[0].get_array().shape == (3, 2)
+    # A chain is broken into lines, and too many sites for a circle are in rows.
+    (axes,) = panels(configuration_figure([("m", states)], couplings=torch.diag(torch.ones(5), 1)))
+    assert axes.images[0].get_array().shape == (2, 3)
+    (axes,) = panels(configuration_figure([("m", random(1, 64, 1))], couplings=torch.ones(64, 64)))
+    assert axes.images[0].get_array().shape == (8, 8)
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_arrows_stand_on_the_circle(dim):
+    states = random(1, 12, dim)
+    states[0, 5] = torch.nan
+    figure = configuration_figure([("m", states)], couplings=torch.ones(12, 12))
+    (arrows,) = panels(figure)[0].collections
+    at = torch.as_tensor(arrows.get_offsets())
+    assert len(at) == 11
+    torch.testing.assert_close(at.norm(dim=-1), torch.full((11,), 12 / (2 * torch.pi), dtype=torch.float64))
+    torch.testing.assert_close(torch.as_tensor(arrows.V), -states[0, torch.arange(12) != 5, 1])
+    assert png(figure)
+
+
+def test_negative_numbers_are_marked_as_the_palette_is_symmetric_in_grey():
+    states = torch.tensor([0.9, -0.9, -0.3, torch.nan])[None, :, None]
+    for couplings in (None, torch.ones(4, 4)):
+        (axes,) = panels(configuration_figure([("m", states)], couplings=couplings))
+        assert [line.get_marker() for line in axes.lines] == ["_", "_"]
+        assert [len(line.get_xdata()) for line in axes.lines] == [1, 1]
+    (axes,) = panels(configuration_figure([("m", states)], palette="gray_r"))
+    assert len(axes.lines) == 0
+
+
+def test_a_state_without_any_number_says_so():
+    rows = [("m", random(1, 4, 1)), ("tap", torch.full((1, 4, 1), torch.nan))]
+    for couplings in (None, torch.ones(4, 4)):
+        first, second = panels(configuration_figure(rows, couplings=couplings))
+        assert [text.get_text() for text in (*first.texts, *second.texts)] == ["no answer"]
+        assert to_hex(second.get_facecolor()) == NOTHING.lower()
+
+
+@pytest.mark.parametrize(
+    ("couplings", "expected"),
+    [
+        (torch.diag(torch.ones(2), 1) * torch.tensor([[[1.0]], [[0.0]]]), [(0, 1), (1, 2)]),
+        (torch.diag(torch.ones(2), 1)[..., None, None] * torch.tensor([[0.0, 1.0], [1.0, 0.0]]), [(0, 1), (1, 2)]),
+        (LowRank(torch.ones(3, 1)), [(i, j) for i in range(3) for j in range(3)]),
+    ],
+    ids=["samples", "matrices", "low rank"],
+)
+def test_the_command_knows_which_pairs_are_coupled(couplings, expected):
+    if isinstance(couplings, torch.Tensor):
+        expected = sorted(expected + [(j, i) for i, j in expected])
+        swapped = couplings.transpose(-1, -2) if couplings.ndim == 3 else couplings.transpose(0, 1)
+        couplings = couplings + swapped
+    dim = 2 if isinstance(couplings, torch.Tensor) and couplings.ndim == 4 else 1
+    graph = _graph(SpinSystem(couplings, torch.zeros(2, 3, dim)))
+    assert [tuple(pair) for pair in graph.nonzero().tolist()] == expected
+
+
+def test_couplings_of_other_sites_are_refused():
+    with pytest.raises(ValueError, match=re.escape("`couplings` must be those of the 4 sites, got shape (5, 5)")):
+        configuration_figure([("m", random(1, 4, 1))], couplings=torch.ones(5, 5))
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 1), (1, 1, 1), (1, 1, 2), (2, 3, 9)])
 def test_odd_shapes_are_drawn(shape):
     assert png(configuration_figure([("m", torch.zeros(shape))]))
@@ -132,6 +213,27 @@ def test_methods_beyond_the_palette_differ_in_colour_or_dashes():
     curves = {str(i): {"m": BETAS} for i in range(20)}
     figure = phase_figure(BETAS, curves, panels={"m": "m"})
     assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 20
+
+
+def test_no_method_is_grey_as_what_is_exact_is():
+    def spread(color):
+        return max(to_rgb(color)) - min(to_rgb(color))
+
+    assert min(spread(color) for color in LINES) > 0.2
+    curves = {str(i): {"m": BETAS} for i in range(8)} | {"exact": {"m": BETAS}}
+    lines = phase_figure(BETAS, curves, panels={"m": "m"}, exact=["exact"]).axes[0].lines
+    # In grey, dashes and marks are what is left.
+    assert len({(line.get_linestyle(), line.get_marker()) for line in lines}) == 9
+
+
+def test_a_point_between_two_gaps_has_a_mark():
+    betas = torch.linspace(0.1, 1.0, 40, dtype=torch.float64)
+    for alone in range(5, 12):
+        holes = torch.full((40,), torch.nan)
+        holes[alone], holes[20:] = 0.5, 1.0
+        (line,) = phase_figure(betas, {"a": {"m": holes}}, panels={"m": "m"}).axes[0].lines
+        assert alone in line.get_markevery()
+        assert len(line.get_markevery()) < 12
 
 
 def test_a_peak_does_not_flatten_the_rest():

@@ -13,6 +13,7 @@ from .checkpoints import last_whole_checkpoint
 from .convert import Conversion, Stage, convert
 from .learn import learn_anchors
 from .report import LayerReport, last_solves, report
+from .restore import restore_attention
 from .settings import override
 from .watching import WatchCallback
 
@@ -30,4 +31,5 @@ __all__ = [
     "override",
     "register",
     "report",
+    "restore_attention",
 ]

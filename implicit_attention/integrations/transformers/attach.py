@@ -34,6 +34,9 @@ Partial: TypeAlias = Literal["refuse", "warn"]
 # Transformers read names with these words as attention of their own.
 _MISREAD = ("flash", "sdpa", "flex", "paged", "/", "|", ":")
 
+#: Where a model of transformers, or a part that is one, keeps the name of the attention that it had before.
+BEFORE = "_equilibrium_before"
+
 # The functions that `register` has made.
 _REGISTERED: dict[str, EquilibriumForward] = {}
 
@@ -332,6 +335,10 @@ def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedCo
             "the parts that it reaches"
         )
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    had = {id(config): attention for config, attention in before}
+    for part in parts:
+        if not is_ours(had[id(part.config)]):
+            setattr(part, BEFORE, had[id(part.config)])
     told = all(isinstance(getattr(model.get_submodule(key), "is_causal", None), bool) for key in found.asks)
     for config in configs:
         # Where torch's own attention is supported, transformers themselves leave causality to the modules.

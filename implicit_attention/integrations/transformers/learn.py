@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ... import _validate
 from ...layers.projections import MARGIN
 from .anchors import Per, has_learned, put_anchors
 from .attach import asked, check_model, is_ours
 from .reach import reach
-from .saved import names
+from .saved import configs_of, names
 from .settings import LEARNED, SETTINGS
 
 
@@ -65,7 +65,7 @@ def learn_anchors(model: PreTrainedModel, initial: float = 0.9, per: Per = "head
     for part in parts.values():
         part.set(initial)
     name = asked(model.get_submodule(found[0]))
-    for config in _configs(model):
+    for config in configs_of(model):
         if name in names(config):
             setattr(config, LEARNED, {**(getattr(config, LEARNED, None) or {}), name: per})
     return {f"{key}.anchor.logit".lstrip("."): part.logit for key, part in parts.items()}
@@ -74,8 +74,3 @@ def learn_anchors(model: PreTrainedModel, initial: float = 0.9, per: Per = "head
 def _is_attached(module: nn.Module) -> bool:
     name = asked(module)
     return is_ours(name) and name in (getattr(module, SETTINGS, None) or {})
-
-
-def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    values = (value for module in model.modules() for value in vars(module).values())
-    return list({id(value): value for value in values if isinstance(value, PreTrainedConfig)}.values())

@@ -76,10 +76,26 @@ def last_solves(model: nn.Module) -> dict[str, SolveReport]:
     return {name: report_of(last) for name, last in _calls(model)}
 
 
-def report(model: nn.Module) -> list[LayerReport]:
+class LayerReports(list[LayerReport]):
+    """The rows of a report, of which a notebook shows one line: their table was printed.
+
+    Not for making by hand: `report` returns it.
+
+    Examples:
+        >>> from implicit_attention.integrations.transformers.report import LayerReports
+        >>> LayerReports()
+        LayerReports(0 layers)
+    """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} layer{'' if len(self) == 1 else 's'})"
+
+
+def report(model: nn.Module) -> LayerReports:
     """Print and return what every attention layer did in the last forward of the model.
 
-    Attention that took no part in that forward is named below the table.
+    Of a model with many layers the table has the first and the last ones, and those where a solve failed. Attention
+    that took no part in that forward is named below it.
 
     Args:
         model: a model with equilibrium attention, after a forward. A module that is called several times reports its
@@ -103,8 +119,11 @@ def report(model: nn.Module) -> list[LayerReport]:
 
     Not for every step of a training loop, as it looks at all numbers on the host: `last_solves` leaves them there.
     """
-    rows = [_row(name, last) for name, last in last_calls(model)]
-    print(_table(rows))
+    rows = LayerReports(_row(name, last) for name, last in last_calls(model))
+    shown = [row for i, row in enumerate(rows) if min(i, len(rows) - 1 - i) < SHOWN or _failed(row)]
+    print(_table(shown[:MOST]))
+    if left := len(rows) - len(shown[:MOST]):
+        print(f"and {left} layers more, which are in the list that is returned")
     told = {row.name for row in rows}
     if others := {name: kind for name, kind in attention_names(model).items() if name not in told}:
         print(f"not in this forward, or with attention of their own: {listed(others)}")
@@ -167,6 +186,12 @@ def _row(name: str, last: Last) -> LayerReport:
     )
 
 
+def _failed(row: LayerReport) -> bool:
+    return row.converged < 1 or row.gradient < 1
+
+
+#: How many layers a table has from either end, and in all where many failed.
+SHOWN, MOST = 6, 24
 _HEAD = ("layer", "anchor", "evals", "max", "residual", "converged", "gradient", "eff. keys", "distinct")
 
 

@@ -54,6 +54,12 @@ def settings_of(module: nn.Module, name: str, general: Settings) -> Settings:
     return of_config(config, name, general)
 
 
+def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
+    """The configurations that a model and its modules hold."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return list({id(value): value for value in values if isinstance(value, PreTrainedConfig)}.values())
+
+
 def names(config: Any) -> list[str]:
     """The names for which a configuration holds anchors."""
     return list(getattr(config, ANCHORS, None) or ())

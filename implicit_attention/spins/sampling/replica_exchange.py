@@ -35,7 +35,8 @@ def replica_exchange(
         betas: T >= 2 inverse temperatures > 0 in rising or falling order, near enough to each other that
             `exchange_rate` is not near 0, and the hottest so hot that a heat bath moves freely there.
         exchange_every: sweeps between exchanges.
-        generator, **schedule: as in `heat_bath`; `chains` counts the independent sets of T states, per sample.
+        generator: as in `heat_bath`.
+        **schedule: as in `heat_bath`; `chains` counts the independent sets of T states, per sample.
 
     Returns:
         Samples whose batch is (T, *batch): the first axis of every average, and the second of `final`, is the

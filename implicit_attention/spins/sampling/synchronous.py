@@ -32,7 +32,9 @@ def synchronous(
 
     Args:
         system: the spins; numbers or matrices as couplings, any D and R.
-        generator, start, **schedule: as in `heat_bath`; a sweep is one step.
+        generator: as in `heat_bath`.
+        start: as in `heat_bath`.
+        **schedule: as in `heat_bath`; a sweep is one step.
 
     Returns:
         Samples, with delayed correlations and entropy production, without heat capacity. `energy` is the mean of

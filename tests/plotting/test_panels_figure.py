@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 
 from implicit_attention import AnchoredEnergy, Anderson, Potential, potentials
 from implicit_attention.fused import lower
-from implicit_attention.plotting import landscape_figure
+from implicit_attention.plotting import panels_figure
 from implicit_attention.potentials import (
     BernoulliUnits,
     Exponential,
@@ -42,7 +42,7 @@ def points(axes, name):
 
 def test_keys_and_minima_are_drawn_where_they_are():
     keys, ends = torch.tensor([[1.0, 0.5], [-0.5, 1.2]]), torch.tensor([[0.5, -1.0]])
-    figure = landscape_figure({"bowl": (bowl(0.5, -1.0), ends), "none": (bowl(0, 0), ends[:0])}, keys, title="A bowl")
+    figure = panels_figure({"bowl": (bowl(0.5, -1.0), ends), "none": (bowl(0, 0), ends[:0])}, keys, title="A bowl")
     first, second = figure.axes[:2]
     torch.testing.assert_close(points(first, "key"), keys.double())
     torch.testing.assert_close(points(first, "minimum"), ends.double())
@@ -52,21 +52,21 @@ def test_keys_and_minima_are_drawn_where_they_are():
 
 
 def test_the_first_axis_of_energies_is_the_vertical_one():
-    (axes, *_) = landscape_figure({"bowl": (bowl(1.0, -1.5), torch.zeros(0, 2))}, torch.eye(2)).axes
+    (axes, *_) = panels_figure({"bowl": (bowl(1.0, -1.5), torch.zeros(0, 2))}, torch.eye(2)).axes
     lowest = axes.collections[0].get_paths()[0]
     assert lowest.contains_point((1.0, -1.5))
     assert not lowest.contains_point((-1.5, 1.0))
 
 
 def test_an_energy_without_bound_says_so_and_has_no_minima():
-    figure = landscape_figure({"hill": (-bowl(0, 0), None), "bowl": (bowl(0, 0), None)}, torch.eye(2), columns=1)
+    figure = panels_figure({"hill": (-bowl(0, 0), None), "bowl": (bowl(0, 0), None)}, torch.eye(2), columns=1)
     for axes in figure.axes[:2]:
         assert [text.get_text() for text in axes.texts] == ["no lower bound"]
         assert {line.get_label() for line in axes.lines} == {"key"}
 
 
 def test_panels_that_are_left_over_stay_empty():
-    figure = landscape_figure({name: (bowl(0, 0), None) for name in "abc"}, torch.eye(2), columns=2)
+    figure = panels_figure({name: (bowl(0, 0), None) for name in "abc"}, torch.eye(2), columns=2)
     assert [axes.axison for axes in figure.axes[:4]] == [True, True, True, False]
 
 
@@ -85,7 +85,7 @@ def test_panels_that_are_left_over_stay_empty():
 )
 def test_what_cannot_be_drawn_is_refused(panels, options, error):
     with pytest.raises(ValueError, match=error):
-        landscape_figure(panels, torch.eye(2), **options)
+        panels_figure(panels, torch.eye(2), **options)
 
 
 def descended(potential, start):

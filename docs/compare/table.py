@@ -1,4 +1,4 @@
-"""Put the table of the committed comparison into README.md: `python docs/update_readme.py` (`--check` only compares).
+"""Put the table of the committed comparison into docs/compare.md: `python docs/compare/table.py` (`--check` compares).
 
 The comparison itself comes from `implicit-attention compare --out docs/compare`.
 """
@@ -17,8 +17,9 @@ from implicit_attention.cli.retrieval import summary
 from implicit_attention.cli.settings import CompareSettings
 from implicit_attention.cli.table import comparison_tables, retrieval_tables
 
-ROOT = Path(__file__).resolve().parent.parent
-START, END = "<!-- table of compare: python docs/update_readme.py -->\n", "<!-- end of table -->"
+FOLDER = Path(__file__).resolve().parent
+PAGE = FOLDER.parent / "compare.md"
+START, END = "<!-- table of compare: python docs/compare/table.py -->\n", "<!-- end of table -->"
 
 
 def table(path: Path) -> str:
@@ -38,17 +39,16 @@ def table(path: Path) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 
-def updated(readme: str, content: str) -> str:
-    before, rest = readme.split(START)
+def updated(page: str, content: str) -> str:
+    before, rest = page.split(START)
     return f"{before}{START}```\n{content}\n```\n{END}{rest.split(END)[1]}"
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    new = updated(readme.read_text(), table(ROOT / "docs" / "compare" / "compare.json"))
+    new = updated(PAGE.read_text(), table(FOLDER / "compare.json"))
     if "--check" in sys.argv:
-        return int(new != readme.read_text())
-    readme.write_text(new)
+        return int(new != PAGE.read_text())
+    PAGE.write_text(new)
     return 0
 
 

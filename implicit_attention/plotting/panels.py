@@ -21,7 +21,7 @@ DEPTHS = tuple(-(2.0**step) for step in range(12, -3, -1))
 SAND = "#F6D5A8"
 
 
-def landscape_figure(
+def panels_figure(
     panels: Mapping[str, tuple[Tensor, Tensor | None]],
     keys: Tensor,
     *,
@@ -53,11 +53,11 @@ def landscape_figure(
 
     Examples:
         >>> import torch
-        >>> from implicit_attention.plotting import landscape_figure
+        >>> from implicit_attention.plotting import panels_figure
         >>> line = torch.linspace(-2, 2, 21)
         >>> bowl = (line**2 + line[:, None] ** 2) / 2
         >>> panels = {"bowl": (bowl, torch.zeros(1, 2)), "hill": (-bowl, None)}
-        >>> [axes.get_title() for axes in landscape_figure(panels, torch.eye(2)).axes[:2]]
+        >>> [axes.get_title() for axes in panels_figure(panels, torch.eye(2)).axes[:2]]
         ['bowl', 'hill']
     """
     _validate.require(bool(panels), "panels", "hold at least one energy", "none")

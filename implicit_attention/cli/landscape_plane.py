@@ -1,0 +1,177 @@
+"""What the scenes of `landscape` look at: patterns, queries and maps in the plane, and what is measured there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import Solution, solve
+from ..diagnostics import StationaryPoints, stationary_points
+from ..energies import AnchoredEnergy
+from ..potentials import Potential
+from ..solvers import GradientDescent
+from .errors import InputError
+from .files import load_patterns
+from .settings import LandscapeSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PATTERNS = ((1.2, 0.3), (-0.8, 1.1), (-0.4, -1.3), (0.9, -0.9), (-1.3, -0.1), (0.2, 0.6))
+QUERIES = ((1.5, 1.5), (-1.5, 0.5), (0.0, -0.2))
+BETA = 1 / math.sqrt(2)
+#: Queries beside those above, drawn from the square that just holds those.
+DRAWN, HALF_SIDE = 5, 1.5
+#: Half the side of the pictures, and starts along a side of them from which stationary points are searched.
+REACH, STARTS = 2.0, 17
+#: The largest coordinate of the default patterns, in units of which those of users are measured.
+LARGEST = 1.3
+#: Patterns whose coordinates reach beyond these make squares that are no longer numbers.
+SMALLEST_SIZE, LARGEST_SIZE, MOST = 1e-6, 1e6, 10_000
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """Patterns (M, 2), queries (N, 2), maps of queries, keys and values (3, 2, 2), beta, and half the side to draw."""
+
+    patterns: Tensor
+    queries: Tensor
+    maps: Tensor
+    beta: float
+    reach: float
+
+    @property
+    def starts(self) -> Tensor:
+        """States all over the picture, (S, 2)."""
+        return square(self.reach, STARTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A picture with its story.
+
+    Attributes:
+        name: of the file, and in the terminal.
+        title: a few words.
+        sentence: what the picture shows.
+        description: the same for somebody who does not see the picture.
+        facts: the numbers to read, by name.
+        numbers: all numbers.
+        draw: makes the picture.
+    """
+
+    name: str
+    title: str
+    sentence: str
+    description: str
+    facts: dict[str, str]
+    numbers: dict[str, Any]
+    draw: Callable[[], Figure]
+
+
+def plane_of(settings: LandscapeSettings) -> Plane:
+    """What the options ask for.
+
+    Raises:
+        InputError: an inverse temperature or patterns that cannot be used.
+    """
+    beta = settings.beta
+    if beta is not None and not 0 < beta < math.inf:
+        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; leave it out for 1/sqrt 2")
+    generator = torch.Generator().manual_seed(settings.seed)
+    drawn = HALF_SIDE * (2 * torch.rand(DRAWN, 2, generator=generator, dtype=torch.float64) - 1)
+    maps = _maps(torch.rand(3, 2, generator=generator, dtype=torch.float64))
+    queries = torch.cat([torch.tensor(QUERIES, dtype=torch.float64), drawn])
+    if settings.patterns is None:
+        patterns, size = torch.tensor(PATTERNS, dtype=torch.float64), 1.0
+    else:
+        patterns = load_patterns(settings.patterns, "--patterns")
+        size = _size(patterns, f"`--patterns` {settings.patterns.name}")
+    # beta multiplies products of two coordinates.
+    return Plane(patterns, size * queries, maps, BETA / size**2 if beta is None else beta, size * REACH)
+
+
+def _maps(drawn: Tensor) -> Tensor:
+    """Maps that stretch by s and 1/s, s from 1/2 to 3/2, and turn by any angle, of rows of two numbers in [0, 1)."""
+    angle, stretch = 2 * math.pi * drawn[:, 0], drawn[:, 1] + 0.5
+    cos, sin = angle.cos(), angle.sin()
+    turn = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    maps: Tensor = turn * torch.stack([stretch, 1 / stretch], -1)[:, None, :]
+    return maps
+
+
+def _size(patterns: Tensor, name: str) -> float:
+    """How much larger the patterns are than the default ones."""
+    count, width = patterns.shape
+    if width != 2:
+        remedy = "draw longer patterns with implicit_attention.plotting.principal_figure"
+        raise InputError(f"{name} must have shape (M, 2), got {(count, width)}; {remedy}")
+    if not 1 <= count <= MOST:
+        raise InputError(f"{name} must hold 1 to {MOST} patterns, got {count}; choose some of them")
+    bad = int((~patterns.isfinite()).any(-1).sum())
+    if bad:
+        raise InputError(f"{name} must hold finite numbers, got NaN or inf in {bad} of {count} patterns; remove those")
+    largest = float(patterns.abs().max())
+    if largest > 0 and not SMALLEST_SIZE <= largest <= LARGEST_SIZE:
+        required = f"have a largest coordinate between {SMALLEST_SIZE:g} and {LARGEST_SIZE:g}"
+        raise InputError(f"{name} must {required}, got {largest:g}; scale them")
+    return largest / LARGEST if largest > 0 else 1.0
+
+
+def square(reach: float, side: int) -> Tensor:
+    """States on a square around 0, row after row, (side^2, 2) float64."""
+    line = torch.linspace(-reach, reach, side, dtype=torch.float64)
+    y, x = torch.meshgrid(line, line, indexing="ij")
+    return torch.stack((x, y), -1).flatten(0, 1)
+
+
+def descend(energy: AnchoredEnergy, start: Tensor, step_size: float, steps: int) -> Solution:
+    """Exactly so many gradient steps from `start`, with their trace."""
+    solver = GradientDescent(step_size=step_size, max_steps=steps, atol=0.0, rtol=0.0)
+    return solve(energy, start, solver=solver, trace=True, on_failure="ignore")
+
+
+def stationary(
+    potential: Potential, starts: Tensor, *, anchor: float = 0.0, query: Tensor | None = None
+) -> StationaryPoints:
+    """The stationary points of one query's energy; without an anchor the query does not matter."""
+    field = (starts if query is None else query).expand(starts.shape)
+    return stationary_points(AnchoredEnergy(potential, field, anchor), starts)
+
+
+def nearest(states: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """The distance from every state to the nearest of the points, and which that is."""
+    found = torch.cdist(states, points, compute_mode="donot_use_mm_for_euclid_dist").min(-1)
+    return found.values, found.indices
+
+
+# ------------------------------------------------------------------ words
+
+
+def point(state: Tensor | Sequence[float], digits: int = 2) -> str:
+    """`(0.09, -0.66)`, without negative zeros."""
+    numbers = state.tolist() if isinstance(state, Tensor) else state
+    return "(" + ", ".join(f"{round(x, digits) + 0.0:.{digits}f}" for x in numbers) + ")"
+
+
+def listing(parts: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def points(states: Tensor, most: int = 7) -> str:
+    """The states one after the other, at most so many."""
+    shown = [point(state) for state in states[:most]]
+    return listing([*shown, f"{len(states) - most} more"] if len(states) > most else shown)
+
+
+def number(count: int, noun: str, plural: str | None = None) -> str:
+    """`one minimum`, `six patterns`."""
+    word = NUMBERS[count] if count < len(NUMBERS) else str(count)
+    return f"{word} {noun if count == 1 else plural or noun + 's'}"

@@ -1,0 +1,319 @@
+"""Scenes of `landscape` in which queries step down the energy of stored patterns, or of each other."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import Solution, solve
+from ..diagnostics import StationaryPoints
+from ..energies import AnchoredEnergy, RepeatedSelfAttention
+from ..plotting import landscape_figure, step_norm_figure, step_norms
+from ..potentials import LogSumExp
+from ..solvers import Picard
+from .landscape_plane import (
+    Plane,
+    Scene,
+    descend,
+    listing,
+    nearest,
+    number,
+    point,
+    points,
+    stationary,
+)
+
+#: Betas of the scenes, in units of that of the plane.
+HOT, MILD, VALLEYS, COLD = 0.2, 2.0, 4.0, 10.0
+DIMS, SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+
+
+class Moved(NamedTuple):
+    """Queries after some steps: what they descended, where they were and what there is to find."""
+
+    energy: AnchoredEnergy
+    solution: Solution
+    points: StationaryPoints
+    numbers: dict[str, Any]
+    facts: dict[str, str]
+
+    @property
+    def ends(self) -> Tensor:
+        return self.solution.value
+
+    @property
+    def minima(self) -> Tensor:
+        return self.points.of_kind("minimum")
+
+    @property
+    def lengths(self) -> Tensor:
+        """How far every query has come."""
+        lengths: Tensor = torch.linalg.vector_norm(self.ends - self.numbers["path"][0], dim=-1)
+        return lengths
+
+
+def moved(keys: Tensor, queries: Tensor, starts: Tensor, beta: float, step_size: float, steps: int) -> Moved:
+    """So many steps on the energy of `keys`, which has its stationary points near `starts`."""
+    potential = LogSumExp(keys, beta)
+    energy = AnchoredEnergy(potential, queries, 0.0)
+    solution = descend(energy, queries, step_size, steps)
+    found = stationary(potential, starts)
+    trace = solution.trace
+    assert trace is not None
+    assert trace.energy is not None
+    path, energies = trace.value, trace.energy
+    lengths = torch.linalg.vector_norm(path[-1] - path[0], dim=-1)
+    numbers = {
+        "potential": "LogSumExp",
+        "beta": beta,
+        "anchor": 0.0,
+        "step_size": step_size,
+        "steps": steps,
+        "path": path,
+        "energy": energies,
+        "stationary_points": stationary_numbers(found),
+    }
+    facts = {
+        "beta": f"{beta:.4g}",
+        "steps": f"{steps} of size {step_size:g}",
+        "a query moves": f"{float(lengths.mean()):.3g} in the mean, {float(lengths.max()):.3g} at most",
+        "mean energy": f"{float(energies[0].mean()):.4g} before, {float(energies[-1].mean()):.4g} after",
+        "stationary points": told(found),
+    }
+    return Moved(energy, solution, found, numbers, facts)
+
+
+def stationary_numbers(found: StationaryPoints) -> dict[str, Any]:
+    return {"value": found.value, "energy": found.energy, "curvatures": found.curvatures, "kind": found.kind}
+
+
+def counts(found: StationaryPoints) -> tuple[int, int, int]:
+    """How many minima, saddles and maxima there are."""
+    kinds = [found.kind.count(kind) for kind in ("minimum", "saddle", "maximum")]
+    return kinds[0], kinds[1], kinds[2]
+
+
+def told(found: StationaryPoints) -> str:
+    """`two minima, one saddle`."""
+    minima, saddles, maxima = counts(found)
+    parts = ((minima, "minimum", "minima"), (saddles, "saddle", "saddles"), (maxima, "maximum", "maxima"))
+    return listing([number(*part) for part in parts if part[0]])
+
+
+def seen(of: str, plane: Plane, minima: Tensor) -> str:
+    """How a description of contours begins."""
+    where = f"{'its lowest point' if len(minima) == 1 else 'hollows'} at {points(minima)}"
+    among = f"among {number(len(plane.patterns), 'stored pattern')}, drawn as open circles"
+    return f"Contours of {of}, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}, with {where}, {among}."
+
+
+def descended(it: Moved) -> str:
+    """How a description of paths ends."""
+    starts = it.numbers["path"][0]
+    before, after = (float(nearest(states, it.minima)[0].mean()) for states in (starts, it.ends))
+    return f"{ways(starts, it.ends)} The mean distance to the nearest minimum goes from {before:.2f} to {after:.2f}."
+
+
+def ways(starts: Tensor, ends: Tensor) -> str:
+    """Whose paths there are, and where the first of them lead."""
+    pairs = [f"from {point(start)} to {point(end)}" for start, end in zip(starts[:3], ends[:3], strict=True)]
+    return f"Lines follow {number(len(starts), 'query', 'queries')}, the first {listing(pairs)}."
+
+
+def scene(name: str, title: str, sentence: str, plane: Plane, it: Moved, **look: Any) -> Scene:
+    """The scene of queries that moved."""
+    description = f"{seen('the energy', plane, it.minima)} {descended(it)}"
+    drawn = {"trace": it.solution.trace, "fixed_points": it.points, "reach": plane.reach, "title": title} | look
+    draw = partial(landscape_figure, it.energy, it.numbers["path"][0], **drawn)
+    return Scene(name, title, sentence, description, it.facts, it.numbers, draw)
+
+
+def _moved(plane: Plane, factor: float, step_size: float, steps: int) -> Moved:
+    return moved(plane.patterns, plane.queries, plane.starts, factor * plane.beta, step_size, steps)
+
+
+def one_step(plane: Plane) -> Scene:
+    it = _moved(plane, 1.0, 1.0, 1)
+    softmax = (plane.beta * plane.queries @ plane.patterns.mT).softmax(-1) @ plane.patterns
+    apart = float((it.ends - softmax).abs().max())
+    it.numbers["softmax_attention"] = softmax
+    it.numbers["difference_from_softmax_attention"] = apart
+    it.facts["step - softmax attention"] = f"at most {apart:.1e}"
+    said = "One gradient step of size 1 down this energy is softmax attention over the patterns."
+    return scene("one-step", "One big step is softmax attention", said, plane, it)
+
+
+def surface(plane: Plane) -> Scene:
+    it = _moved(plane, VALLEYS, 1.0, 5)
+    said = f"The energy as a surface, at beta {it.numbers['beta']:.3g}: attention rolls downhill into its hollows."
+    made = scene("surface", "The same as a surface", said, plane, it, kind="surface")
+    return made
+
+
+def small_steps(plane: Plane) -> Scene:
+    it = _moved(plane, 1.0, 0.1, 1)
+    said = (
+        f"A step of size 0.1 goes a tenth of the way of softmax attention, {float(it.lengths.mean()):.2g} in the mean."
+    )
+    return scene("small-steps", "Small steps go nowhere", said, plane, it)
+
+
+def many_steps(plane: Plane) -> Scene:
+    it = _moved(plane, 1.0, 1.0, 10)
+    apart = float(torch.pdist(it.ends).max())
+    it.numbers["largest_distance_between_ends"] = apart
+    it.facts["ends"] = f"at most {apart:.2g} apart"
+    minima = number(len(it.minima), "minimum", "minima")
+    said = f"Ten big steps lead to {minima}: queries end at most {apart:.2g} apart, wherever they began."
+    return scene("many-steps", "Many steps forget the query", said, plane, it)
+
+
+def higher_temperature(plane: Plane) -> Scene:
+    it = _moved(plane, HOT, 1.0, 1)
+    apart = float(torch.pdist(it.ends).max())
+    it.numbers["largest_distance_between_ends"] = apart
+    it.facts["ends"] = f"at most {apart:.2g} apart"
+    said = f"At beta {it.numbers['beta']:.3g} one step brings every query near the mean of all patterns."
+    return scene("higher-temperature", "Higher temperature: one bowl", said, plane, it)
+
+
+def lower_temperature(plane: Plane) -> Scene:
+    it = _moved(plane, COLD, 1.0, 5)
+    minima = it.minima
+    kept = nearest(plane.patterns, minima)[0] < 0.1 * plane.reach
+    forgotten = plane.patterns[~kept]
+    it.numbers["patterns_near_a_minimum"] = kept
+    it.facts["patterns with a minimum nearby"] = f"{int(kept.sum())} of {len(kept)}"
+    what = f"; {points(forgotten)} has none, as dot products prefer longer patterns" if len(forgotten) == 1 else ""
+    own = f"{int(kept.sum())} of {len(kept)} patterns have a valley of their own{what}."
+    said = f"At beta {it.numbers['beta']:.3g}, {own}"
+    return scene("lower-temperature", "Lower temperature: a valley for each", said, plane, it)
+
+
+def critical(plane: Plane) -> Scene:
+    it = _moved(plane, VALLEYS, 1.0, 20)
+    minima, saddles, maxima = counts(it.points)
+    total = minima - saddles + maxima
+    it.numbers["minima_minus_saddles_plus_maxima"] = total
+    it.facts["minima - saddles + maxima"] = f"{minima} - {saddles} + {maxima} = {total}"
+    said = (
+        f"At beta {it.numbers['beta']:.3g} there are {told(it.points)}; plain steps end at minima, "
+        "a solver without a safeguard may stop at a saddle."
+    )
+    return scene("stationary-points", "Minima, saddles and maxima", said, plane, it)
+
+
+def with_maps(plane: Plane) -> Scene:
+    by_query, by_key, by_value = plane.maps
+    keys, queries, values = plane.patterns @ by_key.mT, plane.queries @ by_query.mT, plane.patterns @ by_value.mT
+    beta = MILD * plane.beta
+    extent = float(torch.cat([keys, queries, values]).abs().max())
+    wide = Plane(keys, queries, plane.maps, beta, max(plane.reach, 1.1 * extent))
+    it = moved(keys, queries, wide.starts, beta, 1.0, 1)
+    read = (beta * it.ends @ keys.mT).softmax(-1) @ values
+    before, after = it.energy.energy(it.ends), it.energy.energy(read)
+    uphill = int((after > before).sum())
+    it.numbers.update(maps={"query": by_query, "key": by_key, "value": by_value}, read_out=read, energy_read_out=after)
+    it.facts["values lead uphill"] = f"for {uphill} of {len(read)} queries"
+    said = (
+        "Query and key maps choose the start and the landscape; the values are read once at the end, "
+        f"and lead uphill for {uphill} of {len(read)} queries."
+    )
+    made = scene("maps", "With query, key and value maps", said, wide, it, values=values)
+    more = f" Arrows lead on from there to what is read of the values, {points(read)}."
+    return Scene(**{**vars(made), "description": made.description + more})
+
+
+def self_frozen(plane: Plane) -> Scene:
+    patterns = plane.patterns
+    it = moved(patterns, patterns, plane.starts, plane.beta, 1.0, 1)
+    weights = (plane.beta * patterns @ patterns.mT).softmax(-1)
+    own = weights.diagonal()
+    it.numbers["attention_to_itself"] = own
+    it.facts["attention to itself"] = f"{float(own.mean()):.2g} in the mean"
+    said = (
+        f"Patterns that attend to each other move by {float(it.lengths.mean()):.2g} in the mean, "
+        f"as each gives only {float(own.mean()):.2g} of its attention to itself."
+    )
+    return scene("self-frozen", "Bare self-attention, the context frozen", said, plane, it)
+
+
+def self_moving(plane: Plane) -> Scene:
+    patterns, beta, steps = plane.patterns, plane.beta, 3
+    repeated = RepeatedSelfAttention(patterns, beta)
+    solver = Picard(max_steps=steps, atol=0.0, rtol=0.0)
+    trace = solve(repeated, patterns, solver=solver, trace=True, on_failure="ignore").trace
+    assert trace is not None
+    states = trace.value
+    weights = repeated.probabilities(patterns)
+    query_side, key_side = weights @ patterns, weights.mT @ patterns
+    frozen = descend(repeated.frozen_energy(patterns), patterns, 1.0, steps)
+    apart, apart_frozen = (float(torch.pdist(x).max()) if len(x) > 1 else 0.0 for x in (states[-1], frozen.value))
+    gradient = patterns - query_side - key_side
+    numbers = {
+        "beta": beta,
+        "steps": steps,
+        "path": states,
+        "largest_distance_between_ends": apart,
+        "frozen": {"end": frozen.value, "largest_distance_between_ends": apart_frozen},
+        "attention": query_side,
+        "full_gradient": gradient,
+    }
+    facts = {
+        "beta": f"{beta:.4g}",
+        "steps": f"{steps} of size 1, the context set to the patterns after each",
+        "ends": f"at most {apart:.2g} apart; with the context frozen {apart_frozen:.2g}",
+        "gradient of the first pattern": f"{point(gradient[0], 4)} with both of its roles",
+        "without its role as a key": f"{point((patterns - query_side)[0], 4)}",
+    }
+    said = (
+        f"Where the context moves along, {number(steps, 'step')} bring all patterns within {apart:.2g} of each other."
+    )
+    description = (
+        f"Contours of the energy of the first context, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}. "
+        f"{ways(patterns, states[-1])} All end within {apart:.2g}."
+    )
+    title = "Bare self-attention, the context moving along"
+    draw = partial(
+        landscape_figure, repeated.frozen_energy(patterns), patterns, trace=trace, reach=plane.reach, title=title
+    )
+    return Scene("self-moving", title, said, description, facts, numbers, draw)
+
+
+def norms(plane: Plane) -> Scene:
+    del plane  # of Gaussian tokens in more dimensions
+    found = step_norms(DIMS, SCALES)
+    quartiles = found.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=found.dtype), dim=-1)
+    median = {
+        scale: dict(zip(DIMS, row.tolist(), strict=True)) for scale, row in zip(SCALES, quartiles[1], strict=True)
+    }
+    numbers = {
+        "dims": DIMS,
+        "beta_scales": SCALES,
+        "tokens": 32,
+        "draws": found.shape[-1],
+        "first_quartile": quartiles[0],
+        "median": quartiles[1],
+        "third_quartile": quartiles[2],
+    }
+    facts = {f"{dim} dimensions, scale 1": f"{median[1.0][dim]:.2g}" for dim in (2, 8, 64, 512)}
+    facts["512 dimensions, scale 0.5"] = f"{median[0.5][512]:.2g}"
+    said = (
+        "Of 32 Gaussian tokens at beta 1/sqrt d a step of bare self-attention moves much in few dimensions "
+        "and nothing in many, which is why small heads still move."
+    )
+    rows = "; ".join(
+        f"scale {scale:g}: " + ", ".join(f"{median[scale][dim]:.2g} in {dim} dimensions" for dim in (2, 64, 512))
+        for scale in SCALES[::3]
+    )
+    description = (
+        "Contours of the length of a step of bare self-attention over the dimension, in powers of two, and the scale "
+        f"of beta; medians of {found.shape[-1]} draws. {rows}. From few dimensions and small scales to many and large "
+        "ones it falls by many powers of ten."
+    )
+    title = "How far self-attention moves: dimension and scale"
+    draw = partial(step_norm_figure, DIMS, SCALES, norms=found)
+    return Scene("step-norms", title, said, description, facts, numbers, draw)

@@ -1,0 +1,230 @@
+"""`sweep`: what methods say of one system at many temperatures, by one solve for each method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import _validate
+from ..linear import Eigenvalue, extreme_eigenvalues
+from ..solution import SolveReport
+from ..status import Status
+from .approximation import Approximation
+from .dynamics import DynamicalMethod, StationaryState, stationary_state
+from .enumeration import Enumeration
+from .system import SpinSystem, check_type
+from .thermodynamics import Thermodynamics, thermodynamics
+from .transfer_matrix import TransferMatrix
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Numbers of an equilibrium, as `Thermodynamics` calls them.
+SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
+#: Rows of a susceptibility that is computed as a matrix; a larger one is asked LANCZOS_STEPS times.
+DENSE, LANCZOS_STEPS = 64, 30
+#: What is drawn, with the labels of the axes.
+PANELS = {
+    "mean_length": "mean of |m_i|/R",
+    "largest_susceptibility": "largest eigenvalue of chi",
+    "heat_capacity": "heat capacity C",
+    "entropy_production": "entropy production per step",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What every method says of a system at K inverse temperatures.
+
+    Attributes:
+        beta: (K,).
+        curves: by method, then by quantity, (K, *batch): "mean_length" (the mean over sites of |m_i|/R); of an
+            equilibrium also "free_energy", "internal_energy", "entropy", "heat_capacity", "largest_susceptibility" and
+            "largest_susceptibility_error" (of its estimate); of synchronous dynamics "entropy_production". NaN where
+            `failed`.
+        failed: by method, (K, *batch): where a solve failed, or ended on what is no minimum and does not come back.
+        reports: by method, of its solve.
+        refused: by method, why it cannot treat the system.
+
+    Not for one temperature: `thermodynamics` also has magnetizations and correlations.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.spins import Enumeration, MeanField, SpinSystem, sweep
+        >>> system = SpinSystem(torch.tensor([[0.0, 0.5], [0.5, 0.0]]), field=torch.tensor([[0.3], [0.0]]))
+        >>> found = sweep(system, [MeanField(), Enumeration()], beta=torch.linspace(0.2, 1.0, 5))
+        >>> [axes.get_ylabel() for axes in found.plot().axes]
+        ['mean of |m_i|/R', 'largest eigenvalue of chi', 'heat capacity C']
+    """
+
+    beta: Tensor
+    curves: dict[str, dict[str, Tensor]]
+    failed: dict[str, Tensor]
+    reports: dict[str, SolveReport] = dataclasses.field(default_factory=dict)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    exact: Collection[str] = ()
+
+    def plot(self, *, exact: Collection[str] | None = None, title: str = "Against inverse temperature") -> Figure:
+        """`plotting.phase_figure` of the sweep; of several samples the mean, where all have an answer.
+
+        Args:
+            exact: methods that are drawn as broad black lines; default those that are exact, such as `Enumeration`.
+            title: above the panels.
+        """
+        from ..plotting.spins import phase_figure
+
+        count = len(self.beta)
+        means = {
+            name: {quantity: values.reshape(count, -1).mean(-1) for quantity, values in curves.items()}
+            for name, curves in self.curves.items()
+        }
+        drawn = {name: label for name, label in PANELS.items() if any(name in curves for curves in means.values())}
+        return phase_figure(
+            self.beta,
+            means,
+            panels=drawn or {"mean_length": PANELS["mean_length"]},
+            failed={name: lost.reshape(count, -1).any(-1) for name, lost in self.failed.items()},
+            exact=self.exact if exact is None else exact,
+            title=title,
+        )
+
+
+def sweep(
+    system: SpinSystem,
+    methods: Mapping[str, Approximation] | Sequence[Approximation],
+    *,
+    beta: Float[Tensor, "K"],
+) -> Sweep:
+    """Ask methods for a system at many temperatures: magnetizations, derivatives of F, or entropy production.
+
+    Every method solves all temperatures as one batch (K, *batch). A solve that fails, or that ends on a saddle of the
+    free energy, is a gap in the curves; a method that cannot treat the system is in `refused`, with the reason.
+
+    Args:
+        system: the spins; its own beta is not used.
+        methods: such as `[MeanField(), Bethe()]`, or by name. Methods for synchronous dynamics are asked for the
+            stationary state, all others for thermodynamics.
+        beta: inverse temperatures > 0, (K,).
+
+    Returns:
+        A `Sweep`, without graph.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from implicit_attention.spins import Bethe, MeanField, SpinSystem, sweep
+        >>> system = SpinSystem(torch.tensor([[0.0, 0.5], [0.5, 0.0]]), field=torch.tensor([[0.3], [0.0]]))
+        >>> found = sweep(system, {"naive": MeanField(), "Bethe": Bethe()}, beta=torch.tensor([0.5, 1.0]))
+        >>> {name: curves["mean_length"].tolist() for name, curves in found.curves.items()}["Bethe"][0] > 0
+        True
+
+    Not for gradients with respect to beta: put the temperatures into a batch of `thermodynamics`.
+    """
+    check_type("system", system, SpinSystem, "be a SpinSystem")
+    _validate.check_float_tensor("beta", beta, min_ndim=1)
+    fits = beta.ndim == 1 and len(beta) > 0
+    _validate.require(fits, "beta", "have shape (K,) with K > 0", f"shape {tuple(beta.shape)}", "use torch.linspace")
+    remedy = "a temperature is positive and finite"
+    good = torch.isfinite(beta) & (beta > 0)
+    if not bool(good.all()):
+        raise ValueError(_validate.message("beta", "be > 0 everywhere", float(beta[~good][0]), remedy))
+    beta = beta.detach().to(system.field)
+    many = at_all(system, beta)
+    chosen = _named(methods)
+    curves: dict[str, dict[str, Tensor]] = {}
+    failed: dict[str, Tensor] = {}
+    reports: dict[str, SolveReport] = {}
+    refused: dict[str, str] = {}
+    for name, method in chosen.items():
+        try:
+            method.check(many)
+        except ValueError as error:
+            refused[name] = str(error)
+            continue
+        curves[name], failed[name], reports[name] = _asked(method, many)
+    exact = [name for name in curves if isinstance(chosen[name], Enumeration | TransferMatrix)]
+    return Sweep(beta, curves, failed, reports, refused, exact)
+
+
+def _named(methods: Any) -> dict[str, Approximation]:
+    if not isinstance(methods, Mapping):
+        if not isinstance(methods, Sequence) or isinstance(methods, str):
+            remedy = "for example [MeanField(), Bethe()]"
+            raise TypeError(_validate.message("methods", "be several, in a list or by name", repr(methods), remedy))
+        kinds = [type(method).__name__ for method in methods]
+        # The options tell two methods of one kind apart.
+        methods = {k if kinds.count(k) == 1 else repr(m): m for k, m in zip(kinds, methods, strict=True)}
+    _validate.require(len(methods) > 0, "methods", "name one method at least", "none", "for example [MeanField()]")
+    for name, method in methods.items():
+        check_type(f"methods[{name!r}]", method, Approximation, "be an instance of Approximation", "such as Bethe()")
+    return dict(methods)
+
+
+def _asked(method: Approximation, many: SpinSystem) -> tuple[dict[str, Tensor], Tensor, SolveReport]:
+    """The curves of a method, where it failed, and the report of its solve."""
+    found, numbers = solved(method, many)
+    numbers["mean_length"] = mean_length(found.magnetization, many)
+    if isinstance(found, Thermodynamics):
+        largest = largest_susceptibility(found)
+        numbers |= {"largest_susceptibility": largest.value, "largest_susceptibility_error": largest.error_bound}
+    # Read after the susceptibility, whose linear solves are evidence as well. What is no minimum, or does not come
+    # back, is a solution but no state of the system.
+    failed = failed_of(found.report) | (found.report.status == Status.UNSTABLE)
+    return (
+        {name: value.detach().masked_fill(failed, torch.nan) for name, value in numbers.items()},
+        failed,
+        found.report,
+    )
+
+
+def solved(method: Approximation, system: SpinSystem) -> tuple[Thermodynamics | StationaryState, dict[str, Tensor]]:
+    """What an approximation found, and its numbers (*batch): of an equilibrium, or of synchronous dynamics."""
+    if isinstance(method, DynamicalMethod):
+        state = stationary_state(system, method, check="stability", on_failure="ignore")
+        return state, {"entropy_production": state.entropy_production}
+    found = thermodynamics(system, method, on_failure="ignore")
+    return found, {name: getattr(found, name) for name in SCALARS}
+
+
+def failed_of(report: SolveReport) -> Tensor:
+    """Where a solve failed, or a linear solve behind one of its derivatives, (*batch)."""
+    response = report.adjoint.failed
+    return report.failed if response is None else report.failed | response.reshape(report.failed.shape)
+
+
+def largest_susceptibility(found: Thermodynamics) -> Eigenvalue:
+    """The largest eigenvalue of chi, (*batch): of the matrix if it is small, else by Lanczos on its products."""
+    shape = found.magnetization.shape
+    size = shape[-2] * shape[-1]
+    if size <= DENSE:
+        chi = found.susceptibility().detach().reshape(*shape[:-2], size, size)
+        known = chi.isfinite().all(-1).all(-1)
+        values = torch.linalg.eigvalsh(torch.where(known[..., None, None], chi, 0.0))[..., -1]
+        return Eigenvalue(values.masked_fill(~known, torch.nan), torch.zeros_like(values))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(size, generator=generator, dtype=torch.float64).to(found.magnetization)
+
+    def product(v: Tensor) -> Tensor:
+        return found.susceptibility_product(v.reshape(shape)).detach().reshape(v.shape)
+
+    return extreme_eigenvalues(product, start.expand(*shape[:-2], -1), LANCZOS_STEPS)[1]
+
+
+def at_all(system: SpinSystem, betas: Tensor) -> SpinSystem:
+    """The system at every one of K temperatures: a batch (K, *batch)."""
+    shape = (len(betas), *system.field.shape)
+    beta = betas.reshape(-1, *(1,) * len(system.batch)).expand(len(betas), *system.batch)
+    return system.at(system.field.expand(shape), system.couplings, beta)
+
+
+def mean_length(m: Tensor, system: SpinSystem) -> Tensor:
+    """The mean over sites of |m_i|/R, (*batch)."""
+    lengths: Tensor = torch.linalg.vector_norm(m.detach(), dim=-1)
+    return lengths.mean(-1) / system.radius

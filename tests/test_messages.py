@@ -1,0 +1,160 @@
+"""What a solution says of itself: hints that fit the problem, sentences without an index, names of statuses."""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+
+from implicit_attention import (
+    AnchoredEnergy,
+    EnergyFunction,
+    FixedPointMap,
+    LogSumExp,
+    Picard,
+    Potential,
+    SquaredScores,
+    equilibrium_attention,
+    solve,
+)
+from implicit_attention.energies import Energy
+from implicit_attention.integrations.transformers import LayerReport
+from implicit_attention.status import Status
+
+# The package has a function of the same name.
+reports = importlib.import_module("implicit_attention.integrations.transformers.report")
+BOUND = "check that E has a lower bound"
+
+
+def failed(problem, initial, solver=None, **options):
+    return solve(problem, initial, solver=solver, on_failure="ignore", **options)
+
+
+class Quartic(Potential):
+    def value(self, z):
+        return z.pow(4).sum(-1)
+
+
+class Bottomless(Energy):
+    event_ndim = 1
+
+    def energy(self, z):
+        return -z.pow(4).sum(-1)
+
+
+def test_hints_name_only_what_the_problem_has():
+    start = torch.full((1, 2), 0.5, dtype=torch.float64)
+    steep = failed(EnergyFunction(lambda z: 50 * (z - 1).square().sum(-1), event_ndim=1), start, Picard())
+    assert int(steep.status) == Status.DIVERGED
+    assert "scale E down" in steep.message(0)
+    swinging = failed(FixedPointMap(lambda z: 1 - z, event_ndim=1), start - 0.25, Picard(max_steps=3))
+    assert int(swinging.status) == Status.MAX_STEPS
+    assert swinging.message(0).endswith("make f contract more")
+    no_beta = failed(AnchoredEnergy(Quartic(), 3 * start, 0.5), 3 * start, Picard())
+    assert "make f contract more (raise the anchor)" in no_beta.message(0)
+    for solution in (steep, swinging, no_beta):
+        assert solution.failed.all()
+        assert "beta" not in solution.message(0)
+    for solution in (steep, swinging):
+        assert "anchor" not in solution.message(0)
+
+
+def test_hints_of_attention_name_beta_and_the_anchor_on_every_path():
+    keys, field = 3 * torch.eye(4), 3 * torch.eye(4)[None]
+    lever = "(lower beta or raise the anchor)"
+    energy = AnchoredEnergy(0.5 * LogSumExp(keys, 1.0) + LogSumExp(keys, 1.0), field, 0.5)
+    assert lever in failed(energy, field, Picard(max_steps=1, rtol=1e-12)).message(0, 0)
+    for impl in ("auto", "reference"):
+        energy = AnchoredEnergy(LogSumExp(keys, 1.0), field, 0.5)
+        assert lever in failed(energy, field, Picard(max_steps=1, rtol=1e-12), impl=impl).message(0, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        equilibrium_attention(field, field, field, max_steps=1, on_failure="warn", solver=Picard(rtol=1e-12))
+    assert lever in str(caught[0].message)
+
+
+@pytest.mark.parametrize("make", [Bottomless, lambda: EnergyFunction(Bottomless().energy, event_ndim=1)])
+def test_an_energy_without_a_lower_bound_is_asked_about_first(make):
+    start = torch.full((1, 2), 0.5, dtype=torch.float64)
+    solution = failed(make(), start)
+    assert int(solution.status) == Status.STALLED
+    assert solution.message(0).partition("; ")[2].startswith(f"{BOUND}; if so, use a larger rtol")
+
+
+def test_energies_with_a_known_bound_are_not_doubted():
+    field = torch.full((1, 1, 2), 0.5, dtype=torch.float64)
+    told = AnchoredEnergy(LogSumExp(field[0], 1.0), field, 0.5).advice(Picard().remedies)
+    assert BOUND not in " ".join(told.values())
+    assert BOUND in AnchoredEnergy(Quartic(), field, 0.5).advice(Picard().remedies)[Status.STALLED]
+    falling = AnchoredEnergy(SquaredScores(10 * field[0], 1.0), field, 0.0, unbounded="ignore")
+    assert BOUND not in falling.advice(Picard().remedies)[Status.DIVERGED]
+
+
+# Sentences and names.
+
+
+@pytest.fixture
+def mixed():
+    """Six problems in (2, 3): one that converges at once, four that swing with growing width, one with a NaN."""
+    start = torch.tensor([[0.5, 0.6, 0.7], [0.8, torch.nan, 0.9]], dtype=torch.float64)[..., None]
+    return failed(FixedPointMap(lambda z: 1 - z, event_ndim=1), start, Picard(max_steps=3))
+
+
+def test_a_message_without_an_index_is_of_the_worst_problem(mixed):
+    assert mixed.message() == f"the worst of 6 problems, (1, 1): {mixed.message(1, 1)}"
+    assert mixed.message(0) == f"the worst of 3 problems, (0, 2): {mixed.message(0, 2)}"
+    assert mixed.report.message() == mixed.message()
+    assert "NaN" in mixed.message()
+
+
+def test_a_message_of_one_or_no_problem_counts_none():
+    problem = FixedPointMap(torch.cos, event_ndim=1)
+    assert solve(problem, torch.zeros(1)).message().startswith("converged")
+    assert solve(problem, torch.zeros(1, 1)).message().startswith("converged")
+    assert solve(problem, torch.zeros(0, 1)).message() == "no problems"
+
+
+def test_a_message_refuses_an_index_that_does_not_fit(mixed):
+    with pytest.raises(ValueError, match=r"`index` must have at most 2 numbers, .*got \(0, 0, 0\)"):
+        mixed.message(0, 0, 0)
+    with pytest.raises(ValueError, match=r"`index\[1\]` must be in \[-3, 2\], got 3"):
+        mixed.message(0, 3)
+
+
+def test_statuses_are_names(mixed):
+    slow = "MAX_STEPS"
+    assert mixed.statuses == [["CONVERGED", slow, slow], [slow, "NONFINITE", slow]]
+    assert mixed.report.statuses == mixed.statuses
+    assert solve(FixedPointMap(torch.cos, event_ndim=1), torch.zeros(1)).statuses == "CONVERGED"
+
+
+def test_a_solution_inside_vmap_can_be_shown():
+    shown = []
+
+    def solved(start):
+        solution = failed(FixedPointMap(torch.cos, event_ndim=1), start)
+        shown.append(repr(solution))
+        with pytest.raises(ValueError, match=r"outside of torch\.vmap"):
+            solution.message()
+        return solution.value
+
+    torch.vmap(solved)(torch.zeros(2, 3, 1))
+    assert shown == ["Solution(problems (3,), which the host cannot see)"]
+
+
+def test_a_report_of_many_layers_prints_few_lines(monkeypatch, capsys):
+    def row(name, bad):
+        return LayerReport(name, 0.9, 4.5, 6, 1e-6, 0.5 if bad else 1.0, 1.0, 3.2, 7.5, 8)
+
+    for bad, lines in ((set(), 2 + 12 + 1), ({20}, 2 + 13 + 1), (set(range(48)), 2 + 24 + 1)):
+        rows = [(f"layer{i}", i in bad) for i in range(48)]
+        monkeypatch.setattr(reports, "last_calls", lambda model, rows=rows: rows)
+        monkeypatch.setattr(reports, "_row", row)
+        monkeypatch.setattr(reports, "attention_names", lambda model: {})
+        found = reports.report(torch.nn.Identity())
+        printed = capsys.readouterr().out.splitlines()
+        assert len(printed) == lines
+        assert printed[-1].startswith(f"and {48 - (lines - 3)} layers more")
+        assert all(any(line.startswith(f"layer{i} ") for line in printed) for i in list(bad)[:24])
+        assert len(found) == 48
+        assert repr(found) == "LayerReports(48 layers)"

@@ -1,0 +1,151 @@
+"""What type checkers and editors are told of calls: a tensor comes back, unless more is asked for."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typing_extensions import get_overloads
+
+import implicit_attention
+from implicit_attention import equilibrium_attention, layers, models
+from implicit_attention.layers import calls
+
+ROOT = Path(implicit_attention.__file__).parent.parent
+
+USE = """
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+from implicit_attention import Equilibrium, ImplicitAttention, MemoryLookup, Solution, equilibrium_attention
+from implicit_attention.layers.energy_transformer import EnergyTransformer
+from implicit_attention.layers.mean_field import MeanFieldAttention
+from implicit_attention.layers.spin import SpinAttention
+from implicit_attention.layers.spin_transformer import SpinTransformer, SpinTransformerBlock
+from implicit_attention.layers.transformer import EquilibriumTransformer
+from implicit_attention.models.classifier import ImageClassifier
+from implicit_attention.models.graph import NodeClassifier
+from implicit_attention.models.image import ImageEnergyTransformer
+
+
+def attend(q: Tensor, more: bool) -> None:
+    assert_type(equilibrium_attention(q, q, q, anchor=0.9, max_steps=3), Tensor)
+    output, solution = equilibrium_attention(q, q, q, return_solution=True)
+    assert_type(output, Tensor)
+    assert_type(solution, Solution)
+    assert_type(equilibrium_attention(q, q, q, return_solution=more), Tensor | tuple[Tensor, Solution])
+
+
+def call(
+    x: Tensor,
+    attention: ImplicitAttention,
+    block: Equilibrium,
+    transformer: EquilibriumTransformer,
+    memory: MemoryLookup,
+    spins: SpinAttention,
+    spin_block: SpinTransformerBlock,
+    spin_transformer: SpinTransformer,
+    mean_field: MeanFieldAttention,
+    energy: EnergyTransformer,
+    images: ImageEnergyTransformer,
+    classifier: ImageClassifier,
+    nodes: NodeClassifier,
+) -> None:
+    assert_type(attention(x), Tensor)
+    assert_type(attention(x, x, key_mask=x, max_steps=0), Tensor)
+    assert_type(attention(x, return_weights=True), Any)
+    assert_type(attention(x, return_solution=True), Any)
+    assert_type(block(x, x, steps=3), Tensor)
+    assert_type(block((x, x)), Any)
+    assert_type(block(x, return_solution=True), Any)
+    assert_type(transformer(x, x, steps=3), Tensor)
+    assert_type(memory(x), Tensor)
+    assert_type(memory(x, return_solution=True), Any)
+    assert_type(spins(x, mask=x), Tensor)
+    assert_type(spins(x, return_answer=True), Any)
+    assert_type(spin_block(x), Tensor)
+    assert_type(spin_transformer(x), Tensor)
+    assert_type(mean_field(x), Tensor)
+    assert_type(mean_field(x, return_state=True), Any)
+    assert_type(energy(x, order="tokens"), Tensor)
+    assert_type(energy(x, return_energies=True), Any)
+    assert_type(images(x, x), Tensor)
+    assert_type(classifier(x), Tensor)
+    assert_type(nodes(x, x), Tensor)
+    attention(x, no_such_option=1)  # expected error
+    attention("x")  # expected error
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = ImplicitAttention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+"""
+
+
+def test_a_type_checker_knows_what_calls_return(tmp_path):
+    pytest.importorskip("mypy")
+    file = tmp_path / "use.py"
+    file.write_text(USE)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", str(file)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    told = [line for line in found.stdout.splitlines() if ": error: " in line]
+    expected = [i for i, line in enumerate(USE.splitlines(), 1) if line.endswith("# expected error")]
+    assert sorted({int(line.split(":")[1]) for line in told}) == expected, found.stdout + found.stderr
+
+
+PROTOCOLS = {
+    "AttentionCall": layers.ImplicitAttention,
+    "LookupCall": layers.MemoryLookup,
+    "EquilibriumCall": layers.Equilibrium,
+    "TransformerCall": layers.EquilibriumTransformer,
+    "SpinCall": layers.SpinAttention,
+    "MeanFieldCall": layers.MeanFieldAttention,
+    "SpinTransformerCall": layers.SpinTransformer,
+    "EnergyCall": layers.EnergyTransformer,
+    "ImageCall": models.ImageEnergyTransformer,
+    "ClassifierCall": models.ImageClassifier,
+    "NodeCall": models.NodeClassifier,
+}
+
+
+def parameters(function):
+    return {name: (p.kind, p.default is p.empty) for name, p in inspect.signature(function).parameters.items()}
+
+
+def overloads_of(protocol):
+    """Those of its `__call__`, which are kept by the name of what they declare."""
+
+    def named(): ...
+
+    named.__module__, named.__qualname__ = calls.__name__, f"{protocol}.__call__"
+    return get_overloads(named)
+
+
+def test_every_protocol_is_of_a_layer():
+    assert set(PROTOCOLS) == {name for name in vars(calls) if name.endswith("Call")}
+    assert parameters(layers.SpinTransformerBlock.forward) == parameters(layers.MeanFieldAttention.forward)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_protocols_have_the_arguments_of_forward(name):
+    declared = overloads_of(name)
+    expected = parameters(PROTOCOLS[name].forward)
+    if name == "TransformerCall":
+        expected["return_solution"] = parameters(layers.Equilibrium.forward)["return_solution"]
+    assert [parameters(one) for one in declared] == [expected, expected]
+
+
+def test_declarations_cost_no_wrapper():
+    for layer in (*PROTOCOLS.values(), layers.EnergyLayerNorm, layers.Rotary):
+        assert "__call__" not in vars(layer)
+    declared = get_overloads(equilibrium_attention)
+    names = list(inspect.signature(equilibrium_attention).parameters)
+    assert [list(inspect.signature(one).parameters) for one in declared] == [names] * 3
