@@ -55,7 +55,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The page of the benchmarks lies beside what writes it, outside of docs, and is a page of the site all the same."""
+    """The page of the benchmarks lies beside what writes it, outside of docs, and is a page of the site as well."""
     for path in (BENCHMARKS / "README.md", *sorted((BENCHMARKS / "figures").glob("*.png"))):
         name = path.relative_to(BENCHMARKS.parent).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path)))

@@ -17,7 +17,7 @@ from ..status import Status
 from .approximation import Approximation
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
 from .enumeration import Enumeration
-from .system import SpinSystem, check_type
+from .system import SpinSystem
 from .thermodynamics import Thermodynamics, thermodynamics
 from .transfer_matrix import TransferMatrix
 
@@ -127,7 +127,7 @@ def sweep(
 
     Not for gradients with respect to beta: put the temperatures into a batch of `thermodynamics`.
     """
-    check_type("system", system, SpinSystem, "be a SpinSystem")
+    _validate.check_instance("system", system, SpinSystem, "be a SpinSystem")
     _validate.check_float_tensor("beta", beta, min_ndim=1)
     fits = beta.ndim == 1 and len(beta) > 0
     _validate.require(fits, "beta", "have shape (K,) with K > 0", f"shape {tuple(beta.shape)}", "use torch.linspace")
@@ -163,7 +163,9 @@ def _named(methods: Any) -> dict[str, Approximation]:
         methods = {k if kinds.count(k) == 1 else repr(m): m for k, m in zip(kinds, methods, strict=True)}
     _validate.require(len(methods) > 0, "methods", "name one method at least", "none", "for example [MeanField()]")
     for name, method in methods.items():
-        check_type(f"methods[{name!r}]", method, Approximation, "be an instance of Approximation", "such as Bethe()")
+        _validate.check_instance(
+            f"methods[{name!r}]", method, Approximation, "be an instance of Approximation", "such as Bethe()"
+        )
     return dict(methods)
 
 
