@@ -154,10 +154,11 @@ def nearest(states: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def have_own(patterns: Tensor, attractors: Tensor, reach: float) -> Tensor:
-    """Whether a pattern has an attractor nearby that is no other pattern's nearest, (M,)."""
+    """Whether a pattern has an attractor nearby that is near no other pattern, (M,)."""
     away, index = nearest(patterns, attractors)
-    alone: Tensor = torch.bincount(index, minlength=len(attractors))[index] == 1
-    return alone & (away < OWN * reach)
+    near = away < OWN * reach
+    alone: Tensor = torch.bincount(index[near], minlength=len(attractors))[index] == 1
+    return near & alone
 
 
 # ------------------------------------------------------------------ words
