@@ -84,6 +84,14 @@ def test_gradients_are_the_same(adjoint):
     assert len(callback.steps) == len(set(callback.steps))
 
 
+def test_solves_that_an_operation_would_do_are_told_of():
+    keys, query, told = random(64, 16, dtype=torch.float32), random(2, 3, 16, seed=1, dtype=torch.float32), Told()
+    problem = AnchoredEnergy(LogSumExp(keys.expand(2, 64, 16).contiguous(), 0.25), query, 0.5)
+    found = solve(problem, query, callback=told)
+    assert len(told.steps) == int(found.num_evals.max())
+    torch.testing.assert_close(found.value, solve(problem, query).value, rtol=1e-4, atol=1e-5)
+
+
 def test_what_it_raises_ends_the_solve():
     problem = energy()
 

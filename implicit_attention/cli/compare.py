@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from .. import Solution
+from ..layers.temperature import separating_beta
 from ..ops import native_status
 from .contenders import contenders
 from .data import Sample, draw, load_digits, noise_of
 from .errors import InputError
 from .evaluate import evaluate, prepare
 from .files import load_patterns
-from .potentials import choice, inverse_temperature
+from .potentials import SIMILARITIES, choice, inverse_temperature
 from .progress import Progress
 from .retrieval import FACTORS, Rates, examples, sweep
-from .settings import CompareSettings
+from .settings import AUTO, CompareSettings
 
 DRAWS = 8
 #: Pairs of a pattern and a query from which on several threads are used.
@@ -47,6 +48,7 @@ class Comparison:
         threads: of torch.
         native: the instruction set of the native operations, if any.
         seconds: of everything.
+        auto: whether beta was found from the patterns.
     """
 
     settings: CompareSettings
@@ -61,6 +63,7 @@ class Comparison:
     threads: int
     native: str | None
     seconds: float
+    auto: bool
 
 
 def check(settings: CompareSettings) -> None:
@@ -68,9 +71,7 @@ def check(settings: CompareSettings) -> None:
     choice(settings.potential_name)
     if settings.suite == "distribution":
         _refuse_unused(settings)
-    beta = inverse_temperature(settings)
-    if not (beta > 0 and math.isfinite(beta)):
-        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; it is an inverse temperature, try 8")
+    _check_beta(settings)
     if not 0 <= settings.anchor <= 1:
         raise InputError(f"`--anchor` must be in [0, 1], got {settings.anchor:g}; 0 is retrieval")
     remedy = "use cpu, cuda or cuda:N"
@@ -86,6 +87,21 @@ def check(settings: CompareSettings) -> None:
         raise InputError(f"`--device` must be present, got {received}; use --device cpu")
 
 
+def _check_beta(settings: CompareSettings) -> None:
+    if settings.beta == AUTO:
+        names = " or ".join(SIMILARITIES)
+        if settings.suite != "solvers" or settings.potential_name not in SIMILARITIES:
+            what = settings.potential_name if settings.suite == "solvers" else f"--suite {settings.suite}"
+            raise InputError(f"`--beta` must be a number for {what}, got auto; auto is for solvers and {names}")
+        return
+    try:
+        beta = inverse_temperature(settings)
+    except ValueError:
+        raise InputError(f"`--beta` must be a number > 0 or auto, got {settings.beta!r}; try auto") from None
+    if not (beta > 0 and math.isfinite(beta)):
+        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; it is an inverse temperature, try 8")
+
+
 def _refuse_unused(settings: CompareSettings) -> None:
     """Raise `InputError` for an option that `--suite distribution` would ignore."""
     for field in dataclasses.fields(settings):
@@ -95,21 +111,24 @@ def _refuse_unused(settings: CompareSettings) -> None:
             raise InputError(f"`--{field.name}` must {required}, got {value}; only --seed, --out and --quick are used")
 
 
-def load(settings: CompareSettings) -> Tensor:
-    """All patterns that can be drawn from, (count, D) float64."""
+def load(settings: CompareSettings) -> tuple[CompareSettings, Tensor]:
+    """All patterns that can be drawn from, (count, D) float64, and the options with the number of those to store."""
     data = load_digits() if settings.data is None else load_patterns(settings.data)
-    if len(data) < settings.patterns:
+    if settings.patterns is None:
+        # Without any the message is that of a number that is too large.
+        settings = dataclasses.replace(settings, patterns=max(min(settings.stored, len(data)), 1))
+    if len(data) < settings.stored:
         source = "the digits" if settings.data is None else f"`--data` {settings.data.name}"
         required = f"<= {len(data)}, the rows of {source}"
         raise InputError(f"`--patterns` must be {required}, got {settings.patterns}; lower --patterns")
-    return data
+    return settings, data
 
 
 @contextmanager
 def _threads(settings: CompareSettings) -> Iterator[int]:
     """One thread for problems too small to share, for which threads mostly wait for each other on a busy machine."""
     before = torch.get_num_threads()
-    if settings.patterns * settings.queries <= SHARED_FROM and "OMP_NUM_THREADS" not in os.environ:
+    if settings.stored * settings.queries <= SHARED_FROM and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     try:
         yield torch.get_num_threads()
@@ -120,10 +139,19 @@ def _threads(settings: CompareSettings) -> Iterator[int]:
 def run(settings: CompareSettings, progress: Progress) -> Comparison:
     """Compare all solvers."""
     begin = time.perf_counter()
-    data = load(settings)
+    settings, data = load(settings)
     noise = noise_of(None if settings.data is None else data)
-    count, device = min(settings.patterns, 200), torch.device(settings.device)
-    drawn = draw(data, patterns=settings.patterns, queries=count, noise=noise, draws=DRAWS, seed=settings.seed)
+    count, device = min(settings.stored, 200), torch.device(settings.device)
+    drawn = draw(data, patterns=settings.stored, queries=count, noise=noise, draws=DRAWS, seed=settings.seed)
+    # The betas of the potentials are for the scale of the digits.
+    unsaid = settings.data is not None and settings.beta is None and settings.potential_name in SIMILARITIES
+    auto = unsaid or settings.beta == AUTO
+    if auto:
+        known, similarity = drawn.keys[0][drawn.usable[0]], SIMILARITIES[settings.potential_name]
+        # A number read from its text is the same number. Without any pattern there is no scale.
+        found = repr(float(separating_beta(known, similarity))) if len(known) else None
+        settings = dataclasses.replace(settings, beta=found)
+        auto = found is not None
     drawn = drawn.to(device, getattr(torch, settings.dtype))
     sample = drawn.first(settings.queries)
     name, beta = settings.potential_name, inverse_temperature(settings)
@@ -152,5 +180,5 @@ def run(settings: CompareSettings, progress: Progress) -> Comparison:
     unusable = int((~sample.usable).sum())
     untrusted = int((sample.finite & (task.weights == 0).all(-1)).sum())
     seconds = time.perf_counter() - begin
-    own = (unusable, untrusted, threads, native_status().isa, seconds)
+    own = (unusable, untrusted, threads, native_status().isa, seconds, auto)
     return Comparison(settings, noise, rows, rates, sample, shown, solutions, *own)

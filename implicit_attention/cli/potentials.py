@@ -43,6 +43,10 @@ FEATURES, FEATURE_SEED = 256, 0
 SOFTCAP = 50.0
 
 
+#: The similarities of patterns from which `--beta auto` is found, by the potentials that have one.
+SIMILARITIES = {LOG_SUM_EXP: "dot", "distance": "distance"}
+
+
 class Choice(NamedTuple):
     """An energy to choose.
 
@@ -119,8 +123,8 @@ def choice(name: str) -> Choice:
 
 
 def inverse_temperature(settings: CompareSettings) -> float:
-    """`--beta`, or what suits the potential."""
-    return choice(settings.potential_name).beta if settings.beta is None else settings.beta
+    """`--beta`, once it is a number, or what suits the potential."""
+    return choice(settings.potential_name).beta if settings.beta is None else float(settings.beta)
 
 
 def energy_of(

@@ -95,6 +95,7 @@ def comparison_files(comparison: Comparison) -> Files:
         | {
             "potential": settings.potential_name,
             "beta": inverse_temperature(settings),
+            "beta_auto": comparison.auto,
             "queries_per_task": settings.queries,
             "data": "scikit-learn digits" if settings.data is None else settings.data.name,
             "noise": comparison.noise,
@@ -119,7 +120,7 @@ def comparison_files(comparison: Comparison) -> Files:
         "seconds": comparison.seconds,
     }
     beta, anchor = inverse_temperature(settings), settings.anchor
-    what = f"{settings.patterns} patterns, {settings.other_potential}beta {beta:g}, anchor {anchor:g}, {settings.dtype}"
+    what = f"{settings.stored} patterns, {settings.other_potential}beta {beta:g}, anchor {anchor:g}, {settings.dtype}"
     figures = {
         "convergence.png": _convergence(comparison, what),
         "rates.png": _rates(comparison),
@@ -160,7 +161,7 @@ def _rates(comparison: Comparison) -> Figure:
     curves = {task: {s: rates(of(entries, task, s)) for s in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
     levels = {task: {state: rates(of(entries, task, state))[0] for state in NEAREST} for task in TASKS}
     source = "scikit-learn's digits" if settings.data is None else settings.data.name
-    what = f"Retrieval of {settings.patterns} patterns ({source})"
+    what = f"Retrieval of {settings.stored} patterns ({source})"
     title = f"{what}; {settings.other_potential}stars: each method's own best beta"
     return rates_figure(torch.tensor(betas_of(entries)), curves, levels, title=title)
 

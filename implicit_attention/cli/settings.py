@@ -14,6 +14,9 @@ SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
 DRIVEN = ("plefka-1", "gaussian-field")
 #: The potential of softmax attention.
 LOG_SUM_EXP = "log-sum-exp"
+#: What `--beta` is called that is found from the patterns.
+AUTO = "auto"
+DEFAULT_PATTERNS = 200
 #: Magnetizations are compared with those of the first of these that is there.
 REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
 
@@ -37,12 +40,16 @@ class CompareSettings:
 
     command: ClassVar[str] = "compare"
 
-    patterns: Annotated[int, Option(min=1, help="Number of patterns to store.")] = 200
+    patterns: Annotated[
+        int | None,
+        Option(min=1, help="Number of patterns to store.", show_default="200, or as many as --data has"),
+    ] = None
     beta: Annotated[
-        float | None,
+        str | None,
         Option(
-            help="Inverse temperature, > 0; it multiplies the scores <pattern, z>.",
-            show_default="8 for log-sum-exp; else the potential's own",
+            help="Inverse temperature, > 0; it multiplies the scores <pattern, z>. 'auto' finds one for the scale of "
+            "the patterns.",
+            show_default="8 for log-sum-exp; else the potential's own; with --data auto where there is one",
         ),
     ] = None
     anchor: Annotated[float, Option(help="Weight of the query in the energy, in [0, 1]; 0 is retrieval.")] = 0.0
@@ -83,9 +90,14 @@ class CompareSettings:
         return "" if self.potential_name == LOG_SUM_EXP else f"{self.potential_name}, "
 
     @property
+    def stored(self) -> int:
+        """How many patterns are stored, if there are so many."""
+        return DEFAULT_PATTERNS if self.patterns is None else self.patterns
+
+    @property
     def queries(self) -> int:
         """Queries of each task in the comparison of solvers."""
-        return min(self.patterns, 50 if self.quick else 200)
+        return min(self.stored, 50 if self.quick else 200)
 
     @property
     def descents(self) -> tuple[int, ...]:
@@ -104,8 +116,8 @@ class CompareSettings:
     @property
     def has_reference(self) -> bool:
         """Whether retrieval rates of these settings were measured independently."""
-        softmax = self.potential_name == LOG_SUM_EXP and self.beta in (None, 8.0)
-        return self.needs_digits and softmax and (self.patterns, self.anchor) == (200, 0.0)
+        softmax = self.potential_name == LOG_SUM_EXP and (self.beta is None or float(self.beta) == 8)
+        return self.needs_digits and softmax and (self.stored, self.anchor) == (DEFAULT_PATTERNS, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ def sizes(settings: CompareSettings) -> dict[str, Any]:
         "draws": 3 if quick else 8,
         "queries": 20 if quick else 100,
         "factors": FACTORS[::3] if quick else FACTORS,
-        "counts": [*(n for n in COUNTS if n < settings.patterns), settings.patterns],
+        "counts": [*(n for n in COUNTS if n < settings.stored), settings.stored],
         "noises": NOISES[::2] if quick else NOISES,
         "steps": 50 if quick else STOP["max_steps"],
         "sets": 10 if quick else 50,
@@ -95,7 +95,7 @@ def line(row: dict[str, Any]) -> str:
 def run(settings: CompareSettings, progress: Progress) -> RetrievalSuite:
     """Measure the curves of all potentials, and the bounds."""
     begin = time.perf_counter()
-    own = load(settings)
+    settings, own = load(settings)
     own = own[own.isfinite().all(-1)]
     generator = torch.Generator().manual_seed(settings.seed)
     random = torch.randn(len(own), own.shape[1], generator=generator, dtype=own.dtype)
@@ -148,7 +148,7 @@ def _points(settings: CompareSettings, name: str, patterns: Tensor) -> list[_Poi
         return _Point(name, curve, at, kept, found)
 
     stored = [point(CAPACITY, n, n, UNUSED_NOISE) for n in size["counts"]]
-    return stored + [point(BASIN, noise, settings.patterns, noise) for noise in size["noises"]]
+    return stored + [point(BASIN, noise, settings.stored, noise) for noise in size["noises"]]
 
 
 def _rates(z: Tensor, sample: Sample) -> dict[str, Any]:
@@ -170,7 +170,9 @@ def _rates(z: Tensor, sample: Sample) -> dict[str, Any]:
 def _measure(settings: CompareSettings, name: str, point: _Point) -> dict[str, Any]:
     """The point of a potential at its own best beta there; of equal ones at the smallest."""
     size, sample = sizes(settings), point.sample
-    betas = [factor * choice(name).beta for factor in size["factors"]] if settings.beta is None else [settings.beta]
+    betas = (
+        [factor * choice(name).beta for factor in size["factors"]] if settings.beta is None else [float(settings.beta)]
+    )
     solver = Anderson(rtol=STOP["rtol"], atol=STOP["atol"], max_steps=size["steps"])
     row: dict[str, Any] = {"method": name, "data": point.data, "curve": point.curve, "at": point.at}
     tried, status, refusals = [], Counter[str](), []
@@ -299,7 +301,7 @@ def files(suite: RetrievalSuite) -> tuple[str, dict[str, Any], dict[str, Figure]
     }
     content = {
         "command": "compare",
-        "settings": options | {"beta": settings.beta} | measured,
+        "settings": options | {"beta": None if settings.beta is None else float(settings.beta)} | measured,
         "rows": suite.rows,
         "bounds": suite.bounds,
         "seconds": suite.seconds,
@@ -311,7 +313,7 @@ def _title(settings: CompareSettings, data: str, curve: str) -> str:
     what = "random patterns" if data == "random" else data
     if curve == CAPACITY:
         return f"{what}, half-masked\nnumber of patterns stored"
-    return f"{what}, {settings.patterns} stored\nnoise / root mean square"
+    return f"{what}, {settings.stored} stored\nnoise / root mean square"
 
 
 def show(suite: RetrievalSuite, console: Console) -> None:

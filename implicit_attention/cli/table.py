@@ -242,7 +242,7 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     if threads and comparison.native:
         threads += f", native {comparison.native}"
     title = (
-        f"{source}: {settings.patterns} patterns, {settings.queries} half-masked + {settings.queries} noisy "
+        f"{source}: {settings.stored} patterns, {settings.queries} half-masked + {settings.queries} noisy "
         f"queries, beta {inverse_temperature(settings):g}, anchor {settings.anchor:g}, {settings.dtype} "
         f"on {settings.device}\n"
         f"{settings.other_potential}one tolerance for all: |f(z) - z| <= {STOP['atol']:g} + {STOP['rtol']:g} |f(z)|, "
@@ -282,9 +282,15 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     """Print everything that `compare` measured."""
     descent = f"unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: so many as asked"
     notes = [descent, *_meanings(COMPARISON), *_failures(comparison.rows)]
+    if comparison.auto:
+        beta = inverse_temperature(comparison.settings)
+        notes.append(
+            f"beta {beta:.4g} is auto: from the similarities of the stored patterns, as MemoryLookup finds it, so that "
+            "rates do not depend on the unit of the data; --beta sets another"
+        )
     if comparison.unusable:
         notes.append(
-            f"{comparison.unusable} of {comparison.settings.patterns} patterns hold NaN or infinity and are not "
+            f"{comparison.unusable} of {comparison.settings.stored} patterns hold NaN or infinity and are not "
             "stored; queries made from them are not retrieved, and times and gradients leave out the NaN ones"
         )
     if comparison.untrusted:

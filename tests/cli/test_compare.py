@@ -11,6 +11,7 @@ from rich.console import Console
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
+from implicit_attention import MemoryLookup
 from implicit_attention.cli import compare as compare_module
 from implicit_attention.cli import main, retrieval, table
 from implicit_attention.cli.contenders import Contender
@@ -359,3 +360,39 @@ def test_module_shows_version_and_imports_nothing_heavy():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("implicit-attention 0.")
+
+
+@pytest.mark.parametrize("potential", ["log-sum-exp", "distance"])
+def test_rates_of_own_data_do_not_depend_on_their_unit(tmp_path, potential):
+    """8 bits of grey, and the same divided by 255: fewer rows than the default number of patterns, all of them."""
+    grey = np.random.default_rng(0).integers(0, 256, (60, 30)).astype("uint8")
+    contents = []
+    for name, data in (("bytes", grey), ("units", grey / 255)):
+        np.save(tmp_path / f"{name}.npy", data)
+        arguments = ("--potential", potential, "--dtype", "float64")
+        result = invoke("--quick", "--data", tmp_path / f"{name}.npy", *arguments, "--out", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        content = strict(tmp_path / name / "compare.json")
+        assert "60 patterns" in result.stdout
+        assert f"beta {content['settings']['beta']:.4g} is auto" in " ".join(result.stdout.split())
+        assert (content["settings"]["patterns"], content["settings"]["beta_auto"]) == (60, True)
+        contents.append(content)
+    first, second = (content["settings"]["beta"] for content in contents)
+    assert second == pytest.approx(255**2 * first, rel=1e-6)
+    rates = [[(e["task"], e["state"], e["mean"]) for e in content["retrieval"]] for content in contents]
+    for (task, state, one), (_, _, other) in zip(*rates, strict=True):
+        assert one == pytest.approx(other, abs=0.02), (task, state)
+    # The beta of a memory of these patterns.
+    memory = MemoryLookup(30, similarity="dot" if potential == "log-sum-exp" else "distance", dtype=torch.float64)
+    memory.store(torch.as_tensor(grey).double())
+    assert first == pytest.approx(float(memory.found_beta), rel=1e-6)
+
+
+def test_beta_of_the_digits_is_found_where_it_is_asked_for(tmp_path):
+    result = invoke("--quick", "--patterns", 20, "--beta", "auto", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    content = strict(tmp_path / "compare.json")
+    assert content["settings"]["beta_auto"] is True
+    assert content["settings"]["beta"] != 8
+    assert "is auto: from the similarities" in result.stdout
+    assert CompareSettings(beta="auto").stored == 200

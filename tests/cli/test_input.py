@@ -24,6 +24,7 @@ def bad_files(folder):
     (folder / "damaged.npz").write_bytes(b"PK\x03\x04 not a zip")
     (folder / "empty.npy").write_bytes(b"")
     np.save(folder / "short.npy", x)
+    np.save(folder / "none.npy", x[:0])
     (folder / "table.csv").write_text("1,2")
 
 
@@ -48,7 +49,14 @@ def bad_files(folder):
         (["--data", "list.pt"], ["must hold a tensor", "list"]),
         (["--data", "damaged.npz"], ["must hold plain arrays", "damaged"]),
         (["--data", "empty.npy"], ["must hold plain arrays", "damaged"]),
-        (["--data", "short.npy"], ["`--patterns` must be <= 4, the rows of `--data` short.npy", "got 200"]),
+        (
+            ["--data", "short.npy", "--patterns", "5"],
+            ["`--patterns` must be <= 4, the rows of `--data` short.npy", "got 5"],
+        ),
+        (["--data", "none.npy"], ["`--patterns` must be <= 0, the rows of `--data` none.npy"]),
+        (["--beta", "warm"], ["`--beta` must be a number > 0 or auto, got 'warm'"]),
+        (["--beta", "auto", "--potential", "softmax1"], ["`--beta` must be a number for softmax1, got auto"]),
+        (["--beta", "auto", "--suite", "retrieval"], ["`--beta` must be a number for --suite retrieval, got auto"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(tmp_path, monkeypatch, arguments, expected):
