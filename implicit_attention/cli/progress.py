@@ -69,13 +69,13 @@ class Progress(progress.Progress):
 
     def _tell(self) -> None:
         """In a thread of its own, as methods may work long without a word."""
-        while True:
+        while not self.over.is_set():
             now = time.monotonic()
             due = self.told + min(max(QUIET, (now - self.began) / 10), LONG)
             if now >= due:
                 self._write(self._now(now - self.began))
-            elif self.over.wait(due - now):
-                return
+            else:
+                self.over.wait(due - now)
 
     def _now(self, seconds: float) -> str:
         (task,) = self.tasks

@@ -67,10 +67,12 @@ def ising(couplings, field, beta=1.0, **options):
 # What is refused.
 
 
-def test_a_field_that_is_no_float_tensor_of_two_axes_is_refused():
+def test_a_field_that_is_no_float_tensor_of_sites_is_refused():
     refused(TypeError, "`field` must be a torch.Tensor, got list", field=[[1.0]])
     refused(TypeError, "`field` must have a floating-point dtype, got torch.int64", field=torch.ones(N, D).long())
-    refused(ValueError, f"`field` must have at least 2 axes, got shape ({N},)", field=random(N))
+    refused(ValueError, "`field` must have at least 1 axes, got shape ()", field=random())
+    # Spins of dimension 1.
+    refused(ValueError, f"`couplings` must have shape (N, N) = {(D, D)}", field=random(D))
 
 
 @pytest.mark.parametrize(("beta", "text"), [(0.0, "be > 0, got 0.0"), (-1.0, "be > 0, got -1.0")])
@@ -535,8 +537,6 @@ def test_a_field_of_numbers_alone_is_that_of_spins_of_dimension_one():
     assert full.field.shape == (4, 1)
     with pytest.raises(ValueError, match=r"`field` must have at least one site and one dimension, got shape \(0,\)"):
         SpinSystem(torch.zeros(0, 0), torch.zeros(0))
-    with pytest.raises(ValueError, match="`field` must have at least 1 axes"):
-        SpinSystem(couplings, torch.tensor(1.0))
 
 
 def test_a_system_shows_that_it_counts_states():
