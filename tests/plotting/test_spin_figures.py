@@ -134,6 +134,8 @@ def test_negative_numbers_are_marked_as_the_palette_is_symmetric_in_grey():
 
 def test_a_state_without_any_number_says_so():
     rows = [("m", random(1, 4, 1)), ("tap", torch.full((1, 4, 1), torch.nan))]
+    # One number that is missing is no missing answer.
+    rows[0][1][0, 2] = torch.nan
     for couplings in (None, torch.ones(4, 4)):
         first, second = panels(configuration_figure(rows, couplings=couplings))
         assert [text.get_text() for text in (*first.texts, *second.texts)] == ["no answer"]
