@@ -12,7 +12,7 @@ from rich.console import Console
 
 from . import attention as attention_suite
 from . import energy_transformer as energy_transformer_suite
-from . import guides, headline
+from . import guides
 from . import native as native_suite
 from . import potentials as potentials_suite
 from . import report as reports
@@ -124,20 +124,19 @@ def usefulness(
 
 @app.command()
 def report() -> None:
-    """Rewrite, from the newest runs, tables and figures of the README beside this, the headline of the top one, and the
+    """Rewrite, from the newest runs, tables and figures of the README beside this, five lines of the top one, and the
     tables of the guides (equilibrium blocks, costs, energy minimization) and of the pages of potentials, the Energy
     Transformer and scale."""
     for name, suite in SUITES.items():
         path = reports.rewrite(name, suite.NOTES, **ways_to_tell(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
-    headline.rewrite()
     guide.rewrite()
     guides.rewrite()
     pages = (guide, potentials_suite, energy_transformer_suite, scale_suite)
     for page in pages[1:]:
         page.rewrite()
     names = ", ".join(page.name for page in (*(page.PAGE for page in pages), guides.COSTS, guides.STEPS))
-    typer.echo(f"headline written to {headline.README.name}, tables to {names}")
+    typer.echo(f"five lines written to {guides.README.name}, tables to {names}")
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""What two pages tell of the newest runs: what a solve costs, and when one step is enough."""
+"""What the top README and two pages tell of the newest runs: what a solve costs, and when one step is enough."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import attention_tables, headline, native_tables, report, train_tables, useful_tables
+from . import attention_tables, native_tables, report, train_tables, useful_tables
 from .environment import warning
 from .puzzles import mazes
 from .puzzles.contenders import values
@@ -15,6 +15,7 @@ from .puzzles.tables import percent
 from .targets import Row
 
 DOCS = report.HERE.parent / "docs"
+README = DOCS.parent / "README.md"
 COSTS, STEPS = DOCS / "performance.md", DOCS / "energy_minimization.md"
 BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 #: The parts of the page about costs that are written here, and what each is taken from.
@@ -137,7 +138,8 @@ def _picked(found: list[report.Table], names: tuple[str, ...]) -> list[str]:
 
 
 def _from(path: Path, run: dict[str, Any]) -> str:
-    told = f"From {headline.source(path, run)} in `benchmarks/results/`."
+    load = run["environment"]["load_average_at_start"]
+    told = f"From `{path.name}`" + ("" if load is None else f" (load {load[0]:.1f})") + " in `benchmarks/results/`."
     return told if warning(run["environment"]) is None else f"{told} Other work shared the cores: not reliable."
 
 
@@ -175,10 +177,13 @@ def one_step(folder: Path = report.RESULTS) -> str:
     return "\n\n".join(parts)
 
 
-def rewrite(costs: Path = COSTS, steps: Path = STEPS, folder: Path = report.RESULTS) -> None:
-    """Put what the newest runs say between the markers of both pages."""
-    made = {"five lines": ["\n".join(f"{n}. {line}" for n, line in enumerate(five_lines(folder), 1))]}
-    made |= tables(newest(folder))
+def rewrite(
+    costs: Path = COSTS, steps: Path = STEPS, readme: Path = README, folder: Path = report.RESULTS
+) -> None:
+    """Put what the newest runs say between the markers of the pages."""
+    lines = "\n".join(f"{n}. {line}" for n, line in enumerate(five_lines(folder), 1))
+    report.between(readme, BEGIN.format("five lines"), END.format("five lines"), lines)
+    made = {"five lines": [lines]} | tables(newest(folder))
     for part in PARTS:
         content = "\n\n".join(made.get(part, ["Not run yet."]))
         report.between(costs, BEGIN.format(part), END.format(part), content)

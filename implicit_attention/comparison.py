@@ -93,8 +93,8 @@ class SolverComparison:
         >>> comparison = compare_solvers(energy, torch.ones(3, 4), [Picard()])
         >>> [record.name for record in comparison.records]
         ['Picard']
-        >>> [axes.get_title() for axes in comparison.plot().axes]
-        ['median query (band: quartiles)', 'worst query']
+        >>> comparison.plot().axes[0].get_ylabel()
+        'residual |f(z) - z|'
     """
 
     records: tuple[SolverRecord, ...]
@@ -169,8 +169,8 @@ def compare_solvers(
         >>> keys, queries = torch.eye(8), torch.ones(3, 8) + torch.arange(3.0)[:, None]
         >>> energy = AnchoredEnergy(LogSumExp(keys, beta=4.0), queries, anchor=0.2)
         >>> comparison = compare_solvers(energy, queries, {"plain": Picard(), "mixed": Anderson(history=3)})
-        >>> print(str(comparison).splitlines()[0])
-        solver  evaluations median/max  residual max  converged  saddles  seconds    status
+        >>> str(comparison).splitlines()[0].split()[:3]
+        ['solver', 'evaluations', 'median/max']
 
     Not for what a solver's gradient costs: time `solve(...).value.sum().backward()`.
     """

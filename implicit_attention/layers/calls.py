@@ -62,11 +62,25 @@ class LookupCall(Protocol):
 
     @overload
     def __call__(
-        self, queries: Tensor, *, return_solution: Literal[False] = ..., **options: Unpack[SolveKeywords]
+        self,
+        queries: Tensor,
+        *,
+        known: Tensor | None = ...,
+        clamp: bool = ...,
+        return_solution: Literal[False] = ...,
+        **options: Unpack[SolveKeywords],
     ) -> Tensor: ...
 
     @overload
-    def __call__(self, queries: Tensor, *, return_solution: bool = ..., **options: Unpack[SolveKeywords]) -> Any: ...
+    def __call__(
+        self,
+        queries: Tensor,
+        *,
+        known: Tensor | None = ...,
+        clamp: bool = ...,
+        return_solution: bool = ...,
+        **options: Unpack[SolveKeywords],
+    ) -> Any: ...
 
 
 class EquilibriumCall(Protocol):

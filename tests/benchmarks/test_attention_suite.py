@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import attention, baselines, figures, guard, headline, kernels, memory, problems, report
+from benchmarks import attention, baselines, figures, guard, kernels, memory, problems, report
 from benchmarks.environment import environment
 from benchmarks.measure import Timing
 from benchmarks.problems import Setting, Shape
@@ -358,42 +358,3 @@ def test_the_full_run_has_the_settings_of_the_targets():
     (steps,) = [case for case in full if case.metric == "STEPS"]
     assert steps.steps == (1, 2, 4, 8, 16)
     assert {target.id for target in ATTENTION} <= set(attention.METRICS)
-
-
-# ------------------------------------------------------------------ headline
-
-
-def test_the_headline_tells_five_costs_and_what_is_missing(run, tmp_path):
-    nothing = headline.content(tmp_path)
-    assert len([line for line in nothing.splitlines() if line.startswith("- **")]) == 5
-    assert "**Memory** of a training step at 4,096 tokens: - x SDPA's" in nothing
-    assert "**Never measured**: a GPU" in nothing
-    claims = {(target.claim, target.statistic) for targets in headline.SUITES.values() for target in targets}
-    assert {key for _, ratios in headline.LINES for key in ratios.values()} <= claims
-    for row in run["rows"]:
-        row["shape"] = {**row["shape"], "length": 4096} if row["metric"] == "C4" else row["shape"]
-    judged = {**run, "targets": [target.judge(run["rows"]) for target in ATTENTION]}
-    path = report.write(judged, tmp_path)
-    something = headline.content(tmp_path)
-    assert "**Memory** of a training step at 4,096 tokens: 1.20 x SDPA's" in something
-    assert path.name in something
-
-
-def test_the_headline_stands_between_its_markers(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{headline.BEGIN}\nold\n{headline.END}\nafter\n")
-    headline.rewrite(readme, tmp_path)
-    text = readme.read_text()
-    assert "old" not in text
-    assert text.startswith("before")
-    assert text.endswith("after\n")
-    headline.rewrite(readme, tmp_path)
-    assert readme.read_text() == text
-
-
-def test_the_readme_tells_the_newest_committed_results(tmp_path):
-    text = headline.README.read_text()
-    copy = tmp_path / "README.md"
-    copy.write_text(text)
-    headline.rewrite(copy)
-    assert copy.read_text() == text

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import implicit_attention as ia
-from benchmarks import guard, headline, measure, native, native_tables, problems, report
+from benchmarks import guard, measure, native, native_tables, problems, report
 from benchmarks.environment import environment
 from benchmarks.problems import Setting, Shape
 from benchmarks.targets import NATIVE
@@ -362,16 +362,3 @@ def test_the_tables_hold_what_was_measured(run, rows):
 def test_a_run_that_does_not_say_what_answered_is_told_as_before(run):
     where = {key: value for key, value in run["environment"].items() if key != "native"}
     assert report.machine({**run, "environment": where}) == report.machine(run).replace("; avx2", "")
-
-
-# ------------------------------------------------------------------ headline
-
-
-def test_the_headline_tells_the_costs_as_the_run_judged_them(run, tmp_path):
-    claim = headline.C8 + "64"
-    old = [{**judged, "measured": 1.5 if judged["claim"] == claim else 2.5} for judged in run["targets"]]
-    run["environment"]["load_average_at_start"] = [0.25, 1.0, 1.0]
-    path = report.write({**run, "targets": old}, tmp_path)
-    text = headline.content(tmp_path)
-    assert f"`{path.name}` (load 0.2)" in text
-    assert "1.50 in a call of 8 heads with 64 tokens, 2.50 with 256" in text
