@@ -138,7 +138,10 @@ def test_an_anchored_picture_is_of_one_query_and_says_whose():
     energy = energy_of(5 * ROOT, anchor=0.3)
     trace = solve(energy, STARTS, solver=Picard(atol=1e-12, rtol=1e-12), trace=True).trace
     for query in (0, 1):
-        axes, bar = landscape_figure(energy, STARTS, trace=trace, query=query, reach=2.0, grid=41).axes
+        options = {"values": KEYS.flip(1), "reach": 2.0, "grid": 41}
+        axes, bar = landscape_figure(energy, STARTS, trace=trace, query=query, **options).axes
+        read = (5 * ROOT * trace.value[-1, query] @ KEYS.T).softmax(-1) @ KEYS.flip(1)
+        torch.testing.assert_close(points(axes, "value read out"), read[None])
         assert f"query {query} (anchor 0.3)" in axes.get_title()
         torch.testing.assert_close(points(axes, "its start"), STARTS[query : query + 1])
         torch.testing.assert_close(points(axes, "its end"), trace.value[-1, query : query + 1])
