@@ -128,6 +128,19 @@ def test_a_pattern_inside_of_the_others_is_forgotten_by_dot_products_alone(plane
     assert numbers["distance_of_patterns_from_an_attractor"][5] > 0.1
 
 
+def test_the_sparse_scene_projects_scores_on_the_simplex(plane):
+    path = landscape_points.sparse(plane).numbers["path"]
+    z = plane.queries
+    for states in path:
+        close(states, z, atol=1e-12)
+        scores = 5 * ROOT * z @ X.mT
+        ranked = scores.sort(descending=True).values
+        totals, counts = ranked.cumsum(-1), torch.arange(1, 7)
+        support = (1 + counts * ranked > totals).sum(-1, keepdim=True)
+        threshold = (totals.gather(-1, support - 1) - 1) / support
+        z = (scores - threshold).clamp(min=0) @ X
+
+
 @pytest.mark.parametrize(
     ("make", "counts"),
     [
@@ -280,6 +293,10 @@ def test_the_animation_follows_the_descent_to_its_end(tmp_path, plane, monkeypat
     # Frames that are alike may be kept as one that stays longer.
     assert sum(time for _, time in shown) == 6 * 100 + 2000
     assert len({picture for picture, _ in shown}) == 7
+    # The ways, which are orange, grow.
+    frames = [np.frombuffer(picture, np.uint8).reshape(-1, 3).astype(int) for picture, _ in shown]
+    orange = [int((np.abs(frame - (0xD5, 0x5E, 0x00)).max(-1) < 20).sum()) for frame in frames]
+    assert orange[-1] > orange[1] + 100
 
 
 def bad_files(folder):
