@@ -131,11 +131,16 @@ def test_the_figure_shows_what_each_solver_spends_and_where_it_fails():
 
 
 def test_starts_that_a_solver_leaves_unsolved_are_covered():
-    solvers = {"three steps": Picard(max_steps=3)}
+    solvers = {"many steps": Picard(max_steps=60, rtol=1e-300, atol=1e-300)}
     energy = AnchoredEnergy(LogSumExp(KEYS, 2 * ROOT), KEYS)
-    axes = panels(basins_figure(energy, solvers=solvers, grid=21))["three steps"]
+    axes = panels(basins_figure(energy, solvers=solvers, grid=21))["many steps"]
     covered = torch.as_tensor(axes.images[1].get_array().filled(0)) > 0
-    assert 0.5 < covered.double().mean() <= 1
+    starts = basins(energy, grid=21).starts.flatten(0, 1)
+    rows = AnchoredEnergy(LogSumExp(KEYS, 2 * ROOT), starts)
+    run = solve(rows, starts, solver=solvers["many steps"], on_failure="ignore")
+    # Most lie near a minimum already, which is not enough for a tolerance that few can reach.
+    assert torch.equal(covered.flatten(), ~run.converged)
+    assert run.converged.double().mean() < 0.5
     assert f"{covered.double().mean():.1%} not converged" in axes.get_title()
 
 
