@@ -92,8 +92,8 @@ def step_norm_figure(
         >>> from implicit_attention.plotting import step_norm_figure, step_norms
         >>> dims, scales = [2, 8, 32], [0.5, 1.0]
         >>> figure = step_norm_figure(dims, scales, norms=step_norms(dims, scales, draws=2))
-        >>> figure.axes[0].get_xlabel()
-        'dimension $d$'
+        >>> len(figure.axes)
+        2
     """
     for name, numbers in (("dims", dims), ("beta_scales", beta_scales)):
         rising = len(numbers) >= 2 and all(a < b for a, b in itertools.pairwise(numbers))
