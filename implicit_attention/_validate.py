@@ -39,10 +39,8 @@ def not_an_instance(
 ) -> TypeError:
     """The error that says so; the remedy for a class in the place of an instance is to make one."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    received = type(value).__name__
-    if value is None or isinstance(value, str | int | float):
-        received = repr(value)
-    elif isinstance(value, type):
+    received = repr(value) if isinstance(value, str) else type(value).__name__
+    if isinstance(value, type):
         received = f"the class {value.__name__}"
         if issubclass(value, kind):
             remedy = f"pass an instance: {value.__name__}({'...' if _needs_arguments(value) else ''})"

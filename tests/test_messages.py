@@ -19,6 +19,7 @@ from implicit_attention import (
 )
 from implicit_attention.energies import Energy
 from implicit_attention.integrations.transformers import LayerReport
+from implicit_attention.solution import Record
 from implicit_attention.status import Status
 
 # The package has a function of the same name.
@@ -105,6 +106,12 @@ def test_a_message_without_an_index_is_of_the_worst_problem(mixed):
     assert mixed.message(0) == f"the worst of 3 problems, (0, 2): {mixed.message(0, 2)}"
     assert mixed.report.message() == mixed.message()
     assert "NaN" in mixed.message()
+
+
+def test_the_worst_problem_is_that_of_the_worst_status():
+    status = torch.tensor([Status.MAX_STEPS, Status.STALLED, Status.CONVERGED, Status.STALLED], dtype=torch.int8)
+    residual, count = torch.tensor([9.0, 2.0, 0.5, 3.0]), torch.zeros(4, dtype=torch.int32)
+    assert Record(status, residual, torch.ones(4), count, count).worst(()) == (3,)
 
 
 def test_a_message_of_one_or_no_problem_counts_none():

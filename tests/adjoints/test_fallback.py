@@ -160,7 +160,7 @@ def test_the_report_says_what_the_gradient_is_and_nothing_warns_of_it():
 
 @pytest.mark.parametrize("bad", [Implicit(), Unrolled(), "phantom", Phantom])
 def test_what_makes_no_steps_is_refused(bad):
-    with pytest.raises(TypeError, match=r"`fallback` must be None or an adjoint made of steps.*Phantom\(5\)"):
+    with pytest.raises(TypeError, match=r"`fallback` must be None or an adjoint made of steps.*Phantom\(5?\)"):
         Implicit(fallback=bad)
 
 

@@ -568,7 +568,7 @@ def test_what_cannot_be_distilled_is_said():
     for layer, method, batches, error, match in (
         (MeanFieldAttention(8, 2), TAP(), fields, ValueError, "`layer` must have a correction with weights"),
         (MeanFieldAttention(8, 2, correction="exact"), TAP(), fields, ValueError, "got correction='exact'"),
-        (learned, TAP, fields, TypeError, "`method` must be an Approximation, got type"),
+        (learned, TAP, fields, TypeError, "`method` must be an Approximation, got the class TAP"),
         (learned, TAP(), fields[:1], ValueError, "`batches` must be at least two"),
         (nn.Linear(8, 8), TAP(), fields, TypeError, "`layer` must be a MeanFieldAttention"),
         (MeanFieldAttention(8, 2, correction="learned"), TAP(), fields, ValueError, "must be symmetric"),

@@ -431,7 +431,7 @@ def test_a_sample_that_is_not_finite_changes_no_other():
         ({"steps": 2, "derivative": "total"}, ValueError, "`steps` must be None for derivative='total'"),
         ({"steps": 2, "solver": Picard()}, ValueError, "`solver` must be None beside steps"),
         ({"method": SaddlePoint(), "solver": Picard()}, ValueError, "`solver` must be None for SaddlePoint"),
-        ({"method": MeanField}, TypeError, "`method` must be None or an Approximation, got MeanField"),
+        ({"method": MeanField}, TypeError, "`method` must be None or an Approximation, got the class MeanField"),
         ({"beta": 0.0}, ValueError, "`beta` must be"),
         ({"heads": 3}, ValueError, "`heads` must divide dim = 8"),
         ({"bare": True}, ValueError, "`heads` must be 1 with bare=True"),

@@ -380,7 +380,9 @@ def test_low_precision_keeps_its_dtype():
 
 def test_errors_say_what_to_do():
     units = SignUnits()
-    with pytest.raises(TypeError, match=r"`units` must be Units, got <class .*SignUnits'>; for example BernoulliUnits"):
+    with pytest.raises(
+        TypeError, match=r"`units` must be Units, got the class SignUnits; pass an instance: SignUnits\(\)"
+    ):
         HiddenUnits(W, SignUnits)
     with pytest.raises(
         ValueError, match=r"`units` must have a dimension as hidden units, got .*; for example SphereUn"

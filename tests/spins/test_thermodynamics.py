@@ -396,7 +396,7 @@ def test_a_failed_sample_is_reported_as_asked():
 def test_wrong_arguments_are_refused(function):
     with pytest.raises(TypeError, match="`system` must be a SpinSystem, got Tensor"):
         function(torch.ones(3), Enumeration())
-    with pytest.raises(TypeError, match="`method` must be an instance of Approximation, got type"):
+    with pytest.raises(TypeError, match="`method` must be an instance of Approximation, got the class"):
         function(system(), Enumeration)
     with pytest.raises(ValueError, match="`on_failure` must be one of 'raise', 'warn', 'ignore', got 'stop'"):
         function(system(), Enumeration(), on_failure="stop")
