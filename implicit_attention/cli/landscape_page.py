@@ -41,7 +41,7 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-n
 th, td { padding: .3rem .6rem .3rem 0; text-align: left; vertical-align: top; border-top: 1px solid var(--line); }
 th { width: 34%; min-width: 7rem; font-weight: 600; }
 code { overflow-wrap: anywhere; }
-nav ol { columns: 2 15rem; padding-left: 1.5rem; }
+nav ol { columns: 2 15rem; column-gap: 3rem; padding-left: 1.5rem; }
 #touch { max-width: 30rem; }
 #touch .plane { position: relative; aspect-ratio: 1; border: 1px solid var(--line); }
 #touch canvas, #touch svg { position: absolute; inset: 0; width: 100%; height: 100%; }
