@@ -177,9 +177,7 @@ def one_step(folder: Path = report.RESULTS) -> str:
     return "\n\n".join(parts)
 
 
-def rewrite(
-    costs: Path = COSTS, steps: Path = STEPS, readme: Path = README, folder: Path = report.RESULTS
-) -> None:
+def rewrite(costs: Path = COSTS, steps: Path = STEPS, readme: Path = README, folder: Path = report.RESULTS) -> None:
     """Put what the newest runs say between the markers of the pages."""
     lines = "\n".join(f"{n}. {line}" for n, line in enumerate(five_lines(folder), 1))
     report.between(readme, BEGIN.format("five lines"), END.format("five lines"), lines)
