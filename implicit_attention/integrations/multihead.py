@@ -254,11 +254,11 @@ class ImplicitMultiheadAttention(HostAttention):
     # Parts.
 
     def _given_back(self) -> nn.MultiheadAttention:
-        """The module that this one was made from, with the parameters and the mode of this one."""
+        """The module that this one was made from, with the parameters, the settings and the mode of this one."""
         assert self._original is not None
         (theirs,) = self._original
-        for name in (*_PARAMETERS, "out_proj"):
-            # Moved or loaded since, a parameter may be another object.
+        for name in (*_SIZES, *_PARAMETERS, "out_proj"):
+            # Moved or loaded since, a parameter may be another object; a dropout may be another number.
             setattr(theirs, name, getattr(self, name))
         return theirs.train(self.training)
 
@@ -364,9 +364,10 @@ def replace_attention(
 def restore_attention(module: nn.Module) -> dict[str, nn.MultiheadAttention]:
     """Put every `nn.MultiheadAttention` that `replace_attention` took out of a model back into its place.
 
-    The modules are the same objects that they were, with the parameters that the model has now: what was trained, moved
-    or loaded meanwhile stays. The keys of the state dict and the bits of the answers are those of a model that was
-    never replaced. Learned anchors and betas are lost; `ImplicitMultiheadAttention.to_torch` keeps a beta.
+    The modules are the same objects that they were, with the parameters and the dropout that the model has now: what
+    was trained, moved, loaded or set meanwhile stays. The keys of the state dict and the bits of the answers are those
+    of a model that was never replaced. Learned anchors and betas are lost; `ImplicitMultiheadAttention.to_torch` keeps
+    a beta.
 
     Args:
         module: a model that holds modules which `replace_attention`, or `from_torch`, has made.
