@@ -99,7 +99,7 @@ def test_rates_are_those_of_solves_at_the_best_beta(suite):
     )
     assert row["mean"] == max(entry["mean"] for entry in row["tried"])
     settings = suite_retrieval.CompareSettings(quick=True, patterns=30)
-    data = suite_retrieval.load(settings)
+    settings, data = suite_retrieval.load(settings)
     (point,) = [
         point
         for point in suite_retrieval._points(settings, "digits", data)

@@ -312,7 +312,9 @@ def test_equilibria_are_found_differ_and_are_differentiated(name):
                 assert row.num_evals > 1, row.name
         reached = {key: parameter.grad for key, parameter in made.named_parameters() if parameter.grad is not None}
         assert all(gradient.isfinite().all() for gradient in reached.values())
-        moved[attention] = {key for key, gradient in reached.items() if gradient.norm() > 1e-9}
+        # Beside the largest: where all tokens are equal, as in the first layer of a decoder, only rounding is left.
+        least = 1e-7 * max(gradient.norm() for gradient in reached.values())
+        moved[attention] = {key for key, gradient in reached.items() if gradient.norm() > least}
     # Every parameter that softmax attention trains.
     assert moved["equilibrium"] >= moved["eager"]
 
