@@ -85,7 +85,7 @@ def plane_of(settings: LandscapeSettings) -> Plane:
     """
     beta = settings.beta
     if beta is not None and not 0 < beta < math.inf:
-        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; leave it out for 1/sqrt 2")
+        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; leave it out for the default")
     generator = torch.Generator().manual_seed(settings.seed)
     drawn = HALF_SIDE * (2 * torch.rand(DRAWN, 2, generator=generator, dtype=torch.float64) - 1)
     maps = _maps(torch.rand(3, 2, generator=generator, dtype=torch.float64))

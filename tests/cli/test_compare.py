@@ -211,7 +211,13 @@ def test_one_sentence_says_what_the_rates_say(digits):
 
 @pytest.mark.parametrize(
     ("ours", "word"),
-    [([0.90, 0.91, 0.92], "better"), ([0.70, 0.71, 0.72], "worse"), ([0.80, 0.83, 0.79], "as good as one step")],
+    [
+        ([0.90, 0.91, 0.93], "better"),
+        ([0.70, 0.71, 0.73], "worse"),
+        ([0.80, 0.83, 0.79], "as good as one step"),
+        ([0.80, 0.81, 0.82], "as good as one step"),
+        ([0.82, 0.83, 0.84], "not told apart from one step by draws that are all alike"),
+    ],
 )
 def test_the_verdict_is_of_paired_draws_at_the_best_betas(ours, word):
     def entry(state, beta, rates):
@@ -223,6 +229,19 @@ def test_the_verdict_is_of_paired_draws_at_the_best_betas(ours, word):
     assert found == word
     gains = np.array(ours) - [0.8, 0.81, 0.82]
     assert (gain, error) == (pytest.approx(gains.mean()), pytest.approx(gains.std(ddof=1) / 3**0.5))
+
+
+def test_words_that_differ_name_their_task():
+    def entry(task, state, beta, rates):
+        return {"task": task, "state": state, "beta": beta, "rates": rates, "mean": sum(rates) / 3}
+
+    entries = [entry(task, "nearest by distance, known", None, [1.0] * 3) for task in ("half-masked", "noisy")]
+    for state, rates in (("one step", [0.8, 0.81, 0.82]), ("equilibrium", [0.9, 0.91, 0.93])):
+        entries += [entry("half-masked", state, 3.27037, rates), entry("noisy", state, 209.304, [0.5, 0.5, 0.5])]
+        entries += [entry("noisy", state, 3.27037, [0.5, 0.4, 0.4]), entry("half-masked", state, 209.304, rates)]
+    said = retrieval.summary(entries, 3.27037)
+    assert "the equilibrium is better for half-masked queries and as good as one step for noisy queries" in said
+    assert said.startswith("From beta 3.27 to 209.3 ")
 
 
 def test_one_readable_table_of_at_most_120_columns_with_notes(digits):
