@@ -181,6 +181,6 @@ def summary(entries: Rates, beta: float) -> str:
     known = " and ".join(f"{100 * best(entries, task, NEAREST[-1])['mean']:.1f}" for task in TASKS)
     return (
         f"From beta {beta:.4g} to {betas_of(entries)[-1]:.4g} the equilibrium's rate moves by {moved(EQUILIBRIUM)} "
-        f"points ({' and '.join(TASKS)}), that of one step by {moved(ONE)}; each at its own best beta, the equilibrium is "
-        f"{told} ({gains} points), and the nearest key over the known entries retrieves {known} %."
+        f"points ({' and '.join(TASKS)}), that of one step by {moved(ONE)}; each at its own best beta, the equilibrium "
+        f"is {told} ({gains} points), and the nearest key over the known entries retrieves {known} %."
     )
