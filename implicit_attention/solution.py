@@ -370,9 +370,10 @@ class Solution(SolveReport):
         return f"{told}; that is {relative:.1e} of |value|: {_REMEDY}" if loose else told
 
     def __repr__(self) -> str:
-        if is_batched(self.value, self.status) or is_fake(self.status):
+        relative = self.relative_residual
+        if is_batched(relative, self.status) or is_fake(self.status):
             return super().__repr__()
-        loose = int(((self.status == Status.CONVERGED) & (self.relative_residual > LOOSE)).sum())
+        loose = int(((self.status == Status.CONVERGED) & (relative > LOOSE)).sum())
         told = f"; {loose} with a residual above {LOOSE:.0%} of |value|: {_REMEDY}" if loose else ""
         return f"{super().__repr__()[:-1]}{told})"
 
