@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +15,11 @@ from torch import Tensor, distributed
 
 from .. import _validate
 
-_INDEX, _FORMAT, _VERSION = "index.json", "implicit_attention.patterns", 1
+_INDEX, _LOCK, _FORMAT, _VERSION = "index.json", "index.lock", "implicit_attention.patterns", 2
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Rows of about so many bytes have a checksum of their own, so that a few rows are checked without reading a whole file.
+_BLOCK = 2**18
+_ANEW = "copy the whole folder again, or write its patterns anew"
 
 
 class Patterns(NamedTuple):
@@ -36,21 +42,27 @@ class StoredPatterns:
     """Patterns in a folder: safetensors files of some rows each, and `index.json`, which says in which order.
 
     A file holds `keys` (rows, D) and, if there are any, `values` (rows, E). Files are read where they lie
-    (memory-mapped), row by row as asked for. `append` writes a new file, then replaces the index. After a crash in
-    between, what was there before is read, and the next `append` writes over the new file.
+    (memory-mapped), row by row as asked for, and compared with the checksums of these rows. `append` writes a new file,
+    then replaces the index. After a crash in between, what was there before is read; the new file stays unread beside
+    it.
+
+    Any number of objects and processes may append to one folder: they wait for each other (`index.lock`), and each
+    begins behind what is there by then. An object knows the patterns that were there when it was made or appended last.
 
     Args:
         folder: made by the first `append` if it is not there.
+        check: compare all patterns with their checksums now, which reads them. Otherwise `load` compares what it reads.
 
     Attributes:
         dim, value_dim: D, and E or None; None while nothing is stored.
         dtype: of the stored numbers; None while nothing is stored.
 
     Raises:
-        ValueError: an index that is not one, or files that are missing or of another size than was written.
+        ValueError: a folder that is not as it was written, here or where `load` reads it: the error names the file.
+            Also `check` for files of versions of this library that wrote no checksums; they are read without.
         ImportError: without safetensors (`pip install safetensors`).
 
-    Not for memories that fit, which `MemoryLookup` learns or holds. One process appends at a time.
+    Not for memories that fit, which `MemoryLookup` learns or holds.
 
     Examples:
         >>> import tempfile
@@ -70,21 +82,27 @@ class StoredPatterns:
         True
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, check: bool = False) -> None:
         self.folder = Path(folder)
         self.dim: int | None = None
         self.value_dim: int | None = None
         self.dtype: torch.dtype | None = None
         self._files: list[dict[str, Any]] = []
-        if (self.folder / _INDEX).exists():
-            self._read_index()
+        self._read_index()
+        if check:
+            required, remedy = "be False for files without checksums", "append their patterns to a new folder"
+            _validate.require(not self._unchecked(), "check", required, self._unchecked(), remedy)
+            for file in self._files:
+                for first in range(0, file["rows"], file["block"]):
+                    self._rows(file, first, min(first + file["block"], file["rows"]))
 
     def __len__(self) -> int:
         return sum(file["rows"] for file in self._files)
 
     def __repr__(self) -> str:
         values = "" if self.value_dim is None else f", values of {self.value_dim}"
-        return f"StoredPatterns({len(self)} of dimension {self.dim}{values}, {len(self._files)} files in {self.folder})"
+        files = f"{len(self._files)} files" + (f" ({len(old)} without checksums)" if (old := self._unchecked()) else "")
+        return f"StoredPatterns({len(self)} of dimension {self.dim}{values}, {files} in {self.folder})"
 
     def append(self, keys: Tensor, values: Tensor | None = None) -> None:
         """Write more patterns behind those that are stored.
@@ -94,40 +112,54 @@ class StoredPatterns:
             values: (M, E), one for each key; for all appended patterns or for none.
 
         Raises:
-            TypeError, ValueError: no tensors of two axes; other sizes or another dtype than what is stored.
+            TypeError, ValueError: no tensors of two axes; other sizes or another dtype than what is stored; a folder
+                that is damaged, or no longer holds what this object has found there.
         """
+        from filelock import FileLock
         from safetensors.torch import save_file
 
         self._check(keys, values)
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"patterns-{len(self._files):05d}.safetensors"
-        parts = {"keys": keys} if values is None else {"keys": keys, "values": values}
-        beside = self.folder / f"{name}.part"
-        save_file({part: t.detach().cpu().contiguous() for part, t in parts.items()}, beside)
-        _settle(beside, self.folder / name)
-        file = {"name": name, "rows": len(keys), "bytes": (self.folder / name).stat().st_size}
-        index = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "dim": keys.shape[-1],
-            "value_dim": None if values is None else values.shape[-1],
-            "dtype": str(keys.dtype).removeprefix("torch."),
-            "files": [*self._files, file],
-        }
-        beside = self.folder / f"{_INDEX}.part"
-        beside.write_text(json.dumps(index, indent=1))
-        _settle(beside, self.folder / _INDEX)
-        self._take(index)
+        with FileLock(self.folder / _LOCK).acquire(poll_interval=0.01):
+            now, known = StoredPatterns(self.folder), self._files
+            required = f"still hold the {len(known)} files that were found there"
+            remedy = "make a new StoredPatterns if others are wanted"
+            _validate.require(now._files[: len(known)] == known, "folder", required, f"others in {_INDEX}", remedy)
+            now._check(keys, values)
+            if not (self.folder / _INDEX).exists():
+                # Patterns without an index are damage, not an append that ended early.
+                self._write_index(None, None, None, [])
+            parts = {"keys": keys} if values is None else {"keys": keys, "values": values}
+            parts = {part: tensor.detach().cpu().contiguous() for part, tensor in parts.items()}
+            name = f"patterns-{self._next():05d}.safetensors"
+            beside = self.folder / f"{name}.part"
+            save_file(parts, beside)
+            _settle(beside, self.folder / name)
+            rows, tensors = len(keys), list(parts.values())
+            block = max(1, _BLOCK // max(1, sum(tensor[:1].nbytes for tensor in tensors)))
+            file = {
+                "name": name,
+                "rows": rows,
+                "bytes": (self.folder / name).stat().st_size,
+                "block": block,
+                "checksums": [_checksum([t[i : i + block] for t in tensors]) for i in range(0, rows, block)],
+            }
+            width = None if values is None else values.shape[-1]
+            dtype = str(keys.dtype).removeprefix("torch.")
+            self._take(self._write_index(keys.shape[-1], width, dtype, [*now._files, file]))
 
     def load(
         self, rows: slice = slice(None), *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Patterns:
-        """Some of the patterns, of which no others are read.
+        """Some of the patterns, of which no others are read but the nearest, up to 256 kB, that share a checksum.
 
         Args:
             rows: which, without a step.
             device: where to.
             dtype: in which to hold them; None as they are stored.
+
+        Raises:
+            ValueError: what is read is not what was written, or there are no patterns.
         """
         _validate.require(rows.step in (None, 1), "rows", "be a slice without a step", rows)
         start, stop, _ = rows.indices(len(self))
@@ -155,9 +187,7 @@ class StoredPatterns:
 
     # Parts.
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-        from safetensors import safe_open
-
+    def _pieces(self, start: int, stop: int) -> Iterator[list[Tensor | None]]:
         _validate.require(
             self.dim is not None, "folder", "hold patterns", f"{self.folder}, where none are", "append some"
         )
@@ -165,11 +195,40 @@ class StoredPatterns:
         for file in self._files:
             first, last = max(start - begin, 0), min(stop - begin, file["rows"])
             begin += file["rows"]
-            if first >= last:
-                continue
+            if first < last:
+                yield self._rows(file, first, last)
+
+    def _rows(self, file: dict[str, Any], first: int, last: int) -> list[Tensor | None]:
+        """Keys and values (None: there are none) of rows of a file, or an error if they are not what was written."""
+        if "checksums" not in file:
+            return self._read(file, first, last)
+        size = file["block"]
+        low, high = first // size * size, min(-(-last // size) * size, file["rows"])
+        found = self._read(file, low, high)
+        for begin in range(low, high, size):
+            block = [part[begin - low : begin - low + size] for part in found if part is not None]
+            same = _checksum(block) == file["checksums"][begin // size]
+            received = f"rows {begin} to {begin + len(block[0]) - 1} of another checksum"
+            _validate.require(same, "folder", f"hold {file['name']} as it was written", received, _ANEW)
+        return [None if part is None else part[first - low : last - low] for part in found]
+
+    def _read(self, file: dict[str, Any], first: int, last: int) -> list[Tensor | None]:
+        """The same, where only sizes and dtypes are compared."""
+        from safetensors import safe_open
+
+        sizes = {"keys": self.dim, "values": self.value_dim}
+        wanted = {name: ([file["rows"], size], self.dtype) for name, size in sizes.items() if size is not None}
+        try:
             with safe_open(self.folder / file["name"], "pt") as opened:
-                keys = opened.get_slice("keys")[first:last]
-                yield keys, opened.get_slice("values")[first:last] if self.value_dim is not None else None
+                parts = {name: opened.get_slice(name) for name in set(opened.keys())}
+                held = {name: (part.get_shape(), part[:0].dtype) for name, part in parts.items()}
+                found = {name: part[first:last] for name, part in parts.items()} if held == wanted else {}
+        except Exception as error:  # a damaged file may end anywhere in what reads it
+            required = f"hold {file['name']} as it was written"
+            received = f"one that cannot be read ({type(error).__name__}: {error})"
+            raise ValueError(_validate.message("folder", required, received, _ANEW)) from error
+        _validate.require(held == wanted, "folder", f"hold {file['name']} of {wanted}", held, _ANEW)
+        return [found.get(name) for name in sizes]
 
     def _joined(self, parts: list[Tensor | None], size: int | None) -> Tensor | None:
         if size is None:
@@ -194,26 +253,87 @@ class StoredPatterns:
             required = f"be like what is stored (dimension {self.dim}, values of {self.value_dim}, {self.dtype})"
             _validate.require(held == new, name, required, new)
 
+    def _unchecked(self) -> list[str]:
+        return [file["name"] for file in self._files if "checksums" not in file]
+
+    def _next(self) -> int:
+        """A number that no file has, in the index or beside it."""
+        names = (re.fullmatch(r"patterns-(\d+)\.safetensors", path.name) for path in self.folder.iterdir())
+        return 1 + max((int(name[1]) for name in names if name), default=-1)
+
     def _read_index(self) -> None:
         path = self.folder / _INDEX
+        # Looked for first: an index is there before the first patterns are.
+        patterns = sorted(file.name for file in self.folder.glob("patterns-*.safetensors"))
+        required = f"hold an {_INDEX} of format {_FORMAT!r}, version 1 or {_VERSION}"
+        if not path.exists():
+            _validate.require(not patterns, "folder", required, f"{patterns[:1]} without one in {self.folder}", _ANEW)
+            return
+        written = path.read_bytes()
         try:
-            index = json.loads(path.read_text())
-            known = index["format"] == _FORMAT and index["version"] == _VERSION
-        except (ValueError, KeyError, TypeError):
+            index = json.loads(written)
+            known = _is_index(index)
+        except Exception:  # a damaged file may end anywhere in what reads it
             known = False
-        required = f"hold an {_INDEX} of format {_FORMAT!r}, version {_VERSION}"
-        _validate.require(known, "folder", required, f"{path}, which is another", "name a folder of its own")
+        remedy = f"name a folder of its own, or {_ANEW}"
+        _validate.require(known, "folder", required, f"{path}, which is another or damaged", remedy)
         for file in index["files"]:
             there = self.folder / file["name"]
             size = there.stat().st_size if there.exists() else None
             required = f"hold {file['name']} of {file['bytes']} bytes"
             received = "no such file" if size is None else f"one of {size} bytes"
-            _validate.require(size == file["bytes"], "folder", required, received, "copy the whole folder again")
+            _validate.require(size == file["bytes"], "folder", required, received, _ANEW)
         self._take(index)
+        if index["version"] == 1:
+            # Such an index has no checksum: what it says is compared with what the files say.
+            for file in self._files:
+                self._read(file, 0, 0)
+
+    def _write_index(
+        self, dim: int | None, value_dim: int | None, dtype: str | None, files: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        index = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "dim": dim,
+            "value_dim": value_dim,
+            "dtype": dtype,
+            "files": files,
+        }
+        index["checksum"] = _checksum_of(index)
+        beside = self.folder / f"{_INDEX}.part"
+        beside.write_text(json.dumps(index, indent=1))
+        _settle(beside, self.folder / _INDEX)
+        return index
 
     def _take(self, index: dict[str, Any]) -> None:
         self.dim, self.value_dim, self._files = index["dim"], index["value_dim"], index["files"]
-        self.dtype = getattr(torch, index["dtype"])
+        self.dtype = getattr(torch, index["dtype"]) if self._files else None
+
+
+def _is_index(index: Any) -> bool:
+    """Whether an index is whole; any error of what reads it says that it is not."""
+    rest, files = {name: value for name, value in index.items() if name != "checksum"}, index["files"]
+    if rest.keys() != {"format", "version", "dim", "value_dim", "dtype", "files"} or index["format"] != _FORMAT:
+        return False
+    if index["version"] == _VERSION:
+        return bool(index["checksum"] == _checksum_of(rest))
+    sizes = [index["dim"], *(file[part] for file in files for part in ("rows", "bytes"))]
+    sizes += [] if index["value_dim"] is None else [index["value_dim"]]
+    whole = all(type(size) is int and size >= 0 for size in sizes) and index["dtype"] in _DTYPES
+    return index["version"] == 1 and "checksum" not in index and whole and len({f["name"] for f in files}) == len(files)
+
+
+def _checksum_of(index: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(index, sort_keys=True).encode())
+
+
+def _checksum(tensors: list[Tensor]) -> int:
+    """Of the bits of tensors on the CPU."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, total)
+    return total
 
 
 def _settle(written: Path, name: Path) -> None:
@@ -221,3 +341,10 @@ def _settle(written: Path, name: Path) -> None:
     with written.open("rb") as file:
         os.fsync(file.fileno())
     written.replace(name)
+    if os.name == "posix":
+        # The new name is on the disk once its folder is.
+        folder = os.open(name.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -2,8 +2,11 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
+import stored_writers
 import torch
 from processes import together
 from safetensors import safe_open
@@ -108,6 +111,199 @@ def test_a_crash_leaves_what_was_there(when, filled, monkeypatch):
     assert torch.equal(StoredPatterns(folder).load().keys, keys)
     StoredPatterns(folder).append(patterns(2, 9), patterns(2, 8, dim=2))
     assert torch.equal(StoredPatterns(folder).load().keys, torch.cat([keys, patterns(2, 9)]))
+
+
+def test_two_objects_that_append_in_turn_both_keep_their_rows(tmp_path):
+    first, second = StoredPatterns(tmp_path), StoredPatterns(tmp_path)
+    first.append(patterns(10))
+    second.append(patterns(6, 1))
+    first.append(patterns(3, 2))
+    expected = torch.cat([patterns(10), patterns(6, 1), patterns(3, 2)])
+    assert torch.equal(StoredPatterns(tmp_path).load().keys, expected)
+    assert torch.equal(first.load().keys, expected)
+    # What an object has not looked at since is as it was for it.
+    assert torch.equal(second.load().keys, expected[:16])
+
+
+def test_an_append_is_held_against_what_others_have_appended(tmp_path):
+    first, second = StoredPatterns(tmp_path), StoredPatterns(tmp_path)
+    first.append(patterns(4))
+    with pytest.raises(ValueError, match="`keys` must be like what is stored"):
+        second.append(patterns(4, dim=6))
+    assert torch.equal(StoredPatterns(tmp_path).load().keys, patterns(4))
+
+
+def test_an_object_appends_to_no_other_store_than_it_has_read(filled, tmp_path):
+    stored = StoredPatterns(filled[0])
+    for path in filled[0].iterdir():
+        path.unlink()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"`folder` must still hold the 3 files .*; make a new StoredPatterns"):
+            stored.append(patterns(2), patterns(2, dim=2))
+    StoredPatterns(filled[0]).append(patterns(2), patterns(2, dim=2))
+    with pytest.raises(ValueError, match="must still hold"):
+        stored.append(patterns(2), patterns(2, dim=2))
+    assert len(StoredPatterns(filled[0])) == 2
+
+
+def test_two_writers_kills_and_damage_lose_no_row():
+    # `python tests/stored_writers.py` asks more often.
+    counts = ["--interleavings", "20", "--kills", "5", "--damages", "100"]
+    command = [sys.executable, stored_writers.__file__, *counts]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert json.loads(found.stdout)["damaged stores"]["refused"] > 30
+
+
+def test_no_file_name_is_given_twice(filled, monkeypatch):
+    """Not that of a file either whose append ended before the index was written."""
+    folder, keys, _ = filled
+    names, settle = [], module._settle
+
+    def noted(written, name):
+        names.append(name.name)
+        if name.name == "index.json" and len(names) % 4 == 2:
+            raise KeyboardInterrupt
+        settle(written, name)
+
+    monkeypatch.setattr(module, "_settle", noted)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            StoredPatterns(folder).append(patterns(3, 7), patterns(3, 8, dim=2))
+        StoredPatterns(folder).append(patterns(1, 9), patterns(1, 8, dim=2))
+    given = [name for name in names if name != "index.json"]
+    assert len(given) == len(set(given)) == 6
+    assert torch.equal(StoredPatterns(folder).load().keys, torch.cat([keys, *[patterns(1, 9)] * 3]))
+
+
+@pytest.mark.parametrize("when", ["the empty index", "the patterns", "the index"])
+def test_a_first_append_that_is_cut_off_leaves_an_empty_store(when, tmp_path, monkeypatch):
+    settle, left = module._settle, ["the empty index", "the patterns", "the index"].index(when)
+
+    def crashes(written, name):
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        settle(written, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_settle", crashes)
+        with pytest.raises(KeyboardInterrupt):
+            StoredPatterns(tmp_path).append(patterns(3))
+    stored = StoredPatterns(tmp_path, check=True)
+    assert (len(stored), stored.dim, stored.dtype) == (0, None, None)
+    # Nothing is known yet, so that any patterns fit.
+    stored.append(patterns(2, dim=4, dtype=torch.float64))
+    assert torch.equal(StoredPatterns(tmp_path).load().keys, patterns(2, dim=4, dtype=torch.float64))
+
+
+def version_1(folder):
+    """The index as it was before there were checksums."""
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    del index["checksum"]
+    for file in index["files"]:
+        del file["block"], file["checksums"]
+    path.write_text(json.dumps({**index, "version": 1}, indent=1))
+
+
+def test_stores_of_version_1_are_read_and_appended_to(filled):
+    folder, keys, values = filled
+    version_1(folder)
+    stored = StoredPatterns(folder)
+    assert torch.equal(stored.load(slice(3, 9)).keys, keys[3:9])
+    assert "3 files (3 without checksums)" in repr(stored)
+    stored.append(keys[:2], values[:2])
+    for again in (stored, StoredPatterns(folder)):
+        assert torch.equal(again.load().values, torch.cat([values, values[:2]]))
+        assert "4 files (3 without checksums)" in repr(again)
+    with pytest.raises(ValueError, match=r"`check` must be False for files without checksums.*'patterns-00000"):
+        StoredPatterns(folder, check=True)
+
+
+def edited(**changes):
+    """An index, of version 1 too, with other entries; those of a file for its first one."""
+
+    def change(folder):
+        path = folder / "index.json"
+        index = json.loads(path.read_text())
+        for name, value in changes.items():
+            place = index if name in index else index["files"][0]
+            if value is None:
+                del place[name]
+            else:
+                place[name] = value
+        path.write_text(json.dumps(index))
+
+    return change
+
+
+INCONSISTENT = {
+    "no files": (edited(files=None), "index.json"),
+    "no dtype": (edited(dtype=None), "index.json"),
+    "no rows": (edited(rows=None), "index.json"),
+    "no names": (edited(name=None), "index.json"),
+    "more rows": (edited(rows=5), "index.json|patterns-00000"),
+    "fewer rows": (edited(rows=3), "index.json|patterns-00000"),
+    "rows below 0": (edited(rows=-1), "index.json"),
+    "another dimension": (edited(dim=4), "index.json|patterns-00000"),
+    "another dtype": (edited(dtype="float16"), "index.json|patterns-00000"),
+    "a dtype of no kind": (edited(dtype="Tensor"), "index.json"),
+    "a file twice": (edited(name="patterns-00001.safetensors"), "index.json"),
+    "no list of files": (edited(files=3), "index.json"),
+    "another version": (edited(version=3), "index.json"),
+    "no index": (lambda folder: (folder / "index.json").unlink(), "index.json.*patterns-00000.* without one"),
+}
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("case", INCONSISTENT)
+def test_an_index_that_does_not_fit_its_files_is_refused(case, old, filled):
+    folder, *_ = filled
+    if old:
+        version_1(folder)
+    change, told = INCONSISTENT[case]
+    change(folder)
+    with pytest.raises(ValueError, match=rf"`folder` must hold .*({told}).*; .*copy the whole folder again"):
+        StoredPatterns(folder)
+
+
+def flipped(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0, 3, 20, -1, -40])
+def test_a_flipped_bit_is_told_where_it_is_read(at, filled):
+    folder, keys, _ = filled
+    stored = StoredPatterns(folder)
+    flipped(folder / "patterns-00002.safetensors", at)
+    told = r"`folder` must hold patterns-00002\.safetensors .*; copy the whole folder again"
+    with pytest.raises(ValueError, match=told):
+        stored.load(slice(4, 9))
+    with pytest.raises(ValueError, match=told):
+        StoredPatterns(folder, check=True)
+    # What is not read cannot be wrong.
+    assert torch.equal(StoredPatterns(folder).load(slice(0, 5)).keys, keys[:5])
+
+
+def test_checksums_are_of_parts_of_a_file(tmp_path):
+    keys = patterns(30_000, dim=16)
+    StoredPatterns(tmp_path).append(keys)
+    flipped(tmp_path / "patterns-00000.safetensors", -1)
+    stored = StoredPatterns(tmp_path)
+    assert torch.equal(stored.load(slice(1, 20_000)).keys, keys[1:20_000])
+    with pytest.raises(ValueError, match="got rows 28672 to 29999 of another checksum"):
+        stored.load(slice(28_700, 28_701))
+
+
+def test_a_file_that_goes_after_it_was_found_is_named(filled):
+    stored = StoredPatterns(filled[0])
+    (filled[0] / "patterns-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"must hold patterns-00001.* cannot be read .*copy the whole"):
+        stored.load()
 
 
 def truncated(folder):
