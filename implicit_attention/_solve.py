@@ -100,7 +100,7 @@ def solve(
         raise ValueError(_validate.message("on_failure", required, repr(on_failure)))
     report = AdjointReport(on_failure=on_failure, site=site)
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
-    problem.check_start({"initial": initial, "trace": trace}, solver, adjoint)
+    problem.check_start({"initial": initial, "trace": trace, "on_failure": on_failure}, solver, adjoint)
     sampled = None if site is None or site.tally is None or not site.tally.spectral else site.tally
     if (
         not trace

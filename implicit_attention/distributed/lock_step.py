@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ _SPREAD = -7046029254386353131
 _BITS = 20
 # So many different values are told of.
 MOST = 4
+# The bits of so many numbers are added up at once.
+_AT_ONCE = 2**20
 
 
 class LockStepError(RuntimeError):
@@ -132,20 +135,30 @@ def _named(ranks: list[int]) -> str:
 
 
 def described(value: Any) -> str:
-    """What is compared of an argument: shape, dtype and bits of a tensor, the text of anything else."""
+    """What is compared of an argument: shape, dtype and bits of a tensor, the text of anything else.
+
+    The text is without what differs between processes that were given the same: where functions lie in memory.
+    """
     if not isinstance(value, Tensor):
-        return repr(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     told = f"shape {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if value.numel() == 0 or not value.is_floating_point():
+    if value.numel() == 0:
         return told
     value = value.detach()
-    size = float(torch.linalg.vector_norm(value.double() if value.device.type != "mps" else value.float()))
-    return f"{told} of length {size:.9g} (bits {int(_total(value)) & 0xFFFFFFFF:08x})"
+    if value.is_floating_point():
+        size = float(torch.linalg.vector_norm(value.double() if value.device.type != "mps" else value.float()))
+        told += f" of length {size:.9g}"
+    return f"{told} (bits {int(_total(value)) & 0xFFFFFFFF:08x})"
 
 
 def _total(tensor: Tensor) -> Tensor:
     """A number of 64 bits that changes with every bit of the tensor."""
-    words = tensor.detach().contiguous().flatten().view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32)
+    if tensor.numel() > _AT_ONCE:
+        # In halves, so that a large mask, which may be expanded, is not written out.
+        halves = tensor.chunk(2, next(axis for axis, size in enumerate(tensor.shape) if size > 1))
+        return _total(halves[0]) + _SPREAD * _total(halves[1])
+    kind = {1: torch.uint8, 2: torch.int16}.get(tensor.dtype.itemsize, torch.int32)
+    words = tensor.detach().contiguous().flatten().view(kind)
     places = torch.arange(1, words.numel() + 1, device=words.device)
     # Sums of integers wrap around, in any order to the same.
     return (words * (places * _SPREAD | 1)).sum()

@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from .. import _validate
 from ..attention.masks import check_whole
-from .lock_step import LockStep, LockStepError
+from .lock_step import LockStep, LockStepError, described
 
 Exchange: TypeAlias = Literal["heads", "keys"]
 
@@ -48,8 +48,8 @@ def sequence_parallel(
         exchange="keys" its rows are those of the queries of this process.
 
     Raises:
-        LockStepError: in all processes, if shapes, dtypes, exchanges or options differ, or if `fn` raised in one (that
-            one raises its own error).
+        LockStepError: in all processes, if shapes, dtypes, exchanges or options differ, tensors among these in any bit,
+            or if `fn` raised in one (that one raises its own error).
         TypeError, ValueError: tensors that do not fit, heads that the processes cannot share, a DTensor.
 
     Gradients: of any order that `fn` has, where the loss is the sum of those of the processes: each gets the gradient
@@ -87,9 +87,16 @@ def sequence_parallel(
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         check_whole()
-        _check(query, key, value)
         lock, options = LockStep(group), {**held, **options}
-        lengths = _lengths(lock, exchange, query, key, value, options)
+        device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+        try:
+            _check(query, key, value)
+            given = _given(exchange, query, key, value, options)
+        except Exception as error:  # the others, whose arguments may fit, learn of it
+            lock.compare({"arguments": f"{type(error).__name__}: {error}"}, device)
+            raise
+        lock.compare(given, device)
+        lengths = _lengths(lock, exchange, query, key, options)
         run = _by_heads if exchange == "heads" else _by_keys
         return run(inner, lock, lengths, query, key, value, options)
 
@@ -109,18 +116,26 @@ def _check(query: Any, key: Any, value: Any) -> None:
     _validate.require(fits, "value", required, f"shape {tuple(value.shape)}")
 
 
-def _lengths(
-    lock: LockStep, exchange: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> tuple[list[int], list[int]]:
-    """How many queries and keys each process holds, once all agree on the rest."""
-    given = {"exchange": repr(exchange)}
+def _given(exchange: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> dict[str, str]:
+    """What must be the same in all processes."""
+    given = {"arguments": "fit", "exchange": repr(exchange), "options": ", ".join(sorted(options))}
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         *lead, _, dim = tensor.shape
         given[name] = f"shape {(*lead, '...', dim)} {str(tensor.dtype).removeprefix('torch.')}"
     for name, option in sorted(options.items()):
-        # A mask may differ in its rows.
-        given[name] = f"a tensor with {option.ndim} axes" if isinstance(option, Tensor) else repr(option)
-    lock.compare(given, query.device)
+        if name == "attn_mask" and exchange == "keys" and isinstance(option, Tensor) and option.ndim > 1:
+            # Its rows are those of the queries of each process.
+            shape = (*option.shape[:-2], "...", option.shape[-1])
+            given[name] = f"shape {shape} {str(option.dtype).removeprefix('torch.')}"
+        else:
+            given[name] = described(option)
+    return given
+
+
+def _lengths(
+    lock: LockStep, exchange: str, query: Tensor, key: Tensor, options: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """How many queries and keys each process holds."""
     own = torch.tensor([query.shape[-2], key.shape[-2]], device=query.device)
     held = [torch.empty_like(own) for _ in range(lock.size)]
     lock.call(lambda: distributed.all_gather(held, own, group=lock.group))
@@ -155,16 +170,7 @@ def _by_heads(
     here = {name: _own_heads(option, heads, lock) for name, option in options.items() if name in _PER_HEAD}
     if isinstance(mask := options.get("attn_mask"), Tensor) and mask.ndim > 2 and mask.shape[-3] == heads > 1:
         here["attn_mask"] = mask.chunk(size, -3)[lock.rank]
-    answer, error = None, None
-    try:
-        answer = fn(*whole, **{**options, **here})
-    except Exception as raised:  # the others wait, and are told
-        error = raised
-    failed = lock.maximum(torch.tensor(float(error is not None), device=query.device))
-    if error is not None:
-        raise error
-    if bool(failed):
-        raise LockStepError("`fn` raised in another process of the group; read the error there")
+    answer = _called(fn, lock, *whole, **{**options, **here})
     output, *others = answer if isinstance(answer, tuple) else (answer,)
     back = _exchanged(
         lock,
@@ -190,7 +196,22 @@ def _by_keys(
     )
     keys, values = (torch.cat([source[i] for source in arrived], -2) for i in range(2))
     here = {"query_offset": sum(counts[: lock.rank])} if options.get("is_causal") else {}
-    return fn(query, keys, values, **{**options, **here})
+    return _called(fn, lock, query, keys, values, **{**options, **here})
+
+
+def _called(fn: Callable[..., Any], lock: LockStep, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """What `fn` answers here, if it has answered in all processes."""
+    answer, error = None, None
+    try:
+        answer = fn(query, key, value, **options)
+    except Exception as raised:  # the others wait, and are told
+        error = raised
+    failed = lock.maximum(torch.tensor(float(error is not None), device=query.device))
+    if error is not None:
+        raise error
+    if bool(failed):
+        raise LockStepError("`fn` raised in another process of the group; read the error there")
+    return answer
 
 
 def _own_heads(option: Any, heads: int, lock: LockStep) -> Any:

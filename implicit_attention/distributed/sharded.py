@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from typing import Any
 
 import torch
@@ -70,7 +69,8 @@ class ShardedLogSumExp(Potential):
     attend to it, in all processes.
 
     Every call is one of all processes of the group together, in the same order: construction, evaluations, `solve`, and
-    backward passes. What differs between them where it must not (shapes, dtypes, beta, queries, solver) raises in all.
+    backward passes. What differs between them where it must not (shapes, dtypes, beta, queries, solver, on_failure)
+    raises in all.
 
     Raises:
         TypeError, ValueError: as `LogSumExp`. LockStepError: the processes differ, or one of them has ended.
@@ -244,7 +244,11 @@ class ShardedLogSumExp(Potential):
         tensors = [t for t in given.values() if isinstance(t, Tensor)]
         recorded = is_differentiated(*tensors, *self.tensors())
         told = {name: described(value) for name, value in given.items()}
-        options = {"solver": _text(solver), "adjoint": _text(adjoint), "requires_grad of any tensor": str(recorded)}
+        options = {
+            "solver": described(solver),
+            "adjoint": described(adjoint),
+            "requires_grad of any tensor": str(recorded),
+        }
         self._compare(told | options)
         if recorded and isinstance(adjoint, Unrolled):
             required = "not be Unrolled() where keys are spread over processes"
@@ -356,8 +360,3 @@ def _with_a_key(keys: Tensor, beta: float | Tensor, *, mask: Tensor | None, bias
 
 def _shape(z: Any) -> str:
     return f"shape {tuple(z.shape)}, {z.dtype}" if isinstance(z, Tensor) else type(z).__name__
-
-
-def _text(options: Any) -> str:
-    """The options without what differs between processes that were given the same: where functions lie in memory."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(options))

@@ -13,9 +13,10 @@ import torch
 from processes import error_of, together
 from torch import distributed, multiprocessing
 
-from implicit_attention import AnchoredEnergy, LogSumExp, solve
+from implicit_attention import AnchoredEnergy, FailurePolicy, LogSumExp, solve
 from implicit_attention.adjoints import Implicit, Phantom, Unrolled
 from implicit_attention.distributed import ShardedLogSumExp
+from implicit_attention.distributed.lock_step import described
 from implicit_attention.linear import CG
 from implicit_attention.solvers import Anderson, Picard
 
@@ -105,6 +106,14 @@ VIOLATIONS = {
     "adjoint": (lambda r, odd: found(r, adjoint=(None, Phantom())[odd]), "adjoint"),
     "linear solver": (lambda r, odd: found(r, adjoint=Implicit(CG(rtol=(1e-8, 1e-9)[odd]))), "adjoint"),
     "trace": (lambda r, odd: found(r, trace=bool(odd)), "trace"),
+    "what is done about failures": (
+        lambda r, odd: found(r, solver=Anderson(max_steps=1), on_failure=("ignore", "raise")[odd]),
+        "on_failure",
+    ),
+    "a policy": (
+        lambda r, odd: found(r, on_failure=(FailurePolicy(tolerate=0.1), FailurePolicy(tolerate=0.2))[odd]),
+        "on_failure",
+    ),
     "gradient": (with_gradient, "requires_grad of any tensor"),
     "map": (drifting, "state"),
     "rows of one evaluation": (lambda r, odd: potential(r).mean(random(QUERIES + odd, DIM, seed=7)), "z"),
@@ -203,6 +212,20 @@ def test_the_group_goes_on_after_errors(told):
     for _, value, unrolled in told:
         torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(unrolled, steps, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+def test_every_bit_of_a_large_tensor_is_compared_however_it_lies(dtype):
+    rows = torch.arange(1500 * 1000).reshape(1500, 1000).remainder(7).to(dtype)
+    expanded = rows[:, None].expand(1500, 3, 1000)
+    assert described(expanded) == described(expanded.contiguous())
+    assert described(rows) == described(rows.mT.contiguous().mT)
+    for place in ((0, 0), (749, 999), (750, 0), (1499, 999)):
+        other = rows.clone()
+        other[place] = not other[place] if dtype == torch.bool else other[place] + 1
+        assert described(other).split("bits")[1] != described(rows).split("bits")[1]
+    swapped = torch.cat([rows[750:], rows[:750]])
+    assert described(swapped).split("bits")[1] != described(rows).split("bits")[1]
 
 
 def one_is_killed(rank, folder):

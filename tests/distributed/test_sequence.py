@@ -150,7 +150,24 @@ def refused(rank, size):
             raise ArithmeticError("out of luck")
         return query
 
-    calls["one fails"] = lambda: sequence_parallel(fails)(q, k, v)
+    calls["no tensor in one"] = lambda: one(q, k, "value" if rank else v)
+    odd = int(rank == 1)
+    whole = torch.ones(TOKENS, 4 * size, dtype=torch.bool)
+    whole[0, 0] = not odd
+    numbers = torch.arange(4) + odd
+    for exchange in ("heads", "keys"):
+        attention = sequence_parallel(equilibrium_attention, exchange=exchange)
+        given = {
+            "anchor": {"anchor": ANCHORS - 1e-9 * odd},
+            "scale": {"scale": (ANCHORS + 0.3)[None].expand(BATCH + odd, HEADS)},
+            "names": {"scale": 0.3} if odd else {},
+        }
+        calls |= {(exchange, name): partial(attention, q, k, v, **options) for name, options in given.items()}
+        calls[exchange, "fn fails"] = partial(sequence_parallel(fails, exchange=exchange), q, k, v)
+        taken = sequence_parallel(lambda query, key, value, numbers: query, exchange=exchange)
+        calls[exchange, "integers"] = partial(taken, q, k, v, numbers=numbers)
+    calls["heads", "mask"] = lambda: one(q, k, v, attn_mask=whole[: 4 * size])
+    calls["keys", "axes of the mask"] = lambda: by_keys(q, k, v, attn_mask=whole[:4, : 4 * size - odd])
     return {("refused", name): error_of(call) for name, call in calls.items()}
 
 
@@ -190,7 +207,7 @@ def test_collectives_do_not_depend_on_evaluations(found):
         for key, count in of_rank.items():
             if key[0] == "collectives":
                 counts[key[1]].add(count)
-        assert counts == {"heads": {7}, "keys": {4}}
+        assert counts == {"heads": {7}, "keys": {5}}
 
 
 def test_a_step_of_training_is_that_of_one_process(found):
@@ -222,7 +239,15 @@ REFUSED = {
     "raised in one": "ConvergenceError",
     "offsets": "ValueError: `query`.*is_causal=True",
     "DTensor": "TypeError: `query`.*a tensor of this process",
+    "no tensor in one": "LockStepError: `arguments`.*rank 0: fit.*rank 1.*: TypeError: `value` must be a torch.Tensor",
+    ("heads", "mask"): "LockStepError: `attn_mask`.*rank 1: ",
+    ("keys", "axes of the mask"): "LockStepError: `attn_mask`.*rank 1: ",
 }
+for _exchange in ("heads", "keys"):
+    REFUSED[_exchange, "anchor"] = "LockStepError: `anchor`.*rank 1: .*broadcast"
+    REFUSED[_exchange, "scale"] = "LockStepError: `scale`.*rank 1: "
+    REFUSED[_exchange, "names"] = "LockStepError: `options`.*rank 1: scale"
+    REFUSED[_exchange, "integers"] = "LockStepError: `numbers`.*rank 1: "
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -231,8 +256,9 @@ def test_what_does_not_fit_is_refused_in_every_process(case, found):
         assert re.search(REFUSED[case], of_rank["refused", case]), of_rank["refused", case]
 
 
-def test_an_error_in_one_process_ends_the_call_in_all(found):
-    told = [of_rank["refused", "one fails"] for of_rank in found]
+@pytest.mark.parametrize("exchange", ["heads", "keys"])
+def test_an_error_in_one_process_ends_the_call_in_all(exchange, found):
+    told = [of_rank["refused", (exchange, "fn fails")] for of_rank in found]
     assert told[1] == "ArithmeticError: out of luck"
     assert all(each.startswith("LockStepError: `fn` raised in another") for i, each in enumerate(told) if i != 1)
 
