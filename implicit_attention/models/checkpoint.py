@@ -14,8 +14,10 @@ from torch import nn
 
 from .. import _validate
 
-_FORMAT = 1
+_FORMAT = 2
 _KEYS = {"format", "step", "model", "optimizer", "scheduler", "random", "generators", "extra"}
+# Format 1 had no "made".
+_FORMATS = {1: _KEYS, _FORMAT: _KEYS | {"made"}}
 
 
 class Stateful(Protocol):
@@ -71,6 +73,7 @@ def save_checkpoint(
     path = Path(path).resolve()  # a link stays one
     contents = {
         "format": _FORMAT,
+        "made": _made(model, optimizer, scheduler),
         "step": step,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -119,8 +122,9 @@ def load_checkpoint(
     Args:
         path: of a file by `save_checkpoint`.
         model: gets the weights, on the devices where its parameters are.
-        optimizer: as it was made for the saved run, of the same kind and parameters.
-        scheduler: given if, and only if, one was saved; beside an optimizer only.
+        optimizer: as it was made for the saved run, of the same kind, with the same parameters in the same groups and
+            order.
+        scheduler: given if, and only if, one was saved, and of its kind; beside an optimizer only.
         generators: with the names that were saved; beside an optimizer only.
 
     Returns:
@@ -128,8 +132,9 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is truncated or no checkpoint, the model has other parameters, or scheduler and generators
-            are others than those that were saved. Nothing is changed then.
+        ValueError: the file is truncated or no checkpoint, the model has other parameters, or optimizer, scheduler and
+            generators are others than those that were saved. Nothing is changed then. Files that were written before
+            kinds were tell them by the options of parameter groups alone, which `Adam` and `AdamW` share.
 
     Warns: where states of CUDA generators were saved for more devices than there are.
 
@@ -158,6 +163,7 @@ def load_checkpoint(
         _check_state("scheduler", scheduler is not None, saved["scheduler"] is not None)
         required = f"have the names that were saved, {sorted(saved['generators'])}"
         _validate.require(set(generators) == set(saved["generators"]), "generators", required, sorted(generators))
+        _check_made(saved, _made(model, optimizer, scheduler), optimizer)
         # Of all that is put back, an optimizer alone checks what it gets before it changes.
         optimizer.load_state_dict(saved["optimizer"])
         if scheduler is not None:
@@ -215,7 +221,9 @@ def _loaded(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file may end anywhere in what reads it
         received = f"{path.name}, which is truncated, damaged or another kind of file"
         raise ValueError(_validate.message("path", required, received, remedy)) from error
-    known = isinstance(saved, dict) and saved.keys() == _KEYS and saved["format"] == _FORMAT
+    known = isinstance(saved, dict) and any(
+        saved.keys() == keys and saved["format"] == number for number, keys in _FORMATS.items()
+    )
     _validate.require(known, "path", required, f"{path.name}, which holds something else", remedy)
     return saved  # type: ignore[no-any-return]
 
@@ -237,3 +245,40 @@ def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _check_state(name: str, given: bool, was_saved: bool) -> None:
     required = "be given, as one was saved" if was_saved else "be None, as none was saved"
     _validate.require(given == was_saved, name, required, "one" if given else None)
+
+
+def _made(model: nn.Module, optimizer: Stateful, scheduler: Stateful | None) -> dict[str, Any]:
+    """Of which kind they are, and which parameters each group of the optimizer has."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = getattr(optimizer, "param_groups", [])
+    return {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": type(scheduler).__name__,
+        "parameters": [[names.get(id(parameter)) for parameter in group["params"]] for group in groups],
+    }
+
+
+def _check_made(saved: dict[str, Any], made: dict[str, Any], optimizer: Stateful) -> None:
+    """Refuse states of other kinds or parameters, which optimizers and schedulers take without a word."""
+    remedy = "make it as it was made for the saved run"
+    if "made" in saved:
+        for name in ("optimizer", "scheduler"):
+            required = f"be {saved['made'][name]}, as the saved one was"
+            _validate.require(made[name] == saved["made"][name], name, required, made[name], remedy)
+        held, wanted = _places(made["parameters"]), _places(saved["made"]["parameters"])
+        for place in sorted(held.keys() | wanted.keys()):
+            required = (
+                f"have the parameters that were saved, in their order: {wanted.get(place)!r} as number {place[1]}"
+            )
+            received = repr(held.get(place))
+            fits = held.get(place) == wanted.get(place)
+            _validate.require(fits, "optimizer", f"{required} of group {place[0]}", received, remedy)
+    groups = [state.get("param_groups", []) for state in (saved["optimizer"], optimizer.state_dict())]
+    for old, new in zip(*groups, strict=False):
+        # Versions of torch add options, which are then as they were made.
+        required = f"have groups with the options {sorted(old)}"
+        _validate.require(old.keys() <= new.keys(), "optimizer", required, sorted(new), remedy)
+
+
+def _places(parameters: list[list[str | None]]) -> dict[tuple[int, int], str | None]:
+    return {(group, place): name for group, names in enumerate(parameters) for place, name in enumerate(names)}

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, nothing that runs code, and the same bits after a stop as without one."""
 
+import copy
 import os
 import pickle
 import warnings
@@ -265,6 +266,88 @@ def test_what_was_saved_and_what_is_given_must_agree(tmp_path):
         load_checkpoint(path, **both, scheduler=run.scheduler)
     with pytest.raises(TypeError, match=r"`generators` must map names to torch\.Generator"):
         load_checkpoint(path, **both, generators=[run.generator])
+
+
+OPTIMIZERS = ("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Adafactor")
+
+
+@pytest.mark.parametrize("saved", OPTIMIZERS)
+def test_the_state_of_an_optimizer_goes_to_none_of_another_kind(tmp_path, saved):
+    torch.manual_seed(0)
+    path, model = tmp_path / "last.pt", nn.Linear(3, 2)
+
+    def stepped(name):
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    save_checkpoint(path, model=model, optimizer=stepped(saved), step=1)
+    weights = [p.clone() for p in model.parameters()]
+    for name in sorted({*OPTIMIZERS} - {saved}):
+        other = stepped(name)
+        model.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(ValueError, match=f"`optimizer` must be {saved}, .*got {name}; make"):
+            load_checkpoint(path, model=model, optimizer=other)
+        assert str(other.state_dict()) == str(before)
+    assert load_checkpoint(path, model=model, optimizer=stepped(saved)) == (1, None)
+
+
+def format_1(path):
+    """The file as it was before kinds and names were written."""
+    saved = torch.load(path, weights_only=True)
+    del saved["made"]
+    torch.save({**saved, "format": 1}, path)
+
+
+def test_files_of_format_1_are_read_and_tell_kinds_by_the_options_of_their_groups(tmp_path):
+    path, losses = tmp_path / "last.pt", Run().train(6)
+    run = Run()
+    assert run.train(3) == losses[:3]
+    run.save(path)
+    format_1(path)
+    resumed = Run(seed=4)
+    resumed.load(path)
+    assert resumed.train(3) == losses[3:]
+    for make in (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adadelta):
+        resumed.optimizer = make(resumed.model.parameters(), lr=1e-2)
+        resumed.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(resumed.optimizer, 10)
+        with pytest.raises(ValueError, match=r"`optimizer` must have groups with the options .*'betas'.*'eps'"):
+            resumed.load(path)
+
+
+def test_a_scheduler_of_another_kind_is_refused(tmp_path):
+    path, run = tmp_path / "last.pt", Run()
+    run.save(path)
+    before = bits(run)
+    run.scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+    with pytest.raises(ValueError, match=r"`scheduler` must be CosineAnnealingLR, .*got ExponentialLR"):
+        run.load(path)
+    assert_same(bits(run), before)
+
+
+def groups_of(model, *names):
+    parameters = dict(model.named_parameters())
+    return [{"params": [parameters[name] for name in group]} for group in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([["0.weight", "0.bias", "1.bias", "1.weight"]], "'1.weight' as number 2 of group 0, got '1.bias'"),
+        ([["1.weight", "0.bias", "0.weight", "1.bias"]], "'0.weight' as number 0 of group 0, got '1.weight'"),
+        ([["0.weight", "1.weight"], ["0.bias", "1.bias"]], "'0.bias' as number 1 of group 0, got '1.weight'"),
+        ([["0.weight", "0.bias", "1.weight"]], "'1.bias' as number 3 of group 0, got None"),
+    ],
+)
+def test_parameters_in_another_order_or_grouping_are_refused(tmp_path, names, told):
+    """Also where all shapes fit: moments of another parameter would be taken silently."""
+    path, model = tmp_path / "last.pt", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), step=0)
+    other = torch.optim.AdamW(groups_of(model, *names))
+    with pytest.raises(ValueError, match=rf"`optimizer` must have the parameters that were saved, .*: {told}"):
+        load_checkpoint(path, model=model, optimizer=other)
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, True])
