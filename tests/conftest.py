@@ -46,7 +46,7 @@ SLOW = (
     r"test_export.py::test_onnx_takes_other_batches_and_lengths\[llama",
     r"test_export.py::test_so_is_every_kind_of_budget\[(layer|memory)",
     # Ten kills of each training; two of each are in the fast suite.
-    r"test_kill_and_resume.py::test_ten_kills_change_no_loss",
+    r"test_kill_and_resume.py::test_ten_trainings_killed_inside_end_with_the_same_bits",
     # Many random systems, or large ones; few and small ones are in the same files.
     r"spins/test_saddle_point.py::test_a_thousand_systems_are_solved_without_a_failure",
     r"spins/test_saddle_point.py::test_spherical_glass",

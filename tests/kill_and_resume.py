@@ -1,11 +1,12 @@
 """Trainings that write the loss of every update to a file: what `test_kill_and_resume.py` starts and kills.
 
-python kill_and_resume.py digits|llama FOLDER KILLS SEED
+python kill_and_resume.py digits|llama FOLDER RUNS KILLS SEED
 """
 
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -37,7 +38,7 @@ def loaded(name):
 
 
 def digits(folder):
-    """The command `train inpaint` on its digits, with a small model."""
+    """The command `train inpaint` on its digits, with a small model; its weights."""
     from implicit_attention.cli import inpaint, inpainting_data, training
     from implicit_attention.cli.progress import Progress
     from implicit_attention.cli.settings import InpaintSettings
@@ -64,10 +65,14 @@ def digits(folder):
     settings = InpaintSettings(quick=True, out=folder, resume=resume, mode="equilibrium", **length)
     with Progress(lambda row: row["line"]) as progress:
         inpaint.inpaint(settings, progress)
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
 
 
 def llama(folder):
-    """A converted Llama under the Trainer of transformers, with dropout, which draws from torch's generator."""
+    """A converted Llama under the Trainer of transformers, with dropout, which draws from torch's generator.
+
+    Its weights.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
     from implicit_attention.integrations.transformers import attach, last_whole_checkpoint
@@ -101,6 +106,7 @@ def llama(folder):
     )
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Losses()])
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder / "run"))
+    return model.state_dict()
 
 
 TRAININGS = {"digits": digits, "llama": llama}
@@ -113,7 +119,7 @@ def started(name, folder):
     if child:
         return child
     try:
-        TRAININGS[name](folder)
+        torch.save(TRAININGS[name](folder), folder / "final.pt")
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -128,38 +134,56 @@ def updates(folder):
     return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def main(name, folder, kills, seed):
-    """Train once undisturbed, in `whole`; then in `cut0`, `cut1`, ... until so many processes were killed."""
+def ended(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed(name, cut, wanted, later):
+    """The update that a process had reached when it was killed, soon after the wanted one; None if it had ended."""
+    before = len(updates(cut)) if cut.exists() else 0
+    child = started(name, cut)
+    while all(update < wanted for update, _ in updates(cut)[before:]):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return None
+        time.sleep(0.001)
+    # Perhaps in the middle of an update, or of a checkpoint.
+    time.sleep(later)
+    os.kill(child, signal.SIGKILL)
+    code = ended(child)
+    assert code in (0, -signal.SIGKILL), code
+    reached = updates(cut)[-1][0]
+    inside = code != 0 and reached < UPDATES[name] and not (cut / "final.pt").exists()
+    return reached if inside else None
+
+
+def main(name, folder, runs, kills, seed):
+    """Train once undisturbed, in `whole`; then in `cut0`, `cut1`, ..., each killed so many times and then finished.
+
+    `killed.json` lists the updates that each of these had reached when it was killed. A kill after the last update
+    counts for nothing: its run begins anew.
+    """
     loaded(name)
     random = Random(seed)
-    child = started(name, folder / "whole")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    run, killed = 0, 0
-    while True:
-        cut = folder / f"cut{run}"
-        before = len(updates(cut)) if cut.exists() else 0
-        child = started(name, cut)
-        lines, later = before + random.randint(1, 2 * EVERY[name]), random.uniform(0.0, 0.02)
-        while killed < kills and (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-            if len(updates(cut)) >= lines:
-                # Perhaps in the middle of an update, or of a checkpoint.
-                time.sleep(later)
-                os.kill(child, signal.SIGKILL)
-                ended = os.waitpid(child, 0)
-                break
-            time.sleep(0.001)
-        else:
-            ended = ended if killed < kills else os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(ended[1])
-        assert code in (0, -signal.SIGKILL), code
-        killed += code != 0
-        if code == 0:
-            if killed == kills:
-                break
-            run += 1
-    (folder / "killed.json").write_text(json.dumps({"killed": killed, "runs": run + 1}))
+    assert ended(started(name, folder / "whole")) == 0
+    # Everywhere in the training.
+    places = random.sample(range(1, UPDATES[name]), runs * kills)
+    told = []
+    for run in range(runs):
+        cut, reached = folder / f"cut{run}", [None]
+        while None in reached:
+            shutil.rmtree(cut, ignore_errors=True)
+            wanted = sorted(places[run * kills : (run + 1) * kills])
+            reached = []
+            for place in wanted:
+                if None not in reached:
+                    reached.append(killed(name, cut, place, random.uniform(0.0, 0.02)))
+        told.append(reached)
+        assert ended(started(name, cut)) == 0
+    (folder / "killed.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
