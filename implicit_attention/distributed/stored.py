@@ -119,6 +119,12 @@ class StoredPatterns:
         from safetensors.torch import save_file
 
         self._check(keys, values)
+        parts = {"keys": keys} if values is None else {"keys": keys, "values": values}
+        parts = {part: tensor.detach().cpu().contiguous() for part, tensor in parts.items()}
+        rows, tensors = len(keys), list(parts.values())
+        block = max(1, _BLOCK // max(1, sum(tensor[:1].nbytes for tensor in tensors)))
+        checksums = [_checksum([tensor[i : i + block] for tensor in tensors]) for i in range(0, rows, block)]
+        width, dtype = None if values is None else values.shape[-1], str(keys.dtype).removeprefix("torch.")
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / _LOCK).acquire(poll_interval=0.01):
             now, known = StoredPatterns(self.folder), self._files
@@ -129,23 +135,12 @@ class StoredPatterns:
             if not (self.folder / _INDEX).exists():
                 # Patterns without an index are damage, not an append that ended early.
                 self._write_index(None, None, None, [])
-            parts = {"keys": keys} if values is None else {"keys": keys, "values": values}
-            parts = {part: tensor.detach().cpu().contiguous() for part, tensor in parts.items()}
             name = f"patterns-{self._next():05d}.safetensors"
             beside = self.folder / f"{name}.part"
             save_file(parts, beside)
             _settle(beside, self.folder / name)
-            rows, tensors = len(keys), list(parts.values())
-            block = max(1, _BLOCK // max(1, sum(tensor[:1].nbytes for tensor in tensors)))
-            file = {
-                "name": name,
-                "rows": rows,
-                "bytes": (self.folder / name).stat().st_size,
-                "block": block,
-                "checksums": [_checksum([t[i : i + block] for t in tensors]) for i in range(0, rows, block)],
-            }
-            width = None if values is None else values.shape[-1]
-            dtype = str(keys.dtype).removeprefix("torch.")
+            size = (self.folder / name).stat().st_size
+            file = {"name": name, "rows": rows, "bytes": size, "block": block, "checksums": checksums}
             self._take(self._write_index(keys.shape[-1], width, dtype, [*now._files, file]))
 
     def load(
