@@ -331,8 +331,6 @@ def _by_adjoint(
     if native.failed:
         held = problem.detached()
         packed = Lowered(held.energy, held.potential, None, how.impl).packed()
-        # In place: the same memory with the leading axes that the general path gives to keys.
-        found = found._replace(by_keys=found.by_keys.view(packed.keys.shape))
         found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
     by_beta = sum_to_shape(found.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
     by_anchor = None
@@ -345,7 +343,7 @@ def _by_adjoint(
     report_adjoint(how.report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
     # In the memory of u, which nobody else reads.
     by_query = found.value.mul_(anchor[..., None, None] if isinstance(anchor, Tensor) else anchor)
-    return by_query, native.by_keys, by_beta, by_anchor, None, None
+    return by_query, found.by_keys, by_beta, by_anchor, None, None
 
 
 def _by_general(

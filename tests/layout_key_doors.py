@@ -3,7 +3,7 @@
 import torch
 from layout_attention_doors import _by_heads, _tokens
 from layout_doors import RTOL, _solve, all_same, constants, converged, door, fewer, gradients, leaf, same, sizes
-from layout_reference import added, attention_map, copied, fixed_point, implicit_gradients, jacobian, through, weights
+from layout_reference import added, attention_map, copied, fixed_point, through, weights
 
 import implicit_attention as ia
 
@@ -248,46 +248,6 @@ def gradient_of_a_bias(draw):
     same("output", output, read(z, *held), draw.dtype)
     cotangent, got = gradients(draw, output, leaves)
     all_same(("query", "key", "value", "bias"), got, through(step, read, z, held, cotangent), draw.dtype)
-
-
-@door
-def saddles(draw):
-    """Queries that stay on a saddle beside others that settle, for every number of leading axes of the keys."""
-    rng = draw.rng
-    if draw.dtype not in (torch.float32, torch.float64):
-        draw.dtype = torch.float32
-    lead = rng.choice(((), (1,), (3,), (1, 1), (2, 3), (2, 1, 3)))
-    shared = tuple(rng.choice((1, size)) for size in lead)[rng.randrange(len(lead) + 1) :]
-    n, d, often = rng.choice((1, 2, 9)), rng.choice((2, 5)), rng.choice((1, 33))
-    axes = torch.linalg.qr(draw.normal((*shared, d, d), torch.float64))[0].to(draw.dtype)[..., :2, :]
-    # A key and its mirror image: between them the energy has a saddle, or a maximum, at 0.
-    key = leaf(torch.cat([axes, -axes], dim=-2).repeat_interleave(often, dim=-2))
-    query = (
-        axes[..., :1, :].expand(*lead, n, d)
-        * torch.tensor([0, *(rng.choice((-1, 0, 1)) for _ in range(n - 1))])[:, None]
-    )
-    query, scale, anchor = leaf(query), 4.0 * d, 0.1
-    energy = ia.AnchoredEnergy(ia.LogSumExp(key, scale), query, anchor)
-    options = {"solver": ia.Anderson(rtol=RTOL[draw.dtype], atol=1e-12), "on_failure": "ignore"}
-    solution = ia.solve(energy, query, **options)
-    output = ia.equilibrium_attention(query, key, key, scale=scale, anchor=anchor, **options)
-
-    def step(z, query, key):
-        return attention_map(z, query, key, scale, anchor)
-
-    # What settles is compared where it settled: the reference may go down to another minimum.
-    z = copied(solution.value)
-    held = [copied(query), copied(key)]
-    for _ in range(3):
-        flat, rows = jacobian(lambda z: step(z, *held), z, 1), (step(z, *held) - z)[..., None]
-        z = z + torch.linalg.solve(torch.eye(d, dtype=torch.float64) - flat, rows)[..., 0]
-    same("state", solution.value, z, draw.dtype)
-    same("output", output, weights(z, held[1], scale) @ held[1], draw.dtype)
-    cotangent, got = gradients(draw, solution.value, [query, key])
-    all_same(("query", "key"), got, implicit_gradients(step, z, held, cotangent)[1], draw.dtype)
-    cotangent, got = gradients(draw, output, [query, key])
-    want = through(step, lambda z, query, key: weights(z, key, scale) @ key, z, held, cotangent)
-    all_same(("query", "key"), got, want, draw.dtype)
 
 
 @door

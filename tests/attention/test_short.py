@@ -321,24 +321,6 @@ def test_a_saddle_among_others_is_told_and_differentiated_alike(mask, monkeypatc
 
 
 @native
-@pytest.mark.parametrize(
-    ("lead", "shared"), [((1,), ()), ((3,), ()), ((2, 3), ()), ((2, 3), (3,)), ((2, 1, 3), (1, 3))]
-)
-def test_a_saddle_over_keys_with_fewer_leading_axes_has_its_gradient(lead, shared):
-    pair = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    query, weight = torch.zeros(*lead, 1, 2), torch.linspace(0.5, 1.5, 2)
-    found = []
-    for front in (shared, lead):
-        key = pair.expand(*front, 2, 2).clone().requires_grad_()
-        state = ia.solve(ia.AnchoredEnergy(ia.LogSumExp(key, 4.0), query, 0.1), query).value
-        output = ia.equilibrium_attention(query, key, key, scale=4.0, anchor=0.1)
-        gradient = torch.autograd.grad(((state + output) * weight).sum(), key)[0]
-        found.append(gradient.sum_to_size(*shared, 2, 2))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-    assert found[0].abs().max() > 0.1
-
-
-@native
 def test_a_masked_key_of_nan_reaches_only_the_queries_that_attend_to_it():
     query, key, value = (t.detach() for t in tensors())
     key[0, 0, 2] = torch.nan
