@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,16 @@ SHOWN = 3
 UNSURE, UNKNOWN = 0.15, 0.25
 # What is told of beside statuses: gradients that may be off, and what a layer has to say.
 _UNSURE_KIND, OTHER_KIND = 100, 101
+
+
+def table(cells: Sequence[Sequence[str]]) -> str:
+    """The rows of a table as text, the first column aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def check_on_failure(on_failure: Any, *, policies: bool = True) -> None:

@@ -86,9 +86,12 @@ def solve(
     """
     solver = Anderson() if solver is None else solver
     adjoint = Implicit() if adjoint is None else adjoint
-    for name, value, kind in (("problem", problem, Problem), ("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):
-        hint = "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)" if name == "problem" else "see the docs"
-        _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", hint)
+    for name, value, kind, remedy in (
+        ("problem", problem, Problem, "wrap a function as FixedPointMap(f, *tensors, event_ndim=...)"),
+        ("solver", solver, Solver, "for example Anderson()"),
+        ("adjoint", adjoint, Adjoint, "for example Implicit()"),
+    ):
+        _validate.check_instance(name, value, kind, f"be an instance of {kind.__name__}", remedy)
     if torch.compiler.is_exporting():
         check_no_evidence(callback is not None or bool(verbose), "callback")
         return _exported(problem, initial, solver, trace)

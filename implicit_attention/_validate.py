@@ -40,11 +40,25 @@ def not_an_instance(
     """The error that says so; the remedy for a class in the place of an instance is to make one."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     received = repr(value) if isinstance(value, str) else type(value).__name__
+    if isinstance(value, str) and (meant := _called(value, kinds)) is not None:
+        package, name = meant.__module__.rpartition(".")[0], meant.__name__
+        given = f"{name}({'...' if _needs_arguments(meant) else ''})"
+        remedy = f"pass {given}, after `from {package} import {name}`"
     if isinstance(value, type):
         received = f"the class {value.__name__}"
         if issubclass(value, kind):
             remedy = f"pass an instance: {value.__name__}({'...' if _needs_arguments(value) else ''})"
     return TypeError(message(argument, requirement or f"be a {kinds[0].__name__}", received, remedy))
+
+
+def _called(name: str, kinds: Iterable[type]) -> type | None:
+    """The class among `kinds` and what is derived of them that has this name, in upper or lower case, or None."""
+    wanted = name.replace("_", "").replace("-", "").casefold()
+    for kind in kinds:
+        found = kind if kind.__name__.casefold() == wanted else _called(name, kind.__subclasses__())
+        if found is not None:
+            return found
+    return None
 
 
 def _needs_arguments(made: type) -> bool:

@@ -196,10 +196,8 @@ def _named(solvers: Any) -> dict[str, Solver]:
         solvers = {k if kinds.count(k) == 1 else repr(s): s for k, s in zip(kinds, solvers, strict=True)}
     _validate.require(len(solvers) > 0, "solvers", "name one solver at least", "none", "leave it out for all")
     for name, solver in solvers.items():
-        if not isinstance(solver, Solver):
-            received = f"the class {solver.__name__}" if isinstance(solver, type) else type(solver).__name__
-            remedy = f"pass {solver.__name__}()" if isinstance(solver, type) else "for example Anderson()"
-            raise TypeError(_validate.message(f"solvers[{name!r}]", "be an instance of Solver", received, remedy))
+        required, remedy = "be an instance of Solver", "for example Anderson()"
+        _validate.check_instance(f"solvers[{name!r}]", solver, Solver, required, remedy)
     return dict(solvers)
 
 

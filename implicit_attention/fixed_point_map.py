@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import numbers
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -70,12 +71,22 @@ class Shared:
 _PASSED: weakref.WeakKeyDictionary[Callable[..., Any], set[Any]] = weakref.WeakKeyDictionary()
 
 
+#: In what torch raises of tensors that do not fit each other.
+_OF_SHAPES = re.compile(r"size of tensor|sizes? of|shapes? |Expected size|size mismatch|must match", re.IGNORECASE)
+
+
 class UserProblem(Problem):
     """A problem made of a user's function(z, *inputs) or of a module; `inputs` and the module hold its tensors."""
 
     separates = False
 
-    def __init__(self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor] | nn.Module, *inputs: Any, event_ndim: int | None = None
+    ) -> None:
+        if event_ndim is None:
+            required = "say how many trailing axes of z form one problem"
+            remedy = "1: every row is its own problem; 2: the rows of a sample are coupled"
+            raise TypeError(_validate.message("event_ndim", required, f"nothing in {type(self).__name__}(...)", remedy))
         if not callable(function):
             raise TypeError(
                 _validate.message("function", "be callable", type(function).__name__, "pass f(z, *tensors)")
@@ -145,7 +156,17 @@ class UserProblem(Problem):
     def _called(self, z: Tensor) -> Any:
         # Transforms refuse modules that write to what they keep, and spoil what is compiled.
         held = self.apart() if transforms_active() else self
-        return held.function(z, *held.inputs)
+        try:
+            return held.function(z, *held.inputs)
+        except RuntimeError as error:
+            # Torch speaks of sizes that the caller never wrote.
+            if type(error) is not RuntimeError or _OF_SHAPES.search(str(error)) is None:
+                raise
+            required = f"have a shape that `{self._map_name()}` takes"
+            received = f"states of shape {tuple(z.shape)}, for which it raised: {error}"
+            axes = f"of which the last {self.event_ndim} axes form one problem"
+            remedy = f"start from a tensor of the shape that it returns, {axes}"
+            raise ValueError(_validate.message("initial", required, received, remedy)) from error
 
     def _check_output(self, result: Any, z: Tensor, shape: torch.Size, meaning: str) -> Tensor:
         name = self._map_name()
@@ -247,7 +268,7 @@ class FixedPointMap(UserProblem):
         self,
         function: Callable[..., Tensor] | nn.Module,
         *inputs: Any,
-        event_ndim: int,
+        event_ndim: int | None = None,
         symmetric: bool = False,
     ) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)

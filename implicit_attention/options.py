@@ -71,12 +71,11 @@ class SolveOptions:
 
     def __post_init__(self) -> None:
         _validate.store_plain(self)
-        for name, value, kind, example in (
-            ("solver", self.solver, Solver, "Anderson()"),
-            ("adjoint", self.adjoint, Adjoint, "Implicit()"),
+        for name, value, kind, required, example in (
+            ("solver", self.solver, Solver, "be None or a Solver", "Anderson()"),
+            ("adjoint", self.adjoint, Adjoint, "be None or an Adjoint", "Implicit()"),
         ):
             if value is not None:
-                required = f"be None or a {kind.__name__}"
                 _validate.check_instance(name, value, kind, required, f"for example {example}")
         _validate.check_choice("impl", self.impl, _IMPLEMENTATIONS)
         if self.max_steps is not None:

@@ -6,6 +6,7 @@ them belongs to the suite (`test_layouts.py`).
 
 import argparse
 import collections
+import functools
 import json
 import multiprocessing
 import time
@@ -13,6 +14,7 @@ import traceback
 
 import layout_attention_doors  # noqa: F401 - its doors register themselves
 import layout_coupled_doors  # noqa: F401 - its doors register themselves
+import layout_key_doors  # noqa: F401 - its doors register themselves
 import torch
 from layout_doors import DOORS
 from layouts import Layouts
@@ -22,9 +24,9 @@ NAMES = list(DOORS)
 DTYPES = (torch.float64,) * 4 + (torch.float32,) * 2 + (torch.bfloat16, torch.float16)
 
 
-def call(seed):
+def call(seed, names=NAMES):
     """(door, layouts, what is wrong with its answer or None) of the random call with this seed."""
-    door = NAMES[seed % len(NAMES)]
+    door = names[seed % len(names)]
     draw = Layouts(seed)
     draw.dtype = draw.rng.choice(DTYPES)
     wrong = None
@@ -39,14 +41,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--doors", nargs="+", choices=NAMES, default=NAMES, metavar="DOOR")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out")
     options = parser.parse_args()
     doors, layouts, wrong = collections.Counter(), collections.Counter(), []
     began = time.perf_counter()
-    seeds = range(options.seed, options.seed + options.calls)
+    seeds, asked = range(options.seed, options.seed + options.calls), functools.partial(call, names=options.doors)
     with multiprocessing.Pool(options.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for seed, (door, used, message) in zip(seeds, pool.imap(call, seeds, chunksize=20), strict=True):
+        for seed, (door, used, message) in zip(seeds, pool.imap(asked, seeds, chunksize=20), strict=True):
             doors[door] += 1
             layouts.update(used)
             if message is not None:

@@ -148,7 +148,11 @@ def test_bad_input_is_refused_at_the_door():
         (Picard(), TypeError, r"`solvers` must be several, in a list or by name, got Picard\("),
         ("Picard", TypeError, "`solvers` must be several"),
         ([], ValueError, "`solvers` must name one solver at least"),
-        ({"a": Picard}, TypeError, r"`solvers\['a'\]` must be an instance of Solver, got the class Picard; pass Pic"),
+        (
+            {"a": Picard},
+            TypeError,
+            r"`solvers\['a'\]` must be an instance of Solver, got the class Picard; pass an instance: Pic",
+        ),
         ([3], TypeError, r"must be an instance of Solver, got int; for example Anderson\(\)"),
     ):
         with pytest.raises(error, match=match):

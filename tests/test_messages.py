@@ -1,6 +1,7 @@
 """What a solution says of itself: hints that fit the problem, sentences without an index, names of statuses."""
 
 import importlib
+import re
 import warnings
 
 import pytest
@@ -10,21 +11,25 @@ from implicit_attention import (
     AnchoredEnergy,
     EnergyFunction,
     FixedPointMap,
+    Implicit,
+    ImplicitAttention,
     LogSumExp,
     Picard,
     Potential,
     SquaredScores,
+    compare_solvers,
     equilibrium_attention,
     solve,
 )
 from implicit_attention.energies import Energy
 from implicit_attention.integrations.transformers import LayerReport
 from implicit_attention.solution import Record
+from implicit_attention.spins import SpinSystem, thermodynamics
 from implicit_attention.status import Status
 
 # The package has a function of the same name.
 reports = importlib.import_module("implicit_attention.integrations.transformers.report")
-BOUND = "check that E has a lower bound"
+BOUND = "check that E has a lower bound, and no kink (as |z| has) where it is lowest"
 
 
 def failed(problem, initial, solver=None, **options):
@@ -89,6 +94,93 @@ def test_energies_with_a_known_bound_are_not_doubted():
     assert BOUND in AnchoredEnergy(Quartic(), field, 0.5).advice(Picard().remedies)[Status.STALLED]
     falling = AnchoredEnergy(SquaredScores(10 * field[0], 1.0), field, 0.0, unbounded="ignore")
     assert BOUND not in falling.advice(Picard().remedies)[Status.DIVERGED]
+
+
+# Wrong arguments: what is required, what was received, and the remedy, in no words of torch's alone.
+
+
+def _energy():
+    return AnchoredEnergy(LogSumExp(torch.eye(4), 0.5), torch.ones(2, 3, 4), 0.5)
+
+
+def _map(initial):
+    return solve(FixedPointMap(lambda z, x: 0.5 * z + x, torch.ones(2, 3, 4), event_ndim=1), initial)
+
+
+NAMED = "pass {0}(), after `from implicit_attention.{1} import {0}`"
+WRONG = {
+    "a start of another shape": (
+        lambda: solve(_energy(), torch.ones(19, 4)),
+        "`initial` must have the field's shape (2, 3, 4), got (19, 4)",
+    ),
+    "a start that a map does not take": (
+        lambda: _map(torch.ones(19, 4)),
+        "`initial` must have a shape that `<lambda>` takes, got states of shape (19, 4), for which it raised: ",
+    ),
+    "and its remedy": (
+        lambda: _map(torch.ones(19, 4)),
+        "; start from a tensor of the shape that it returns, of which the last 1 axes form one problem",
+    ),
+    "a solver's name": (
+        lambda: solve(_energy(), torch.ones(2, 3, 4), solver="anderson"),
+        NAMED.format("Anderson", "solvers"),
+    ),
+    "a solver's name in a layer": (
+        lambda: ImplicitAttention(8, 2, solver="Newton-Krylov"),
+        NAMED.format("NewtonKrylov", "solvers"),
+    ),
+    "an adjoint's name": (
+        lambda: solve(_energy(), torch.ones(2, 3, 4), adjoint="one_step"),
+        NAMED.format("OneStep", "adjoints"),
+    ),
+    "a method's name": (
+        lambda: thermodynamics(SpinSystem(torch.zeros(3, 3), torch.ones(3, 2), beta=1.0), "tap"),
+        NAMED.format("TAP", "spins"),
+    ),
+    "a linear solver's name": (lambda: Implicit("cg"), NAMED.format("CG", "linear")),
+    "a name of nothing": (
+        lambda: solve(_energy(), torch.ones(2, 3, 4), solver="best"),
+        "`solver` must be an instance of Solver, got 'best'; for example Anderson()",
+    ),
+    "solvers to compare": (
+        lambda: compare_solvers(_energy(), torch.ones(2, 3, 4), ["picard"]),
+        NAMED.format("Picard", "solvers"),
+    ),
+    "no event_ndim of an energy": (
+        lambda: EnergyFunction(lambda z: z.square().sum(-1)),
+        "`event_ndim` must say how many trailing axes of z form one problem, got nothing in EnergyFunction(...)",
+    ),
+    "no event_ndim of a map": (lambda: FixedPointMap(torch.cos), "got nothing in FixedPointMap(...); 1: every row"),
+    "a state of another width": (
+        lambda: LogSumExp(torch.eye(4), 0.5).mean(torch.ones(3, 7)),
+        "`z` must have the keys' dimension 4 on its last axis, got shape (3, 7)",
+    ),
+    "tokens of another dtype": (
+        lambda: ImplicitAttention(8, 2)(torch.ones(2, 8, dtype=torch.float64)),
+        "`x` must have the dtype of the layer (torch.float32), got torch.float64; convert one by .to(dtype)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_told_in_words(case):
+    call, words = WRONG[case]
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        call()
+
+
+def test_what_a_map_raises_itself_is_left_as_it_is():
+    def out_of_luck(z):
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match=r"^out of luck$"):
+        solve(FixedPointMap(out_of_luck, event_ndim=1), torch.ones(2, 3))
+
+
+def test_an_energy_with_a_kink_is_asked_about_it():
+    start = torch.full((1, 2), 0.5, dtype=torch.float64)
+    kinked = failed(EnergyFunction(lambda z: (z - 0.1).abs().sum(-1), event_ndim=1), start)
+    assert "no kink (as |z| has) where it is lowest" in kinked.message(0)
 
 
 # Sentences and names.

@@ -29,7 +29,7 @@ class Energy(Problem, general=True):
 
     symmetric = True
     has_energy = True
-    if_bottomless = "check that E has a lower bound"
+    if_bottomless = "check that E has a lower bound, and no kink (as |z| has) where it is lowest"
 
     @property
     def to_contract(self) -> str:

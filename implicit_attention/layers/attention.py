@@ -323,6 +323,7 @@ class ImplicitAttention(Remembering):
 
     def _check_call(self, x: Tensor, context: Tensor | None, values: Tensor | None, positions: Any, cache: Any) -> None:
         _check_tokens("x", x, self.dim)
+        _check_dtype(x, self.q_proj)
         for name, given in (("context", context), ("values", values)):
             if given is not None:
                 _check_tokens(name, given, self.context_dim)
@@ -410,6 +411,15 @@ class ImplicitAttention(Remembering):
             ("max_steps", self.options.max_steps),
         )
         return ", ".join(parts + [f"{name}={value}" for name, value in options if value is not None])
+
+
+def _check_dtype(x: Tensor, projection: nn.Module | None) -> None:
+    if type(projection) is not nn.Linear or x.dtype == projection.weight.dtype:
+        return
+    # Autocast converts both.
+    if not torch.is_autocast_enabled(x.device.type):
+        required, remedy = f"have the dtype of the layer ({projection.weight.dtype})", "convert one by .to(dtype)"
+        raise ValueError(_validate.message("x", required, x.dtype, remedy))
 
 
 def _check_tokens(argument: str, x: Tensor, size: int) -> None:

@@ -13,8 +13,10 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
+import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -29,6 +31,10 @@ _R = TypeVar("_R")
 Errors: TypeAlias = Mapping[str, tuple[float, float]]
 Verdict = Literal["verified", "refused", "open"]
 SHOWN = 400
+#: Whose classes of errors kernels raise, beside plain ones.
+_RAISING = ("torch", "triton")
+_NO_ROOM = ("DefaultCPUAllocator", "not enough memory", "out of memory")
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")
 
 
 class Use(NamedTuple):
@@ -122,10 +128,8 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
     if found.verdict == "verified":
         try:
             return run()
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
-            if _captures(use.device):
+            if _captures(use.device) or not _is_of_kernel(error):
                 raise
             found = _found[use] = dataclasses.replace(found, verdict="refused", reason=_failure(error))
     if insists is not None:
@@ -180,12 +184,15 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     thread = threading.Thread(target=run, name=f"check of {use.kernel}")
     try:
         thread.start()
-        thread.join()
-        found = outcome[0]
     except RuntimeError as error:
-        found = MemoryError(str(error))
+        if _is_interruption(error):
+            raise
+        outcome.append(MemoryError(str(error)))
+    else:
+        thread.join()
+    found = outcome[0]
     seconds, where = time.perf_counter() - started, _where(use.device)
-    if isinstance(found, (torch.OutOfMemoryError, MemoryError)):
+    if isinstance(found, Exception) and _is_no_room(found):
         reason = f"its check found no room ({_first(str(found))}); its next use tries again"
         return KernelCheck(str(use), "open", {}, reason, where, seconds)
     if isinstance(found, BaseException):
@@ -194,6 +201,40 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     wrong = [_fault(name, error, most) for name, (error, most) in found.items() if not error <= most]
     reason = f"against products written out in float64, {'; '.join(wrong)}" if wrong else ""
     return KernelCheck(str(use), "refused" if wrong else "verified", dict(found), reason, where, seconds)
+
+
+def _is_of_kernel(error: Exception) -> bool:
+    """Whether an error that came out of a run says something about the kernel: torch or Triton raised it in there.
+
+    Memory that is short does not, nor does what a handler of a signal (a time limit) or a mode of torch raises, nor
+    a warning that a filter turned into an error.
+    """
+    kind = type(error)
+    raised_there = kind in (RuntimeError, NotImplementedError) or kind.__module__.partition(".")[0] in _RAISING
+    return raised_there and not _is_no_room(error) and not _is_interruption(error)
+
+
+def _is_no_room(error: Exception) -> bool:
+    # Torch has no class of its own for memory of the CPU.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
+    )
+
+
+def _is_interruption(error: Exception) -> bool:
+    """Whether a handler of a signal, or a mode of torch, raised the error: their frames are in its traceback."""
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    codes = {_code_of(handler) for handler in handlers if callable(handler)}
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code in codes or code.co_name in _OF_MODES for code in frames)
+
+
+def _code_of(handler: Any) -> Any:
+    """The code of a function, a method, a `functools.partial` or an object that can be called."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = handler if hasattr(handler, "__code__") or hasattr(handler, "__func__") else type(handler).__call__
+    return getattr(handler, "__code__", None)
 
 
 def _fault(name: str, error: float, allowed: float) -> str:

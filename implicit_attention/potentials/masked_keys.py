@@ -69,11 +69,14 @@ class KeyPotential(Potential):
     def check_state(self, argument: str, z: Tensor) -> None:
         _validate.check_float_tensor(argument, z, min_ndim=2)
         if z.shape[-1] != self.keys.shape[-1]:
-            required = f"have the keys' dimension {self.keys.shape[-1]} on its last axis"
-            raise ValueError(_validate.message(argument, required, f"shape {tuple(z.shape)}"))
+            raise self._another_width(argument, z)
         _validate.check_same_kind([("keys", self.keys), (argument, z)])
         _validate.check_broadcast("keys", self.keys.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
         _validate.check_fits_batch("beta", self.beta, argument, z)
+
+    def _another_width(self, argument: str, z: Tensor) -> ValueError:
+        required = f"have the keys' dimension {self.keys.shape[-1]} on its last axis"
+        return ValueError(_validate.message(argument, required, f"shape {tuple(z.shape)}"))
 
     def diameter(self) -> Tensor:
         """The largest distance between two keys of a set, (*batch), or slightly more; blocks, no (M, M, D) tensor."""
@@ -180,6 +183,8 @@ class MaskedKeys(KeyPotential):
 
     def _read(self, z: Tensor, values: Tensor | None = None, *, fused: bool = False) -> Read:
         """What the mask leaves to be read by states of z's shape; `fused` leaves a triangle to what reads it."""
+        if z.shape[-1] != self.keys.shape[-1]:
+            raise self._another_width("z", z)
         held = [self.keys] if values is None else [self.keys, values]
         fold = Fold(z.shape[:-2], *(t.shape[:-2] for t in held))
         held = [fold.moved(t) for t in held]

@@ -25,7 +25,7 @@ def accepted(
     check: Check,
     on_failure: OnFailure,
     kind: type[Approximation] = Approximation,
-    remedy: str = "",
+    remedy: str = "for example AdaTAP()",
 ) -> SpinSystem:
     """The system in the precision of solves; raises where an argument is wrong, or the method cannot treat it."""
     _validate.check_instance("system", system, SpinSystem, "be a SpinSystem")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import grad
-from .._reporting import check_on_failure, report_failures
+from .._reporting import check_on_failure, report_failures, table
 from .._types import LinearMap, OnFailure
 from ..diagnostics import first_fixed_points
 from ..linear import extreme_eigenvalues, lanczos, spectral_radius
@@ -29,8 +31,11 @@ from .system import SpinSystem, couple
 from .thermodynamics import Thermodynamics, thermodynamics
 from .transfer_matrix import TransferMatrix
 
+#: Lines of a table that are printed.
+LINES = 24
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stability:
     """How stable a method's answer is, one number per sample, (*batch), unless said.
 
@@ -57,7 +62,8 @@ class Stability:
             `AdaTAP` for D = 1 and one loop for vectors. Where `reliable` is False it is a guess: draw samples.
         report: of the method's own solve.
 
-    Not for how well the equations were solved: `report` tells that.
+    Not for how well the equations were solved: `report` tells that. Printed it is a table with a line per sample, and
+    one with a line per branch.
 
     Examples:
         >>> import torch
@@ -98,6 +104,32 @@ class Stability:
         or chi, one branch."""
         positive = (self.smallest_eigenvalue > 0) & (self.susceptibility[0] > 0)
         return positive & (self.almeida_thouless < 1) & (self.branches == 1)
+
+    def __repr__(self) -> str:
+        samples = list(np.ndindex(tuple(self.branches.shape)))
+        held = {name: getattr(self, name).cpu() for name in ("free_energies", "first", "magnetizations", "reliable")}
+        low, high = self.susceptibility
+        numbers = [t.cpu() for t in (self.spectral_radius, self.smallest_eigenvalue, low, high, self.almeida_thouless)]
+        lines: list[tuple[str, ...]] = [
+            ("sample", "radius", "smallest of A", "chi from", "to", "AT", "branches", "reliable")
+        ]
+        branches = [("sample", "start", "F", "above the lowest", "|m|, mean over sites")]
+        for at in samples[:LINES]:
+            name = ", ".join(map(str, at)) or "-"
+            shown = (f"{float(t[at]):.3g}" for t in numbers)
+            lines.append((name, *shown, str(int(self.branches[at])), "yes" if held["reliable"][at] else "no"))
+            energies = held["free_energies"][at]
+            lowest = float(energies.nan_to_num(nan=math.inf).min())
+            for start in held["first"][at].nonzero()[:, 0].tolist():
+                free, size = float(energies[start]), float(held["magnetizations"][at][start].norm(dim=-1).mean())
+                branches.append((name, str(start), f"{free:.6g}", f"{free - lowest:.3g}", f"{size:.3g}"))
+        more = len(samples) - LINES
+        left = [f"and {more} samples more"] if more > 0 else []
+        if (more := int(self.branches.sum()) - LINES) > 0:
+            left.append(f"and {more} branches more")
+        count = "1 sample" if len(samples) == 1 else f"{len(samples)} samples"
+        title = f"Stability({count}; recommended {self.recommended_method!r}; {self.report!r})"
+        return "\n".join([title, "", table(lines), "", table(branches[: LINES + 1]), *left])
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._reporting import table
 from ..status import Status
 from .tally import BACKWARD, BINS, CALLS, EVALUATIONS, FORWARD, LOST, STATUSES
 
@@ -170,13 +171,7 @@ class Observed:
         return told + ("; ".join(parts) or "nothing was solved")
 
     def __repr__(self) -> str:
-        cells = [_HEAD, *(_cells(seen) for seen in (*self.layers, self.total))]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(_HEAD))]
-        lines = []
-        for first, *others in cells:
-            rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-            lines.append("  ".join([first.ljust(widths[0]), *rest]))
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        return table([_HEAD, *(_cells(seen) for seen in (*self.layers, self.total))])
 
 
 _HEAD = (

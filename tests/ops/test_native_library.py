@@ -1,6 +1,7 @@
 """Which native library answers, what is told where none does, and that the install never depends on one."""
 
 import ctypes
+import hashlib
 import os
 import platform
 import re
@@ -75,7 +76,14 @@ def stand_in(folder, isa, *, abi=library.ABI, supported=1, without=None):
     lines = [f'extern "C" int {name}() {{ return {number}; }}' for name, number in returned.items() if name != without]
     source = folder / f"{isa}.cpp"
     source.write_text("\n".join(lines))
-    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(folder / f"{isa}.library")], check=True)
+    path = folder / f"{isa}.library"
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    signed(path, path.read_bytes())
+
+
+def signed(path, data):
+    """Writes a library as setup.py does."""
+    path.write_bytes(data + (hashlib.sha256(data).digest() if data[:4] == b"\x7fELF" else b""))
 
 
 @pytest.fixture
@@ -111,7 +119,7 @@ def test_it_is_told_why_the_faster_set_does_not_answer(stand_ins):
     # A new file: the process still uses the other one.
     (stand_ins / "avx512.library").unlink()
     (stand_ins / "avx512.library").write_bytes((stand_ins / "avx2.library").read_bytes()[:5000])
-    assert "; the compiled library for avx512 is not whole; install" in str(native_status())
+    assert "; the compiled library for avx512 is damaged; install" in str(native_status())
 
 
 @needs_compiler
@@ -189,17 +197,35 @@ def test_without_a_compiled_library(monkeypatch, tmp_path):
     refused("was not compiled when the package was installed; install the package again, with g\\+\\+ or clang at hand")
 
 
+def _cut(whole, part):
+    return whole[: int(part * len(whole))]
+
+
+def _flipped(whole, part):
+    data = bytearray(whole)
+    data[int(part * len(data))] ^= 16
+    return bytes(data)
+
+
 @needs_library
-@pytest.mark.parametrize("part", [0.0, 0.0001, 0.1, 0.5, 0.99])
-def test_a_half_written_library(part, monkeypatch, tmp_path):
+@pytest.mark.parametrize("damage", [_cut, _flipped])
+@pytest.mark.parametrize("part", [0.0002, 0.1, 0.5, 0.99, 0.99999])
+def test_a_damaged_library(damage, part, monkeypatch, tmp_path):
     for isa in library.SETS[platform.machine()]:
-        whole = (SOURCE / f"{isa}.library").read_bytes()
         path = tmp_path / f"{isa}.library"
-        path.write_bytes(whole[: int(part * len(whole))])
+        path.write_bytes(damage((SOURCE / f"{isa}.library").read_bytes(), part))
         # Asked first, since loading such a file can end the process.
         assert not library._is_whole(path)
     monkeypatch.setattr(library, "FOLDER", tmp_path)
-    refused("is not whole; install the package again")
+    refused("is damaged; install the package again")
+
+
+@needs_library
+def test_an_empty_library(monkeypatch, tmp_path):
+    for isa in library.SETS[platform.machine()]:
+        (tmp_path / f"{isa}.library").touch()
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    refused("cannot be loaded .*; install the package again")
 
 
 def test_a_file_that_is_no_library(monkeypatch, tmp_path):

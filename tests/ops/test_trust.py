@@ -3,11 +3,15 @@
 The Triton kernels are broken in `tritontrust_cases.py`, which needs their interpreter.
 """
 
+import functools
+import signal
 import threading
+import time
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Status, solve
@@ -118,6 +122,95 @@ def test_no_room_is_no_verdict():
 
     with pytest.raises(torch.OutOfMemoryError):
         trust.answer(USE, check, full)
+    assert [found.verdict for found in kernel_checks()] == ["verified"]
+
+
+def test_no_room_on_a_cpu_is_no_verdict():
+    def full():
+        torch.empty(2**60)
+
+    assert trust.answer(USE, Check(GOOD), lambda: "kernel") == "kernel"
+    with pytest.raises(RuntimeError, match="allocate"):
+        trust.answer(USE, Check(GOOD), full)
+    assert [found.verdict for found in kernel_checks()] == ["verified"]
+
+    def fills():
+        torch.empty(2**60)
+
+    other = USE._replace(variant=Variant(4))
+    assert trust.answer(other, fills, pytest.fail) is None
+    assert kernel_checks()[-1].verdict == "open"
+    assert trust.answer(other, Check(GOOD), lambda: "kernel") == "kernel"
+
+
+class TimeLimit(Exception):
+    pass
+
+
+class Raises:
+    """Handlers of a signal in every form that `signal.signal` takes."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __call__(self, number, frame):
+        raise self.kind("too late")
+
+    def method(self, number, frame):
+        raise self.kind("too late")
+
+    @property
+    def function(self):
+        return lambda number, frame: self.method(number, frame)
+
+    @property
+    def partial(self):
+        return functools.partial(Raises.method, self)
+
+
+@pytest.mark.parametrize("form", ["function", "method", "partial", "object"])
+@pytest.mark.parametrize("kind", [TimeLimit, TimeoutError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", ["run", "check"])
+def test_what_a_handler_of_a_signal_raises_reaches_the_caller(kind, form, when):
+    handler = Raises(kind) if form == "object" else getattr(Raises(kind), form)
+    before = signal.signal(signal.SIGALRM, handler)
+
+    def late():
+        if when == "check":
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            time.sleep(0.1)
+        return GOOD
+
+    def run():
+        signal.raise_signal(signal.SIGALRM)
+
+    try:
+        with pytest.raises(kind, match="too late"):
+            trust.answer(USE, late, run)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert "refused" not in [found.verdict for found in kernel_checks()]
+    assert trust.answer(USE, Check(GOOD), lambda: "kernel") == "kernel"
+
+
+def test_what_a_mode_of_torch_raises_reaches_the_caller():
+    class Forbids(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            raise RuntimeError("forbidden here")
+
+    assert trust.answer(USE, Check(GOOD), lambda: "kernel") == "kernel"
+    with pytest.raises(RuntimeError, match="forbidden here"), Forbids():
+        trust.answer(USE, Check(GOOD), lambda: torch.ones(2) + 1)
+    assert [found.verdict for found in kernel_checks()] == ["verified"]
+
+
+@pytest.mark.parametrize("error", [UserWarning("told"), ValueError("bad"), TimeLimit("late"), OSError("gone")])
+def test_what_no_kernel_raises_reaches_the_caller(error):
+    def run():
+        raise error
+
+    with pytest.raises(type(error)):
+        trust.answer(USE, Check(GOOD), run)
     assert [found.verdict for found in kernel_checks()] == ["verified"]
 
 

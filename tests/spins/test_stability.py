@@ -204,3 +204,26 @@ def test_options_are_checked():
     for name in ("starts", "steps"):
         with pytest.raises(ValueError, match=f"`{name}` must be"):
             stability(system, MeanField(), **{name: -1})
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 20)])
+def test_what_is_printed_is_a_line_per_sample_and_a_line_per_branch(batch):
+    """Below the transition a magnet has two branches."""
+    n = 6
+    system = SpinSystem(torch.full((n, n), 1.5 / n).double(), torch.zeros(*batch, n, 1).double(), beta=1.0)
+    found = stability(system, MeanField(), starts=4, on_failure="ignore")
+    title, *lines = repr(found).splitlines()
+    samples = found.branches.numel()
+    assert title.startswith(f"Stability({samples} sample")
+    assert "recommended Enumeration()" in title
+    headers = [i for i, line in enumerate(lines) if line.startswith("sample")]
+    per_sample = [line for line in lines[headers[0] + 2 : headers[1]] if line]
+    per_branch = [line for line in lines[headers[1] + 2 :] if not line.startswith("and ")]
+    assert len(per_sample) == min(samples, 24)
+    assert len(per_branch) == min(int(found.branches.sum()), 24) > samples / 2
+    assert all(line.split()[-1] == "no" for line in per_sample)
+    assert f"{float(found.free_energies.flatten()[0]):.6g}" in per_branch[0]
+    assert "tensor" not in repr(found)
+    assert max(map(len, lines)) < 120
+    if samples > 24:
+        assert lines[-2:] == ["and 16 samples more", f"and {int(found.branches.sum()) - 24} branches more"]

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
 from ... import _validate
+from ..._reporting import table
 from ...options import SolveKeywords, SolveOptions
 from ...solution import SolveReport
 from .anchors import check_none_learned
 from .attach import Partial, checked, registered, resolved, seated
 from .attention import COMPARE, LAST, Last
-from .report import aligned, last_calls, last_solves, percent
+from .report import last_calls, last_solves, percent
 from .saved import keep, settings_of
 from .settings import OPTIONS, marked, override
 
@@ -75,7 +76,7 @@ class Conversion:
         rows = [(name, *(f"{stage.layers[name]:.3f}" for stage in self.stages)) for name in names]
         outputs = ("output", *(f"{stage.output:.3f}" for stage in self.stages))
         shares = ("converged", *(percent(stage.converged) for stage in self.stages))
-        return aligned([head, *rows, outputs, shares])
+        return table([head, *rows, outputs, shares])
 
 
 def convert(

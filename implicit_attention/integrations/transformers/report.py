@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._reporting import table
 from ...attention.core import report_from_graph
 from ...diagnostics import distinct_fixed_points, effective_keys
 from ...solution import Record, SolveReport
@@ -196,7 +197,7 @@ _HEAD = ("layer", "anchor", "evals", "max", "residual", "converged", "gradient",
 
 
 def _table(rows: list[LayerReport]) -> str:
-    return aligned([_HEAD, *map(_cells, rows)])
+    return table([_HEAD, *map(_cells, rows)])
 
 
 def _cells(row: LayerReport) -> tuple[str, ...]:
@@ -204,16 +205,6 @@ def _cells(row: LayerReport) -> tuple[str, ...]:
     shares = (percent(row.converged), percent(row.gradient))
     sample = (_or_dash(row.effective_keys, ".1f"), f"{_or_dash(row.distinct, '.1f')} of {row.queries}")
     return (row.name, *numbers, *shares, *sample)
-
-
-def aligned(cells: list[tuple[str, ...]]) -> str:
-    """The rows of a table as text, the first column aligned to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def percent(share: float) -> str:
