@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from .. import LogSumExp
+from .. import LogSumExp, _matrices
 from ..potentials import renormalise
 
 #: Attention alone, plus the token itself, and that moved back to the first mean and covariance.
@@ -35,7 +35,7 @@ class Law:
 
 def law(name: str, mu: Tensor, sigma: Tensor, spread: float = 1.0) -> Law:
     """The law N(Sigma^-1 mu, spread Sigma^-1)."""
-    return Law(name, torch.linalg.solve(sigma, mu), spread * torch.linalg.inv(sigma), sigma)
+    return Law(name, _matrices.solve(sigma, mu[:, None])[:, 0], spread * _matrices.inverse(sigma), sigma)
 
 
 def laws(seed: int) -> list[Law]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _matrices
 from .data import load_digits
 
 DIM, HEADS, BATCH, RATE = 16, 2, 64, 3e-3
@@ -63,7 +64,7 @@ def measure(matrices: Tensor, covariance: Tensor) -> dict[str, float]:
     In the tokens' own coordinates the directions of least variance decide; whitened, where the inverse covariance is
     the identity, all count the same.
     """
-    cosine = alignment(matrices, torch.linalg.inv(covariance))
+    cosine = alignment(matrices, _matrices.inverse(covariance))
     eigenvalues, basis = torch.linalg.eigh(covariance)
     root = basis @ torch.diag(eigenvalues.sqrt()) @ basis.mT
     whitened = alignment(root @ matrices @ root, torch.eye(len(covariance), dtype=covariance.dtype))

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import _validate
+from .. import _matrices, _validate
 from .._autograd import host_may_look, transforms_active
 from .base import Potential
 from .gaussian_mixture import GaussianMixture
@@ -274,7 +274,7 @@ def renormalise(
     remedy = "parametrise it, for example as A A^T + I"
     asked = _root("covariance", "be positive definite", covariance, remedy)
     # Rows times (C^(1/2) S^(-1/2))^T = S^(-1/2) C^(1/2).
-    moved: Tensor = torch.linalg.solve(found, centred, left=False) @ asked
+    moved: Tensor = _matrices.solve(found, centred.mT).mT @ asked
     return mean[..., None, :] + moved
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import _matrices
 from .._autograd import host_may_look
 
 
@@ -42,7 +43,7 @@ def _inverse(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         factor = torch.where(positive[..., None, None], factor, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
     # Torch's forward-mode derivative of cholesky_inverse is wrong. LAPACK's columns are taken as rows of a symmetric
     # matrix: passes over it and over products are faster in one order.
-    inverse = torch.linalg.inv_ex(a).inverse if forward_mode() else torch.cholesky_inverse(factor).mT
+    inverse = _matrices.inverse(a) if forward_mode() else torch.cholesky_inverse(factor).mT
     logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return inverse, logdet.masked_fill(~positive, torch.nan), positive
 

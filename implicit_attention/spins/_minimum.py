@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _matrices
 from ._inverse import forward_mode
 from ._newton import Multipliers
 
@@ -140,5 +141,5 @@ def _solved(hessian: Tensor, vector: Tensor, converged: Tensor) -> Tensor:
     """H^{-1} v, or 0 where t is a constant."""
     eye = torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
     safe = torch.where(converged[..., None, None], hessian, eye)
-    solution = torch.linalg.solve_ex(safe, vector[..., None]).result.squeeze(-1)
+    solution = _matrices.solve(safe, vector[..., None]).squeeze(-1)
     return torch.where(converged[..., None], solution, 0.0)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import _validate
+from .. import _matrices, _validate
 from .._solve import solve
 from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
@@ -144,7 +144,7 @@ class AdaTAP(FixedPointApproximation):
             return problem.cavity(x, plain).masked_fill(~positive[..., None], torch.nan)
         n, d = system.num_sites, system.dim
         own = x.reshape(*x.shape[:-2], n, d, n, d).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        v: Tensor = (torch.eye(d, dtype=x.dtype, device=x.device) - torch.linalg.inv(own)) / plain[..., None, None]
+        v: Tensor = (torch.eye(d, dtype=x.dtype, device=x.device) - _matrices.inverse(own)) / plain[..., None, None]
         return v.masked_fill(~positive[..., None, None, None], torch.nan)
 
     def problem(self, system: SpinSystem) -> SiteEquations:

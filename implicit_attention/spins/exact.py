@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import _validate
+from .. import _matrices, _validate
 from .enumeration import states
 
 # 2^12 states have a transition matrix of 128 MiB.
@@ -67,7 +67,7 @@ def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], b
     rate = log_rate.exp()
     # p (T - 1) = 0 with sum p = 1: adding the same to every entry makes that one regular system.
     system = rate.mT - torch.eye(len(spins), dtype=rate.dtype) + 1.0
-    law = torch.linalg.solve(system, torch.ones(len(spins), dtype=rate.dtype))
+    law = _matrices.solve(system, torch.ones(len(spins), 1, dtype=rate.dtype))[:, 0]
     mean = law @ spins
     products = torch.outer(mean, mean)
     flow = law[:, None] * rate

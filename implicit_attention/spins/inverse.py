@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import at_least_single, host_may_look
+from ._inverse import inverse_and_logdet
 from .system import SpinSystem
 
 InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap"]
@@ -164,7 +165,7 @@ def _inverse(covariance: Tensor) -> Tensor:
     positive = torch.linalg.cholesky_ex(safe.detach()).info[..., None, None] == 0
     remedy = "use a pseudocount or shrinkage, or leave out spins that never change"
     safe = _checked("covariance", safe, positive, "be positive definite", "an eigenvalue <= 0", remedy)
-    inverse = torch.linalg.inv_ex(torch.where(positive, safe, eye)).inverse
+    inverse = inverse_and_logdet(torch.where(positive, safe, eye))[0]
     return torch.where(known & positive, (inverse + inverse.mT) / 2, torch.nan)
 
 

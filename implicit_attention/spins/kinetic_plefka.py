@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import _validate
+from .. import _matrices, _validate
 from .._autograd import jvp_by_vjp, vjp
 from .._types import LinearMap
 from ..problem import Problem
@@ -145,7 +145,7 @@ class PlefkaProblem(StepProblem):
         basis = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
         # A site's equation has its own theta alone on the right-hand side: row by row a D x D matrix for each.
         rows = [own(axis.expand(theta.shape))[0] for axis in basis]
-        inverse = torch.linalg.inv_ex(basis - torch.stack(rows, -2)).inverse
+        inverse = _matrices.inverse(basis - torch.stack(rows, -2))
 
         def product(v: Tensor) -> Tensor:
             moved = jvp_by_vjp(lambda before: self.next(theta, before), (theta,), (v,))
