@@ -3,7 +3,8 @@
 A kernel (one of ours in Triton, a private operation of torch) answers in a configuration (device, dtype, head
 dimension, kind of mask, ...) once it has answered a small problem there as products written out in float64 do. Of one
 that is wrong, does not compile or cannot be launched a warning tells once, and torch's public operations answer in its
-place.
+place. All else that is raised while a kernel runs (by a handler of a signal, by a mode of torch, for want of memory)
+goes to the caller.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _R = TypeVar("_R")
 Errors: TypeAlias = Mapping[str, tuple[float, float]]
 Verdict = Literal["verified", "refused", "open"]
 SHOWN = 400
+#: Modules that compile and call kernels: what they raise is a kernel's fault. The native library raises nothing.
+KERNELS = ("torch._ops", "triton")
+#: Of messages of allocators, those of CPUs above all.
+FULL = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 class Use(NamedTuple):
@@ -122,10 +127,8 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
     if found.verdict == "verified":
         try:
             return run()
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
-            if _captures(use.device):
+            if _captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
                 raise
             found = _found[use] = dataclasses.replace(found, verdict="refused", reason=_failure(error))
     if insists is not None:
@@ -180,12 +183,15 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     thread = threading.Thread(target=run, name=f"check of {use.kernel}")
     try:
         thread.start()
+    except RuntimeError as error:
+        if not _raised_by(error, ("threading",)):
+            raise
+        found: Errors | BaseException = MemoryError(str(error))
+    else:
         thread.join()
         found = outcome[0]
-    except RuntimeError as error:
-        found = MemoryError(str(error))
     seconds, where = time.perf_counter() - started, _where(use.device)
-    if isinstance(found, (torch.OutOfMemoryError, MemoryError)):
+    if isinstance(found, BaseException) and _is_full(found):
         reason = f"its check found no room ({_first(str(found))}); its next use tries again"
         return KernelCheck(str(use), "open", {}, reason, where, seconds)
     if isinstance(found, BaseException):
@@ -194,6 +200,27 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     wrong = [_fault(name, error, most) for name, (error, most) in found.items() if not error <= most]
     reason = f"against products written out in float64, {'; '.join(wrong)}" if wrong else ""
     return KernelCheck(str(use), "refused" if wrong else "verified", dict(found), reason, where, seconds)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether memory was short; on a CPU torch says so by words alone."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+
+
+def _raised_by(error: BaseException, modules: tuple[str, ...]) -> bool:
+    """Whether the code that raised is of one of these modules or their submodules, or what it raised is.
+
+    Handlers of signals and modes of torch, which may raise anything anywhere, are code of other modules.
+    """
+    names = [type(error).__module__]
+    last = error.__traceback__
+    while last is not None:
+        name, last = last.tb_frame.f_globals.get("__name__", ""), last.tb_next
+        if last is None:
+            names.append(name)
+    return any(name == module or name.startswith(f"{module}.") for name in names for module in modules)
 
 
 def _fault(name: str, error: float, allowed: float) -> str:
