@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -31,13 +32,25 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 
 def norm(vector: Tensor) -> Tensor:
     """Euclidean length, (*batch); squares neither overflow nor underflow."""
-    if vector.shape[-1] >= WIDE and host_may_look(vector):
-        size = length(vector)
-        if bool(((size > 1 / ORDINARY) & (size < ORDINARY)).all()):
-            # The same bits: powers of two change none.
-            return size
-    unit, scale = normalised(vector)
-    return scale * length(unit)
+    size = length(vector)
+    least, power = _range(size.dtype)
+    if host_may_look(size) and bool(((size >= least) & (size < torch.inf)).all()):
+        return size
+    # Powers of two change no bit of the others.
+    factor = torch.ones_like(size).masked_fill(size < least, power).masked_fill(~(size < torch.inf), 1 / power)
+    return length(vector * factor.unsqueeze(-1)) / factor
+
+
+def resolves(size: Tensor) -> Tensor:
+    """Whether products of numbers of a size (*batch) still have all their digits, and do not underflow."""
+    return size >= _range(size.dtype)[0]
+
+
+@functools.cache
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """The least length whose square has all its digits, and a power of two by which shorter ones get there."""
+    info = torch.finfo(dtype)
+    return math.sqrt(info.tiny / info.eps), 2.0 ** (math.frexp(info.max)[1] * 5 // 8)
 
 
 def length(vector: Tensor) -> Tensor:
