@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import host_may_look
+from .._norm import length
 
 State = TypeVar("State")
 
@@ -28,35 +28,6 @@ ROUNDOFF = 10.0
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """left . right, (*batch)."""
     return (left * right).sum(-1)
-
-
-def norm(vector: Tensor) -> Tensor:
-    """Euclidean length, (*batch); squares neither overflow nor underflow."""
-    size = length(vector)
-    least, power = _range(size.dtype)
-    if host_may_look(size) and bool(((size >= least) & (size < torch.inf)).all()):
-        return size
-    # Powers of two change no bit of the others.
-    factor = torch.ones_like(size).masked_fill(size < least, power).masked_fill(~(size < torch.inf), 1 / power)
-    return length(vector * factor.unsqueeze(-1)) / factor
-
-
-def resolves(size: Tensor) -> Tensor:
-    """Whether products of numbers of a size (*batch) still have all their digits, and do not underflow."""
-    return size >= _range(size.dtype)[0]
-
-
-@functools.cache
-def _range(dtype: torch.dtype) -> tuple[float, float]:
-    """The least length whose square has all its digits, and a power of two by which shorter ones get there."""
-    info = torch.finfo(dtype)
-    return math.sqrt(info.tiny / info.eps), 2.0 ** (math.frexp(info.max)[1] * 5 // 8)
-
-
-def length(vector: Tensor) -> Tensor:
-    """Euclidean length of vectors whose squares are representable, (*batch)."""
-    size: Tensor = torch.linalg.vector_norm(vector, dim=-1)
-    return size
 
 
 def normalised(vector: Tensor) -> tuple[Tensor, Tensor]:

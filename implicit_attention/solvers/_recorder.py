@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import is_batched, transforms_active
-from ..linear._vectors import norm
+from .._norm import norm
 from ..problem import Problem, evaluate_pure
 from ..solution import Record
 from ..status import Status

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from .. import _validate
 from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
-from ..linear._vectors import norm
+from .._norm import norm
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
 from ..status import CONTRACT, Status

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import host_may_look
-from ..linear._vectors import norm, resolves
+from .._norm import norm, resolves
 from ..problem import Problem
 from ._rows import rows_where, unflat
 from .iterate import Iteration, Solver, Update

@@ -130,6 +130,7 @@ class SolverContract:
             true, size = (torch.linalg.vector_norm(t, dim=-1) for t in (mapped - z, mapped))
             rounding = 1e2 * torch.finfo(dtype).eps * (1 + size)
             told = solution.residual.double() / scale
+            assert bool((solution.relative_residual <= 2e-4).all()), make.__name__
             assert bool(((told - true).abs() <= rounding)[solution.converged].all()), make.__name__
             assert solution.converged.all(), (make.__name__, solution.message(0, 0))
             assert bool((true <= 1e-4 * size + rounding).all()), make.__name__

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._fused_rule import FusedRule
-from ...linear._vectors import norm, resolves
+from ..._norm import norm, resolves
 from ...status import Status
 from ..problem import Hopfield
 from ..rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved
