@@ -183,7 +183,8 @@ struct SolveTile {
     const Vec<T> value = zz / 2 - share * zx + (share - T(1)) / load(beta + at) * logsumexp;
     const Mask<T> learns = rule.plain_steps < rule.max_steps ? steps + T(1) >= T(rule.plain_steps) : Mask<T>{};
     const Mask<T> based = has_base[v] & learns;
-    const Vec<T> base_length = load(length + at), base_square = load(square + at), base_energy = load(energy + at), slope_there = load(tried_slope + at);
+    const Vec<T> base_length = load(length + at), base_square = load(square + at);
+    const Vec<T> base_energy = load(energy + at), slope_there = load(tried_slope + at);
     const Vec<T> length_there = load(tried_square + at);
     // Whether E falls by DESCENT |r|^2 along the step; by the trapezoid rule where E cannot resolve that.
     const Vec<T> required = T(DESCENT) * base_square;
@@ -210,7 +211,8 @@ struct SolveTile {
     const Vec<T> long_square = (slope - saved) + gamma * gamma * (length_there + 2 * dz_dr + drdr);
     const Vec<T> cut = root(smaller(T(LONGEST * LONGEST) * there / long_square, all(T(1))));
     slope = cut * slope;
-    const Mask<T> may = based & accepted & (steps + T(1) < T(rule.max_steps)), downward = (dz_dr >= T(0)) & (base_square >= LEAST_SQUARE<T>);
+    const Mask<T> may = based & accepted & (steps + T(1) < T(rule.max_steps));
+    const Mask<T> downward = (dz_dr >= T(0)) & (base_square >= LEAST_SQUARE<T>);
     const Mask<T> accelerated = may & ~downward & (slope >= T(SLOPE) * there), stretched = may & downward;
     const Mask<T> simple = ~(accelerated | stretched);
     const Vec<T> by_r = accelerated ? cut : stretched ? all(T(STRETCH)) : all(T(1));
