@@ -15,6 +15,9 @@ from torch import Tensor
 
 from ._autograd import host_may_look, is_fake
 
+#: Of a query's place among keys: 64 bits count on from there.
+LARGEST_OFFSET = 2**62
+
 
 def require(condition: bool, argument: str, requirement: str, received: object, remedy: str = "") -> None:
     """Raise ValueError "`argument` must requirement, got received; remedy" unless condition holds."""
@@ -206,6 +209,14 @@ def check_integer(argument: str, value: Any, *, low: int, remedy: str = "") -> A
         raise TypeError(message(argument, "be an integer", repr(value), remedy))
     require(value >= low, argument, f"be >= {low}", value, remedy)
     return value
+
+
+def check_offset(argument: str, value: Any) -> int:
+    """The index of a first query among the keys, to which that of any query may be added without overflow."""
+    offset: int = check_integer(argument, value, low=0)
+    remedy = "pass min(offset, number of keys), beyond which every query attends to every key"
+    require(offset <= LARGEST_OFFSET, argument, f"be <= {LARGEST_OFFSET}", offset, remedy)
+    return offset
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[Any]) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from . import _validate
 from ._autograd import exact_precision, is_batched, is_fake
+from ._norm import norm
 from ._types import OnFailure
 from .failure_policy import Site
 from .status import Status
@@ -361,8 +362,7 @@ class Solution(SolveReport):
     def relative_residual(self) -> Tensor:
         """(*lead), residual / |value|_2; 0 where both are 0. Far above rtol where the absolute tolerance decided."""
         value = self.value.detach().reshape(*self.residual.shape, self.value.shape[self.residual.ndim :].numel())
-        size = torch.linalg.vector_norm(value, dim=-1)
-        return torch.where(self.residual == 0, 0.0, self.residual / size)
+        return torch.where(self.residual == 0, 0.0, self.residual / norm(value))
 
     def _sentence(self, index: tuple[int, ...]) -> str:
         told, relative = super()._sentence(index), float(self.relative_residual[index])

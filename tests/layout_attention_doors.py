@@ -259,3 +259,48 @@ def multihead(draw):
     same("weights", probabilities, weigh(z, held[1], held[3]), draw.dtype)
     cotangent, got = gradients(draw, output, leaves)
     all_same(("query", "key", "value", "in", "out"), got, through(step, read, z, held, cotangent), draw.dtype)
+
+
+def saddle_of(draw, lead, of_keys, of_values, entry):
+    """A call whose every other query rests at the saddle between two keys that point opposite ways.
+
+    lead, of_keys, of_values: leading axes of queries, keys and values. entry: "attention" or "solve".
+    """
+    anchor, scale, n, d = 0.1, 4.0, 4, 3
+    one = draw.uniform(*of_keys, 1, d, low=0.9, high=1.2).contiguous()
+    keys = leaf(torch.cat([one, -one], -2))
+    values = leaf(draw.tensor(*of_values, 2, d))
+    query = draw.tensor(*lead, n, d).clone()
+    query[..., ::2, :] = 0
+    query = leaf(query)
+    solver = ia.Anderson(rtol=RTOL[draw.dtype], atol=1e-12)
+    if entry == "attention":
+        found = ia.equilibrium_attention(
+            query, keys, values, scale=scale, anchor=anchor, solver=solver, on_failure="ignore"
+        )
+        leaves = [query, keys, values]
+    else:
+        energy = ia.AnchoredEnergy(ia.LogSumExp(keys, scale), query, anchor)
+        found = ia.solve(energy, query.detach(), solver=solver, on_failure="ignore").value
+        leaves = [query, keys]
+
+    def step(z, query, keys, *values):
+        return attention_map(z, query, keys, scale, anchor)
+
+    def read(z, query, keys, *values):
+        return weights(z, keys, scale) @ values[0] if values else z * 1
+
+    held = [copied(t) for t in leaves]
+    z = fixed_point(lambda z: step(z, *held), held[0])
+    assert not bool(z[..., ::2, :].any())
+    same("output", found, read(z, *held), draw.dtype)
+    cotangent, got = gradients(draw, found, leaves)
+    all_same(("query", "keys", "values")[: len(leaves)], got, through(step, read, z, held, cotangent), draw.dtype)
+
+
+@door
+def saddle(draw):
+    lead = sizes(draw)[0]
+    if draw.dtype in HALF:
+        draw.dtype = torch.float32
+    saddle_of(draw, lead, fewer(draw, lead), fewer(draw, lead), draw.rng.choice(("attention", "solve")))

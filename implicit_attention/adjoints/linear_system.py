@@ -12,13 +12,14 @@ from torch import Tensor
 
 from .._autograd import host_may_look, transforms_active
 from .._declared import first_of, pick, put
+from .._norm import length, norm
 from .._reporting import UNSURE, left_out, lost, report_gradients
 from .._types import LinearMap
 from ..failure_policy import policy_of
 from ..fused import Adjoined, lower
 from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
-from ..linear._vectors import ORDINARY, length, norm, normalised
+from ..linear._vectors import ORDINARY, normalised
 from ..problem import Linearization, Problem
 from ..solution import AdjointReport, Record
 from ..solvers import Solver
@@ -302,14 +303,14 @@ def _gradient_error(
     inverse = _inverse(u, g, answer.negative_curvature if symmetric else None)
     # What atol takes for zero is no scale: as large as where it takes over from rtol.
     root = math.sqrt(max(z.shape[-1], 1))
-    size = torch.linalg.vector_norm(z, dim=-1).clamp(min=root * solver.atol / (solver.rtol or SCALE))
+    size = norm(z).clamp(min=root * solver.atol / (solver.rtol or SCALE))
     error = torch.nan_to_num(inverse.square() * residual * root / size, nan=0.0)
     worst = float(error.max()) > UNSURE or int(answer.status.max()) > Status.UNSTABLE if error.numel() else False
     if not worst:
         return error, False
     # Only the part of the residual that lies along u moves the state far. It is not known, and rarely asked for.
-    r, u = (mapped() - states).reshape(u.shape), u / norm(u)[..., None]
-    along = (r * u).sum(-1).abs() / (torch.linalg.vector_norm(r, dim=-1) * torch.linalg.vector_norm(u, dim=-1))
+    r, u = (normalised(t)[0] for t in ((mapped() - states).reshape(u.shape), u))
+    along = (r * u).sum(-1).abs() / (length(r) * length(u))
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
 
 

@@ -199,7 +199,7 @@ def equilibrium_attention(
 def _checked_offset(offset: int, is_causal: bool) -> int:
     if type(offset) is int and offset == 0:
         return 0
-    offset = _validate.check_integer("query_offset", offset, low=0)
+    offset = _validate.check_offset("query_offset", offset)
     remedy = "without it every query attends to every key, wherever it stands"
     _validate.require(bool(is_causal) or offset == 0, "query_offset", "come with is_causal=True", offset, remedy)
     return offset

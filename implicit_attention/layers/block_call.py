@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._autograd import HALF, at_least_single, is_batched
+from .._norm import norm
 from .._solve import solve
 from ..adjoints import Adjoint, Implicit, Unrolled
 from ..fixed_point_map import PerSample, Shared
@@ -107,8 +108,7 @@ class BlockCall:
             mapped = self.map.step(state, self.map.frame.filled(self.tensors))
         change = at_least_single(layout.pack(mapped)) - at_least_single(layout.pack(state))
         flat = change.reshape(*layout.lead, math.prod(change.shape[len(layout.lead) :]))
-        norm: Tensor = torch.linalg.vector_norm(flat, dim=-1)
-        return norm
+        return norm(flat)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True, eq=False)
@@ -125,5 +125,5 @@ class BlockSolution(Solution):
     @property
     def relative_residual(self) -> Tensor:
         """(*lead), residual / |value|_2, over all tensors of the state."""
-        size = torch.linalg.vector_norm(self.packed.detach(), dim=-1)
+        size = norm(self.packed.detach())
         return torch.where(self.residual == 0, 0.0, self.residual / size)

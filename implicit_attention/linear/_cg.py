@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .._norm import length
 from .._types import LinearMap
 from ..status import Status
-from ._vectors import ROUNDOFF, divide, dot, freeze, length
+from ._vectors import ROUNDOFF, divide, dot, freeze
 from .base import LinearSolver, SweepState, fresh
 
 

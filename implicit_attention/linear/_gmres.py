@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._autograd import host_may_look
+from .._norm import length
 from .._types import LinearMap
 from .._validate import check_integer
 from ..status import Status
-from ._vectors import ROUNDOFF, choose, coordinates, divide, length, orthogonalise
+from ._vectors import ROUNDOFF, choose, coordinates, divide, orthogonalise
 from .base import LinearSolver, SweepState, fresh
 
 

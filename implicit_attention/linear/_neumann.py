@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .._norm import length
 from .._types import LinearMap
 from ..solution import Remedies
 from ..status import Status
-from ._vectors import choose, freeze, length
+from ._vectors import choose, freeze
 from .base import LinearSolver, SweepState, fresh
 
 #: A residual that has grown by this factor is not a transient.

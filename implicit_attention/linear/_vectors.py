@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import host_may_look
+from .._norm import length
 
 State = TypeVar("State")
 
@@ -27,23 +28,6 @@ ROUNDOFF = 10.0
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """left . right, (*batch)."""
     return (left * right).sum(-1)
-
-
-def norm(vector: Tensor) -> Tensor:
-    """Euclidean length, (*batch); squares neither overflow nor underflow."""
-    if vector.shape[-1] >= WIDE and host_may_look(vector):
-        size = length(vector)
-        if bool(((size > 1 / ORDINARY) & (size < ORDINARY)).all()):
-            # The same bits: powers of two change none.
-            return size
-    unit, scale = normalised(vector)
-    return scale * length(unit)
-
-
-def length(vector: Tensor) -> Tensor:
-    """Euclidean length of vectors whose squares are representable, (*batch)."""
-    size: Tensor = torch.linalg.vector_norm(vector, dim=-1)
-    return size
 
 
 def normalised(vector: Tensor) -> tuple[Tensor, Tensor]:

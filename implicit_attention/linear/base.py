@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .._autograd import looks_every
+from .._norm import norm
 from .._types import LinearMap
 from .._validate import check_float_tensor, check_integer, check_number, check_same_kind, message, require, store_plain
 from ..solution import Record, Remedies
 from ..status import Status
 from ._solution import LinearSolution
-from ._vectors import choose, norm, normalised
+from ._vectors import choose, normalised
 
 #: The verdict of a problem that may go on.
 RUNNING = -1

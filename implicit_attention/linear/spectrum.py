@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .._autograd import exact_precision
+from .._norm import length
 from .._types import LinearMap
 from .._validate import check_integer, require
-from ._vectors import ROUNDOFF, along, divide, dot, length, normalised
+from ._vectors import ROUNDOFF, along, divide, dot, normalised
 from .base import check_arguments, checked
 
 

@@ -190,7 +190,7 @@ def laid_out(
         f"shape {tuple(keys.shape)}",
     )
     _validate.check_broadcast("keys", keys.shape[:-2], query.shape[:-2], "the leading axes of `query`")
-    query_offset = _validate.check_integer("query_offset", query_offset, low=0)
+    query_offset = _validate.check_offset("query_offset", query_offset)
     _validate.require(is_causal or query_offset == 0, "query_offset", "come with is_causal=True", query_offset)
     axes, wide = query.ndim, state_dtype(query.dtype)
     numbers: list[Tensor] = []

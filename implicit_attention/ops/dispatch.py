@@ -132,6 +132,8 @@ def with_stalled(
     if not bool(stalled.any()):
         return found
     few, of_few = stalled, by_bias
+    # Keys may have come with fewer leading axes than the queries.
+    by_keys = found.by_keys.view(problem.keys.shape)
     sets = stalled.any(-1).nonzero(as_tuple=True)
     if problem.keys.shape[:-2] == stalled.shape[:-1] and len(sets[0]) < few[..., 0].numel():
         # Only sets of keys that a stalled query reads.
@@ -154,9 +156,9 @@ def with_stalled(
     for old, new in zip(found[:-1], again[:-1], strict=True):
         old[stalled] = new[chosen]
     if few is stalled:
-        found.by_keys.add_(again.by_keys)
+        by_keys.add_(again.by_keys)
         return found
-    found.by_keys[sets] += again.by_keys
+    by_keys[sets] += again.by_keys
     if by_bias is not None and of_few is not None:
         by_bias[sets] += of_few
     return found

@@ -3,7 +3,8 @@
 A kernel (one of ours in Triton, a private operation of torch) answers in a configuration (device, dtype, head
 dimension, kind of mask, ...) once it has answered a small problem there as products written out in float64 do. Of one
 that is wrong, does not compile or cannot be launched a warning tells once, and torch's public operations answer in its
-place.
+place. All else that is raised while a kernel runs (by a handler of a signal, by a mode of torch, for want of memory)
+goes to the caller.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
-import signal
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -31,10 +30,10 @@ _R = TypeVar("_R")
 Errors: TypeAlias = Mapping[str, tuple[float, float]]
 Verdict = Literal["verified", "refused", "open"]
 SHOWN = 400
-#: Whose classes of errors kernels raise, beside plain ones.
-_RAISING = ("torch", "triton")
-_NO_ROOM = ("DefaultCPUAllocator", "not enough memory", "out of memory")
-_OF_MODES = ("__torch_dispatch__", "__torch_function__")
+#: Modules that compile and call kernels: what they raise is a kernel's fault. The native library raises nothing.
+KERNELS = ("torch._ops", "triton")
+#: Of messages of allocators, those of CPUs above all.
+FULL = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 class Use(NamedTuple):
@@ -129,7 +128,7 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
         try:
             return run()
         except Exception as error:
-            if _captures(use.device) or not _is_of_kernel(error):
+            if _captures(use.device) or _is_full(error) or not _raised_by(error, KERNELS):
                 raise
             found = _found[use] = dataclasses.replace(found, verdict="refused", reason=_failure(error))
     if insists is not None:
@@ -185,14 +184,14 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     try:
         thread.start()
     except RuntimeError as error:
-        if _is_interruption(error):
+        if not _raised_by(error, ("threading",)):
             raise
-        outcome.append(MemoryError(str(error)))
+        found: Errors | BaseException = MemoryError(str(error))
     else:
         thread.join()
-    found = outcome[0]
+        found = outcome[0]
     seconds, where = time.perf_counter() - started, _where(use.device)
-    if isinstance(found, Exception) and _is_no_room(found):
+    if isinstance(found, BaseException) and _is_full(found):
         reason = f"its check found no room ({_first(str(found))}); its next use tries again"
         return KernelCheck(str(use), "open", {}, reason, where, seconds)
     if isinstance(found, BaseException):
@@ -203,38 +202,25 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
     return KernelCheck(str(use), "refused" if wrong else "verified", dict(found), reason, where, seconds)
 
 
-def _is_of_kernel(error: Exception) -> bool:
-    """Whether an error that came out of a run says something about the kernel: torch or Triton raised it in there.
+def _is_full(error: BaseException) -> bool:
+    """Whether memory was short; on a CPU torch says so by words alone."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
-    Memory that is short does not, nor does what a handler of a signal (a time limit) or a mode of torch raises, nor
-    a warning that a filter turned into an error.
+
+def _raised_by(error: BaseException, modules: tuple[str, ...]) -> bool:
+    """Whether the code that raised is of one of these modules or their submodules, or what it raised is.
+
+    Handlers of signals and modes of torch, which may raise anything anywhere, are code of other modules.
     """
-    kind = type(error)
-    raised_there = kind in (RuntimeError, NotImplementedError) or kind.__module__.partition(".")[0] in _RAISING
-    return raised_there and not _is_no_room(error) and not _is_interruption(error)
-
-
-def _is_no_room(error: Exception) -> bool:
-    # Torch has no class of its own for memory of the CPU.
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
-    )
-
-
-def _is_interruption(error: Exception) -> bool:
-    """Whether a handler of a signal, or a mode of torch, raised the error: their frames are in its traceback."""
-    handlers = (signal.getsignal(number) for number in signal.valid_signals())
-    codes = {_code_of(handler) for handler in handlers if callable(handler)}
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(code in codes or code.co_name in _OF_MODES for code in frames)
-
-
-def _code_of(handler: Any) -> Any:
-    """The code of a function, a method, a `functools.partial` or an object that can be called."""
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    handler = handler if hasattr(handler, "__code__") or hasattr(handler, "__func__") else type(handler).__call__
-    return getattr(handler, "__code__", None)
+    names = [type(error).__module__]
+    last = error.__traceback__
+    while last is not None:
+        name, last = last.tb_frame.f_globals.get("__name__", ""), last.tb_next
+        if last is None:
+            names.append(name)
+    return any(name == module or name.startswith(f"{module}.") for name in names for module in modules)
 
 
 def _fault(name: str, error: float, allowed: float) -> str:

@@ -79,7 +79,7 @@ class LogSumExp(ScoredKeys):
     ) -> None:
         super().__init__(keys, beta, mask=mask, bias=bias)
         if query_offset is not None:
-            _validate.check_integer("query_offset", query_offset, low=0)
+            query_offset = _validate.check_offset("query_offset", query_offset)
             required, remedy = "be None beside a mask or a bias", "put the triangle into the mask"
             _validate.require(mask is None and bias is None, "query_offset", required, query_offset, remedy)
         self.query_offset = query_offset

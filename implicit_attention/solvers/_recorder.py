@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import is_batched, transforms_active
+from .._norm import norm
 from ..problem import Problem, evaluate_pure
 from ..solution import Record
 from ..status import Status
@@ -110,8 +111,8 @@ class Recorder:
 
     def _observe(self, part: Part, z: Tensor, mapped: Tensor, energy: Tensor | None, step: int, last: bool) -> None:
         rows = part.rows
-        residual = torch.linalg.vector_norm(mapped - z, dim=-1)
-        tolerance = self.solver.atol + self.solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
+        residual = norm(mapped - z)
+        tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
         finite = torch.isfinite(residual) & torch.isfinite(tolerance)
         first = self.num_evals[rows] == 0
         met = finite & (residual <= self.strictness * tolerance) & (not self.solver.fixed_budget)
@@ -142,9 +143,9 @@ class Recorder:
         value = self.value.to(dtype)
         mapped, energy = problem.evaluate(value.reshape(self.shape), energy=self.energy is not None)
         mapped = mapped.reshape(value.shape)
-        residual = torch.linalg.vector_norm(mapped - value, dim=-1)
+        residual = norm(mapped - value)
         self.value, self.residual = value, torch.where(self.unreadable, self.residual.to(dtype), residual)
-        self.tolerance = self.solver.atol + self.solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
+        self.tolerance = self.solver.atol + self.solver.rtol * norm(mapped)
         self.energy = None if energy is None else energy.reshape(-1)
         if not self.solver.fixed_budget:
             self.stalled |= self.done

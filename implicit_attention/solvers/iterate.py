@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from .. import _validate
 from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
+from .._norm import norm
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
 from ..status import CONTRACT, Status
@@ -328,8 +329,8 @@ def evaluated(
         # A map may return the same numbers twice, but no others in their place.
         check_kept(problem, before.mapped - before.z, before.r)
     r = mapped - z
-    residual = torch.linalg.vector_norm(r, dim=-1)
-    tolerance = solver.atol + solver.rtol * torch.linalg.vector_norm(mapped, dim=-1)
+    residual = norm(r)
+    tolerance = solver.atol + solver.rtol * norm(mapped)
     force = None
     if energy and problem.has_metric:
         force = flat(problem.metric_product(unflat(z, event), unflat(r, event)), event)

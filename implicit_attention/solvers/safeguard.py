@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import host_may_look
+from .._norm import norm, resolves
 from ..problem import Problem
 from ._rows import rows_where, unflat
 from .iterate import Iteration, Solver, Update
@@ -206,10 +207,10 @@ class Safeguarded(Solver):
         """The proposal where it passes the tests that need no evaluation, the plain step elsewhere."""
         s, usable, num_evals = proposal
         if force is not None:
-            s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
+            s = s * _cut(norm(s), self.longest * point.residual)[..., None]
             usable = usable & ((force * s).sum(-1) >= self.slope * (force * point.r).sum(-1))
         elif self._guard(problem) != "none" and problem.symmetric:
-            s = s * _cut(torch.linalg.vector_norm(s, dim=-1), self.longest * point.residual)[..., None]
+            s = s * _cut(norm(s), self.longest * point.residual)[..., None]
             usable = usable & ((point.r * s).sum(-1) >= self.slope * point.residual.square())
         if problem.plain_steps_descend and not self.backtracks and point.step + 1 == self.max_steps:
             # The last evaluation is not staked on a step that may be rejected.
@@ -273,7 +274,8 @@ class Safeguarded(Solver):
         if not self._stretches(problem):
             return history, accepted
         change = dr if point.force is None or state.force is None else point.force - state.force
-        return history, accepted & moved & ((dz * change).sum(-1) >= 0)
+        # Products that underflow tell nothing of the curvature.
+        return history, accepted & moved & ((dz * change).sum(-1) >= 0) & resolves(state.residual)
 
     def _after(
         self, problem: Problem, state: Memory, base: Memory, proposal: Proposal, accepted: Tensor

@@ -101,6 +101,40 @@ class SolverContract:
         torch.testing.assert_close(solution.energy, energy.energy(solution.value))
         self.check_evidence(energy, solution)
 
+    @pytest.mark.parametrize(
+        ("dtype", "scale"),
+        [(torch.float32, 1e-25), (torch.float32, 1e25), (torch.float64, 1e-200), (torch.float64, 1e200)],
+        ids=str,
+    )
+    def test_numbers_whose_squares_are_none_are_judged_by_their_size(self, dtype: torch.dtype, scale: float) -> None:
+        keys, field = 0.3 * random(2, 7, 5), random(2, 3, 5, seed=1)
+
+        def linear(dtype: torch.dtype, scale: float) -> Problem:
+            potential = SquaredScores(keys.to(dtype), 0.5)
+            return AnchoredEnergy(potential, scale * field.to(dtype), 0.4, unbounded="ignore")
+
+        def memory(dtype: torch.dtype, scale: float) -> Problem:
+            # Of keys so small all weights are alike.
+            return AnchoredEnergy(LogSumExp(scale * keys.to(dtype), 0.5), scale * field.to(dtype), 0.4)
+
+        def halved(dtype: torch.dtype, scale: float) -> Problem:
+            return FixedPointMap(lambda z: z / 2 + scale * field.to(dtype), event_ndim=1)
+
+        for make in (linear, *((memory,) if scale < 1 else ()), *(() if self.needs_energy else (halved,))):
+            start = scale * field.to(dtype)
+            solution = solve(
+                make(dtype, scale), start, solver=self.to(rtol=1e-4, atol=0.0, max_steps=2000), on_failure="ignore"
+            )
+            z, wide = solution.value.double() / scale, make(torch.float64, 1.0 if make is not memory else scale)
+            mapped = wide.fixed_point_map(z) if make is not memory else wide.fixed_point_map(z * scale) / scale
+            true, size = (torch.linalg.vector_norm(t, dim=-1) for t in (mapped - z, mapped))
+            rounding = 1e2 * torch.finfo(dtype).eps * (1 + size)
+            told = solution.residual.double() / scale
+            assert bool((solution.relative_residual <= 2e-4).all()), make.__name__
+            assert bool(((told - true).abs() <= rounding)[solution.converged].all()), make.__name__
+            assert solution.converged.all(), (make.__name__, solution.message(0, 0))
+            assert bool((true <= 1e-4 * size + rounding).all()), make.__name__
+
     def test_already_converged(self) -> None:
         energy = self.energy()
         first = solve(energy, energy.field, solver=self.to(atol=1e-10, max_steps=2000))

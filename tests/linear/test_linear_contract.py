@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from implicit_attention._norm import length
 from implicit_attention.linear import CG, GMRES, MINRES, LinearSolver, Neumann, SweepState
-from implicit_attention.linear._vectors import divide, dot, freeze, length
+from implicit_attention.linear._vectors import divide, dot, freeze
 from implicit_attention.linear.base import fresh
 from implicit_attention.testing.linear import LinearSolverContract
 

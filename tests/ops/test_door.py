@@ -1,9 +1,11 @@
 """What the operations refuse at the door, and how they say it."""
 
+import re
+
 import pytest
 import torch
 
-from implicit_attention import Status
+from implicit_attention import AnchoredEnergy, LogSumExp, Status, equilibrium_attention, solve
 from implicit_attention.errors import UnsupportedImplementation
 from implicit_attention.ops import hopfield_adjoint, hopfield_solve
 
@@ -172,3 +174,41 @@ def test_nan_in_beta_is_bad_data_and_no_bad_argument():
     found = hopfield_solve(Q + 1, K + 1, beta=torch.tensor([0.5, torch.nan]))
     assert found.status[0].eq(Status.CONVERGED).all()
     assert found.status[1].eq(Status.NONFINITE).all()
+
+
+def by_operation(query, keys, offset, impl):
+    impl = "auto" if impl == "reference" else impl
+    return hopfield_solve(
+        query, keys, beta=1.0, anchor=0.5, is_causal=True, query_offset=offset, rtol=1e-6, impl=impl
+    ).state
+
+
+def by_attention(query, keys, offset, impl):
+    return equilibrium_attention(query, keys, keys, anchor=0.5, is_causal=True, query_offset=offset, impl=impl)
+
+
+def by_potential(query, keys, offset, impl):
+    energy = AnchoredEnergy(LogSumExp(keys, 1.0, query_offset=offset), query, 0.5)
+    return solve(energy, query, impl=impl).value
+
+
+DOORS = pytest.mark.parametrize("door", [by_operation, by_attention, by_potential])
+
+
+@DOORS
+@pytest.mark.parametrize("offset", [2**62 + 1, 2**63 - 1, 2**70])
+def test_an_offset_from_which_64_bits_cannot_count_on_is_refused(door, offset):
+    words = f"`query_offset` must be <= {2**62}, got {offset}; pass min(offset, number of keys)"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        door(Q, K, offset, "auto")
+
+
+@DOORS
+@pytest.mark.parametrize("impl", ["auto", "native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_offset_hides_no_key(door, impl, dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(*t.shape, generator=generator, dtype=dtype) for t in (Q, K))
+    expected = door(query, keys, K.shape[-2], impl)
+    for offset in (2**31 - 1, 2**31, 2**32, 2**53, 2**62):
+        assert torch.equal(door(query, keys, offset, impl), expected)

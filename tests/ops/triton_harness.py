@@ -133,6 +133,7 @@ SHAPES = {
     "causal_wide": dict(lead=(2,), n=37, m=50, dim=16, first=0),
     "causal_from": dict(lead=(2,), n=37, m=80, dim=16, first=21),
     "causal_beyond": dict(lead=(2,), n=37, m=50, dim=16, first=40),
+    "causal_far_beyond": dict(lead=(2,), n=37, m=50, dim=16, first=2**31 - 1),
     "fp16": dict(lead=(2,), n=37, m=50, dim=40, dtype=FP16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
     "bf16": dict(lead=(2,), n=37, m=50, dim=40, dtype=BF16, beta=[0.6, 1.1], anchor=[0.3, 0.0]),
     "bf16_causal": dict(lead=(1, 2), keys_lead=(1, 1), n=37, m=50, dim=64, dtype=BF16, first=0),

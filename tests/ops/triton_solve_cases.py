@@ -74,6 +74,21 @@ def check_solved(problem, solved, stop=STOP, initial=None):
     return path
 
 
+@cases(tiny=dict(size=1e-25), small=dict(size=1e-19), huge=dict(size=1e25))
+def solve_numbers_whose_squares_are_none(size):
+    torch.manual_seed(0)
+    field, keys = torch.randn(2, 9, 16, dtype=torch.float64), torch.randn(2, 20, 16, dtype=torch.float64)
+    keys, beta = (keys, 1e-30) if size > 1 else (size * keys, min(1 / size**2, 1e38))
+    held = [t.to(harness.DEVICE, FP32) for t in (size * field, keys, *torch.tensor([beta, 0.5])[:, None, None, None])]
+    found = solve(Hopfield(*held), held[0], FusedRule(rtol=1e-4, atol=0.0, max_steps=300, plain_steps=3))
+    assert bool((found.status == Status.CONVERGED).all())
+    z, wide = found.state.double() / size, held[1].double()
+    f = 0.5 * field.to(z) + 0.5 * (beta * size * z @ wide.mT).softmax(-1) @ (wide / size)
+    true, length = (t.norm(dim=-1) for t in (f - z, f))
+    assert bool((true <= 2e-3 * length).all())
+    assert bool(((found.residual.double() / size - true).abs() <= 1e-3 * length).all())
+
+
 @cases(**SHAPES)
 def solve_shape(**shape):
     problem = problem_of(**shape)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import triton_harness as harness
+from triton.runtime.errors import OutOfResources
 from triton_harness import FP32, case, cases
 
 from implicit_attention import Anderson, equilibrium_attention
@@ -33,7 +34,7 @@ class Broken:
         def launch(*arguments, **options):
             self.launches += 1
             if self.fault == "fails to compile" or (self.fault == "fails later" and self.launches > 1):
-                raise RuntimeError("out of resource: shared memory")
+                raise OutOfResources(1, 0, "shared memory")
             if self.fault != "writes nothing":
                 self.kernel[grid](*arguments, **options)
             if self.fault == "one number is wrong":
@@ -114,8 +115,8 @@ def raises(words, function, *arguments):
 FAULTS = {
     "wrong": ("one number is wrong", " is off by "),
     "unwritten": ("writes nothing", "is NaN"),
-    "uncompiled": ("fails to compile", "it failed with RuntimeError: out of resource: shared memory"),
-    "unlaunched": ("fails later", "it failed with RuntimeError: out of resource: shared memory"),
+    "uncompiled": ("fails to compile", "it failed with OutOfResources: out of resource: shared memory"),
+    "unlaunched": ("fails later", "it failed with OutOfResources: out of resource: shared memory"),
 }
 
 

@@ -12,6 +12,12 @@ struct SolveRule {
   int8_t exhausted() const { return max_steps == 0 ? EXPLICIT : fixed() ? BUDGET : MAX_STEPS; }
 };
 
+// Smaller squares have lost digits to underflow; times POWER the numbers are far from that, divided by it from overflow.
+template <typename T>
+constexpr T LEAST_SQUARE = sizeof(T) == 4 ? T(0x1p-103) : T(0x1p-970);
+template <typename T>
+constexpr T POWER = sizeof(T) == 4 ? T(0x1p80) : T(0x1p640);
+
 // Where answers are written; those that nobody wants are null.
 template <typename T>
 struct Answers {
@@ -31,7 +37,7 @@ struct SolveTile {
   // (D, lanes): the state, the field, sums and then means of the keys, the last accepted r = f - z, the step from there.
   T *z, *x, *sum, *r, *dz;
   // Per lane.
-  T *beta, *anchor, *total, *top, *index, *square, *energy, *tried_square, *tried_slope;
+  T *beta, *anchor, *total, *top, *index, *length, *square, *energy, *tried_square, *tried_slope;
   Mask<T> has_base[2], plain[2];
   Pairs pairs[W];
   int64_t out[W];
@@ -42,7 +48,7 @@ struct SolveTile {
   static bool turns(const Problem &p) { return p.rows() <= FEW_LANES<T> && p.count * p.dim <= 1 << 18; }
 
   static int64_t bytes(const Problem &p) {
-    return Work<T>::bytes(p.dim, p.count, turns(p)) + 5 * (p.dim * W * sizeof(T) + 64) + 9 * (W * sizeof(T) + 64);
+    return Work<T>::bytes(p.dim, p.count, turns(p)) + 5 * (p.dim * W * sizeof(T) + 64) + 10 * (W * sizeof(T) + 64);
   }
 
   SolveTile(const Problem &p, const Operand &initial, const SolveRule &rule, const Answers<T> &answers, void *memory)
@@ -53,7 +59,7 @@ struct SolveTile {
       *t = arena.take<T>(p.dim * W);
       std::memset(*t, 0, p.dim * W * sizeof(T));
     }
-    for (T **t : {&beta, &anchor, &total, &top, &index, &square, &energy, &tried_square, &tried_slope}) {
+    for (T **t : {&beta, &anchor, &total, &top, &index, &length, &square, &energy, &tried_square, &tried_slope}) {
       *t = arena.take<T>(W);
       for (int q = 0; q < W; ++q) (*t)[q] = 1;
     }
@@ -108,7 +114,7 @@ struct SolveTile {
   void move(int from, int to) {
     for (T *t : {z, x, r, dz})
       for (int64_t d = 0; d < p.dim; ++d) t[d * W + to] = t[d * W + from];
-    for (T *t : {beta, anchor, index, square, energy, tried_square, tried_slope}) t[to] = t[from];
+    for (T *t : {beta, anchor, index, length, square, energy, tried_square, tried_slope}) t[to] = t[from];
     has_base[to / L][to % L] = has_base[from / L][from % L];
     plain[to / L][to % L] = plain[from / L][from % L];
     pairs[to] = pairs[from];
@@ -119,6 +125,31 @@ struct SolveTile {
   static IA_INLINE Vec<T> mixed(Vec<T> mean, Vec<T> x, Vec<T> anchor) {
     const Vec<T> difference = x - mean;
     return anchor < T(0.5) ? mean + anchor * difference : x - difference * (T(1) - anchor);
+  }
+
+  // Where a square has lost digits by underflow, or has overflown.
+  static IA_INLINE Mask<T> unresolved(Vec<T> square) {
+    return ~((square >= LEAST_SQUARE<T>) & (square < T(__builtin_inf())));
+  }
+
+  static IA_INLINE Vec<T> unit_of(Vec<T> square) {
+    const Vec<T> one = all(T(1));
+    return square < LEAST_SQUARE<T> ? all(POWER<T>) : square < T(__builtin_inf()) ? one : all(T(1) / POWER<T>);
+  }
+
+  // |f - z| and |f| once more, in units in which their squares can be held; the other lanes keep their bits.
+  void measure(int v, Vec<T> rr, Vec<T> ff, Vec<T> &residual, Vec<T> &size) const {
+    const int at = v * L;
+    const Vec<T> share = load(anchor + at), of_r = unit_of(rr), of_f = unit_of(ff);
+    rr = ff = all(T(0));
+    for (int64_t d = 0; d < p.dim; ++d) {
+      const int64_t i = d * W + at;
+      const Vec<T> f = mixed(load(sum + i), load(x + i), share), by_r = (f - load(z + i)) * of_r, by_f = f * of_f;
+      rr = fma(by_r, by_r, rr);
+      ff = fma(by_f, by_f, ff);
+    }
+    residual = root(rr) / of_r;
+    size = root(ff) / of_f;
   }
 
   // What was found at the states of one vector of lanes: which are done, whose answers are written; the others step.
@@ -142,14 +173,18 @@ struct SolveTile {
       rdz = fma(residual, load(dz + i), rdz);
       drdr = fma(change, change, drdr);
     }
-    Vec<T> residual = root(rr);
-    const Vec<T> tolerance = T(rule.rtol) * root(ff) + T(rule.atol);
+    Vec<T> residual = root(rr), size = root(ff);
+    Mask<T> used;
+    for (int q = 0; q < L; ++q) used[q] = at + q < lanes ? -1 : 0;
+    if (any<T>(used & (unresolved(rr) | unresolved(ff)))) measure(v, rr, ff, residual, size);
+    const Vec<T> tolerance = T(rule.rtol) * size + T(rule.atol);
     const Mask<T> finite = residual + tolerance < T(__builtin_inf());
     const Mask<T> unsolved = rule.fixed() ? finite : finite & (residual > tolerance);
     const Vec<T> value = zz / 2 - share * zx + (share - T(1)) / load(beta + at) * logsumexp;
     const Mask<T> learns = rule.plain_steps < rule.max_steps ? steps + T(1) >= T(rule.plain_steps) : Mask<T>{};
     const Mask<T> based = has_base[v] & learns;
-    const Vec<T> base_square = load(square + at), base_energy = load(energy + at), slope_there = load(tried_slope + at);
+    const Vec<T> base_length = load(length + at), base_square = load(square + at);
+    const Vec<T> base_energy = load(energy + at), slope_there = load(tried_slope + at);
     const Vec<T> length_there = load(tried_square + at);
     // Whether E falls by DESCENT |r|^2 along the step; by the trapezoid rule where E cannot resolve that.
     const Vec<T> required = T(DESCENT) * base_square;
@@ -160,23 +195,24 @@ struct SolveTile {
     const Mask<T> last = steps == T(rule.max_steps);
     const Mask<T> done = last | (accepted & ~unsolved);
     const Mask<T> back = based & ~finite;
-    residual = back ? root(base_square) : residual;
+    residual = back ? base_length : residual;
     for (int q = at; q < at + L && q < lanes; ++q)
       if (done[q - at])
         write(q, finite[q - at], back[q - at], residual[q - at], tolerance[q - at], logsumexp[q - at]);
 
     // The next step: r - gamma (dz + dr), gamma = <dr, r>/|dr|^2, where that promises descent, STRETCH r where E curves
-    // downwards, else r.
-    const Vec<T> there = accepted ? rr : base_square;
+    // downwards, of which products that underflow tell nothing, else r.
+    const Vec<T> there = accepted ? rr : base_square, length_here = accepted ? residual : base_length;
     const Vec<T> dr_r = (there + drdr - base_square) / 2, dz_dr = rdz - slope_there;
     constexpr T tiny = sizeof(T) == 4 ? T(1.1754943508222875e-38) : T(2.2250738585072014e-308);
     const Vec<T> gamma = dr_r / larger(drdr, all(tiny));
     const Vec<T> saved = gamma * (rdz + dr_r);
     Vec<T> slope = there - saved;
-    const Vec<T> length = (slope - saved) + gamma * gamma * (length_there + 2 * dz_dr + drdr);
-    const Vec<T> cut = root(smaller(T(LONGEST * LONGEST) * there / length, all(T(1))));
+    const Vec<T> long_square = (slope - saved) + gamma * gamma * (length_there + 2 * dz_dr + drdr);
+    const Vec<T> cut = root(smaller(T(LONGEST * LONGEST) * there / long_square, all(T(1))));
     slope = cut * slope;
-    const Mask<T> may = based & accepted & (steps + T(1) < T(rule.max_steps)), downward = dz_dr >= T(0);
+    const Mask<T> may = based & accepted & (steps + T(1) < T(rule.max_steps));
+    const Mask<T> downward = (dz_dr >= T(0)) & (base_square >= LEAST_SQUARE<T>);
     const Mask<T> accelerated = may & ~downward & (slope >= T(SLOPE) * there), stretched = may & downward;
     const Mask<T> simple = ~(accelerated | stretched);
     const Vec<T> by_r = accelerated ? cut : stretched ? all(T(STRETCH)) : all(T(1));
@@ -196,6 +232,7 @@ struct SolveTile {
       store(dz + i, direction);
       reached = fma(direction, direction, reached);
     }
+    store(length + at, length_here);
     store(square + at, there);
     store(energy + at, accepted ? value : base_energy);
     store(tried_square + at, reached);

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._fused_rule import FusedRule
+from ..._norm import norm, resolves
 from ...status import Status
 from ..problem import Hopfield
 from ..rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved
@@ -24,9 +25,10 @@ PAIRS = 2**23
 
 
 class Point(NamedTuple):
-    """What was measured at the last accepted state: r = f(z) - z, |r|^2 and E."""
+    """What was measured at the last accepted state: r = f(z) - z, |r|, |r|^2 and E."""
 
     r: Tensor
+    residual: Tensor
     square: Tensor
     energy: Tensor
 
@@ -68,13 +70,13 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
         mean, logsumexp = rows.evaluate(z)
         f = rows.mapped(mean)
         r = f - z
-        residual = torch.linalg.vector_norm(r, dim=-1)
-        tolerance = stop.atol + stop.rtol * torch.linalg.vector_norm(f, dim=-1)
+        residual = norm(r)
+        tolerance = stop.atol + stop.rtol * norm(f)
         finite = residual + tolerance < torch.inf
         unsolved = finite if stop.fixed_budget else finite & (residual > tolerance)
         candidates, accepted, point = active, None, None
         if learns and index + 1 >= stop.plain_steps:
-            point = Point(r, residual.square(), rows.energy(z, logsumexp))
+            point = Point(r, residual, residual.square(), rows.energy(z, logsumexp))
             if base is not None and tried is not None:
                 end_slope = dot(r, tried.direction)
                 accepted = (_descends(point, base, tried, end_slope) & finite) | tried.plain
@@ -82,7 +84,7 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
         if base is not None and tried is not None and (looks_every != 1 or not bool(finite.all())):
             # What diverged is answered by the point before.
             z = torch.where(finite[:, None], z, z - tried.direction)
-            residual = torch.where(finite, residual, base.square.sqrt())
+            residual = torch.where(finite, residual, base.residual)
         last = index == stop.max_steps
         # The last step is plain, and thus accepted.
         done = active if last else candidates > unsolved
@@ -100,7 +102,7 @@ def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
         else:
             # Where the step was not accepted, the last accepted point again; what diverged is there already.
             z = torch.where((accepted | ~finite)[:, None], z, z - tried.direction)
-            rows_of = (accepted[:, None], accepted, accepted)
+            rows_of = (accepted[:, None], accepted, accepted, accepted)
             point = Point(*(torch.where(a, new, old) for a, new, old in zip(rows_of, point, base, strict=True)))
             tried = _proposed(point, base, tried, end_slope, accepted, plain=index + 1 == stop.max_steps)
             base, z = point, z + tried.direction
@@ -139,7 +141,8 @@ def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepte
     length = slope - fall + gamma.square() * (tried.square + 2 * dz_dr + dr_dr)
     cut = (LONGEST**2 * square / length).clamp(max=1).sqrt()
     slope = cut * slope
-    downward = dz_dr >= 0
+    # Products that underflow tell nothing of the curvature.
+    downward = (dz_dr >= 0) & resolves(base.residual)
     # Of a step without a finite length, slope is NaN, and compares false.
     mixed = accepted & ~downward & (slope >= SLOPE * square)
     stretched = accepted & downward

@@ -157,8 +157,8 @@ def placed(problem: Hopfield, layout: Layout) -> tuple[object, ...]:
 
 
 def offset_of(problem: Hopfield) -> int:
-    """The index of the first query among the keys, where that matters."""
-    return 0 if problem.first is None else problem.first
+    """The index of the first query among the keys, where that matters, as 32 bits hold it."""
+    return 0 if problem.first is None else min(problem.first, problem.keys.shape[-2])
 
 
 def in_order(tensor: Tensor) -> Tensor:

@@ -28,6 +28,9 @@ SLOPE = tl.constexpr(rule.SLOPE)
 LONGEST = tl.constexpr(rule.LONGEST)
 EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Squares of shorter vectors have lost digits to underflow; times POWER these are far from that.
+LEAST = tl.constexpr(2.0**-51)
+POWER = tl.constexpr(2.0**80)
 
 
 def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
@@ -59,6 +62,14 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
         *(*stop, int(stop.exhausted), stop.fixed_budget),
     )
     return answer
+
+
+@triton.jit
+def _length(rows, square):
+    """The length of each row, (ROWS, D) -> (ROWS), whose `square` may have underflown or overflown."""
+    unit = tl.where(square < LEAST * LEAST, POWER, tl.where(square < float("inf"), 1.0, 1.0 / POWER))
+    scaled = rows * unit[:, None]
+    return tl.sqrt(tl.sum(scaled * scaled, 1)) / unit
 
 
 @triton.jit(do_not_specialize=["N", "M", "offset", "rtol", "atol", "max_steps", "plain_steps", "exhausted"])
@@ -129,8 +140,8 @@ def _solve_kernel(
         f = a * x + (1.0 - a) * mean
         r = f - z
         square = tl.sum(r * r, 1)
-        residual = tl.sqrt(square)
-        tolerance = atol + rtol * tl.sqrt(tl.sum(f * f, 1))
+        residual = _length(r, square)
+        tolerance = atol + rtol * _length(f, tl.sum(f * f, 1))
         finite = (residual < float("inf")) & (tolerance < float("inf"))
         energy = tl.sum(z * (0.5 * z - a * x), 1) - (1.0 - a) / b * logsumexp
 
@@ -171,7 +182,8 @@ def _solve_kernel(
         length = tl.sqrt(tl.maximum(slope - gamma * along + gamma * gamma * span, 0.0))
         cut = tl.where(length > LONGEST * residual, LONGEST * residual / length, 1.0)
         promising = (length < float("inf")) & (cut * slope >= SLOPE * square)
-        downward = tl.sum(dz * dr, 1) >= 0.0
+        # Products that underflow tell nothing of the curvature.
+        downward = (tl.sum(dz * dr, 1) >= 0.0) & (base_residual >= LEAST)
         # The last step of a budget is plain: it is never rejected.
         accelerated = accepted & (downward | promising) & (index >= plain_steps) & (index + 1 < max_steps)
 
