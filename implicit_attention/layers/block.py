@@ -42,11 +42,12 @@ class Equilibrium(Remembering):
 
     Samples: all axes of the state but the first are one sample, (B, *event): rows (B, D), sequences (B, N, D), images
     (B, C, H, W). A state without an axis of samples, or with several, says so by `event_ndim`; the first solve with
-    several then tries whether each leaves the others alone, and raises if not. Each sample is solved on its own, and leaves the work when it is done. For that it must be known which
-    tensors have an entry for each sample: those whose first axes are the ones that number samples, and all that are
-    wrapped in `PerSample`; others are shared, and all that are wrapped in `Shared`. Only of a floating-point argument,
-    with as many samples as the first axis of the event is long, the axes do not tell: it is shared unless it is
-    wrapped. A tensor that is taken for the wrong kind costs work, as no sample leaves then, and changes no value.
+    several then tries whether each leaves the others alone, and raises if not. Each sample is solved on its own, and
+    leaves the work when it is done. For that it must be known which tensors have an entry for each sample: those whose
+    first axes are the ones that number samples, and all that are wrapped in `PerSample`; others are shared, and all
+    that are wrapped in `Shared`. Only of a floating-point argument, with as many samples as the first axis of the event
+    is long, the axes do not tell: it is shared unless it is wrapped. A tensor that is taken for the wrong kind costs
+    work, as no sample leaves then, and changes no value.
 
     Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). A state
     of another shape or structure is given as `start`.
@@ -67,9 +68,9 @@ class Equilibrium(Remembering):
         block: module with forward(z, x, *args) -> z. It is kept as `.block`.
         event_ndim: number of trailing axes of the state (of its first tensor) that form one sample; None is all but the
             first.
-        start: "zeros", "input" (x itself), "random" (normal numbers, drawn at each call), or the state to start from:
-            a tensor, or a tuple, list or dict of them, which becomes a buffer (a parameter where it is one). If the
-            first tensor has exactly the axes of one sample it is the state of one sample, the same for all, and axes of size
+        start: "zeros", "input" (x itself), "random" (normal numbers, drawn at each call), or the state to start from: a
+            tensor, or a tuple, list or dict of them, which becomes a buffer (a parameter where it is one). If the first
+            tensor has exactly the axes of one sample it is the state of one sample, the same for all, and axes of size
             1 grow to those of x.
         solver: the method that finds the fixed point.
         adjoint: how it is differentiated; default `Implicit()`, the exact gradient.

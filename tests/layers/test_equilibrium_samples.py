@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 import implicit_attention as ia
-from implicit_attention import Equilibrium, Implicit, Phantom, Unrolled
-from implicit_attention.linear import Neumann
+from implicit_attention import Equilibrium, Implicit, OneStep, Phantom, Unrolled
+from implicit_attention.linear import GMRES
 
 TIGHT = ia.Picard(rtol=1e-13, atol=1e-13, max_steps=1000)
-#: Plain steps too: samples that are mixed are no systems of their own.
-EXACT = Implicit(Neumann(rtol=1e-12, max_steps=5000))
+#: Exact where all samples that are mixed are one problem.
+EXACT = Implicit(GMRES(rtol=1e-12, max_steps=500))
 
 
 class Convolution(nn.Module):
@@ -65,7 +65,7 @@ def test_by_default_all_axes_but_the_first_are_one_sample(shape):
 
 def test_a_state_of_one_axis_says_what_a_sample_is():
     layer, x = made(Rows, 6)
-    with pytest.raises(ValueError, match="at least 2 axes.*event_ndim=1"):
+    with pytest.raises(ValueError, match=r"at least 2 axes.*event_ndim=1"):
         layer(x)
     assert made(Rows, 6, event_ndim=1)[0](x).shape == (6,)
     assert made(Rows, 6, event_ndim=0)[0](x).shape == (6,)
@@ -74,7 +74,7 @@ def test_a_state_of_one_axis_says_what_a_sample_is():
 @pytest.mark.parametrize("grad", [True, False])
 def test_axes_that_do_not_number_samples_are_told_at_the_first_solve(grad):
     layer, x = made(Convolution, 4, 3, 5, 5, event_ndim=2)
-    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="`event_ndim` must .*axis 1.*event_ndim=3"):
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"`event_ndim` must .*axis 1.*event_ndim=3"):
         layer(x)
     layer, x = made(Rows, 4, 3, 5, 5, event_ndim=2)
     with torch.set_grad_enabled(grad):
@@ -85,28 +85,27 @@ def test_axes_that_do_not_number_samples_are_told_at_the_first_solve(grad):
 @pytest.mark.parametrize("block", [Centred, Normed])
 def test_unrolled_and_implicit_gradients_agree_where_a_block_mixes_samples(block):
     found = []
-    for adjoint in (EXACT, Unrolled()):
-        layer, x = made(block, 12, 5, solver=TIGHT, adjoint=adjoint, event_ndim=1)
+    for adjoint, event_ndim in ((EXACT, 2), (EXACT, 1), (Unrolled(), 1)):
+        layer, x = made(block, 12, 5, solver=TIGHT, adjoint=adjoint, event_ndim=event_ndim)
         x[:6] *= 0.01
         x.requires_grad_()
         z = layer(x)
         assert bool(layer.last_solve.converged.all())
         found.append(torch.autograd.grad((z * torch.arange(5)).square().sum(), [x, *layer.parameters()]))
-    for exact, unrolled in zip(*found, strict=True):
-        torch.testing.assert_close(unrolled, exact, atol=1e-8, rtol=0)
+    for exact, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, exact, atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "adjoint", [Phantom(300), Implicit(Neumann(rtol=1e-12, max_steps=5000), fallback=Phantom(300))]
-)
+@pytest.mark.parametrize("adjoint", [Phantom(300), OneStep()])
 def test_phantom_gradients_keep_all_samples_where_a_block_mixes_them(adjoint):
     found = []
-    for each in (EXACT, adjoint):
-        layer, x = made(Centred, 12, 5, solver=TIGHT, adjoint=each, event_ndim=1)
+    for event_ndim in (2, 1):
+        layer, x = made(Centred, 12, 5, solver=TIGHT, adjoint=adjoint, event_ndim=event_ndim)
         x.requires_grad_()
         found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
-    for exact, phantom in zip(*found, strict=True):
-        torch.testing.assert_close(phantom, exact, atol=1e-8, rtol=0)
+    for together, apart in zip(*found, strict=True):
+        torch.testing.assert_close(apart, together, atol=1e-8, rtol=0)
 
 
 class Writes(nn.Module):
@@ -129,7 +128,7 @@ def test_a_block_that_writes_to_what_it_is_given_is_refused_and_changes_nothing(
     if steps == 0:
         assert torch.equal(layer(x, shift, steps=0), kept)
         return
-    with pytest.raises(ValueError, match="leave its (state|arguments) as .*in place"):
+    with pytest.raises(ValueError, match=r"leave its (state|arguments) as .*in place"):
         layer(x, shift, steps=steps)
     assert torch.equal(x, kept)
     assert torch.equal(shift, torch.ones_like(x))
