@@ -304,12 +304,12 @@ def evaluate_pure(problem: Problem, z: Tensor, *, energy: bool, call: int) -> Ev
     if torch.compiler.is_exporting():
         # What is recorded has no memory to look at; torch turns what is done in place into operations that are not.
         return problem.evaluate(z, energy=energy)
-    given = _counted_copy(z) if call < 2 else z
-    writes = _writes(given)
+    given = counted_copy(z) if call < 2 else z
+    writes = writes_to(given)
     found = problem.evaluate(given, energy=energy)
     # What is written past torch (by numpy, through `.data`) is not counted.
     visible = call == 0 and z.device.type == "cpu" and not transforms_active()
-    if _writes(given) != writes or (visible and not same(given, z)):
+    if writes_to(given) != writes or (visible and not same(given, z)):
         remedy = "start from z = z.clone(), or use operations that are not in place (nn.ReLU(), not inplace=True)"
         raise ValueError(
             _validate.message(
@@ -382,7 +382,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _counted_copy(z: Tensor) -> Tensor:
+def counted_copy(z: Tensor) -> Tensor:
     if not z.is_inference():
         return z.clone()
     # Torch does not count what is written to inference tensors.
@@ -390,7 +390,7 @@ def _counted_copy(z: Tensor) -> Tensor:
         return z.clone()
 
 
-def _writes(tensor: Tensor) -> int:
+def writes_to(tensor: Tensor) -> int:
     """How often torch wrote to the memory of `tensor`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

@@ -40,12 +40,14 @@ class Equilibrium(Remembering):
     One weight-tied block does the work of a stack whose depth is chosen per sample, by a solver that says whether the
     answer has settled. What the block returns is the next state: of the shape, dtype and device of the state before.
 
-    Samples: the state of one sample has `event_ndim` axes, (*event); further axes before them number samples, (B,
-    *event). Each sample is solved on its own, and leaves the work when it is done. For that it must be known which
-    tensors have an entry for each sample: those whose first axes are the ones that number samples, and all that are
-    wrapped in `PerSample`; others are shared, and all that are wrapped in `Shared`. Only of a floating-point argument,
-    with as many samples as the first axis of the event is long, the axes do not tell: it is shared unless it is
-    wrapped. A tensor that is taken for the wrong kind costs work, as no sample leaves then, and changes no value.
+    Samples: all axes of the state but the first are one sample, (B, *event): rows (B, D), sequences (B, N, D), images
+    (B, C, H, W). A state without an axis of samples, or with several, says so by `event_ndim`; the first solve with
+    several then tries whether each leaves the others alone, and raises if not. Each sample is solved on its own, and
+    leaves the work when it is done. For that it must be known which tensors have an entry for each sample: those whose
+    first axes are the ones that number samples, and all that are wrapped in `PerSample`; others are shared, and all
+    that are wrapped in `Shared`. Only of a floating-point argument, with as many samples as the first axis of the event
+    is long, the axes do not tell: it is shared unless it is wrapped. A tensor that is taken for the wrong kind costs
+    work, as no sample leaves then, and changes no value.
 
     Default start: a state like x (of its shapes, and of its structure where x is a tuple or dict of tensors). A state
     of another shape or structure is given as `start`.
@@ -64,10 +66,11 @@ class Equilibrium(Remembering):
 
     Args:
         block: module with forward(z, x, *args) -> z. It is kept as `.block`.
-        event_ndim: number of trailing axes of the state (of its first tensor) that form one sample.
-        start: "zeros", "input" (x itself), "random" (normal numbers, drawn at each call), or the state to start from:
-            a tensor, or a tuple, list or dict of them, which becomes a buffer (a parameter where it is one). If the
-            first tensor has exactly `event_ndim` axes it is the state of one sample, the same for all, and axes of size
+        event_ndim: number of trailing axes of the state (of its first tensor) that form one sample; None is all but the
+            first.
+        start: "zeros", "input" (x itself), "random" (normal numbers, drawn at each call), or the state to start from: a
+            tensor, or a tuple, list or dict of them, which becomes a buffer (a parameter where it is one). If the first
+            tensor has exactly the axes of one sample it is the state of one sample, the same for all, and axes of size
             1 grow to those of x.
         solver: the method that finds the fixed point.
         adjoint: how it is differentiated; default `Implicit()`, the exact gradient.
@@ -99,7 +102,7 @@ class Equilibrium(Remembering):
         ...         self.mix, self.read = nn.Linear(8, 8), nn.Linear(8, 8)
         ...     def forward(self, z, x):
         ...         return torch.tanh(0.3 * self.mix(z) + self.read(x))
-        >>> layer, x = Equilibrium(Block(), event_ndim=1), torch.randn(4, 8)
+        >>> layer, x = Equilibrium(Block()), torch.randn(4, 8)
         >>> layer(x).shape, bool(layer.last_solve.converged.all())
         (torch.Size([4, 8]), True)
         >>> z, solution = layer(x, steps=3, return_solution=True)
@@ -117,7 +120,7 @@ class Equilibrium(Remembering):
         self,
         block: nn.Module,
         *,
-        event_ndim: int = 2,
+        event_ndim: int | None = None,
         start: Start = "zeros",
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
@@ -127,7 +130,7 @@ class Equilibrium(Remembering):
         super().__init__()
         _check_block(block)
         self.block = block
-        self.event_ndim = _validate.check_integer("event_ndim", event_ndim, low=0)
+        self.event_ndim = None if event_ndim is None else _validate.check_integer("event_ndim", event_ndim, low=0)
         if isinstance(start, str):
             _check_word(start)
         self.start = start if isinstance(start, str) else _Held(start)
@@ -315,7 +318,7 @@ class Equilibrium(Remembering):
 
     def extra_repr(self) -> str:
         solver = self.options.solver
-        shown = [f"event_ndim={self.event_ndim}"] if self.event_ndim != 2 else []
+        shown = [f"event_ndim={self.event_ndim}"] if self.event_ndim is not None else []
         shown += [f"start={self.start!r}"] if self.start in ("input", "random") else []
         shown += [f"steps={self.steps}"] if self.steps is not None else []
         shown += [f"solver={solver}"] if solver != DEFAULT_SOLVER else []
@@ -346,11 +349,12 @@ def _told(state: Any) -> str:
     return str(pytree.tree_map(lambda leaf: tuple(getattr(leaf, "shape", ())), state))
 
 
-def _for_samples(state: Any, x: Any, event_ndim: int) -> Any:
+def _for_samples(state: Any, x: Any, event_ndim: int | None) -> Any:
     """A state for each sample of x, of one of all samples or of one: the axes of its first tensor tell."""
     first, like = (next(iter(pytree.tree_leaves(tree)), None) for tree in (state, x))
     if not isinstance(first, Tensor) or not isinstance(like, Tensor):
         return state
+    event_ndim = max(like.ndim - 1, 0) if event_ndim is None else event_ndim
     if first.ndim != event_ndim or like.ndim <= event_ndim:
         return state
     lead, event = like.shape[: like.ndim - event_ndim], like.shape[like.ndim - event_ndim :]

@@ -46,9 +46,13 @@ class BlockCall:
     def solved(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> tuple[Any, Solution]:
         """The fixed point, or what `solver` and `adjoint` make in its place."""
         layout, options = self.map.layout, self.options
+        problem = BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, asked=self.asked)
+        packed = layout.pack(self.initial)
+        if not torch.compiler.is_exporting():
+            problem.check_axes(packed)
         solution = solve(
-            BlockProblem(self.map, *self.inputs, event_ndim=layout.event_ndim, asked=self.asked),
-            layout.pack(self.initial),
+            problem,
+            packed,
             solver=options.effective_solver if solver is None else solver,
             adjoint=self._adjoint() if adjoint is None else adjoint,
             on_failure=self.on_failure,

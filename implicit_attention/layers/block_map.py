@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,11 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import transforms_active
+from .._autograd import same, transforms_active
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
+from ..problem import counted_copy, writes_to
+from ..solvers._rows import stay_where
+from ..status import Status
 
 
 class Layout(NamedTuple):
@@ -37,7 +40,7 @@ class Layout(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, state: Any, event_ndim: int) -> Layout:
+    def of(cls, state: Any, event_ndim: int | None) -> Layout:
         """The layout of a state, or an error that says why it is none."""
         leaves, spec = pytree.tree_flatten(state)
         if not leaves:
@@ -45,6 +48,10 @@ class Layout(NamedTuple):
         for leaf in leaves:
             check_leaf("start", leaf)
         first = leaves[0]
+        if event_ndim is None:
+            required, remedy = "have at least 2 axes, samples first", "a state that is one sample: event_ndim=1"
+            _validate.require(first.ndim > 1, "start", required, f"shape {tuple(first.shape)}", remedy)
+            event_ndim = first.ndim - 1
         required = f"have at least event_ndim = {event_ndim} axes"
         _validate.require(first.ndim >= event_ndim, "start", required, f"shape {tuple(first.shape)}")
         lead = first.shape[: first.ndim - event_ndim]
@@ -293,6 +300,8 @@ class BlockMap(nn.Module):
         super().__init__()
         self.block, self.layout, self.frame, self.autocast, self.draws = block, layout, frame, autocast, draws
         self.__name__ = type(block).__name__
+        #: Whether the block was evaluated, which copies of this module know too.
+        self.evaluated: list[bool] = []
 
     def forward(self, z: Tensor, *tensors: Tensor) -> Tensor:
         """The map in a solve, where the precision of the surroundings is exact."""
@@ -306,14 +315,56 @@ class BlockMap(nn.Module):
 
     def step(self, state: Any, arguments: tuple[Any, ...]) -> Any:
         """The next state for (x, *args), in the precision of the surroundings."""
-        result = self.draws.evaluate(self.block, state, *arguments)
+        result = self._kept(state, arguments)
         return self.layout.check_output(self.__name__, result, state, cast=self.autocast is not None)
+
+    def _kept(self, state: Any, arguments: tuple[Any, ...]) -> Any:
+        """What the block returns, or an error where it writes to what it is given; at first that is a copy."""
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return self.draws.evaluate(self.block, state, *arguments)
+        own = pytree.tree_map_only(Tensor, lambda t: t, (state, arguments))
+        first = not self.evaluated
+        given = pytree.tree_map_only(Tensor, counted_copy, own) if first else own
+        pairs = [
+            (what, old, new, writes_to(new))
+            for what, olds, news in zip(("state", "arguments"), own, given, strict=True)
+            for old, new in zip(pytree.tree_leaves(olds), pytree.tree_leaves(news), strict=True)
+            if isinstance(new, Tensor)
+        ]
+        result = self.draws.evaluate(self.block, given[0], *given[1])
+        for what, old, new, before in pairs:
+            # What is written past torch (by numpy, through `.data`) is not counted.
+            visible = first and new.device.type == "cpu" and not transforms_active()
+            if writes_to(new) != before or (visible and not same(new, old)):
+                required, received = f"leave its {what} as they are", f"a block that works on its {what} in place"
+                if what == "state":
+                    required, received = "leave its state as it is", "a map that works on it in place"
+                remedy = "use operations that are not in place (nn.ReLU(), not inplace=True), or clone what it changes"
+                raise ValueError(_validate.message(self.__name__, required, received, remedy))
+        if first:
+            self.evaluated.append(True)
+        return result
+
+
+#: What helps a block that failed, and what is to be held against the loop that it was trained as.
+TRAINED = (
+    "train it with numbers of steps that are drawn (steps=range(a, b)), or hold Anderson(history=1) against the loop "
+    "first: it may settle elsewhere"
+)
+LEVERS = {
+    Status.MAX_STEPS: "raise max_steps, ",
+    Status.STALLED: "use a larger rtol or a wider dtype, ",
+    Status.DIVERGED: "",
+}
 
 
 class BlockProblem(FixedPointMap):
     """The fixed points of a `BlockMap`. That it reads nothing undeclared is asked once per layer and mode."""
 
-    if_random = "draw its numbers from torch's default generators, which are held for a call, or call eval()"
+    if_random = (
+        "numbers that come from numpy or a Generator of its own cannot be held: draw them from torch's default "
+        "generators, which are held for a call, or call eval()"
+    )
 
     def __init__(self, function: BlockMap, *inputs: Any, event_ndim: int, asked: set[tuple[bool, str]]) -> None:
         super().__init__(function, *inputs, event_ndim=event_ndim)
@@ -322,6 +373,29 @@ class BlockProblem(FixedPointMap):
     def select(self, index: Tensor) -> Self | None:
         # Of fewer samples the block would draw other numbers.
         return None if self.draws.held else super().select(index)
+
+    def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
+        # An accelerated method may settle elsewhere than the loop that the block was trained as.
+        told = super().advice(remedies)
+        return told | {status: f"{levers}{TRAINED}" for status, levers in LEVERS.items() if status in told}
+
+    @torch.no_grad()
+    def check_axes(self, z: Tensor) -> None:
+        """Raise where an axis of several that are to number samples mixes them: one moves, and others follow."""
+        lead = z.shape[: z.ndim - self.event_ndim]
+        known = (self.mode, f"{len(lead)} axes")
+        if len(lead) < 2 or z.numel() == 0 or known in self.asked or transforms_active():
+            return
+        mapped = self.apart().fixed_point_map(z)
+        for axis, count in enumerate(lead):
+            at = torch.arange(count, device=z.device) < (count + 1) // 2
+            moved = at.reshape((count, *(1,) * (len(lead) - axis - 1))).expand(lead)
+            if count > 1 and not stay_where(self, moved, ~moved, z, mapped):
+                required = f"leave to the samples what their entries read of each other along axis {axis} of the state"
+                received = f"event_ndim={self.event_ndim} for the shape {tuple(z.shape)}"
+                remedy = f"pass event_ndim={z.ndim - axis}, or leave it out for all axes but the first"
+                raise ValueError(_validate.message("event_ndim", required, received, remedy))
+        self.asked.add(known)
 
     def check_undeclared(self, z: Tensor) -> None:
         # What the block closes over may have come to require grad since.

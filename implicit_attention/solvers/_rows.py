@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._autograd import host_may_look
+from .._autograd import host_may_look, is_batched
 from .._declared import pick, put
 from ..problem import Problem
 from ..solution import Record
@@ -63,6 +63,25 @@ def maps_alone(problem: Problem, index: Tensor, wanted: Tensor, z: Tensor, mappe
     return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~wanted).all())
 
 
+@torch.no_grad()
+def stay_where(problem: Problem, moved: Tensor, wanted: Tensor, z: Tensor, mapped: Tensor) -> bool:
+    """Whether f of the problems `wanted` (*lead) stays as it is when the states of those `moved` are others.
+
+    z, mapped: (*lead, *event), a state of all problems and f of it.
+    """
+    event = z.shape[wanted.ndim :]
+    rows, mapped = flat(z.detach(), event), flat(mapped.detach(), event)
+    rows = rows.where(torch.isfinite(rows), 0.0)
+    size = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) / math.sqrt(max(rows.shape[-1], 1))
+    # Not the same everywhere: what a normalisation takes away must not be all of it.
+    wave = torch.arange(rows.shape[-1], device=z.device, dtype=z.dtype).cos() + 0.5
+    other = torch.where(moved[..., None], rows + size.where(size > 0, 1.0) * wave, flat(z.detach(), event))
+    again = flat(problem.apart().fixed_point_map(unflat(other, event)), event)
+    off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (again - mapped, mapped))
+    known = wanted & (size < torch.inf)
+    return bool(((off <= torch.finfo(z.dtype).eps ** (2 / 3) * size) | ~known).all())
+
+
 class Best(NamedTuple):
     """The best state of every problem so far, with what was measured at that very state."""
 
@@ -89,6 +108,8 @@ class Rows:
         self.rows: Tensor | None = None
         self.full: Best | None = None
         self.compact = False
+        #: Whether the others were seen to read nothing of those that have finished; None before that is tried.
+        self.unread: bool | None = True if problem.separates else None
         if pad and self.count > 0 and initial.numel() > 0:
             padded = self._rounded_up(self.count)
             index = torch.arange(padded, device=initial.device)
@@ -126,6 +147,18 @@ class Rows:
         if self.rows is None and not self.base.separates:
             self.compact = maps_alone(self.base, order, active, *(unflat(t, self.event) for t in (z, mapped)))
         return order if self.compact else None
+
+    def recorded(self, active: Tensor, z: Tensor, mapped: Tensor) -> Tensor:
+        """Which working rows keep their graph: the `active` ones, and all that others may still read.
+
+        z, mapped: as for `compaction`.
+        """
+        if self.unread or is_batched(active, z, mapped) or bool(active.all()):
+            return active
+        if self.unread is None:
+            state, image = (unflat(t, self.event) for t in (z, mapped))
+            self.unread = stay_where(self.problem, ~active, active, state, image)
+        return active if self.unread else active | finite_rows(z) & finite_rows(mapped)
 
     def take(self, order: Tensor, best: Best, tree: Any) -> list[Any]:
         """Restrict problem, best states and solver memory to the rows `order` of the present working set."""

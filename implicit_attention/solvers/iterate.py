@@ -289,8 +289,10 @@ def _loop(
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
         if graph:
-            # Further steps of a finished problem are detached: a gradient of zero would turn into NaN at the first 0/0.
-            state, z = pytree.tree_map_only(Tensor, functools.partial(_live, active=active), (state, z))
+            # Further steps of a finished problem are detached, unless others read them: a gradient of zero would turn
+            # into NaN at the first 0/0.
+            live = rows.recorded(active, point.z, point.mapped)
+            state, z = pytree.tree_map_only(Tensor, functools.partial(_live, active=live), (state, z))
         if update.num_evals is not None:
             num_evals = num_evals + torch.where(active, update.num_evals, 0).to(num_evals.dtype)
         if update.stalled is not None:

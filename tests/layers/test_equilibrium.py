@@ -136,7 +136,7 @@ def test_x_may_be_a_tuple_which_then_is_what_the_state_looks_like():
 
 
 def test_one_sample_alone_and_several_axes_of_samples():
-    layer, x = made()
+    layer, x = made(event_ndim=2)
     every = layer(x.expand(2, 3, 4, 6))
     assert layer.last_solve.status.shape == (2, 3)
     assert_close([layer(x[1]), every[1]], [every[0, 1], every[0]], atol=1e-11)
@@ -347,7 +347,7 @@ def test_a_block_that_changes_its_state_is_refused(change, error, words, steps):
         ((1.0,), TypeError, "tensors"),
         ((torch.zeros(3, 4, 6), torch.zeros(3, 6, dtype=torch.float64)), ValueError, "one dtype"),
         ((torch.zeros(3, 4, 6), torch.zeros(2, 6)), ValueError, "first axes"),
-        (torch.zeros(6), ValueError, "at least event_ndim = 2 axes"),
+        (torch.zeros(6), ValueError, "at least 2 axes, samples first"),
         ((torch.zeros(3, 4, 6).double(),), Exception, "shape|structure|tuple"),
     ],
 )
@@ -640,7 +640,8 @@ def test_a_compiled_layer_gives_the_same_values(steps, training):
 
 
 def test_transforms_of_torch_func():
-    layer, x = made()
+    # Inside of vmap a state is that of one sample.
+    layer, x = made(event_ndim=2)
     weights = {name: p.detach() for name, p in layer.named_parameters()}
 
     def loss(weights, x, **options):
