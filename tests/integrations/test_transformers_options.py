@@ -1,16 +1,26 @@
 """Options of registered attention, by layer, model and call, and what is refused."""
 
 import copy
+import inspect
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import AttentionMaskInterface, GPTJConfig, GPTJForCausalLM
+from transformers import (
+    AttentionMaskInterface,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTJConfig,
+    GPTJForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.loss import loss_utils
 from transformers_models import MODELS, TIGHT, batch, evaluations, logits, make, model_and_inputs
 
 from implicit_attention import ConvergenceError, ConvergenceWarning, Picard, Unrolled
-from implicit_attention.integrations.transformers import convert, override, register, report
+from implicit_attention.integrations.transformers import attach, convert, override, register, report
 
 every = pytest.mark.parametrize("name", MODELS)
 
@@ -143,6 +153,48 @@ def test_an_override_reaches_where_arguments_do_not():
     with override(model, max_steps=0):
         model.generate(ids, max_new_tokens=2, do_sample=False)
     assert evaluations(model) == [0, 0]
+
+
+def _trained(name):
+    """Models whose losses take options, of six families."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 40, "pad_token_id": 0}
+    if name == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=1))
+    if name == "gemma3":
+        return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_key_value_heads=1, head_dim=8))
+    return MODELS[name]()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "gpt_oss", "qwen2", "gemma3"])
+def test_the_options_of_a_loss_reach_the_loss(name):
+    torch.manual_seed(0)
+    model = attach(_trained(name), anchor=0.9).eval()
+    tokens = torch.randint(2, 40, (2, 7))
+    # BERT has a loss of its own, which takes no options and leaves them alone.
+    ignored = -100 if name == "bert" else -1
+    labels = tokens.masked_fill(torch.arange(7) < 2, ignored)
+    plain = model(tokens).logits
+    shifted = labels if name == "bert" else torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+    for given, targets in (({}, shifted), ({"num_items_in_batch": 5}, shifted), ({"shift_labels": labels}, labels)):
+        loss = model(tokens, labels=labels, ignore_index=ignored, **given).loss
+        loss.backward()
+        rows = plain.flatten(0, 1), targets.flatten()
+        summed = torch.nn.functional.cross_entropy(*rows, ignore_index=ignored, reduction="sum")
+        count = given.get("num_items_in_batch") if name != "bert" else None
+        torch.testing.assert_close(loss, summed / (count or (targets != ignored).sum()), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="`achor` is neither an option"):
+        model(tokens, labels=tokens, achor=0.5)
+
+
+def test_every_option_of_the_common_losses_is_known():
+    """A loss that gains an option must not refuse it."""
+    losses = [loss_utils.fixed_cross_entropy, loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss]
+    losses += [loss_utils.ForTokenClassification, loss_utils.ForSequenceClassificationLoss]
+    model, given = model_and_inputs()
+    options = {n for loss in losses for n, p in inspect.signature(loss).parameters.items() if p.default is not p.empty}
+    assert {"num_items_in_batch", "ignore_index", "shift_labels"} <= options
+    assert torch.equal(logits(model, given, **dict.fromkeys(options, 0)), logits(model, given))
 
 
 def test_two_names_do_not_know_of_each_other():

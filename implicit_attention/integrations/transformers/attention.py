@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.loss import loss_utils
 from transformers.utils import output_capturing
 
 from ... import _validate
@@ -41,7 +43,15 @@ SAMPLE = 64
 _HARMLESS = {
     *("cache_position", "past_key_values", "position_embeddings", "position_ids", "sliding_window", "token_type_ids"),
     *("output_hidden_states", "output_router_logits", "return_dict", "use_cache", "logits_to_keep"),
-    *("deterministic", "num_items_in_batch"),
+    "deterministic",
+}
+# Models hand the options of their losses to attention, too: those of the losses that several kinds of models share.
+_LOSSES: list[Any] = [loss for loss in loss_utils.LOSS_MAPPING.values() if loss.__module__ == loss_utils.__name__]
+_HARMLESS |= {
+    option.name
+    for loss in [*_LOSSES, loss_utils.fixed_cross_entropy]
+    for option in inspect.signature(loss).parameters.values()
+    if option.default is not option.empty
 }
 
 _PACKED = (
