@@ -80,6 +80,8 @@ def interrupted(rng, calls):
                 wrong.append("the signal did not reach the caller")
             except (Alarm, KeyboardInterrupt):
                 reached += 1
+                # An exception between the lines of `torch.no_grad.__enter__` leaves torch without gradients.
+                torch.set_grad_enabled(True)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             found = ia.equilibrium_attention(*asked[:3], scale=asked[3], anchor=asked[4])
