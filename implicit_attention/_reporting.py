@@ -13,13 +13,14 @@ from . import _validate
 from ._autograd import backward_running, host_may_look, is_batched, transforms_active
 from .errors import ConvergenceError, ConvergenceWarning, outside
 from .failure_policy import WORDS, FailurePolicy, Side, Site, located, own_site, policy_of
-from .solution import NO_REMEDIES, Record, Remedies, shown_index
+from .solution import NO_REMEDIES, UNSURE, Record, Remedies, shown_index
 from .status import Status
 
 SHOWN = 3
-# Gradients with a larger estimated relative error than UNSURE are warned of. The estimate is of first order, and
-# beyond UNKNOWN it says only that the error is large.
-UNSURE, UNKNOWN = 0.15, 0.25
+# The estimate of a gradient's error is of first order: beyond this it says only that the error is large.
+UNKNOWN = 0.25
+# Of a layer so few of them are not told of, which any training meets; its `last_solve` counts them.
+RARE = FailurePolicy(tolerate=1e-3, window=100, over="warn")
 # What is told of beside statuses: gradients that may be off, and what a layer has to say.
 _UNSURE_KIND, OTHER_KIND = 100, 101
 
@@ -153,7 +154,10 @@ def report_gradients(
     *,
     site: Site | None = None,
 ) -> None:
-    """`report_failures` of backward solves, and a warning of gradients that the residual of the states spoils."""
+    """`report_failures` of backward solves, and a warning of gradients that the residual of the states spoils.
+
+    A layer tells of such gradients where they are not `RARE`, a function each time.
+    """
     policy, site = policy_of(on_failure), site or own_site(on_failure)
     if policy.over == "ignore" or is_batched(record.status):
         return
@@ -161,7 +165,9 @@ def report_gradients(
     # A policy that tolerates failures says nothing of estimates.
     if error is None or policy.counts:
         return
-    unsure = (error > UNSURE) & ~record.failed
+    unsure = ((error > UNSURE) & ~record.failed).cpu()
+    if site is not None and _too_many(RARE, site, "backward", unsure) is None:
+        return
     if count := int(unsure.sum()):
         worst = float(error[unsure].max())
         share = f"{100 * min(worst, UNKNOWN):.0f} %{' or more' if worst > UNKNOWN else ''}"

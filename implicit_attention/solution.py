@@ -25,6 +25,8 @@ __all__ = ["AdjointReport", "Record", "Solution", "SolveReport", "Status", "Trac
 #: What a method advises where one of its problems ends with a status.
 Remedies: TypeAlias = Mapping[Status, str]
 NO_REMEDIES: Remedies = {}
+#: Estimated relative errors of gradients that a user should know of.
+UNSURE = 0.15
 
 #: A converged solution is reported as loose where its residual is more than this part of its value.
 LOOSE = 0.01
@@ -176,6 +178,8 @@ class AdjointReport:
                 return "AdjointReport(not kept by a compiled graph, whose backward pass warns of what fails)"
             return "AdjointReport(no backward pass yet)"
         told = "" if self.gradient_error is None else f"; gradient error <= {_largest(self.gradient_error):.1e}"
+        if self.gradient_error is not None and (count := int((self.gradient_error > UNSURE).sum())):
+            told += f", beyond {UNSURE:.0%} for {count}"
         if self.unsolved is not None and (count := int(self.unsolved.sum())):
             told += f"; {count} at states that are no solution, where it is wrong"
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{told})"

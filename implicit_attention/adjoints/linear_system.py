@@ -13,7 +13,7 @@ from torch import Tensor
 from .._autograd import host_may_look, transforms_active
 from .._declared import first_of, pick, put
 from .._norm import length, norm
-from .._reporting import UNSURE, left_out, lost, report_gradients
+from .._reporting import left_out, lost, report_gradients
 from .._types import LinearMap
 from ..failure_policy import policy_of
 from ..fused import Adjoined, lower
@@ -21,7 +21,7 @@ from ..linear import CG, GMRES, MINRES, LinearSolver
 from ..linear._solution import forgiven
 from ..linear._vectors import ORDINARY, normalised
 from ..problem import Linearization, Problem
-from ..solution import AdjointReport, Record
+from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver
 from ..status import Status
 from .base import Request

@@ -15,6 +15,7 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
+from implicit_attention.failure_policy import Located, Site
 from implicit_attention.testing.problems import hopfield_energy
 
 ANCHOR, BETA = 0.5, 4.0
@@ -121,6 +122,32 @@ def test_an_unsure_gradient_is_warned_of_and_no_failure(on_failure):
     count = int((solution.adjoint.gradient_error > 0.15).sum())
     assert f"the gradients of {count} of 6 problems may be off by 25 % or more" in str(warning.message)
     assert "gradient error <=" in repr(solution.adjoint)
+
+
+def passes(total, unsure, calls=1):
+    """Warnings of a layer whose backward passes have so many problems near a fold among so many."""
+    keys, query, start = near_folds([0.0016] * unsure + [0.9] * (total - unsure))
+    energy, site = AnchoredEnergy(LogSumExp(keys, BETA), query.requires_grad_(), ANCHOR), Site()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            solution, _ = gradient(energy, query, start, Anderson(), on_failure=Located("warn", site))
+    assert int((solution.adjoint.gradient_error > 0.15).sum()) == unsure
+    return solution, [str(warning.message) for warning in caught]
+
+
+def test_a_layer_counts_rare_folds_and_does_not_warn_of_them():
+    solution, told = passes(2000, 1, calls=3)
+    assert told == []
+    assert ", beyond 15% for 1)" in repr(solution.adjoint)
+
+
+def test_a_layer_warns_of_folds_that_are_not_rare():
+    # Of a hundred passes with one such problem in a hundred the eleventh exceeds the share.
+    for total, unsure, calls in ((2, 1, 1), (20, 3, 1), (100, 1, 11)):
+        _, (message, *more) = passes(total, unsure, calls)
+        assert f"the gradients of {unsure} of {total} problems may be off by 25 % or more" in message
+        assert not more
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
