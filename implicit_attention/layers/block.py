@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -228,11 +229,15 @@ class Equilibrium(Remembering):
             except DrawsNumbers:
                 self._draws.add(mode)
                 draws.restart()
-            except (RuntimeError, TypeError, AttributeError) as error:
+            except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+                # What torch raises of sizes comes in words of the map.
+                raised = error.__cause__ or error
+                if isinstance(raised, ValueError):
+                    raise
                 given, own = (_told(state) for state in (initial, self._initial(x, None)))
                 if start is None or isinstance(start, str) or isinstance(error, ConvergenceError) or given == own:
                     raise
-                failed = f"{type(self.block).__name__} takes, which raised {type(error).__name__}"
+                failed = f"{type(self.block).__name__} takes, which raised {type(raised).__name__}"
                 required = f"be a state that {failed} (its own start has the structure {own})"
                 raise ValueError(_validate.message("start", required, given)) from error
         draws.finish()
@@ -385,6 +390,16 @@ def _carried(z: Tensor, noise: float) -> Tensor:
 def _check_block(block: Any) -> None:
     remedy = "wrap a function in a module, or use solve with a FixedPointMap"
     _validate.check_instance("block", block, nn.Module, "be an nn.Module", remedy)
+    try:
+        taken = inspect.signature(block.forward)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    kinds = [parameter.kind for parameter in taken.parameters.values()]
+    count = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    if count < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        remedy = "wrap it in a module whose forward(z, x) returns the next state, such as torch.tanh(layer(z) + x)"
+        received = f"{type(block).__name__}, which takes {taken}"
+        raise TypeError(_validate.message("block", "take a state and an input, block(z, x)", received, remedy))
 
 
 def _check_word(start: str) -> None:

@@ -259,7 +259,9 @@ class EquilibriumTransformer(Equilibrium):
         return PerSample(merged) if own else Shared(merged)
 
     def extra_repr(self) -> str:
-        shown = [f"{self.dim}", f"heads={self.heads}", *(["causal"] if self.causal else []), super().extra_repr()]
+        # That tokens of a sample form one problem is so for all of these.
+        others = super().extra_repr().removeprefix("event_ndim=2").removeprefix(", ")
+        shown = [f"{self.dim}", f"heads={self.heads}", *(["causal"] if self.causal else []), others]
         return ", ".join(text for text in shown if text)
 
 

@@ -366,6 +366,12 @@ def test_steps_that_are_no_number_are_refused(steps):
         made(steps=steps)
 
 
+def test_a_block_that_takes_no_input_is_refused_with_an_example():
+    words = r"`block` must take a state and an input, block\(z, x\), got Linear, which takes \(input.*torch.tanh"
+    with pytest.raises(TypeError, match=words):
+        Equilibrium(nn.Linear(4, 4))
+
+
 def test_a_block_must_be_a_module_and_x_say_what_a_state_is():
     with pytest.raises(TypeError, match="must be an nn"):
         Equilibrium(torch.tanh)
