@@ -8,8 +8,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .._autograd import at_least_single, sum_to_shape
+from .._autograd import at_least_single, host_may_look, sum_to_shape
+from .base import CovarianceMap
 from .log_sum_exp import LogSumExp, OverLogSumExp
+
+#: Scores beta |k|^2 beyond which weights in float32 lose their fifth digit.
+LARGEST = 256.0
 
 
 class DistanceLogSumExp(OverLogSumExp):
@@ -31,6 +35,11 @@ class DistanceLogSumExp(OverLogSumExp):
 
     Raises:
         TypeError, ValueError: as `LogSumExp`.
+
+    Far from the origin, where beta |k_j|^2 > 256, distances are small differences of large products: float32 keys on a
+    CPU are then read in float64 at every evaluation, which takes several times as long. On an accelerator, where nobody
+    looks at their size, subtract a mean from keys and queries first: distances stay as they are. That also makes `rtol`
+    what it is meant to be, which is relative to |z|, offset included.
 
     Gradients: with respect to z, keys, beta and bias, to any order, those of the squares among them.
 
@@ -104,10 +113,49 @@ class DistanceLogSumExp(OverLogSumExp):
 
     def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
         """softmax(-beta |z - k_j|^2/2 + bias), (*batch, N, M); zeros for a query that attends to no key."""
-        return self.whole().probabilities(z)
+        return self._whole_for(z).probabilities(self._as_read(z)).to(z.dtype)
 
     def readout(
         self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
     ) -> Float[Tensor, "*batch N E"]:
         """probabilities(z) V; see `LogSumExp.readout`."""
-        return self.whole().readout(z, values, dropout_p=dropout_p)
+        read = self._whole_for(z)
+        return read.readout(self._as_read(z), values.to(read.keys.dtype), dropout_p=dropout_p).to(z.dtype)
+
+    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+        """Phi(z), (*batch, N, D) -> (*batch, N)."""
+        return self._whole_for(z).value(self._as_read(z)).to(z.dtype)
+
+    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+        """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
+        return self._whole_for(z).mean(self._as_read(z)).to(z.dtype)
+
+    def covariance_product(
+        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
+    ) -> Float[Tensor, "*batch N D"]:
+        """Hess Phi(z) v, per row."""
+        return self._whole_for(z).covariance_product(self._as_read(z), self._as_read(v)).to(z.dtype)
+
+    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        value, mean = self._whole_for(z).evaluate(self._as_read(z))
+        return value.to(z.dtype), mean.to(z.dtype)
+
+    def linearize(self, z: Tensor) -> CovarianceMap | None:
+        return None if self.loses_distances() else super().linearize(z)
+
+    def loses_distances(self) -> bool:
+        """Whether float32 cannot tell the distances of these keys, as far as the host may look."""
+        given = self.parts[0]
+        if given.keys.dtype != torch.float32 or not host_may_look(*given.tensors()):
+            return False
+        with torch.no_grad():
+            return bool((given._row_scale * self._squares() > LARGEST).any())
+
+    def _whole_for(self, z: Tensor) -> LogSumExp:
+        """`whole()`, in float64 where float32 would lose the distances."""
+        if not self.loses_distances():
+            return self.whole()
+        return self.replace(*(t.double() if t.is_floating_point() else t for t in self.tensors())).whole()
+
+    def _as_read(self, z: Tensor) -> Tensor:
+        return z.double() if self.loses_distances() else z

@@ -167,6 +167,10 @@ class OverLogSumExp(Composite):
         """The `LogSumExp` that computes this potential."""
         return self.parts[0]
 
+    def loses_distances(self) -> bool:
+        """Whether the precision of the keys is too low for `whole()`, so that evaluations take a higher one."""
+        return False
+
     def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Gradients of the tensors of this potential from those of `whole()`."""
         return gradients
@@ -208,7 +212,7 @@ class OverLogSumExp(Composite):
 def as_log_sum_exp(potential: Potential) -> LogSumExp | None:
     """The `LogSumExp` that computes all that the potential does; None if there is none."""
     if isinstance(potential, OverLogSumExp) and OverLogSumExp in type(potential).__bases__:
-        if not potential._has_only("parts") or not potential.parts[0]._is_own():
+        if not potential._has_only("parts") or not potential.parts[0]._is_own() or potential.loses_distances():
             return None
         potential = potential.whole()
     return potential if isinstance(potential, LogSumExp) and potential._is_own() else None

@@ -206,3 +206,48 @@ def test_memories_by_distance_use_it():
     got, expected = (torch.autograd.grad(f.square().sum(), parameters) for f in (out, z))
     for a, b in zip(got, expected, strict=True):
         assert relative_error(a, b) < 1e-3
+
+
+@pytest.mark.parametrize("clusters", [1, 2])
+@pytest.mark.parametrize("offset", [0.0, 10.0, 100.0, 1000.0, 10000.0])
+def test_weights_in_float32_are_right_far_from_the_origin(offset, clusters):
+    sign = torch.tensor([1.0, 1.0 if clusters == 1 else -1.0]).repeat(10)[:, None]
+    keys = (0.2 * random(20, 4) + offset * sign).float()
+    z = keys[:6] + 0.1 * random(6, 4, seed=1).float()
+    squares = (z.double()[:, None] - keys.double()).square().sum(-1)
+    phi, exact = DistanceLogSumExp(keys, 8.0), (-4 * squares).softmax(-1)
+    assert (phi.probabilities(z) - exact).abs().max() < 1e-5
+    values = random(20, 3, seed=2).float()
+    torch.testing.assert_close(phi.readout(z, values).double(), exact @ values.double(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [10.0, 100.0, 1000.0, 10000.0])
+def test_memories_far_from_the_origin_recall_what_they_recall_at_it(offset):
+    patterns = 0.2 * random(20, 4)
+    queries = patterns[:6] + 0.05 * random(6, 4, seed=1)
+    near, far = MemoryLookup(4, beta=8.0, dtype=torch.float64), MemoryLookup(4, beta=8.0)
+    near.store(patterns, patterns)
+    moved = (patterns + offset).float()
+    far.store(moved, moved)
+    # Numbers themselves are rounded there, and a tolerance relative to |z| is one of the offset.
+    rounding = 4 * offset * torch.finfo(torch.float32).eps
+    solver = Anderson(rtol=0.0, atol=1e-5 + rounding)
+    state = far.retrieve((queries + offset).float(), solver=solver, on_failure="raise")
+    torch.testing.assert_close(
+        state.double() - offset, near.retrieve(queries, solver=Anderson(rtol=1e-9)), rtol=0, atol=1e-3 + 40 * rounding
+    )
+
+
+def test_gradients_far_from_the_origin_are_those_at_it():
+    keys, z = 0.2 * random(20, 4), 0.2 * random(6, 4, seed=1)
+    found = []
+    for offset, dtype in ((0.0, torch.float64), (128.0, torch.float32)):
+        leaves = [(t + offset).to(dtype).requires_grad_() for t in (keys, z)]
+        leaves.append(torch.tensor(8.0, dtype=dtype, requires_grad=True))
+        phi = DistanceLogSumExp(leaves[0], leaves[2])
+        p = phi.probabilities(leaves[1])
+        loss = (p * torch.arange(20.0, dtype=dtype)).sum()
+        found.append(torch.autograd.grad(loss, leaves))
+        assert p.dtype == dtype
+    for exact, far in zip(*found, strict=True):
+        torch.testing.assert_close(far.double(), exact, rtol=2e-3, atol=2e-3)
