@@ -75,8 +75,11 @@ DOORS = {
     "linear solver": (lambda: Implicit(CG), "CG()"),
     "fallback": (lambda: Implicit(fallback=Phantom), "Phantom()"),
     "block": (lambda: Equilibrium(torch.nn.Linear), "Linear(...)"),
-    "solver of a block": (lambda: Equilibrium(torch.nn.Linear(4, 4), solver=Picard), "Picard()"),
-    "adjoint of a call of a block": (lambda: Equilibrium(torch.nn.Linear(4, 4))(X, adjoint=Unrolled), "Unrolled()"),
+    "solver of a block": (lambda: Equilibrium(torch.nn.Bilinear(4, 4, 4), solver=Picard), "Picard()"),
+    "adjoint of a call of a block": (
+        lambda: Equilibrium(torch.nn.Bilinear(4, 4, 4))(X, adjoint=Unrolled),
+        "Unrolled()",
+    ),
     "tied model": (lambda: tie(torch.nn.Linear), "Linear(...)"),
     "thermodynamics": (lambda: thermodynamics(SYSTEM, MeanField), "MeanField()"),
     "system": (lambda: thermodynamics(SpinSystem, MeanField()), "SpinSystem(...)"),
@@ -123,7 +126,7 @@ def test_a_class_of_another_kind_and_other_objects_keep_their_remedy():
         ImplicitAttention(4, 2, solver=torch.nn.Linear)
     with pytest.raises(TypeError, match=r"`cache` .* got the class KeyValueCache; from layer.new_cache\(\)"):
         ImplicitAttention(4, 2)(X, cache=KeyValueCache)
-    with pytest.raises(TypeError, match="got 'anderson'; see the docs"):
+    with pytest.raises(TypeError, match="got 'anderson'; pass Anderson"):
         solve(MAP, X, solver="anderson")
     with pytest.raises(TypeError, match="got Tensor; for example Rotary"):
         ImplicitAttention(4, 2, rotary=X)

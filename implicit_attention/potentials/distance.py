@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .._autograd import at_least_single, host_may_look, sum_to_shape
-from .base import CovarianceMap
 from .log_sum_exp import LogSumExp, OverLogSumExp
 
 #: Scores beta |k|^2 beyond which weights in float32 lose their fifth digit.
@@ -113,49 +112,25 @@ class DistanceLogSumExp(OverLogSumExp):
 
     def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
         """softmax(-beta |z - k_j|^2/2 + bias), (*batch, N, M); zeros for a query that attends to no key."""
-        return self._whole_for(z).probabilities(self._as_read(z)).to(z.dtype)
+        whole, read = self._whole_at(z)
+        return whole.probabilities(read).to(z.dtype)
 
     def readout(
         self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
     ) -> Float[Tensor, "*batch N E"]:
         """probabilities(z) V; see `LogSumExp.readout`."""
-        read = self._whole_for(z)
-        return read.readout(self._as_read(z), values.to(read.keys.dtype), dropout_p=dropout_p).to(z.dtype)
+        whole, read = self._whole_at(z)
+        return whole.readout(read, values.to(read.dtype), dropout_p=dropout_p).to(z.dtype)
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
-        """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        return self._whole_for(z).value(self._as_read(z)).to(z.dtype)
-
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
-        """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
-        return self._whole_for(z).mean(self._as_read(z)).to(z.dtype)
-
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
-        """Hess Phi(z) v, per row."""
-        return self._whole_for(z).covariance_product(self._as_read(z), self._as_read(v)).to(z.dtype)
-
-    def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        value, mean = self._whole_for(z).evaluate(self._as_read(z))
-        return value.to(z.dtype), mean.to(z.dtype)
-
-    def linearize(self, z: Tensor) -> CovarianceMap | None:
-        return None if self.loses_distances() else super().linearize(z)
-
-    def loses_distances(self) -> bool:
-        """Whether float32 cannot tell the distances of these keys, as far as the host may look."""
+    def loses_digits(self) -> bool:
         given = self.parts[0]
         if given.keys.dtype != torch.float32 or not host_may_look(*given.tensors()):
             return False
         with torch.no_grad():
             return bool((given._row_scale * self._squares() > LARGEST).any())
 
-    def _whole_for(self, z: Tensor) -> LogSumExp:
-        """`whole()`, in float64 where float32 would lose the distances."""
-        if not self.loses_distances():
-            return self.whole()
-        return self.replace(*(t.double() if t.is_floating_point() else t for t in self.tensors())).whole()
-
-    def _as_read(self, z: Tensor) -> Tensor:
-        return z.double() if self.loses_distances() else z
+    def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
+        if not self.loses_digits():
+            return self.whole(), z
+        wide = self.replace(*(t.double() if t.is_floating_point() else t for t in self.tensors()))
+        return wide.whole(), z.double()

@@ -167,9 +167,13 @@ class OverLogSumExp(Composite):
         """The `LogSumExp` that computes this potential."""
         return self.parts[0]
 
-    def loses_distances(self) -> bool:
+    def loses_digits(self) -> bool:
         """Whether the precision of the keys is too low for `whole()`, so that evaluations take a higher one."""
         return False
+
+    def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
+        """`whole()`, and the states z, in the precision in which they are evaluated."""
+        return self.whole(), z
 
     def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Gradients of the tensors of this potential from those of `whole()`."""
@@ -183,23 +187,28 @@ class OverLogSumExp(Composite):
 
     def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
-        return self.whole().value(z)
+        whole, read = self._whole_at(z)
+        return whole.value(read).to(z.dtype)
 
     def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
         """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
-        return self.whole().mean(z)
+        whole, read = self._whole_at(z)
+        return whole.mean(read).to(z.dtype)
 
     def covariance_product(
         self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
     ) -> Float[Tensor, "*batch N D"]:
         """Hess Phi(z) v, per row."""
-        return self.whole().covariance_product(z, v)
+        whole, read = self._whole_at(z)
+        return whole.covariance_product(read, v.to(read.dtype)).to(z.dtype)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        return self.whole().evaluate(z)
+        whole, read = self._whole_at(z)
+        value, mean = whole.evaluate(read)
+        return value.to(z.dtype), mean.to(z.dtype)
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
-        cov = self.whole().linearize(z) if self._has_only("parts") else None
+        cov = self.whole().linearize(z) if self._has_only("parts") and not self.loses_digits() else None
         return None if cov is None else CovarianceMap(cov.product, lambda u: self.own_gradients(cov.vjp_tensors(u)))
 
     def bounded_below(self, scale: float) -> bool:
@@ -212,7 +221,7 @@ class OverLogSumExp(Composite):
 def as_log_sum_exp(potential: Potential) -> LogSumExp | None:
     """The `LogSumExp` that computes all that the potential does; None if there is none."""
     if isinstance(potential, OverLogSumExp) and OverLogSumExp in type(potential).__bases__:
-        if not potential._has_only("parts") or not potential.parts[0]._is_own() or potential.loses_distances():
+        if not potential._has_only("parts") or not potential.parts[0]._is_own() or potential.loses_digits():
             return None
         potential = potential.whole()
     return potential if isinstance(potential, LogSumExp) and potential._is_own() else None

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from .. import _validate
 from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
-from .._norm import norm
+from .._norm import length, norm
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
 from ..status import CONTRACT, Status
@@ -245,7 +245,7 @@ def _loop(
     num_evals = best.record.num_evals
     traced: list[Any] = []
     point: Iteration | None = None
-    falls, floor = rows.falls(), None
+    falls, floor, begun = rows.falls(), None, None
     # What fused operations return, which keep no other state: as the energy falls, it is the best of all.
     descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
     for index in range(solver.max_steps + 1):
@@ -259,6 +259,11 @@ def _loop(
         candidates = active & accepted
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
+        if point.energy is not None:
+            # An energy overflows where squares do, and tells no descent there, unless the numbers began as such.
+            vast = ~((length(point.r) < torch.inf) & (length(point.mapped) < torch.inf))
+            begun = vast if begun is None else begun
+            finite = finite & (begun | ~vast)
         broken = candidates & ~finite
         converged = None if solver.fixed_budget else candidates & finite & (point.residual <= tolerance)
         if falls is not None:
@@ -283,8 +288,8 @@ def _loop(
             if not bool(active.any()):
                 break
             if (order := rows.compaction(active, point.z, point.mapped)) is not None:
-                state, point, active, accepted, num_evals, falls, floor, best = rows.take(
-                    order, best, (state, point, active, accepted, num_evals, falls, floor)
+                state, point, active, accepted, num_evals, falls, floor, begun, best = rows.take(
+                    order, best, (state, point, active, accepted, num_evals, falls, floor, begun)
                 )
         update = solver.step(rows.problem, state, point, accepted)
         state, z = update.state, update.candidate
