@@ -253,17 +253,18 @@ def _loop(
         before = point
         z = flat(rows.problem.retract(unflat(z, event)), event)
         point, tolerance = evaluated(solver, rows.problem, z, energy, index, event, point)
+        if point.energy is not None:
+            # An energy overflows where squares do, and tells no descent there: too long, unless it began as long.
+            long, far = (~(length(t) < torch.inf) for t in (point.r, point.mapped))
+            begun = long | far if begun is None else begun
+            point = point._replace(residual=point.residual.masked_fill(long & ~begun, torch.inf))
+            tolerance = tolerance.masked_fill(far & ~begun, torch.inf)
         num_evals = num_evals + active
         accepted = solver.accept(rows.problem, state, point)
         accepted = torch.ones_like(active) if accepted is None else accepted
         candidates = active & accepted
         # |f(z)|, and with it the tolerance, may overflow while |f(z) - z| does not.
         finite = (point.residual < torch.inf) & (tolerance < torch.inf)
-        if point.energy is not None:
-            # An energy overflows where squares do, and tells no descent there, unless the numbers began as such.
-            vast = ~((length(point.r) < torch.inf) & (length(point.mapped) < torch.inf))
-            begun = vast if begun is None else begun
-            finite = finite & (begun | ~vast)
         broken = candidates & ~finite
         converged = None if solver.fixed_budget else candidates & finite & (point.residual <= tolerance)
         if falls is not None:
