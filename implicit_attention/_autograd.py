@@ -85,6 +85,22 @@ def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]
     return torch.autocast(tensor.device.type, enabled=False)
 
 
+def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function` in the precision of its tensors: torch.autocast, where it is on, lowers none inside."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        lowered = [kind for kind in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(kind)]
+        if not lowered:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as exact:
+            for kind in lowered:
+                exact.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return call
+
+
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, which torch.compile does not compile: one clean graph break.
 

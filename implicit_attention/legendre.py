@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from . import _validate
-from ._autograd import transforms_active
+from ._autograd import in_own_precision, transforms_active
 from ._solve import solve
 from .energies import Energy
 from .errors import ConvergenceError
@@ -20,6 +20,7 @@ from .problem import widened
 from .solvers import NewtonKrylov, Solver
 
 
+@in_own_precision
 def natural_parameter(
     potential: Potential, m: Float[Tensor, "*batch N D"], *, solver: Solver | None = None
 ) -> Float[Tensor, "*batch N D"]:
@@ -61,6 +62,7 @@ def natural_parameter(
     return _inverted(potential_wide, wide, solver).to(m.dtype)
 
 
+@in_own_precision
 def conjugate(
     potential: Potential, m: Float[Tensor, "*batch N D"], *, solver: Solver | None = None
 ) -> Float[Tensor, "*batch N"]:

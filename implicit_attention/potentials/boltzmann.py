@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
-from .._autograd import HALF, host_may_look, is_differentiated, transforms_active
+from .._autograd import HALF, host_may_look, in_own_precision, is_differentiated, transforms_active
 from .hidden_units import HiddenUnits
 from .laws import BernoulliUnits, ConstantUnits, DiscreteUnits, GaussianUnits
 from .sphere import SignUnits
@@ -89,16 +89,19 @@ class RestrictedBoltzmannMachine:
         elif host_may_look(weights):
             self._check_domain()
 
+    @in_own_precision
     def effective_energy(self, v: Visible) -> Float[Tensor, "*batch N"]:
         """E(v), (*batch, N, D) -> (*batch, N); infinite where a row is no state of the visible units."""
         self.potential.check_state("v", v)
         return -self._log_weight(v) - v @ self.field - self.potential.value(v)
 
+    @in_own_precision
     def hidden_mean(self, v: Visible) -> Float[Tensor, "*batch N H"]:
         """<h|v> = K'(W^T v), (*batch, N, D) -> (*batch, N, H)."""
         self.potential.check_state("v", v)
         return self.hidden.mean(v @ self.weights)
 
+    @in_own_precision
     def visible_mean(self, h: Float[Tensor, "*batch N H"]) -> Visible:
         """<v|h>, the mean of the visible law tilted by a + W h, (*batch, N, H) -> (*batch, N, D)."""
         _validate.check_float_tensor("h", h, min_ndim=2)
@@ -116,6 +119,7 @@ class RestrictedBoltzmannMachine:
         """
         return -self.effective_energy(v) - self.log_partition()
 
+    @in_own_precision
     def log_partition(self) -> Float[Tensor, ""]:
         """log Z, exact: closed for two Gaussian layers, else a sum over the states of the smaller discrete layer.
 
@@ -137,6 +141,7 @@ class RestrictedBoltzmannMachine:
                 parts.append(sums(*block, self.weights, self.field))
         return torch.stack(parts).logsumexp(0)
 
+    @in_own_precision
     @torch.no_grad()
     def sample(
         self, chains: int, *, steps: int = 1000, generator: torch.Generator | None = None
@@ -161,6 +166,7 @@ class RestrictedBoltzmannMachine:
         start = self.visible.sample(self.field.detach().expand(chains, -1), generator=generator)
         return self.gibbs(start, steps=steps, generator=generator)
 
+    @in_own_precision
     @torch.no_grad()
     def gibbs(self, v: Visible, *, steps: int = 1, generator: torch.Generator | None = None) -> Visible:
         """v after steps of block Gibbs sampling from v: h given v, then v given h; shapes as in `hidden_mean`.

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
+from .._autograd import in_own_precision
 from .boltzmann import RestrictedBoltzmannMachine, Visible
 from .unit import check_generator
 
@@ -51,6 +52,7 @@ class LogPartitionEstimate(NamedTuple):
     effective_samples: Tensor
 
 
+@in_own_precision
 def exact_gradient(machine: RestrictedBoltzmannMachine, v: Visible) -> LikelihoodGradient:
     """The gradient of the mean log p(v) over data, with all states of the smaller discrete layer.
 
@@ -81,6 +83,7 @@ def exact_gradient(machine: RestrictedBoltzmannMachine, v: Visible) -> Likelihoo
         return LikelihoodGradient(*torch.autograd.grad(copy.log_prob(v.detach()).mean(), (weights, field)))
 
 
+@in_own_precision
 @torch.no_grad()
 def contrastive_divergence(
     machine: RestrictedBoltzmannMachine, v: Visible, *, steps: int = 1, generator: torch.Generator | None = None
@@ -118,6 +121,7 @@ def contrastive_divergence(
     return _difference(machine, v, machine.gibbs(v, steps=steps, generator=generator))
 
 
+@in_own_precision
 @torch.no_grad()
 def persistent_gradient(
     machine: RestrictedBoltzmannMachine,
@@ -163,6 +167,7 @@ def persistent_gradient(
     return _difference(machine, v, chains), chains
 
 
+@in_own_precision
 @torch.no_grad()
 def annealed_importance_sampling(
     machine: RestrictedBoltzmannMachine,

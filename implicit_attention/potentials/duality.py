@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _matrices, _validate
-from .._autograd import host_may_look, transforms_active
+from .._autograd import host_may_look, in_own_precision, transforms_active
 from .base import Potential
 from .gaussian_mixture import GaussianMixture
 
@@ -21,6 +21,7 @@ _ROUNDING = 16.0
 _ROOT_STEPS = 3
 
 
+@in_own_precision
 def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Tensor:
     """The Bregman divergence Phi(a) - Phi(b) - <grad Phi(b), a - b>, also where a is near b.
 
@@ -79,6 +80,7 @@ def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tenso
     return torch.where(agree, integral, difference)
 
 
+@in_own_precision
 def fisher(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:
     """The dense Hessian of Phi at eta: of a log-partition function the Fisher information, which is the covariance.
 
@@ -117,6 +119,7 @@ def fisher(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tens
     return (hessian + hessian.mT) / 2
 
 
+@in_own_precision
 def contrastive_loss(
     potential: Potential, eta: Float[Tensor, "*batch N D"], x: Float[Tensor, "*#batch N D"]
 ) -> Float[Tensor, "*batch N"]:
@@ -174,6 +177,7 @@ def contrastive_loss(
     return potential.value(eta) - (x * eta).sum(-1)
 
 
+@in_own_precision
 def jensen_bound(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
     """A lower bound of G(eta): the average of the components' exponents in place of the log of their average.
 
@@ -215,6 +219,7 @@ def jensen_bound(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Floa
     return average + potential.log_weights.logsumexp(-1, keepdim=True)
 
 
+@in_own_precision
 def renormalise(
     x: Float[Tensor, "*batch N D"], mean: Float[Tensor, "*#batch D"], covariance: Float[Tensor, "*#batch D D"]
 ) -> Float[Tensor, "*batch N D"]:
