@@ -67,6 +67,30 @@ _OF_ALL = (
 )
 
 
+class TokenOrder:
+    """Which tokens read which: all those before them, or by a mask some, directly or through others.
+
+    Args:
+        pairs: boolean, broadcasts to (*lead, N, N): True = token i reads token j <= i. None is all before it.
+    """
+
+    def __init__(self, pairs: Tensor | None = None) -> None:
+        self._readers: Tensor | None = None
+        if pairs is not None:
+            count = pairs.shape[-1]
+            own = torch.eye(count, dtype=torch.bool, device=pairs.device)
+            reads = (pairs | own).float()
+            for _ in range(max(count - 1, 0).bit_length()):
+                reads = ((reads @ reads) > 0).float()
+            self._readers = reads
+
+    def behind(self, tokens: Tensor) -> Tensor:
+        """The `tokens`, boolean, (*lead, N), and those that read them."""
+        if self._readers is None:
+            return tokens.cumsum(-1) > 0
+        return (self._readers @ tokens[..., None].to(self._readers.dtype))[..., 0] > 0
+
+
 class Problem(Declared, general=True):
     """A fixed-point problem z = f(z).
 
@@ -118,6 +142,8 @@ class Problem(Declared, general=True):
     #: Whether f is known to compute each problem by itself. What others do with a part of the problems is compared with
     #: what they do with all before any is left out, and their adjoints keep all together.
     separates: bool = True
+    #: Where the axis before the last numbers tokens that read none behind them: then the loop stops each on its own.
+    token_order: TokenOrder | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -185,6 +211,10 @@ class Problem(Declared, general=True):
 
     def check_solver(self, solver: Any) -> None:
         """Raise if the problem cannot be solved by this solver."""
+        if self.token_order is not None:
+            fits = getattr(solver, "by_token", False)
+            required = "stop every token of a causal layer on its own"
+            _validate.require(fits, "solver", required, type(solver).__name__, "use Anderson(history=1) or Picard()")
 
     def check_start(self, given: dict[str, Any], solver: Any, adjoint: Any) -> None:
         """Raise if a solve cannot start with what it is `given`, by argument: for parts that several processes hold."""

@@ -24,6 +24,7 @@ class VmappedProblem(Problem):
         self.has_energy = inner.has_energy
         self.steps_rescaled = inner.steps_rescaled
         self.has_metric = inner.has_metric
+        self.token_order = inner.token_order
 
     def _vmap(self, method: str, *states: Tensor) -> Tensor:
         def call(*given: Tensor) -> Tensor:

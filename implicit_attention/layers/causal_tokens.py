@@ -1,4 +1,4 @@
-"""Causal tokens solved one after the other, each given those before it."""
+"""Causal tokens: solved one after the other, each given those before it, or at once, each stopping on its own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
-from .._autograd import exact_precision, transforms_active
+from .._autograd import backward_running, exact_precision, host_may_look, transforms_active
+from .._reporting import report_failures
 from .._solve import solve
 from .._types import Impl, OnFailure
 from ..adjoints import Adjoint, Unrolled
 from ..energies.causal_tokens import CausalDynamics, CausalTokens
 from ..errors import ConvergenceError
+from ..failure_policy import located
 from ..options import SolveOptions
 from ..potentials import Potential, TokenAttention
 from ..potentials.layer_norm import LayerNormPotential
-from ..problem import Evaluation, widened
+from ..problem import Evaluation, TokenOrder, widened
 from ..solution import AdjointReport, Record, Solution, SolveReport
 from ..solvers import Picard, Solver
+from ..status import Status
 from .cache import KeyValueCache, check_cache
 
 Order: TypeAlias = Literal["together", "tokens"]
@@ -145,6 +148,60 @@ class CausalSteps(CausalDynamics):
             return super().evaluate(z, energy=energy)
         mapped: Tensor = checkpoint(self.fixed_point_map, z, use_reentrant=False, preserve_rng_state=False)
         return Evaluation(mapped, None)
+
+
+# What a layer needs whose tokens are solved at once, each stopping on its own.
+
+
+class Lost(NamedTuple):
+    """Tokens, (*batch, heads, N), without an answer, as they, or tokens that they read, hold numbers that are none."""
+
+    tokens: Tensor
+
+    def fill(self, x: Tensor, value: float = 0.0, *, trailing: int = 1) -> Tensor:
+        """x, (*#batch, heads, N, ...) with so many trailing axes, with `value` at these tokens."""
+        return torch.where(self.tokens[(..., *(None,) * trailing)], value, x)
+
+    def in_output(self, x: Tensor) -> Tensor:
+        """x, (*batch, N, dim), with NaN at these tokens; what heads were merged to, whose weights must read none."""
+        return x.masked_fill(self.tokens.any(-2)[..., None], torch.nan)
+
+    def told(self, report: SolveReport, on_failure: Any, what: str, event: int = 0) -> SolveReport:
+        """The report in which problems with such tokens are NONFINITE, once that was raised or warned of.
+
+        event: number of axes of `tokens` that belong to one problem, beside that of the tokens.
+        """
+        failed = self.tokens.flatten(-1 - event).any(-1) & ~report.failed
+        status = report.status.masked_fill(failed, int(Status.NONFINITE))
+        record = report.record._replace(status=status, residual=report.residual.masked_fill(failed, torch.nan))
+        on_failure, site = located(on_failure)
+        only = record._replace(status=status.masked_fill(~failed, int(Status.CONVERGED)))
+        if not backward_running():
+            remedies = {Status.NONFINITE: "look for NaN and infinities; tokens before the first of them are answered"}
+            report_failures(on_failure, what, only, remedies, site=site)
+        return SolveReport(record, report.adjoint, report.remedies)
+
+
+def without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x, (..., D), with 0 in the place of tokens that are not finite, and which these are, (...).
+
+    0 * NaN is NaN: in products and in gradients of weights such a token would spoil those before it.
+    """
+    lost = ~x.detach().isfinite().all(-1)
+    if host_may_look(lost) and not bool(lost.any()):
+        return x, lost
+    return x.masked_fill(lost[..., None], 0.0), lost
+
+
+def lost_tokens(order: TokenOrder, sites: Tensor | None, own: Tensor) -> Lost | None:
+    """Which tokens, (*batch, heads, N), are lost by their `own` numbers, and those that read them; None for none.
+
+    sites: which tokens exist, (*#batch, #heads, N), or None for all.
+    """
+    if host_may_look(own) and not bool(own.any()):
+        return None
+    tokens = order.behind(own)
+    return Lost(tokens if sites is None else tokens & sites)
 
 
 # What a layer needs for calls of its own.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import at_least_single, transforms_active, uncompiled
+from .._autograd import at_least_single, host_may_look, transforms_active, uncompiled
 from .._solve import solve
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
@@ -17,8 +17,10 @@ from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_key_mask, for_heads, pairs_that_read
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..options import SolveOptions
-from ..solution import Solution
+from ..problem import TokenOrder
+from ..solution import SolveReport
 from ..solvers import Anderson, Picard, Solver
+from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import FreeCouplings, SoftmaxCouplings
 from .mean_field_map import (
     BlockCouplings,
@@ -46,6 +48,8 @@ Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor]
 #: uniform part decays by `contraction` a step, 6 evaluations in the place of 63 plain ones; of others as many or fewer.
 #: For the same reason the adjoint is the default, too: GMRES takes a fifth of the Neumann series' time there.
 DEFAULT_SOLVER = Anderson(history=2, rtol=1e-5)
+#: The same for causal layers, whose tokens move and stop each on its own.
+CAUSAL_SOLVER = Anderson(history=1, rtol=1e-5)
 
 
 class MeanFieldAttention(Remembering):
@@ -89,7 +93,8 @@ class MeanFieldAttention(Remembering):
             or a function or module z -> f(z) of these shapes.
         contraction: largest Lipschitz constant, in (0, 1).
         symmetric: make J_ij = J_ji^T by the mean of both orders. None: where correction="exact", which needs it.
-        causal: a token reads itself and the tokens before it. (Without it, it does not read itself.)
+        causal: a token reads itself and the tokens before it, and no bit of it depends on those behind it. (Without
+            it, it does not read itself.)
         sites: number of tokens, for mixings that have weights for each.
         expansion: hidden width of perceptrons over their outer width, default 4.
         steps: None solves. A number makes as many plain steps from x, differentiated through.
@@ -201,12 +206,25 @@ class MeanFieldAttention(Remembering):
         Returns:
             (*batch, N, dim).
         """
-        field, live = self._field(x, key_mask)
-        solution = _solved(self, field, live, *self._weights(field, mask, key_mask), initial)
-        self._remember(solution.report)
-        output = merge_heads(solution.value.to(field.dtype))
+        field, live, lost = self._field(x, key_mask)
+        order = None
+        if self.causal:
+            pairs = None if mask is None else self._pairs(field, mask, key_mask)
+            order = TokenOrder(pairs)
+        weights = self._weights(field, mask, key_mask)
+        if lost is not None and isinstance(self.mixing, SoftmaxCouplings):
+            # Scores may overflow. Once more without such tokens: in gradients of couplings, too, 0 * NaN is NaN.
+            strong = ~weights[1].value.detach().sum(-1).isfinite()
+            if host_may_look(strong) and bool(strong.any()):
+                field, lost = field.masked_fill(strong[..., None], 0.0), lost | strong
+                weights = self._weights(field, mask, key_mask)
+        value, report, nothing = _solved(self, field, live, *weights, initial, order, lost)
+        self._remember(report)
+        output = merge_heads(value.to(field.dtype))
         output = output if self.out_proj is None else self.out_proj(output)
-        return (output, solution.value.detach()) if return_state else output
+        if nothing is not None:
+            output, value = nothing.in_output(output), nothing.fill(value, torch.nan)
+        return (output, value.detach()) if return_state else output
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         """J as it is in the map: scaled, and 0 for pairs that are masked.
@@ -251,8 +269,9 @@ class MeanFieldAttention(Remembering):
 
     # Parts of the forward.
 
-    def _field(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x projected, (*batch, heads, N, D), and which sites exist, (*batch, 1, N, 1)."""
+    def _field(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x projected, (*batch, heads, N, D), and which sites exist, (*batch, 1, N, 1); of a causal layer also which
+        tokens, (*batch, heads, N), were not finite and are 0 there."""
         _validate.check_float_tensor("x", x, min_ndim=2)
         _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
         required = f"have as many tokens as sites={self.sites}, which have weights of their own"
@@ -265,20 +284,30 @@ class MeanFieldAttention(Remembering):
             # 0 * NaN is NaN: what stands at a missing token must not reach the weights' gradients.
             x = x.masked_fill(~key_mask[..., None], 0.0)
             live = key_mask.expand(x.shape[:-1])[..., None, :, None]
+        lost = None
+        if self.causal:
+            x, lost = without_nonfinite(x)
         if self.in_proj is not None:
             x = check_whole("in_proj", self.in_proj(x), self.heads * self.head_dim)
-        return split_heads(x, self.heads), live
+        field = split_heads(x, self.heads)
+        if lost is not None:
+            field, strong = without_nonfinite(field)
+            lost = lost[..., None, :] | strong
+        return field, live, lost
 
     @property
     def _block(self) -> bool:
         return self.kind == "blocks"
 
-    def _couplings(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    def _pairs(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         # Of other couplings nothing is lost: what stands at a missing site is 0.
         softmax = isinstance(self.mixing, SoftmaxCouplings)
         sites = for_heads(key_mask) if key_mask is not None and softmax else None
         symmetric = "symmetric couplings" if self.symmetric else ""
-        pairs = pairs_that_read(field[..., 0, :, :], mask, sites, causal=self.causal, symmetric=symmetric)
+        return pairs_that_read(field[..., 0, :, :], mask, sites, causal=self.causal, symmetric=symmetric)
+
+    def _couplings(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        softmax, pairs = isinstance(self.mixing, SoftmaxCouplings), self._pairs(field, mask, key_mask)
         made: Tensor = at_least_single(self.mixing(field, pairs))
         if softmax and not self.symmetric:
             made = self.limit * made
@@ -353,7 +382,9 @@ def _solved(
     correction: Any,
     corrected_by: Any,
     initial: Tensor | None,
-) -> Solution:
+    order: TokenOrder | None,
+    own: Tensor | None,
+) -> tuple[Tensor, SolveReport, Lost | None]:
     field = at_least_single(field)
     if initial is None:
         start = field
@@ -367,17 +398,22 @@ def _solved(
     problem = FixedPointMap(
         next_state, PerSample(field), sites, mixing, mixed_by, correction, corrected_by, event_ndim=3
     )
+    problem.token_order = order
     solver, adjoint, on_failure = layer.options.solver, layer.options.adjoint, layer._on_failure(layer.options)
     if layer.steps is not None:
         solver, adjoint = Picard(rtol=0.0, atol=0.0, max_steps=layer.steps), Unrolled()
     solution = solve(
         problem,
         start.detach(),
-        solver=DEFAULT_SOLVER if solver is None else solver,
+        solver=(DEFAULT_SOLVER if order is None else CAUSAL_SOLVER) if solver is None else solver,
         adjoint=adjoint,
         on_failure=on_failure,
     )
     if (callable(mixing) or callable(correction)) and not layer._watched and not transforms_active():
         layer._watched = True
         watch(problem, solution.value.detach(), layer.contraction)
-    return solution
+    if order is None or own is None:
+        return solution.value, solution.report, None
+    lost = lost_tokens(order, None if live is None else live[..., 0], own.any(-2, keepdim=True))
+    report = solution.report if lost is None else lost.told(solution.report, on_failure, type(layer).__name__, 1)
+    return solution.value, report, lost

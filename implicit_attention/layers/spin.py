@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_key_mask, for_heads, pairs_that_read
 from ..options import SolveOptions
 from ..potentials import AmosResponse, SphericalLaw
+from ..problem import TokenOrder
 from ..solvers import Picard, Solver
 from ..spins import (
     Approximation,
@@ -30,7 +32,9 @@ from ..spins import (
     SpinSystem,
     magnetization,
 )
+from ..spins._nonfinite import nonfinite_sites
 from .cache import Held, KeyValueCache, check_cache
+from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta, check_sizes
 from .remembering import Remembering
@@ -60,7 +64,8 @@ class SpinAttention(Remembering):
         derivative: "explicit": <s_i> at given couplings; "total": m = -dF/dh, in which couplings answer the field, too.
         beta: inverse temperature, "learned" (per head, from .5, where normalised couplings contract) or a number > 0.
         field_norm: "rms" makes all fields of length R, so that tokens do not just align; None leaves them.
-        causal: a token reads itself and the tokens before it. Couplings are asymmetric then.
+        causal: a token reads itself and the tokens before it. Couplings are asymmetric then. Tokens stop each on its
+            own, by default of `Anderson(history=1)`: what stands behind a token changes no bit of it.
         rotary: None, or `Rotary()` to turn queries and keys by their positions.
         steps: None solves. A number makes as many steps m <- response(h + J m), differentiated through.
         sites: number of tokens, for free couplings.
@@ -171,16 +176,33 @@ class SpinAttention(Remembering):
         Returns:
             (*batch, N, dim), or a tuple (output, state, answer) without the parts that were not asked for.
         """
-        held: Held | None = None
+        held, order, lost, own = None, None, None, torch.empty(0)
+        x = self._live(x, key_mask, cache)
+        if self.causal:
+            order = TokenOrder(None if mask is None else self._pairs(x, mask, key_mask)[0])
+            x, own = without_nonfinite(x)
+        field = self._field(x)
+        if order is not None:
+            field, strong = without_nonfinite(field)
+            lost = own[..., None, :] | strong
         if cache is None:
-            field, pairs, sites = self._read(x, mask, key_mask)
+            pairs, sites = self._pairs(x, mask, key_mask)
             couplings = self._made(field, pairs, self.derivative)
+
+            def again(field: Tensor) -> Any:
+                return self._made(field, pairs, self.derivative)
+
         else:
             _validate.require(mask is None, "mask", "be None beside a cache", "a mask", "use key_mask")
-            field = self._field(self._live(x, key_mask, cache))
             couplings, sites, held = self._beside(field, key_mask, cache)
             initial = cache.start(field) if initial is None else initial
-        m, answer = _answered(self, couplings, at_least_single(field), sites, initial, cache)
+
+            def again(field: Tensor) -> Any:
+                return couplings
+
+        m, answer, nothing = _answered(
+            self, couplings, at_least_single(field), sites, initial, cache, order, lost, again
+        )
         self._remember(answer.report)
         if cache is not None and held is not None:
             # What has no answer is held as such.
@@ -190,6 +212,7 @@ class SpinAttention(Remembering):
             )
         output = merge_heads(m.to(x.dtype))
         output = output if self.out_proj is None else self.out_proj(output)
+        output = output if nothing is None else nothing.in_output(output)
         results = [output]
         if return_state:
             results.append(answer.magnetization.detach())
@@ -360,15 +383,33 @@ def _answered(
     sites: Tensor | None,
     initial: Tensor | None,
     cache: KeyValueCache | None,
+    order: TokenOrder | None,
+    own: Tensor | None,
+    again: Callable[[Tensor], Tensor],
 ) -> Any:
+    lost: Lost | None = None
     held = 0 if cache is None else cache.length
     system = SpinSystem(couplings[..., held:] if held else couplings, field, layer.beta(), mask=sites)
+    if order is not None and own is not None:
+        lost = lost_tokens(order, sites, own | nonfinite_sites(system)[0])
+    if lost is not None:
+        # Once more without them: in gradients of couplings, too, 0 * NaN is NaN.
+        field = lost.fill(field)
+        couplings = again(field)
+        couplings = couplings.masked_fill(~couplings.detach().isfinite(), 0.0)
+        system = system.at(field, couplings[..., held:] if held else couplings, system.beta)
     before = None if cache is None or cache.held is None else cache.held.values
     if before is not None and isinstance(layer.method, DynamicalMethod):
         system = layer.method.beside(system, couplings[..., :held], before)
+    system.token_order = order
     on_failure: Any = layer._on_failure(layer.options)
     m, answer = magnetization(system, layer.method, initial=initial, on_failure=on_failure, return_answer=True)
-    return without_gradient(on_failure, answer.report.failed, m), answer
+    m = without_gradient(on_failure, answer.report.failed, m)
+    if lost is None:
+        return m, answer, None
+    report = lost.told(answer.report, on_failure, type(layer).__name__)
+    state = lost.fill(answer.magnetization, torch.nan)
+    return m, answer._replace(magnetization=state, report=report), lost
 
 
 def _with_held(cache: KeyValueCache, state: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ class Anderson(Safeguarded):
     history: int | None = None
     ridge: float = 1e-10
     plain_steps: int | None = None
+
+    by_token: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

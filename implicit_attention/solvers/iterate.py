@@ -22,6 +22,7 @@ from ..problem import Problem, check_kept, evaluate_pure, share_memory
 from ..solution import Record, Remedies
 from ..status import CONTRACT, Status
 from ._rows import Best, Rows, flat, rows_where, unflat
+from .in_order import Tokens
 
 
 class Iteration(NamedTuple):
@@ -144,6 +145,9 @@ class Solver:
 
     #: Whether the steps can be differentiated through (`Unrolled`).
     differentiable: ClassVar[bool] = True
+    #: Whether a problem that reads others, as causal tokens do, may be solved by what is known of it alone. Directions
+    #: of Newton and Broyden hold where the others stand still; solvers of other libraries stop for all at once.
+    by_token: ClassVar[bool] = False
     #: What to do about a problem that ended with a status.
     remedies: ClassVar[Remedies] = {
         Status.UNSTABLE: "start elsewhere, or use a solver with guard='energy'",
@@ -214,6 +218,32 @@ def iterate(
     with the smallest residual; the last one where the budget is fixed, and where every accepted step lowers the energy.
     Finished problems leave the working set where the problem can be restricted to some of its rows.
     """
+    if problem.token_order is not None:
+        return _token_by_token(solver, problem, initial, trace=trace, graph=graph, callback=callback)
+    return _iterated(solver, problem, initial, trace=trace, graph=graph, callback=callback)
+
+
+def _token_by_token(
+    solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool, callback: Callback | None
+) -> Outcome:
+    """The outcome of problems with a `token_order`, each of whose tokens stops on its own."""
+    tokens = Tokens(problem)
+
+    def told(step: int, residual: Tensor, active: Tensor) -> None:
+        assert callback is not None
+        callback(step, norm(residual.flatten(start)), active.flatten(start).any(-1))
+
+    start = 1 - problem.event_ndim
+    heard = None if callback is None else told
+    outcome = _iterated(solver, tokens, initial, trace=trace, graph=graph, callback=heard)
+    with torch.no_grad():
+        record = tokens.record(outcome.record, outcome.value)
+    return outcome._replace(record=record, trace=tokens.course(outcome.trace))
+
+
+def _iterated(
+    solver: Solver, problem: Problem, initial: Tensor, *, trace: bool, graph: bool, callback: Callback | None
+) -> Outcome:
     keep = graph and trace
     graph = graph and (torch.is_grad_enabled() or transforms_active())
     with torch.set_grad_enabled(graph):
@@ -248,9 +278,15 @@ def _loop(
     falls, floor, begun = rows.falls(), None, None
     # What fused operations return, which keep no other state: as the energy falls, it is the best of all.
     descends = rows.problem.plain_steps_descend and solver.fused_rule(rows.problem) is not None
+    ordered = isinstance(rows.problem, Tokens)
+    # What was measured at a token holds for the last states of those before it.
+    descends = descends or ordered
     for index in range(solver.max_steps + 1):
         energy = trace_energy or solver.needs_energy(rows.problem, index) or falls is not None
         before = point
+        if ordered:
+            # Those behind a finished token read the state that is returned for it; a NaN stays where it is.
+            z = rows_where(active, z, best.value.nan_to_num(0.0, 0.0, 0.0))
         z = flat(rows.problem.retract(unflat(z, event)), event)
         point, tolerance = evaluated(solver, rows.problem, z, energy, index, event, point)
         if point.energy is not None:
@@ -271,6 +307,8 @@ def _loop(
             floor = _floor(falls, point) if floor is None else floor
             fallen = active & _below(floor, point, accepted)
             broken = broken | (fallen if converged is None else fallen & ~converged)
+        if isinstance(rows.problem, Tokens):
+            converged, broken = rows.problem.settled_of(active, converged, broken)
         settled = broken if converged is None else converged | broken
         best = _improve(best, point, tolerance, candidates, converged, num_evals, descends)
         if not (host_may_look(settled) and not bool(settled.any())):

@@ -37,6 +37,8 @@ class Picard(Solver):
 
     damping: float = 0.0
 
+    by_token: ClassVar[bool] = True
+
     remedies: ClassVar[Remedies] = {
         **Solver.remedies,
         Status.MAX_STEPS: f"use Anderson(), raise max_steps, or {CONTRACT}",

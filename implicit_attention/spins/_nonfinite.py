@@ -20,13 +20,8 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
     """
     field, couplings, beta = system.field, system.couplings, system.beta_over(0)
     with torch.no_grad():
-        if system.low_rank:
-            sizes = torch.linalg.vector_norm(system.live_factors, dim=-1)
-            strongest = sizes * sizes.sum(-1, keepdim=True)
-        else:
-            strongest = _sums_of_sizes(system.live_couplings, (-3, -2, -1) if system.block else (-1,))
-        reach = system.live_field.norm(dim=-1) + system.radius * strongest
-        lost = ~(system.beta_over(1) * system.radius * reach).square().isfinite().all(-1)
+        sites, strongest = nonfinite_sites(system)
+        lost = sites.any(-1)
         if symmetric and readable(lost) is None:
             lost = lost | system.asymmetric()
         if host_may_look(lost) and not lost.any():
@@ -42,6 +37,18 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
     if isinstance(beta, Tensor):
         beta = beta.expand(lost.shape).masked_fill(lost, 1.0)
     return system.at(fill(field, lost, 0.0), couplings, beta), lost
+
+
+@torch.no_grad()
+def nonfinite_sites(system: SpinSystem) -> tuple[Bool[Tensor, "*batch N"], Tensor]:
+    """The sites of such samples that are at fault, and sum_j |J_ij|, (*#batch, N)."""
+    if system.low_rank:
+        sizes = torch.linalg.vector_norm(system.live_factors, dim=-1)
+        strongest = sizes * sizes.sum(-1, keepdim=True)
+    else:
+        strongest = _sums_of_sizes(system.live_couplings, (-3, -2, -1) if system.block else (-1,))
+    reach = system.live_field.norm(dim=-1) + system.radius * strongest
+    return ~(system.beta_over(1) * system.radius * reach).square().isfinite(), strongest
 
 
 def _sums_of_sizes(couplings: Tensor, axes: tuple[int, ...]) -> Tensor:

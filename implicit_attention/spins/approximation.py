@@ -265,10 +265,14 @@ class FixedPointApproximation(Approximation):
     def solution(self, system: SpinSystem, start: Tensor, *, check: Check = "none") -> Solution:
         """The solution that a start leads to."""
         problem, spent = self.problem(system), None
+        problem.token_order = system.token_order
         solver = self.solver
         if solver is None:
-            solver, certain = physics_solver(start.dtype, self.rtol), self.contracting(system)
-            if certain is None or not everywhere(certain):
+            solver = physics_solver(start.dtype, self.rtol)
+            if system.token_order is not None:
+                # Nothing that a whole sample decides. A longer history mixes in what those before did on their way.
+                solver = dataclasses.replace(solver, history=1)
+            elif (certain := self.contracting(system)) is None or not everywhere(certain):
                 near, spent = _settled(problem, start, self.damping(system))
                 if certain is not None:
                     # Where there is one solution, any solver may go there at once.
@@ -378,7 +382,7 @@ class _Damped(Problem):
 _SETTLING = Picard(rtol=1e-3, atol=1e-6, max_steps=200)
 
 
-def physics_solver(dtype: torch.dtype, rtol: float | None = None) -> Solver:
+def physics_solver(dtype: torch.dtype, rtol: float | None = None) -> Anderson:
     """The solver of mean-field equations where none is given: numbers are compared to ten digits."""
     tolerance = (1e-6 if dtype == torch.float32 else 1e-11) if rtol is None else rtol
     return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)

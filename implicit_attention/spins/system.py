@@ -17,6 +17,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import is_batched, readable
 from .._declared import Declared, restricted
+from ..problem import TokenOrder
 from . import low_rank
 from .low_rank import LowRank
 
@@ -103,6 +104,8 @@ class SpinSystem(Declared):
         #: Set by `DynamicalMethod.beside`: couplings to sites whose state is known, (*batch, N, M), and that state.
         self.held_couplings: Tensor | None = None
         self.held_state: Tensor | None = None
+        #: Set by causal layers: sites read none behind them, and each is solved for whatever stands there.
+        self.token_order: TokenOrder | None = None
         #: Set by `without_nonfinite`, which needs them: sum_j |J_ij| of numbers per pair, (*#batch, N).
         self.row_sums: Tensor | None = None
         self.field = field

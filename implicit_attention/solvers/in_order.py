@@ -1,0 +1,76 @@
+"""Problems whose tokens read none behind them: the loop stops each token on its own, whatever stands behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from .._norm import norm
+from ..problem import Problem, TokenOrder
+from ..solution import Record
+from ..status import Status
+
+
+class Tokens(Problem):
+    """A problem with a `token_order`, each of whose tokens is a problem that reads those before it.
+
+    A token has converged when its own residual is small at states of those before it that no longer change.
+    """
+
+    event_ndim = 1
+    separates = False
+
+    def __init__(self, inner: Problem) -> None:
+        assert inner.token_order is not None
+        self.inner = inner
+        self.token_order: TokenOrder = inner.token_order
+
+    def fixed_point_map(self, z: Tensor) -> Tensor:
+        return self.inner.fixed_point_map(z)
+
+    def check_undeclared(self, z: Tensor) -> None:
+        self.inner.check_undeclared(z)
+
+    def settled_of(
+        self, active: Tensor, converged: Tensor | None, broken: Tensor
+    ) -> tuple[Bool[Tensor, "*lead"] | None, Bool[Tensor, "*lead"]]:
+        """Which tokens have converged and which are given up, once those that they read are heard."""
+        broken = active & self._behind(broken)
+        if converged is None:
+            return None, broken
+        # A token that was given up is not active, and neither is any that reads it.
+        return converged & ~self._behind(active & ~converged), broken
+
+    def _behind(self, tokens: Tensor) -> Tensor:
+        # Of a problem with more axes a token may read all parts of those before it.
+        parts = tuple(range(1 - self.inner.event_ndim, -1))
+        return self.token_order.behind(tokens.any(parts, keepdim=True) if parts else tokens)
+
+    def record(self, record: Record, value: Tensor) -> Record:
+        """That of the whole problems, (*lead): the first failure among their tokens, and the length of all residuals.
+
+        A token that was left while those before it still moved is measured again, at the value that is returned.
+        """
+        axes = tuple(range(-(self.inner.event_ndim - 1), 0))
+        left = record.status != Status.CONVERGED
+        again = norm(self.fixed_point_map(value.detach()) - value.detach())
+        residual = torch.where(left, again, record.residual)
+        first = left.flatten(axes[0]).to(torch.int8).argmax(-1, keepdim=True)
+        return Record(
+            status=record.status.flatten(axes[0]).gather(-1, first)[..., 0],
+            residual=norm(residual.flatten(axes[0])),
+            tolerance=norm(record.tolerance.flatten(axes[0])),
+            num_steps=record.num_steps.amax(axes),
+            num_evals=record.num_evals.amax(axes),
+        )
+
+    def course(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(residual, num_evals, value) of all tokens at every step, (steps, *lead), as those of the whole problems."""
+        if not kept:
+            return kept
+        residual, num_evals, value = kept
+        start = -(self.inner.event_ndim - 1)
+        return norm(residual.flatten(start)), num_evals.flatten(start).amax(-1), value
