@@ -71,7 +71,9 @@ class AdaTAP(FixedPointApproximation):
     Reference: Opper and Winther (2001), Adaptive and self-averaging TAP mean-field theory; Opper and Winther (2005),
     Expectation consistent approximate inference, whose Gaussian shares one number per site here.
 
-    Not for thousands of sites, at O(N^3) a step: use `TAP()` or `MeanField()`; not for trees: `Bethe()` is exact there.
+    Not for thousands of sites, at O(N^3) a step: use `TAP()` or `MeanField()`; not for trees: `Bethe()` is exact there;
+    not for Ising lattices at beta J near 1 and above, where m is off by .3 and F by .03 a spin while all is CONVERGED
+    (the table of the guide to spin systems): use `Enumeration()` up to 20 sites, else `SaddlePoint(one_loop=True)`.
 
     Examples:
         >>> import torch

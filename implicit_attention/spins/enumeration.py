@@ -40,7 +40,7 @@ class Enumeration(Approximation):
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         require_ising(self, system)
-        remedy = "use AdaTAP or TAP, or sample"
+        remedy = "use AdaTAP, on lattices SaddlePoint(one_loop=True), or sample"
         _validate.require(
             system.num_sites <= LARGEST, "system", f"have at most {LARGEST} sites", system.num_sites, remedy
         )

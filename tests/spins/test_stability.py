@@ -173,6 +173,9 @@ def test_starts_come_from_the_generator():
         (24, 1, "chain", TransferMatrix()),
         (5, 3, "chain", TransferMatrix()),
         (24, 1, "star", Bethe()),
+        (24, 1, "ring", Bethe()),
+        (24, 1, "lattice", SaddlePoint(one_loop=True)),
+        (9, 1, "lattice", Enumeration()),
         (24, 1, "all", AdaTAP()),
         (5, 3, "all", SaddlePoint(one_loop=True)),
     ],
@@ -184,6 +187,15 @@ def test_the_closure_to_trust_is_exact_where_it_can_be(sites, dim, bonds, closur
     elif bonds == "chain":
         index = torch.arange(sites - 1)
         couplings[index, index + 1] = couplings[index + 1, index] = 0.3
+    elif bonds == "ring":
+        index = torch.arange(sites)
+        couplings[index, index - 1] = couplings[index - 1, index] = 0.3
+    elif bonds == "lattice":
+        width = 3
+        for site in range(sites):
+            for other in (site + width, *([site + 1] if (site + 1) % width else [])):
+                if other < sites:
+                    couplings[site, other] = couplings[other, site] = 0.3
     else:
         couplings[0, 1:] = couplings[1:, 0] = 0.3
     field = random(sites, 1, seed=1) * torch.ones(dim).double()
