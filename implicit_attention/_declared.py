@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -12,6 +13,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from typing_extensions import Self
+
+from ._autograd import in_own_precision
 
 _D = TypeVar("_D", bound="Declared")
 
@@ -219,6 +222,8 @@ class Declared:
     Attributes may be tensors, other `Declared` objects, modules (their parameters and buffers) and tuples, lists or
     dicts of these. Nothing needs to be registered: a subclass only assigns its attributes.
 
+    Methods without an underscore compute in the precision of their tensors, also inside torch.autocast.
+
     A subclass that overrides a method inherits no closed form that was derived from the method of its base. The
     methods that `_follows` names for it are those of the `general` base again, or `Withdrawn` where that has none.
     """
@@ -233,6 +238,9 @@ class Declared:
     def __init_subclass__(cls, *, general: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._general = general
+        for name, method in list(vars(cls).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, in_own_precision(method))
         names = {name for cause, followers in cls._follows.items() for name in (cause, *followers)}
         places = {name: cls._place_of(name) for name in names}
         for cause, followers in cls._follows.items():

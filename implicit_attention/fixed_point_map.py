@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import numbers
 import re
 import weakref
@@ -220,6 +221,8 @@ def _closed_over(function: Any) -> str:
 def _scope(function: Any) -> dict[str, Any]:
     """What a function reads by name: its closure, globals and bound object; of a module what it has not registered."""
     code_of = type(function).forward if isinstance(function, nn.Module) else function
+    # What decorators wrap, as they wrap the methods of potentials.
+    code_of = inspect.unwrap(code_of)
     code = getattr(code_of, "__code__", None)
     cells = zip(getattr(code, "co_freevars", ()), getattr(code_of, "__closure__", None) or (), strict=False)
     scope = {name: cell.cell_contents for name, cell in cells}
