@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -86,19 +86,68 @@ def exact_precision(tensor: Tensor) -> contextlib.AbstractContextManager[object]
 
 
 def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function` in the precision of its tensors: torch.autocast, where it is on, lowers none inside."""
+    """`function` in the precision of its tensors: torch.autocast, where it is on, lowers none inside.
+
+    Neither does it where the gradient is taken inside the context of autocast, which torch's formulas would follow.
+    """
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        lowered = [kind for kind in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(kind)]
+        lowered = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
         if not lowered:
             return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            with torch.autocast(lowered[0], enabled=False):
+                return function(*args, **kwargs)
+        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         with contextlib.ExitStack() as exact:
             for kind in lowered:
                 exact.enter_context(torch.autocast(kind, enabled=False))
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if torch.is_grad_enabled() and not transforms_active():
+            _differentiate_exactly(result, first)
+        return result
 
     return call
+
+
+#: Devices whose precision torch.autocast may lower.
+_KINDS = ("cpu", "cuda", "xpu")
+
+
+def _differentiate_exactly(result: Any, first: int) -> None:
+    """Have the graph of `result` from the node with the number `first` on ignore autocast when it is differentiated."""
+    nodes, seen = [t.grad_fn for t in _tensors_in(result)], set()
+    while nodes:
+        node = nodes.pop()
+        # Leaves have the largest number of all.
+        if node is None or node in seen or not first <= node._sequence_nr() < 2**63:
+            continue
+        seen.add(node)
+        node.register_prehook(_without_autocast)
+        nodes.extend(before for before, _ in node.next_functions)
+
+
+def _without_autocast(cotangents: Any) -> None:
+    # Torch restores this after every node.
+    for kind in _KINDS:
+        if torch.is_autocast_enabled(kind):
+            torch.set_autocast_enabled(kind, False)
+
+
+def _tensors_in(result: Any) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and dicts, and in the attributes of an answer."""
+    if isinstance(result, Tensor):
+        yield result
+        return
+    if isinstance(result, dict):
+        parts: Iterable[Any] = result.values()
+    elif isinstance(result, tuple | list):
+        parts = result
+    else:
+        parts = (v for v in getattr(result, "__dict__", {}).values() if isinstance(v, Tensor | tuple | list))
+    for part in parts:
+        yield from _tensors_in(part)
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import HALF, backward_running, exact_precision, transforms_active, uncompiled
+from ._autograd import HALF, backward_running, in_own_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures, without_gradient
 from ._short import Found, are_plain, find, is_exact, rule_of, unobserved
 from ._short import Problem as Short
@@ -27,6 +27,7 @@ from .status import Status
 
 
 @uncompiled
+@in_own_precision
 def solve(
     problem: Problem,
     initial: Tensor,
@@ -125,8 +126,7 @@ def solve(
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_undeclared(initial)
-    with exact_precision(initial):
-        outcome = adjoint.run(request)
+    outcome = adjoint.run(request)
     outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
     if sampled is not None:
         sampled.keep(problem, outcome.value)

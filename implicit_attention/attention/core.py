@@ -14,6 +14,7 @@ from .._autograd import (
     backward_running,
     exact_precision,
     host_may_look,
+    in_own_precision,
     into_onnx,
     is_batched,
     is_fake,
@@ -200,6 +201,7 @@ def _merged(solution: Solution | Record) -> Solution | Record:
 # The answer.
 
 
+@in_own_precision
 def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | Record, Tensor | None] | None:
     """Output, state, solution and weights, or None as in `_by_groups`."""
     if empty := given.keys.shape[-2] == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
-from .._autograd import backward_running, exact_precision, host_may_look, transforms_active
+from .._autograd import backward_running, host_may_look, in_own_precision, transforms_active
 from .._reporting import report_failures
 from .._solve import solve
 from .._types import Impl, OnFailure
@@ -125,11 +125,11 @@ def solve_in_order(
     return InOrder(torch.cat(values, dim=-2), keys, report, tuple(r.adjoint for r in reports))
 
 
+@in_own_precision
 def keys_at(problem: CausalTokens, x: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
     """The keys of solved tokens, NaN of those that are not finite, without gradient there: 0 * NaN would be NaN."""
     finite = x.isfinite().all(-1, keepdim=True)
-    with exact_precision(x):
-        keys = problem.attention.keys_of(problem.activation(x.where(finite, 0.0)))
+    keys = problem.attention.keys_of(problem.activation(x.where(finite, 0.0)))
     return keys.where(finite.unsqueeze(-3), torch.nan)
 
 

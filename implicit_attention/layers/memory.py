@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from .. import _validate
-from .._autograd import HALF, at_least_single, exact_precision
+from .._autograd import HALF, at_least_single, in_own_precision
 from ..attention.call import Call
 from ..attention.core import attend
 from ..attention.read_out import PotentialFactory
@@ -263,16 +263,16 @@ class MemoryLookup(Remembering):
         values = self.patterns if self.targets is None else self.targets
         return self._ask(queries, values, return_solution, options, known, clamp)
 
+    @in_own_precision
     def energy(self, queries: Tensor) -> Tensor:
         """E of every query (*batch, N, dim), (*batch, N): low near stored patterns, up to a constant.
 
         In float32 for half precision, as in solves.
         """
         self._check_queries(queries)
-        with exact_precision(queries):
-            queries, keys = at_least_single(queries), at_least_single(self.patterns)
-            beta, anchor = (t.to(queries.dtype) if isinstance(t, Tensor) else t for t in (self._beta(), self.anchor()))
-            return AnchoredEnergy(self._factory()(keys, beta), queries, anchor).energy(queries)
+        queries, keys = at_least_single(queries), at_least_single(self.patterns)
+        beta, anchor = (t.to(queries.dtype) if isinstance(t, Tensor) else t for t in (self._beta(), self.anchor()))
+        return AnchoredEnergy(self._factory()(keys, beta), queries, anchor).energy(queries)
 
     def _ask(
         self,

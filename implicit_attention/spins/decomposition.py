@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._autograd import in_own_precision
 from .._types import OnFailure
 from ..problem import widened
 from ._curvature import local_field
@@ -54,6 +54,7 @@ class Decomposition:
         return self.field + self.coupling + self.onsager + self.coupling_function
 
 
+@in_own_precision
 def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailure = "raise") -> Decomposition:
     """Split the magnetization of a method into the answers to field, couplings, self-correction and J(h).
 
@@ -89,18 +90,17 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
     direct, through = magnetization(system, method, split=True, on_failure=on_failure)
     system = widened(system)[0]
     response, radius, beta, rows = method.site_response(), system.radius, system.beta_over(0), system.beta_over(1)
-    with exact_precision(direct):
-        others = system.coupled(direct)
-        bare = system.live_field + others
-        local, saturated = local_field(response, direct, beta, radius)
-        # A mean of length R belongs to all strong fields. Where the bare field is one of them, it needs no correction.
-        apart = torch.linalg.vector_norm(response.magnetization(bare, beta, radius).detach() - direct.detach(), dim=-1)
-        # The mean was solved for to more than rounding.
-        enough = saturated & (apart <= torch.finfo(direct.dtype).eps ** (2 / 3) * radius)
-        local = torch.where(enough[..., None], bare, local)
-        gain = rows * radius**2 * response.gain((rows * radius) ** 2 * local.square().sum(-1), system.dim)
-        parts = (system.live_field, others, local - bare)
-        field, coupling, onsager = (gain[..., None] * part for part in parts)
+    others = system.coupled(direct)
+    bare = system.live_field + others
+    local, saturated = local_field(response, direct, beta, radius)
+    # A mean of length R belongs to all strong fields. Where the bare field is one of them, it needs no correction.
+    apart = torch.linalg.vector_norm(response.magnetization(bare, beta, radius).detach() - direct.detach(), dim=-1)
+    # The mean was solved for to more than rounding.
+    enough = saturated & (apart <= torch.finfo(direct.dtype).eps ** (2 / 3) * radius)
+    local = torch.where(enough[..., None], bare, local)
+    gain = rows * radius**2 * response.gain((rows * radius) ** 2 * local.square().sum(-1), system.dim)
+    parts = (system.live_field, others, local - bare)
+    field, coupling, onsager = (gain[..., None] * part for part in parts)
     if system.mask is not None:
         # `live_field` is zero at a missing site; its parts are made zero, too.
         field, coupling, onsager = (x.masked_fill(~system.mask[..., None], 0.0) for x in (field, coupling, onsager))

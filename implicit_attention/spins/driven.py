@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, host_may_look
+from .._autograd import host_may_look, in_own_precision
 from .._types import OnFailure
 from ..linear import spectral_radius
 from ..solution import SolveReport
@@ -74,6 +74,7 @@ class _Law(NamedTuple):
     covariance: Spread
 
 
+@in_own_precision
 def drive(
     method: DynamicalMethod,
     couplings: Tensor | CouplingFunction,
@@ -150,24 +151,23 @@ def drive(
     remedy = "use KineticPlefka() or GaussianClosure()"
     system = accepted(system, method, None, "none", on_failure, kind=DynamicalMethod, remedy=remedy)
     method.check_step()
-    with exact_precision(system.field):
-        sound, lost = without_nonfinite(system)
-        each = _each_step(sound)
-        start, unusable = _start(method, each[0], initial)
-        states = [start]
-        for now in each:
-            states.append(method.problem(now).fixed_point_map(states[-1]))
-        before, after = torch.stack(states[:-1]), torch.stack(states[1:])
-        # A state that is not known makes all later ones unknown.
-        lost = (lost.cumsum(0) > 0) | unusable
-        p, q, delayed = _laws(method, sound, each[0], before, after)
-        sigma = _entropy_production(method, sound, p, q, delayed)
-        path = DrivenPath(
-            fields=system.field,
-            states=torch.cat((fill(start, unusable)[None], fill(after, lost))),
-            entropy_production=fill(sigma, lost),
-        )
-        return _with_stationary(method, sound, path, p, q, lost, on_failure) if stationary else path
+    sound, lost = without_nonfinite(system)
+    each = _each_step(sound)
+    start, unusable = _start(method, each[0], initial)
+    states = [start]
+    for now in each:
+        states.append(method.problem(now).fixed_point_map(states[-1]))
+    before, after = torch.stack(states[:-1]), torch.stack(states[1:])
+    # A state that is not known makes all later ones unknown.
+    lost = (lost.cumsum(0) > 0) | unusable
+    p, q, delayed = _laws(method, sound, each[0], before, after)
+    sigma = _entropy_production(method, sound, p, q, delayed)
+    path = DrivenPath(
+        fields=system.field,
+        states=torch.cat((fill(start, unusable)[None], fill(after, lost))),
+        entropy_production=fill(sigma, lost),
+    )
+    return _with_stationary(method, sound, path, p, q, lost, on_failure) if stationary else path
 
 
 def _each_step(system: SpinSystem) -> list[SpinSystem]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import exact_precision
+from .._autograd import in_own_precision
 from .._types import LinearMap, OnFailure
 from ..potentials import SphericalLaw
 from ..solution import Remedies, SolveReport
@@ -160,6 +160,7 @@ def no_free_energy(method: Approximation) -> NoReturn:
     raise TypeError(_validate.message("method", "have a free energy", f"{name}, which describes dynamics", remedy))
 
 
+@in_own_precision
 def stationary_state(
     system: SpinSystem,
     method: DynamicalMethod,
@@ -202,16 +203,15 @@ def stationary_state(
     """
     remedy = "use GaussianClosure() or KineticPlefka()"
     system = accepted(system, method, initial, check, on_failure, kind=DynamicalMethod, remedy=remedy)
-    with exact_precision(system.field):
-        sound, nonfinite = without_nonfinite(system)
-        solution = method.solution(sound, method.begin(sound, initial), check=check)
-        m, delayed = method.moments(sound, solution.value)
-        couplings = sound.live_couplings
-        pairs = (-4, -3, -2, -1) if sound.block else (-2, -1)
-        asymmetry = couplings - mirrored(couplings, block=sound.block)
-        entropy = sound.beta_over(0) * (asymmetry * delayed).sum(pairs)
-        if sound.block:
-            delayed = delayed.diagonal(dim1=-2, dim2=-1).sum(-1)
+    sound, nonfinite = without_nonfinite(system)
+    solution = method.solution(sound, method.begin(sound, initial), check=check)
+    m, delayed = method.moments(sound, solution.value)
+    couplings = sound.live_couplings
+    pairs = (-4, -3, -2, -1) if sound.block else (-2, -1)
+    asymmetry = couplings - mirrored(couplings, block=sound.block)
+    entropy = sound.beta_over(0) * (asymmetry * delayed).sum(pairs)
+    if sound.block:
+        delayed = delayed.diagonal(dim1=-2, dim2=-1).sum(-1)
     return StationaryState(
         magnetization=fill(m, nonfinite),
         delayed_correlations=fill(delayed, nonfinite),

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _matrices, _validate
+from .._autograd import in_own_precision
 from .enumeration import states
 
 # 2^12 states have a transition matrix of 128 MiB.
@@ -43,6 +44,7 @@ class StationaryLaw(NamedTuple):
     second_eigenvalue: float
 
 
+@in_own_precision
 def stationary_law(couplings: Float[Tensor, "N N"], field: Float[Tensor, "N"], beta: float = 1.0) -> StationaryLaw:
     """The exact law that the chain p(s' | s) = prod_i exp(beta s'_i f_i)/(2 cosh beta f_i), f = h + J s, settles in.
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import at_least_single, host_may_look
+from .._autograd import at_least_single, host_may_look, in_own_precision
 from ._inverse import inverse_and_logdet
 from .system import SpinSystem
 
@@ -17,6 +17,7 @@ InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap"]
 METHODS = ("mean_field", "tap", "adaptive_tap")
 
 
+@in_own_precision
 def fit_ising(
     samples: Float[Tensor, "*batch M N"],
     *,
@@ -74,6 +75,7 @@ def fit_ising(
     return fit_ising_moments(m, covariance, method=method, shrinkage=shrinkage)
 
 
+@in_own_precision
 def fit_ising_moments(
     magnetization: Float[Tensor, "*batch N"],
     covariance: Float[Tensor, "*batch N N"],

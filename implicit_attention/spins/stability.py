@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import grad
+from .._autograd import grad, in_own_precision
 from .._reporting import check_on_failure, report_failures, table
 from .._types import LinearMap, OnFailure
 from ..diagnostics import first_fixed_points
@@ -137,6 +137,7 @@ class Stability:
 
 
 @torch.no_grad()
+@in_own_precision
 def stability(
     system: SpinSystem,
     method: Approximation,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import is_batched, readable
+from .._autograd import in_own_precision, is_batched, readable
 from .._declared import Declared, restricted
 from ..problem import TokenOrder
 from . import low_rank
@@ -283,12 +283,14 @@ class _Undeclared:
         named = signature.parameters.get("mask")
         self.masked = named is not None and named.kind in (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY)
 
+    @in_own_precision
     def __call__(self, field: Tensor, mask: Tensor | None) -> Tensor | LowRank:
         """J of the field, which is zero where there is no site."""
         if mask is None:
             return self.ask(field, torch.ones_like(field[..., 0], dtype=torch.bool) if self.masked else None)
         return self.ask(field.masked_fill(~mask[..., None], 0.0), mask.expand(field.shape[:-1]))
 
+    @in_own_precision
     def ask(self, field: Tensor, mask: Tensor | None) -> Tensor | LowRank:
         """The function of the field, and of `mask` if it has that argument."""
         return self.function(field, mask=mask) if self.masked else self.function(field)

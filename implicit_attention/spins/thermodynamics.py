@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, grad, vjp
+from .._autograd import exact_precision, grad, in_own_precision, vjp
 from .._types import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._nonfinite import fill, without_nonfinite
@@ -89,6 +89,7 @@ class Thermodynamics:
         return f"Thermodynamics(mean over {self.free_energy.numel()} samples: {means}; {self.report!r})"
 
 
+@in_own_precision
 def thermodynamics(
     system: SpinSystem,
     method: Approximation,
@@ -147,11 +148,10 @@ def thermodynamics(
         derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = grad(log_z, argnums=(0, 1, 2), has_aux=True)
         return derivative(field, couplings, beta)
 
-    with exact_precision(field):
-        (by_field, by_couplings, by_beta), pullback, aux = vjp(first, field, couplings, beta, has_aux=True)
-        value, lost, record = aux
-        nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
-        curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
+    (by_field, by_couplings, by_beta), pullback, aux = vjp(first, field, couplings, beta, has_aux=True)
+    value, lost, record = aux
+    nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
+    curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
 
     def product(v: Tensor) -> Tensor:
         with exact_precision(v):
@@ -175,6 +175,7 @@ def thermodynamics(
     return Thermodynamics(**numbers, report=SolveReport(record, adjoint, method.remedies), _product=product)
 
 
+@in_own_precision
 def free_energy(
     system: SpinSystem,
     method: Approximation,
@@ -196,11 +197,11 @@ def free_energy(
         -0.164
     """
     system = accepted(system, method, initial, check, on_failure)
-    with exact_precision(system.field):
-        found, lost = _answer(method, system, initial, check, on_failure)
+    found, lost = _answer(method, system, initial, check, on_failure)
     return fill(-(found.value + system.base_measure()) / system.beta_over(0), lost)
 
 
+@in_own_precision
 def magnetization(
     system: SpinSystem,
     method: Approximation,
@@ -244,16 +245,15 @@ def magnetization(
         no_free_energy(method)
     wide = accepted(system, method, initial, check, on_failure)
     function = None if isinstance(method, DynamicalMethod) else wide.coupling_function
-    with exact_precision(wide.field):
-        answer = _explicit(method, wide, initial, check, on_failure)
-        direct = answer.magnetization
-        if function is None:
-            through = torch.zeros_like(direct)
-        else:
-            by_couplings = _by_couplings(method, wide, answer)
-            # The function gets the field in its original precision.
-            made, pullback = vjp(lambda field: kept(function(field, system.mask)), system.field)
-            through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / wide.beta_over(2)
+    answer = _explicit(method, wide, initial, check, on_failure)
+    direct = answer.magnetization
+    if function is None:
+        through = torch.zeros_like(direct)
+    else:
+        by_couplings = _by_couplings(method, wide, answer)
+        # The function gets the field in its original precision.
+        made, pullback = vjp(lambda field: kept(function(field, system.mask)), system.field)
+        through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / wide.beta_over(2)
     found = (direct, through) if split else direct + through
     return (found, answer) if return_answer else found
 

@@ -48,6 +48,15 @@ class ApproximationContract:
     def make(self) -> Approximation:
         raise NotImplementedError
 
+    def test_autocast_changes_no_bit(self) -> None:
+        system = self.system(self.field(2), self.weights(2))
+        system = system.at(system.field.float(), system.couplings.float(), system.beta)
+        plain = thermodynamics(system, self.make(), on_failure="ignore")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            lowered = thermodynamics(system, self.make(), on_failure="ignore")
+            for name in OUTPUTS:
+                assert torch.equal(output(plain, name), output(lowered, name)), name
+
     def field(self, *batch: int, seed: int = 1) -> Tensor:
         field = 0.7 * random(*batch, self.sites, self.dim, seed=seed)
         if self.chain and self.dim > 1:

@@ -29,6 +29,22 @@ class EnergyContract:
     def test_one_number_per_problem(self) -> None:
         assert self.make().energy(self.state()).shape == self.lead()
 
+    def test_autocast_changes_no_bit(self) -> None:
+        problem = self.make()
+        floats = (t.float() if t.is_floating_point() else t for t in problem.tensors())
+        problem, z, v = problem.replace(*floats), self.state().float(), self.state(2).float()
+        for name, given in (
+            ("energy", (z,)),
+            ("gradient", (z,)),
+            ("fixed_point_map", (z,)),
+            ("hessian_product", (z, v)),
+        ):
+            plain = getattr(problem, name)(*given)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                lowered = getattr(problem, name)(*given)
+            assert plain.dtype == lowered.dtype, name
+            assert torch.equal(plain, lowered), name
+
     def test_gradient_is_the_derivative_of_the_energy(self) -> None:
         energy, z = self.make(), self.state().requires_grad_()
         (gradient,) = torch.autograd.grad(energy.energy(z).sum(), z)

@@ -88,6 +88,18 @@ class PotentialContract:
             )
             assert linked or not read, f"`{type(potential).__name__}.mean` has no graph to {names[i]}"
 
+    def test_autocast_changes_no_bit(self) -> None:
+        potential, z, v = self.make(torch.float32), self.state(dtype=torch.float32), self.state(2, torch.float32)
+        asked: list[tuple[str, tuple[Any, ...]]] = [("value", (z,)), ("mean", (z,)), ("evaluate", (z,))]
+        asked += [("covariance_product", (z, v))]
+        for name, given in asked:
+            plain = getattr(potential, name)(*given)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                lowered = getattr(potential, name)(*given)
+            for one, other in zip(pytree.tree_leaves(plain), pytree.tree_leaves(lowered), strict=True):
+                assert one.dtype == other.dtype, name
+                assert torch.equal(one, other), name
+
     def test_covariance_is_the_derivative_of_mean(self) -> None:
         potential, v = self.make(torch.float64), self.state(2)
         z = self.state().requires_grad_()

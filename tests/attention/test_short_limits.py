@@ -146,10 +146,6 @@ def general(leaves):
         # The breaks of its graph are what the general path has, too.
         return torch.compile(lambda q: call(q, on_failure="ignore"), backend="eager")(query)
 
-    def with_autocast():
-        with torch.autocast("cpu", torch.bfloat16):
-            return ia.solve(ia.AnchoredEnergy(ia.LogSumExp(key, 0.3), query, 0.5), query).value
-
     def deterministic():
         torch.use_deterministic_algorithms(True)
         try:
@@ -205,7 +201,6 @@ def general(leaves):
         "a mode that sees every operation": in_a_mode,
         "dual numbers": dual,
         "compile": compiled,
-        "autocast": with_autocast,
         "deterministic": deterministic,
         "a tensor to be negated": negated,
         "a subclass of tensor": lambda: call(query.detach().as_subclass(Labelled)).as_subclass(torch.Tensor),
@@ -288,3 +283,18 @@ def test_explicit_keys_that_are_all_nan_are_read_as_nan():
     query, key, value = (t.detach() for t in tensors())
     key[:] = torch.nan
     assert ia.equilibrium_attention(query, key, value, max_steps=0).isnan().all()
+
+
+@pytest.mark.parametrize("by_solve", [True, False], ids=["solve", "attention"])
+def test_autocast_is_switched_off_before_the_short_way_is_taken(by_solve):
+    query, key, value = tensors()
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            if by_solve:
+                output = ia.solve(ia.AnchoredEnergy(ia.LogSumExp(key, 0.3), query, 0.5), query).value
+            else:
+                output = ia.equilibrium_attention(query, key, value)
+            return output, gradients(output, [query, key])
+
+    agree(call)
