@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -106,9 +107,16 @@ def in_own_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
             result = function(*args, **kwargs)
         if torch.is_grad_enabled() and not transforms_active():
             _differentiate_exactly(result, first)
-        return result
+        return _asked_later(result)  # type: ignore[no-any-return]
 
     return call
+
+
+def _asked_later(result: Any) -> Any:
+    """`result`, whose functions, such as products with a Jacobian, compute in their own precision, too."""
+    named = result._asdict() if isinstance(result, tuple) and hasattr(result, "_asdict") else {}
+    later = {name: in_own_precision(f) for name, f in named.items() if isinstance(f, FunctionType)}
+    return result._replace(**later) if later else result
 
 
 #: Devices whose precision torch.autocast may lower.

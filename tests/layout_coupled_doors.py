@@ -2,6 +2,7 @@
 
 import itertools
 
+import layout_doors
 import torch
 from layout_doors import (
     HALF,
@@ -114,7 +115,11 @@ def block(draw):
         draw.dtype = torch.float32
     lead, n, _, d = sizes(draw)
     streams, steps = draw.rng.random() < 0.5, draw.rng.choice((None, None, 150))
-    layer = ia.Equilibrium(Streams(draw, d, draw.dtype), solver=solver(draw))
+    # A sample without an axis that numbers samples says so.
+    event = {} if lead else {"event_ndim": 2}
+    # A block in half precision settles no further.
+    chosen = ia.Picard(rtol=5e-3) if layout_doors.LOWERED else solver(draw)
+    layer = ia.Equilibrium(Streams(draw, d, draw.dtype), solver=chosen, **event)
     x, scale = leaf(draw.tensor(*lead, n, d)), leaf(draw.tensor(*draw.rng.choice(((), (*lead, 1, 1)))))
     start = (draw.tensor(*lead, n, d), draw.tensor(*lead, d)) if streams else draw.tensor(*lead, n, d)
     found, solution = layer(x, scale, start=start, steps=steps, on_failure="raise", return_solution=True)

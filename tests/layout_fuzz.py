@@ -14,6 +14,8 @@ import traceback
 
 import layout_attention_doors  # noqa: F401 - its doors register themselves
 import layout_coupled_doors  # noqa: F401 - its doors register themselves
+import layout_direct_doors  # noqa: F401 - its doors register themselves
+import layout_doors
 import layout_key_doors  # noqa: F401 - its doors register themselves
 import torch
 from layout_doors import DOORS
@@ -21,6 +23,18 @@ from layouts import Layouts
 
 NAMES = list(DOORS)
 
+LOWERED = {
+    "block",
+    "cached_tokens",
+    "grouped_heads",
+    "layer",
+    "memory_of_half_known",
+    "multihead",
+    "pooling",
+    "pooling_by_heads",
+    "spin_layer",
+    "transformer",
+}
 DTYPES = (torch.float64,) * 4 + (torch.float32,) * 2 + (torch.bfloat16, torch.float16)
 
 
@@ -30,8 +44,9 @@ def call(seed, names=NAMES):
     draw = Layouts(seed)
     draw.dtype = draw.rng.choice(DTYPES)
     wrong = None
-    lowered = draw.rng.random() < 0.5
-    draw.used = draw.used | {"autocast"} if isinstance(draw.used, set) else [*draw.used, *["autocast"] * lowered]
+    # Layers with weights and blocks of one's own are lowered by autocast, as torch's are; all else is not.
+    layout_doors.LOWERED = (lowered := draw.rng.random() < 0.5) and door in LOWERED
+    draw.used += ["autocast"] * lowered
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=lowered):
             DOORS[door](draw)

@@ -193,6 +193,24 @@ class _System(NamedTuple):
         return lambda v: v - self.product(v.reshape(shape)).reshape(v.shape), flat
 
 
+def _together(method: LinearSolver[Any], problem: Problem, system: _System, apart: Adjoined) -> Adjoined:
+    """The answer of all problems as one where that is nearer: they may read each other, as in batch normalisation.
+
+    A Krylov method that takes them one by one need not converge then.
+    """
+    shape = system.rhs.shape
+    product, rhs = system.flat(problem)
+    whole = method.solve(lambda v: product(v.reshape(rhs.shape)).reshape(v.shape), rhs.reshape(1, -1))
+    value = whole.value.reshape(rhs.shape)
+    residual = norm(rhs - product(value))
+    if not bool(norm(residual.reshape(1, -1)) < norm(apart.residual.reshape(1, -1))):
+        return apart
+    status = torch.where(residual <= apart.tolerance, int(Status.CONVERGED), whole.status.reshape(()))
+    steps = apart.num_steps + whole.num_steps.reshape(())
+    status, steps = status.to(apart.status.dtype), steps.to(apart.num_steps.dtype)
+    return apart._replace(value=value.reshape(shape), status=status, residual=residual, num_steps=steps, gradients=())
+
+
 def _solve(
     method: LinearSolver[Any],
     problem: Problem,
@@ -217,6 +235,8 @@ def _solve(
         solution.negative_curvature,
         tape.gradients if tape is not None and solution.checked else (),
     )
+    if not problem.separates and host_may_look(answer.status) and bool((answer.status > Status.UNSTABLE).any()):
+        answer = _together(method, problem, system, answer)
     if isinstance(method, CG) and bool(solution.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, z, rhs, transpose, system, answer)
     stalled = answer.status == Status.STALLED

@@ -144,6 +144,7 @@ class MemoryLookup(Remembering):
     # Also in inference mode normal tensors are stored, which later gradients may pass through.
     @torch.inference_mode(False)
     @torch.no_grad()
+    @in_own_precision
     def store(self, patterns: Tensor, targets: Tensor | None = None) -> None:
         """Add patterns (M, dim) with their targets (M, target_dim); learned ones are set to them instead.
 

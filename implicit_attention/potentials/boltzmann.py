@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
@@ -341,4 +342,6 @@ def _counted(units: Units, like: Tensor) -> tuple[Tensor, Tensor]:
         values = units.values
         total = units.weights or (1.0,) * len(values)
         chances = tuple(w / sum(total) for w in total)
-    return like.new_tensor(values), like.new_tensor([math.log(len(values) * p) for p in chances])
+    # Not `new_tensor`, which a tensor that is still to be negated refuses.
+    made = functools.partial(torch.tensor, dtype=like.dtype, device=like.device)
+    return made(values), made([math.log(len(values) * p) for p in chances])

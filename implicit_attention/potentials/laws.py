@@ -69,7 +69,7 @@ class GaussianUnits(Units, SiteLaw):
             return self.spread
         required = f"have {len(self.spread)} entries on the last axis, one for each variance of the units"
         _validate.require(t.shape[-1:] == (len(self.spread),), "t", required, f"shape {tuple(t.shape)}")
-        return t.new_tensor(self.spread)
+        return torch.tensor(self.spread, dtype=t.dtype, device=t.device)
 
     def cumulant(self, t: Tensor) -> Tensor:
         return t * (self.center + self.spread_of(t) * t / 2)
@@ -345,6 +345,6 @@ def units_ray(
     """That of (1/beta) sum_j K(beta <k_j, z>) for the cumulant K of a law; `keys` are asked for only where needed."""
     if type(units) is GaussianUnits:
         found = keys()
-        roots = found.new_tensor(units.spread).sqrt()
+        roots = torch.tensor(units.spread, dtype=found.dtype, device=found.device).sqrt()
         return quadratic_ray(found * roots[..., None], beta, scale, together=together)
     return faster_ray(keys()) if type(units) is PoissonUnits else None

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .._autograd import exact_precision, grad, in_own_precision, vjp
+from .._autograd import grad, in_own_precision, vjp
 from .._types import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._nonfinite import fill, without_nonfinite
@@ -153,9 +153,9 @@ def thermodynamics(
     nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
     curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
 
+    @in_own_precision
     def product(v: Tensor) -> Tensor:
-        with exact_precision(v):
-            response: Tensor = pullback((v, nothing[1], torch.zeros_like(by_beta)))[0]
+        response: Tensor = pullback((v, nothing[1], torch.zeros_like(by_beta)))[0]
         return fill(response / beta[..., None, None], lost)
 
     log_partition = value + system.base_measure()
