@@ -11,9 +11,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
+from .._autograd import host_may_look
 from ..potentials.masked_keys import MaskedKeys, Read, common
 from ..problem import Evaluation, Linearization, pullback
 from .base import Energy
+
+#: The largest (beta/2) |k|^2 at which float32 tells 1 - (beta/2) |z - k|^2 to 1e-5.
+LARGEST = 16.0
 
 
 class Epanechnikov(Energy):
@@ -32,6 +36,9 @@ class Epanechnikov(Energy):
     f(z) - z is -grad E divided by a: residual and tolerance are those of the map. Plain steps descend,
     E(f(z)) <= E(z) - |f(z) - z|^2/(2 (1 + eps/W)), and end after finitely many, exactly: f is constant in a cell, so
     that a solution is the mean of the keys in range, dz/dk_j = w_j/W I for these and 0 for others, and dz/dbeta = 0.
+
+    In float32 on a CPU, where (beta/2) |k|^2 > 16 from the centre of all keys on, distances are computed in float64, as
+    matrix products of float32 do not tell them; on accelerators use float64 there.
 
     A state with no key in range (or with every key masked) has E = -(1/beta) log eps (at eps 0 infinity) and gradient
     0. It stays where it is, with the residual 0 and the status OUT_OF_RANGE, a failure; its gradients are 0.
@@ -140,11 +147,13 @@ class Epanechnikov(Energy):
         moved, keys = fold.moved(z), read.keys - centre
         moved = moved - centre.reshape(*centre.shape[:-2], *(1,) * (moved.ndim - keys.ndim), *centre.shape[-2:])
         half = fold.moved(scale) / 2 if isinstance(scale, Tensor) else torch.full_like(moved[..., :1], scale / 2)
+        if _loses_digits(moved, keys, half):
+            moved, keys, half = moved.double(), keys.double(), half.double()
         # 1 - (beta/2) (|z|^2 - 2 <z, k> + |k|^2) as one product, which saves passes over the pairs.
         offset, half = 1 - half * moved.square().sum(-1, keepdim=True), half.expand(*moved.shape[:-1], 1)
         squares = keys.square().sum(-1, keepdim=True)
         left = torch.cat([2 * half * moved, offset, -half], dim=-1)
-        kernel = fold.product(left, torch.cat([keys, torch.ones_like(squares), squares], dim=-1).mT)
+        kernel = fold.product(left, torch.cat([keys, torch.ones_like(squares), squares], dim=-1).mT).to(z.dtype)
         bias = None if read.pairs is None or read.pairs.dtype == torch.bool else read.pairs
         low, high = torch.aminmax(
             read.zero_unread(kernel.detach() if bias is None else (kernel + bias).detach()), dim=-1
@@ -157,6 +166,18 @@ class Epanechnikov(Energy):
 
     def _energy(self, cell: _Cell) -> Tensor:
         return -cell.read.fold.restored(cell.log_sum(self.eps)) / self.memory._row_scale
+
+
+@torch.no_grad()
+def _loses_digits(moved: Tensor, keys: Tensor, half: Tensor) -> bool:
+    """Whether what is left of a distance in float32 does not tell which keys are in range; looked at on a CPU only.
+
+    Of keys in several far groups no centre is near all.
+    """
+    if moved.dtype != torch.float32 or not host_may_look(moved, keys, half) or 0 in (moved.numel(), keys.numel()):
+        return False
+    longest = [t.square().sum(-1).nan_to_num(0.0, 0.0).amax() for t in (moved, keys)]
+    return bool(half.nan_to_num(0.0, 0.0).abs().amax() * torch.maximum(*longest) > LARGEST)
 
 
 class _Cell(NamedTuple):

@@ -385,3 +385,29 @@ def test_states_that_do_not_fit_are_named():
         solve(Epanechnikov(torch.ones(7, 5), 1.0), torch.ones(3, 4))
     empty = solve(Epanechnikov(KEYS, 1.0), torch.empty(0, 2, dtype=torch.float64))
     assert empty.value.shape == (0, 2)
+
+
+@pytest.mark.parametrize("far", [0.0, 10.0, 100.0, 1000.0, 1e4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_float32_tells_the_keys_in_range_of_far_groups(far, bias):
+    generator = torch.Generator().manual_seed(0)
+    spread = 0.2 * torch.randn(2, 20, 4, generator=generator)
+    at = torch.tensor([far, -far])[:, None, None] / 2
+    keys = (spread + at).flatten(0, 1)
+    start = keys[::3] + 0.02 * torch.randn(14, 4, generator=generator)
+    weights = torch.randn(14, 40, generator=generator) if bias else None
+    wide = None if weights is None else weights.double()
+    single, double = (Epanechnikov(k, beta=8.0, bias=b) for k, b in ((keys, weights), (keys.double(), wide)))
+    # No key is so near the border of the range that rounding of the state decides.
+    kernel = 1 - 4 * (start.double()[:, None] - keys.double()).square().sum(-1)
+    clear = (kernel.abs() > 1e-4 * max(far, 1.0) ** 0.5).all(-1)
+    assert clear.sum() > 4
+    rounding = 1e-6 * max(far, 1.0)
+    for asked in ("energy", "fixed_point_map", "gradient"):
+        mine, truth = (getattr(e, asked)(s)[clear] for e, s in ((single, start), (double, start.double())))
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-4, atol=20 * rounding)
+    found, truth = solve(single, start), solve(double, start.double())
+    assert bool(found.converged.all())
+    # The same cells, unless a state passes a border within rounding on its way.
+    same = (found.value.double() - truth.value).norm(dim=-1) < 20 * rounding
+    assert same[clear].double().mean() > 0.9
