@@ -177,6 +177,21 @@ def test_the_tables_of_the_docs_are_those_of_the_committed_runs(script, monkeypa
     assert end.value.code == 0
 
 
+def test_what_is_said_of_transformers_own_tests_is_the_committed_run():
+    run = json.loads((ROOT / "docs" / "integrations" / "transformers_suite.json").read_text())
+    own, ours = run["own attention"], run["equilibria of no step"]
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "integrations.md").read_text())
+    total = sum(own.values())
+    assert f"Of {total}, {own['passed']} pass with their attention and {ours['passed']} with equilibria" in page
+    assert f"{own['skipped']} are skipped in both" in page
+    failing = [name.split("::") for name in run["fail with equilibria alone"]]
+    assert {test for _, test in failing} == {"test_retain_grad_hidden_states_attentions"}
+    assert len(failing) == len(run["models"]) == 6
+    assert [name.split("_")[:5] for name in run["fail with both"]] == [
+        ["TestGemma3Text::test", "model", "rope", "scaling", last] for last in ("frequencies", "from", "from", "from")
+    ]
+
+
 def test_the_pictures_are_there():
     pages = [(README, ROOT), *((page.read_text(), page.parent) for page in (ROOT / "docs").glob("*.md"))]
     for text, folder in pages:
