@@ -15,6 +15,7 @@ from ._autograd import (
     check_graph,
     exact_precision,
     has_tangent,
+    host_may_look,
     is_batched,
     jvp_by_vjp,
     same,
@@ -75,20 +76,30 @@ class TokenOrder:
     """
 
     def __init__(self, pairs: Tensor | None = None) -> None:
+        #: Which token reads which, directly or through others; None where all later ones do.
         self._readers: Tensor | None = None
-        if pairs is not None:
-            count = pairs.shape[-1]
-            own = torch.eye(count, dtype=torch.bool, device=pairs.device)
-            reads = (pairs | own).float()
-            for _ in range(max(count - 1, 0).bit_length()):
-                reads = ((reads @ reads) > 0).float()
-            self._readers = reads
+        if pairs is None:
+            return
+        count = pairs.shape[-1]
+        reads = (pairs | torch.eye(count, dtype=torch.bool, device=pairs.device)).float()
+        for _ in range(max(count - 1, 0).bit_length()):
+            more = ((reads @ reads) > 0).float()
+            known, reads = host_may_look(more) and torch.equal(more, reads), more
+            if known:
+                # A window, unlike documents, lets every token reach all later ones.
+                if torch.equal(reads, torch.ones_like(reads).tril()):
+                    return
+                break
+        self._readers = reads
 
     def behind(self, tokens: Tensor) -> Tensor:
         """The `tokens`, boolean, (*lead, N), and those that read them."""
         if self._readers is None:
             return tokens.cumsum(-1) > 0
-        return (self._readers @ tokens[..., None].to(self._readers.dtype))[..., 0] > 0
+        given = tokens.to(self._readers.dtype)
+        if self._readers.ndim == 2:
+            return given @ self._readers.mT > 0
+        return (self._readers @ given[..., None])[..., 0] > 0
 
 
 class Problem(Declared, general=True):

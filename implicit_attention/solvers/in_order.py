@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from .._autograd import host_may_look
 from .._norm import norm
 from ..problem import Problem, TokenOrder
 from ..solution import Record
@@ -56,8 +57,10 @@ class Tokens(Problem):
         """
         axes = tuple(range(-(self.inner.event_ndim - 1), 0))
         left = record.status != Status.CONVERGED
-        again = norm(self.fixed_point_map(value.detach()) - value.detach())
-        residual = torch.where(left, again, record.residual)
+        residual = record.residual
+        if not (host_may_look(left) and not bool(left.any())):
+            again = norm(self.fixed_point_map(value.detach()) - value.detach())
+            residual = torch.where(left, again, residual)
         first = left.flatten(axes[0]).to(torch.int8).argmax(-1, keepdim=True)
         return Record(
             status=record.status.flatten(axes[0]).gather(-1, first)[..., 0],

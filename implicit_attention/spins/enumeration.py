@@ -26,7 +26,8 @@ class Enumeration(Approximation):
     \log Z = \log \left( \operatorname{mean}_s\, e^{-\beta E(s)} \right)
     ```
 
-    Not for more than 20 sites or for vectors: use `AdaTAP()`, `TransferMatrix()` for chains, or samples.
+    Not for more than 20 sites or for vectors: use `AdaTAP()`, on lattices
+    `SaddlePoint(one_loop=True)`, `TransferMatrix()` for chains, or samples.
 
     Examples:
         >>> import torch

@@ -114,7 +114,8 @@ class MeanField(ResponseApproximation):
 
     Reference: Plefka (1982), first order.
 
-    Not for strong couplings or few neighbours, where it is the least accurate method: use `AdaTAP()` or `TAP()`.
+    Not for strong couplings or few neighbours, where it is the least accurate method: use `AdaTAP()` for many
+    neighbours, `SaddlePoint(one_loop=True)` for few.
 
     Examples:
         >>> import torch

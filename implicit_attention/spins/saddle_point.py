@@ -54,7 +54,7 @@ class SaddlePoint(Approximation):
 
     Reference: Berlin and Kac (1952) for the shared multiplier.
 
-    Not for spins of few dimensions, D = 1 above all: use `AdaTAP()`.
+    Not for spins of few dimensions, D = 1 above all: use `AdaTAP()`, or one loop where neighbours are few.
 
     Examples:
         >>> import torch

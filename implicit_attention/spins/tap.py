@@ -57,7 +57,8 @@ class TAP(ResponseApproximation):
 
     Reference: Thouless, Anderson and Palmer (1977); Plefka (1982); Georges and Yedidia (1991) for the third order.
 
-    Not for strong couplings, where the expansion does not converge (OUT_OF_RANGE): use `AdaTAP()`.
+    Not for strong couplings, where the expansion does not converge (OUT_OF_RANGE): use `AdaTAP()`, on
+    lattices `SaddlePoint(one_loop=True)`.
 
     Examples:
         >>> import torch
@@ -70,7 +71,7 @@ class TAP(ResponseApproximation):
 
     remedies: ClassVar[Remedies] = {
         **FixedPointApproximation.remedies,
-        Status.OUT_OF_RANGE: "the expansion in the couplings does not converge here: use AdaTAP(), or lower beta",
+        Status.OUT_OF_RANGE: "the expansion in the couplings does not converge here: use AdaTAP() (many neighbours) or SaddlePoint(one_loop=True) (few), or lower beta",
     }
 
     order: Literal[2, 3] = 2

@@ -45,7 +45,8 @@ class TransferMatrix(Approximation):
 
     Reference: Stanley (1969) for the chain without a field.
 
-    Not for rings or for couplings between others than neighbours: use `AdaTAP()`, `Enumeration()` or samples.
+    Not for rings, of which `Bethe()` is good, or for couplings between others than neighbours: use `Enumeration()`,
+    `AdaTAP()` or samples.
 
     Examples:
         >>> import torch
