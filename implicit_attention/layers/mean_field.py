@@ -394,6 +394,7 @@ def _solved(
         _validate.require(initial.shape == field.shape, "initial", required, f"shape {tuple(initial.shape)}")
         start = initial.to(field)
         start = start if live is None else start.masked_fill(~live, 0.0)
+        start = start if order is None else without_nonfinite(start)[0]
     sites = None if live is None else PerSample(live)
     problem = FixedPointMap(
         next_state, PerSample(field), sites, mixing, mixed_by, correction, corrected_by, event_ndim=3

@@ -392,6 +392,8 @@ def _answered(
     system = SpinSystem(couplings[..., held:] if held else couplings, field, layer.beta(), mask=sites)
     if order is not None and own is not None:
         lost = lost_tokens(order, sites, own | nonfinite_sites(system)[0])
+        # What stands behind a token does not reach it by the start either.
+        initial = None if initial is None else without_nonfinite(initial)[0]
     if lost is not None:
         # Once more without them: in gradients of couplings, too, 0 * NaN is NaN.
         field = lost.fill(field)

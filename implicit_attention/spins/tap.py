@@ -71,7 +71,8 @@ class TAP(ResponseApproximation):
 
     remedies: ClassVar[Remedies] = {
         **FixedPointApproximation.remedies,
-        Status.OUT_OF_RANGE: "the expansion in the couplings does not converge here: use AdaTAP() (many neighbours) or SaddlePoint(one_loop=True) (few), or lower beta",
+        Status.OUT_OF_RANGE: "the expansion in the couplings does not converge here: use AdaTAP(), "
+        "where neighbours are few SaddlePoint(one_loop=True), or lower beta",
     }
 
     order: Literal[2, 3] = 2

@@ -98,6 +98,17 @@ def test_a_token_that_is_no_number_and_those_after_it_have_no_answer(kind):
 
 
 @pytest.mark.parametrize("kind", ["spin", "mean field"])
+def test_a_start_that_is_no_number_behind_a_token_does_not_reach_it(kind):
+    layer, x = made(kind), torch.randn(2, N, WIDTH)
+    _, start = layer(x, return_state=True)
+    broken = start.clone()
+    broken[:, :, CUT:] = math.nan
+    found, truth = layer(x, initial=broken), layer(x, initial=start)
+    assert torch.equal(found[:, :CUT], truth[:, :CUT])
+    torch.testing.assert_close(found, truth, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["spin", "mean field"])
 def test_such_a_token_is_told(kind):
     cls, given = LAYERS[kind]
     x = torch.randn(2, N, WIDTH)
