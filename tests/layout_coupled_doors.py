@@ -118,7 +118,7 @@ def block(draw):
     # A sample without an axis that numbers samples says so.
     event = {} if lead else {"event_ndim": 2}
     # A block in half precision settles no further.
-    chosen = ia.Picard(rtol=5e-3) if layout_doors.LOWERED else solver(draw)
+    chosen = ia.Anderson(rtol=5e-3) if layout_doors.LOWERED else solver(draw)
     layer = ia.Equilibrium(Streams(draw, d, draw.dtype), solver=chosen, **event)
     x, scale = leaf(draw.tensor(*lead, n, d)), leaf(draw.tensor(*draw.rng.choice(((), (*lead, 1, 1)))))
     start = (draw.tensor(*lead, n, d), draw.tensor(*lead, d)) if streams else draw.tensor(*lead, n, d)

@@ -36,8 +36,8 @@ def same(name, got, want, dtype=None):
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     assert bool(torch.isfinite(got).all()), f"{name}: not finite"
     worst = float((got - want).abs().amax()) if got.numel() else 0.0
-    # A gradient by beta or anchor is a sum over all that they act on, which may cancel.
-    floor = 1.0 if name in ("beta", "anchor") else 0.1
+    # A gradient by one of these is a sum over all that they act on, which may cancel.
+    floor = 1.0 if name in ("beta", "anchor", "scale") else 0.1
     allowed = (0.2 if LOWERED else CLOSE[dtype]) * max(float(want.abs().amax()) if want.numel() else 0.0, floor)
     assert worst <= allowed, f"{name}: off by {worst:.3g}, allowed {allowed:.3g}"
 
