@@ -49,7 +49,7 @@ Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor]
 #: For the same reason the adjoint is the default, too: GMRES takes a fifth of the Neumann series' time there.
 DEFAULT_SOLVER = Anderson(history=2, rtol=1e-5)
 #: The same for causal layers, whose tokens move and stop each on its own.
-CAUSAL_SOLVER = Anderson(history=1, rtol=1e-5)
+CAUSAL_SOLVER = Anderson(history=1, rtol=1e-5, plain_steps=8)
 
 
 class MeanFieldAttention(Remembering):

@@ -65,7 +65,7 @@ class SpinAttention(Remembering):
         beta: inverse temperature, "learned" (per head, from .5, where normalised couplings contract) or a number > 0.
         field_norm: "rms" makes all fields of length R, so that tokens do not just align; None leaves them.
         causal: a token reads itself and the tokens before it. Couplings are asymmetric then. Tokens stop each on its
-            own, by default of `Anderson(history=1)`: what stands behind a token changes no bit of it.
+            own, by default of `Anderson(history=1, plain_steps=5)`: what stands behind a token changes no bit of it.
         rotary: None, or `Rotary()` to turn queries and keys by their positions.
         steps: None solves. A number makes as many steps m <- response(h + J m), differentiated through.
         sites: number of tokens, for free couplings.
