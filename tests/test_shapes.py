@@ -1,5 +1,7 @@
 """The jaxtyping annotations of public functions hold when they are checked at run time."""
 
+import inspect
+
 import pytest
 import torch
 from beartype import beartype
@@ -38,7 +40,7 @@ FUNCTIONS = (
 def checked(monkeypatch):
     for owner, names in [*METHODS.items(), (diagnosis, FUNCTIONS)]:
         for name in names:
-            monkeypatch.setattr(owner, name, jaxtyped(getattr(owner, name), typechecker=beartype))
+            monkeypatch.setattr(owner, name, jaxtyped(inspect.unwrap(getattr(owner, name)), typechecker=beartype))
 
 
 def test_annotations_hold():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import at_least_single, uncompiled
+from .._autograd import at_least_single, host_may_look, uncompiled
 from .._reporting import without_gradient
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
@@ -395,9 +395,10 @@ def _answered(
         # What stands behind a token does not reach it by the start either.
         initial = None if initial is None else without_nonfinite(initial)[0]
     if lost is not None:
-        # Once more without them: in gradients of couplings, too, 0 * NaN is NaN.
         field = lost.fill(field)
-        couplings = again(field)
+        if host_may_look(lost.tokens):
+            # Once more without them, as there are some: in gradients of couplings, too, 0 * NaN is NaN.
+            couplings = again(field)
         couplings = couplings.masked_fill(~couplings.detach().isfinite(), 0.0)
         system = system.at(field, couplings[..., held:] if held else couplings, system.beta)
     before = None if cache is None or cache.held is None else cache.held.values

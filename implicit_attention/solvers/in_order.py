@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .._autograd import host_may_look
+from .._autograd import is_batched
 from .._norm import norm
 from ..problem import Problem, TokenOrder
 from ..solution import Record
@@ -56,12 +56,13 @@ class Tokens(Problem):
         A token that was left while those before it still moved is measured again, at the value that is returned.
         """
         axes = tuple(range(-(self.inner.event_ndim - 1), 0))
-        left = record.status != Status.CONVERGED
+        # The last state of a fixed budget was measured as a whole.
+        left = (record.status != Status.CONVERGED) & (record.status != Status.BUDGET)
         residual = record.residual
-        if not (host_may_look(left) and not bool(left.any())):
+        if is_batched(left) or bool(left.any()):
             again = norm(self.fixed_point_map(value.detach()) - value.detach())
             residual = torch.where(left, again, residual)
-        first = left.flatten(axes[0]).to(torch.int8).argmax(-1, keepdim=True)
+        first = (record.status != Status.CONVERGED).flatten(axes[0]).to(torch.int8).argmax(-1, keepdim=True)
         return Record(
             status=record.status.flatten(axes[0]).gather(-1, first)[..., 0],
             residual=norm(residual.flatten(axes[0])),

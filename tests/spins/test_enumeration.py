@@ -119,7 +119,7 @@ def test_a_low_temperature_does_not_overflow():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="`system` must have at most 20 sites, got 21; use AdaTAP or TAP, or sample"):
+    with pytest.raises(ValueError, match="`system` must have at most 20 sites, got 21; use AdaTAP, on lattices"):
         free_energy(SpinSystem(torch.zeros(21, 21), torch.zeros(21, 1)), Enumeration())
     text = "`system` must have spins of dimension 1 for Enumeration, got D = 2; use MeanField or SaddlePoint"
     with pytest.raises(ValueError, match=text):
