@@ -1,4 +1,4 @@
-"""What torch may be asked about tensors (derivatives, precision, numbers), and small helpers around it."""
+"""Queries of tensors' autograd state, precision and readability, and small helpers around torch's autograd."""
 
 from __future__ import annotations
 

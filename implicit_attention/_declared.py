@@ -153,7 +153,7 @@ def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What the tuples, lists and dicts in `value` hold that is none of these."""
+    """Yield the leaves of nested tuples, lists and dicts."""
     if not isinstance(value, tuple | list | dict):
         yield value
         return

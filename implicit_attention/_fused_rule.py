@@ -1,4 +1,4 @@
-"""What a solver asks of a fused solve: the same for all that offer or implement one."""
+"""The rule of a fused solve, the same for all solvers that offer and operations that implement one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FusedRule(NamedTuple):
 
     @property
     def exhausted(self) -> Status:
-        """What a problem is that used its budget up."""
+        """Return the status of a problem that has used up its budget."""
         if self.max_steps == 0:
             return Status.EXPLICIT
         return Status.BUDGET if self.fixed_budget else Status.MAX_STEPS

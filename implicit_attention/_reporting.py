@@ -93,7 +93,7 @@ def report_failures(
 
 
 def _too_many(policy: FailurePolicy, site: Site | None, side: Side, failed: Tensor) -> str | None:
-    """What to say of the window after this call, nothing where calls are not counted; None for what is tolerated."""
+    """Return the text on the window after this call, empty where calls are not counted; None for tolerated failures."""
     if not policy.counts:
         return ""
     found = (site or policy._site).window(side, policy).add(failed)

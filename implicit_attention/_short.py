@@ -211,7 +211,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 @functools.cache
 def rule_of(solver: Solver) -> FusedRule | None:
-    """What the native operation does to be this solver; None if it cannot be, or where it ends is no solution."""
+    """Return the rule by which the native operation is this solver; None if it cannot be, or ends at no solution."""
     if type(solver) not in (Anderson, Picard):
         return None
     row = torch.zeros(1, 1, device="cpu")
@@ -278,7 +278,7 @@ def _trusted(operation: str, impl: Impl, problem: Problem, run: Callable[[], _R]
 
 
 class _How(NamedTuple):
-    """What the backward pass needs beside tensors."""
+    """The non-tensor arguments of the backward pass."""
 
     solver: Solver
     impl: Impl

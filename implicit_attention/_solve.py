@@ -100,7 +100,7 @@ def solve(
     check_on_failure(on_failure)
     on_failure, site = located(on_failure)
     if isinstance(on_failure, FailurePolicy) and on_failure.forward == "explicit" and site is None:
-        required = "have forward='best' here: explicit attention is known to attention alone"
+        required = "have forward='best' here: only attention has an explicit step"
         raise ValueError(_validate.message("on_failure", required, repr(on_failure)))
     report = AdjointReport(on_failure=on_failure, site=site)
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
@@ -136,7 +136,7 @@ def solve(
 
 
 def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback | None:
-    """What is told of every step, or an error where nothing could be."""
+    """Return the callback for every step, or raise where no step can be reported."""
     if callback is not None and not callable(callback):
         remedy = "for example lambda step, residual, active: print(step, residual.max())"
         raise TypeError(_validate.message("callback", "be callable", type(callback).__name__, remedy))
@@ -159,7 +159,7 @@ def _checked_callback(callback: Any, verbose: Any, solver: Solver) -> Callback |
 
 
 def _line(step: int, residual: Tensor, active: Tensor) -> str:
-    """What is printed of a step."""
+    """Return the printed line of a step."""
     left = f"step {step}: {int(active.sum())} of {active.numel()} unfinished"
     known = residual[residual.isfinite()]
     return f"{left}, residual {float(known.median()):.1e} (median), {float(known.max()):.1e}" if known.numel() else left
@@ -230,7 +230,7 @@ def concluded(
 def _shortly(
     problem: Problem, initial: Tensor, solver: Solver, adjoint: Adjoint, impl: Impl, report: AdjointReport
 ) -> Found | None:
-    """What the short way finds where it may be taken, else None."""
+    """Return the answer of the short way where it may be taken, else None."""
     if impl not in ("auto", "native") or not is_exact(adjoint) or not unobserved() or rule_of(solver) is None:
         return None
     short = Short.of(problem)

@@ -92,7 +92,7 @@ def check_float_tensor(argument: str, value: Any, *, min_ndim: int = 0) -> None:
 
 
 def joined(value: Any) -> str:
-    """What to do with several tensors where one is required; nothing to say of other objects."""
+    """Return the remedy for several tensors where one is required; empty for other objects."""
     parts = value.values() if isinstance(value, dict) else value
     if not isinstance(value, tuple | list | dict) or not any(isinstance(part, Tensor | tuple | dict) for part in parts):
         return ""

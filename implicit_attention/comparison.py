@@ -33,7 +33,7 @@ MISSING = "-"
 
 @dataclasses.dataclass(frozen=True)
 class SolverRecord:
-    """What one solver reached on all problems together, and what it cost.
+    """The results of one solver on all problems together, and their cost.
 
     Attributes:
         name: of the solver.
@@ -143,7 +143,7 @@ def compare_solvers(
     trace: bool = True,
     min_seconds: float = 0.1,
 ) -> SolverComparison:
-    """What each of several solvers makes of a problem: evaluations, residuals, saddles, time.
+    """Compare several solvers on a problem: evaluations, residuals, saddles, time.
 
     Each solver solves z = f(z) from `initial` without gradients, as `solve` does: by a fused operation where there is
     one. It is then timed over and over. A solver that does not take such a problem has a record that says why.
@@ -232,7 +232,7 @@ def _seconds(run: Any, min_seconds: float) -> float:
 def summary(
     solution: Solution, converged: Tensor, saddle: Tensor | None, part: slice | tuple[()] = ()
 ) -> dict[str, Any]:
-    """What a solution comes to over its problems, or over a `part` of them; None for numbers that there are none of.
+    """Summarise a solution over its problems, or over a `part` of them; None for numbers that do not exist.
 
     Args:
         solution: of several problems, (*lead).

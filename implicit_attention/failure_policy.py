@@ -1,4 +1,4 @@
-"""What is done about problems without an answer: `FailurePolicy`, and the places that remember what they told."""
+"""`FailurePolicy`, the treatment of problems without an answer, and the sites that count their failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Side: TypeAlias = Literal["forward", "backward", "layer"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailurePolicy:
-    """What a training run does about problems without an answer: how many it tolerates, and what stands in for them.
+    """The treatment of problems without an answer in training: how many are tolerated, and what replaces them.
 
     With n_i problems in call i of a layer, f_i of them failed, the policy is exceeded where sum f_i > tolerate sum n_i
     over the last `window` calls; while there were fewer calls, n_i of those to come is taken as the mean of those that
@@ -160,11 +160,11 @@ class Site:
         return None if handle is None else cls._all.get(int(handle))
 
     def window(self, side: Side, policy: FailurePolicy) -> Window:
-        """What a policy has counted here."""
+        """Return the window in which a policy counts failures here."""
         return self._windows.setdefault((side, policy), Window(policy.window))
 
     def again(self, side: Side, kind: int) -> str | None:
-        """What to add to a warning of this kind; None where it is not to be told.
+        """Return the text that follows a warning of this kind; None where the warning is not due.
 
         It is told of the first failing call of a kind, and of the 10th, 100th, ... failing call of the side. A kind
         that comes between skips the next of these: 10,000 failing calls of up to two kinds give five lines.

@@ -219,7 +219,7 @@ def _closed_over(function: Any) -> str:
 
 
 def _scope(function: Any) -> dict[str, Any]:
-    """What a function reads by name: its closure, globals and bound object; of a module what it has not registered."""
+    """Return what a function reads by name: closure, globals, bound object; of a module unregistered names."""
     code_of = type(function).forward if isinstance(function, nn.Module) else function
     # What decorators wrap, as they wrap the methods of potentials.
     code_of = inspect.unwrap(code_of)

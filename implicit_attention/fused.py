@@ -193,7 +193,7 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
 def _matched(
     problem: Problem, solver: Solver | None, impl: Impl, every_step: bool
 ) -> tuple[Lowered | None, str | None]:
-    """What does the problem, or the reason why nothing does, as "reason; remedy"."""
+    """Return the fused operation for the problem, or the reason why there is none, as "reason; remedy"."""
     potential = getattr(problem, "potential", problem)
     made_of = as_log_sum_exp(potential) if isinstance(potential, Potential) else None
     # Of exact types: a subclass may compute something else, and so may attributes that were added.

@@ -1,4 +1,4 @@
-"""What a solver solves: z = f(z), one problem per leading index, and what it may know of f."""
+"""The base of problems: z = f(z), one per leading index, with what a solver may know of f."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class Problem(Declared, general=True):
         return " or ".join(told for name, told in LEVERS.items() if name in held)
 
     def advice(self, remedies: Mapping[Status, str]) -> dict[Status, str]:
-        """What is said of this problem's failures by status, given what the solver advises."""
+        """Return the remedies for this problem's failures by status, given those of the solver."""
         told = advice(remedies, self.to_contract)
         if self.if_bottomless:
             for status in (Status.MAX_STEPS, Status.STALLED, Status.DIVERGED):

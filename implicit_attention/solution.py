@@ -1,4 +1,4 @@
-"""What a solve returns: the value, and for every problem a record of how the solve went."""
+"""The result of a solve: the value, and for every problem a record of how the solve went."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Record(NamedTuple):
         return (*index, *map(int, np.unravel_index(last, axes)))
 
     def message(self, index: tuple[int, ...], remedies: Remedies = NO_REMEDIES) -> str:
-        """What happened to one problem, and what to do if there is a remedy for its status."""
+        """Describe the outcome of one problem, with the remedy for its status if there is one."""
         code, residual, tolerance, num_steps, _ = (field[index].item() for field in self)
         status = Status(int(code))
         told = status.sentence.format(residual=residual, tolerance=tolerance, steps=num_steps)

@@ -35,7 +35,7 @@ class Status(enum.IntEnum):
 
     @property
     def sentence(self) -> str:
-        """What happened, with places for `residual`, `tolerance` and `steps`."""
+        """Return the message of the status, with places for `residual`, `tolerance` and `steps`."""
         return _SENTENCES[self]
 
     @property

@@ -1,4 +1,4 @@
-"""What an adjoint is: a way to run a solver and to let gradients through its answer."""
+"""The base of adjoints: ways to run a solver and to let gradients through its answer."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Adjoint:
         """Raise if the gradient that is asked for would be wrong."""
 
     def advice(self, remedies: Remedies) -> Remedies:
-        """What is said of problems that failed, given what their solver advises."""
+        """Return the remedies for problems that failed, given those of their solver."""
         return remedies
 
     def through(self, problem: Problem, value: Tensor) -> Tensor | None:

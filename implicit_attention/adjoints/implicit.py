@@ -196,7 +196,7 @@ def gradients_at(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What travels through the autograd functions beside tensors."""
+    """The non-tensor arguments of the autograd functions."""
 
     problem: Problem
     linear_solver: LinearSolver[Any] | None
@@ -322,7 +322,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _needed(ctx: Any, tensors: list[Tensor]) -> list[bool]:
-    """Of which tensors, the last inputs of an autograd function, a gradient is asked for."""
+    """Return for each tensor, the last inputs of an autograd function, whether its gradient is asked for."""
     if transforms_active():
         return [_is_tracked(t) for t in tensors]
     return list(ctx.needs_input_grad[-len(tensors) :]) if tensors else []

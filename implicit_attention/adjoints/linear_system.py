@@ -402,7 +402,7 @@ def report_adjoint(
 
 
 def _worst(fields: dict[str, Tensor], extra: int) -> dict[str, Tensor]:
-    """Of several systems per problem, numbered by `extra` leading axes, the evidence of the one with the worst end."""
+    """Return the evidence of the worst of several systems per problem, numbered by `extra` leading axes."""
     fields = {name: field.flatten(0, extra - 1) for name, field in fields.items()}
     worst = fields["status"].argmax(0, keepdim=True)
     return {name: field.gather(0, worst).squeeze(0) for name, field in fields.items()}

@@ -14,7 +14,7 @@ from .read_out import PotentialFactory
 
 
 class Attended(NamedTuple):
-    """What was read out, and the solve behind it.
+    """The read-out of an attention call, and the solve behind it.
 
     Attributes:
         output: (*batch, H, N, E), or (*batch, N, E) without heads.
@@ -32,7 +32,7 @@ class Attended(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What attends to what, and how.
+    """The inputs and options of an attention call.
 
     Attributes:
         query: (*batch, N, D), or (*batch, H, N, D) with heads.
@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
     @property
     def on_failure(self) -> Any:
-        """What its solves do about failures."""
+        """Return the failure policy of its solves."""
         given, site = self.options.on_failure, self.site
         if site is None and isinstance(given, FailurePolicy):
             site = given._site

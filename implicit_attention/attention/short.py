@@ -1,6 +1,6 @@
 """The short way of attention: of plain tensors, a few checks, the kernel that solves, and one that reads out.
 
-As in `_short`: what is not certainly fine is left to the general path, whose bits these are.
+As in `_short`: a call that may fail a check is left to the general path, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WIDTH = 4
 
 
 class Plan(NamedTuple):
-    """What `SolveOptions` ask for that the short way does. solver: None where nothing is solved."""
+    """The part of `SolveOptions` that the short way serves. solver: None where nothing is solved."""
 
     solver: Solver | None
     impl: Impl
@@ -140,7 +140,7 @@ def explicit(problem: Problem, values: Any) -> Tensor | None:
 def solved(
     problem: Problem, values: Any, initial: Tensor, plan: Plan, report: AdjointReport
 ) -> tuple[Tensor, Solution] | None:
-    """What is read out at the equilibria (the state, without values), and the solution, told of as `solve` does.
+    """Return the read-out at the equilibria (the state, without values), and the solution, reported as by `solve`.
 
     None where it is left to the general path. Call while `untouched`.
     """

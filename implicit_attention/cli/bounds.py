@@ -1,4 +1,4 @@
-"""What Ramsauer et al. (2020) prove of log-sum-exp over N patterns, none longer than M, and patterns to try it on.
+"""The bounds of Ramsauer et al. (2020) on log-sum-exp over N patterns, none longer than M, and patterns to test them.
 
 The separation of pattern i is k_i . k_i - max_{j != i} k_j . k_i. Keys are (*batch, N, D), beta broadcasts to *batch.
 """

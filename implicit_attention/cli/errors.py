@@ -1,4 +1,4 @@
-"""What a command cannot do, said in one line."""
+"""Errors of commands, each in one line."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Inpainter(nn.Module):
         return (added + self.scale * answers).where(hidden, images)
 
     def energies(self, images: Tensor, masked: Tensor) -> Tensor:
-        """Of every image, after every evaluation, (evaluations, count)."""
+        """Return the energy of every image after every evaluation, (evaluations, count)."""
         hidden = hidden_pixels(masked, images.shape[-1], self.patch)
         _, found = self.model(self._seen(images, hidden), masked, return_energies=True)
         return found  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What `train inpaint` writes and prints."""
+"""The files and the printed report of `train inpaint`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(settings: InpaintSettings) -> None:
 
 
 def files(found: Inpainting) -> Files:
-    """Of `train inpaint`: errors, verdicts, how they came about, and two figures."""
+    """Build the report of `train inpaint`: errors, verdicts, how they came about, and two figures."""
     trained = found.trained
     content = {
         "command": "train inpaint",

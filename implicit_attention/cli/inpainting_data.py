@@ -56,7 +56,7 @@ class ImageTask:
 
     @property
     def mean(self) -> float:
-        """Of all pixels to train on."""
+        """Return the mean of all pixels to train on."""
         return float(self.regions.mean())
 
     @functools.cached_property

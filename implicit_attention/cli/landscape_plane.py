@@ -1,4 +1,4 @@
-"""What the scenes of `landscape` look at: patterns, queries and maps in the plane, and what is measured there."""
+"""The scenes of `landscape`: patterns, queries and maps in the plane, and their measurements."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Scene:
 
 
 def plane_of(settings: LandscapeSettings) -> Plane:
-    """What the options ask for.
+    """The scene that the options ask for.
 
     Raises:
         InputError: an inverse temperature or patterns that cannot be used.

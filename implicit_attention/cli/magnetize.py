@@ -244,7 +244,7 @@ def _mark_averaged(rows: list[dict[str, Any]], system: SpinSystem) -> None:
 
 
 def _add_rates(rows: list[dict[str, Any]], images: Digits, completions: Completions) -> None:
-    """What the methods' log Z and magnetizations are good for: images named and lower halves completed."""
+    """Add to each method's row how often its log Z names images and its magnetizations complete halves."""
     completed = {row["method"]: row["right"] for row in completions.rows}
     for row in rows:
         if "free_energy" in row:

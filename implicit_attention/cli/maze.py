@@ -105,7 +105,7 @@ def show(console: Console, maze: Mazes, found: Solved, settings: MazeSettings, s
 
 
 def state_line(maze: Mazes, found: Solved, index: int) -> str:
-    """What is said after an evaluation."""
+    """Return the line that is printed after an evaluation."""
     wrong = wrong_cells(maze, found.paths[index])
     residual = f"residual {found.residuals[index]:.1e}"
     return f"evaluation {index + 1:>3}, {residual}, {wrong} of {maze.cells} cells wrong"

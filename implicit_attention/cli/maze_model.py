@@ -1,4 +1,4 @@
-"""What `maze` trains: one weight-tied block that is iterated until the path through a maze has settled."""
+"""The model of `maze`: one weight-tied block that is iterated until the path through a maze has settled."""
 
 from __future__ import annotations
 

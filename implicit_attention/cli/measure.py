@@ -86,6 +86,6 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
 
 
 def error_row(error: Exception) -> dict[str, Any]:
-    """What the row of a method says that raised: the kind of error and the first line of its message."""
+    """Return the text in the row of a method that raised: the kind of error and the first line of its message."""
     text = str(error).strip().splitlines()
     return {"error": type(error).__name__, "message": text[0] if text else ""}

@@ -1,4 +1,4 @@
-"""What the terminal shows while a command runs."""
+"""Progress in the terminal while a command runs."""
 
 from __future__ import annotations
 

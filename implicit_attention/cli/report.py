@@ -80,13 +80,13 @@ def _plain(value: Any) -> Any:
 
 
 def options_of(settings: Any, *without: str) -> dict[str, Any]:
-    """The options of a command but for folders, of which no file is to tell."""
+    """Return the options of a command without its folders, which files must not name."""
     options = dataclasses.asdict(settings)
     return {name: value for name, value in options.items() if name not in ("out", *without)}
 
 
 def comparison_files(comparison: Comparison) -> Files:
-    """Of `compare`: everything that was measured, and two figures."""
+    """Build the report of `compare`: everything that was measured, and two figures."""
     settings = comparison.settings
     device = torch.device(settings.device)
     content = {
@@ -176,7 +176,7 @@ def _choose(rows: Tensor, right: list[Tensor]) -> list[int]:
 
 
 def magnetization_files(result: Magnetization) -> Files:
-    """Of `magnetize`: everything that was found, and its figures."""
+    """Build the report of `magnetize`: everything that was found, and its figures."""
     system, images, completions = result.system, result.digits, result.completions
     content = {
         "command": "magnetize",

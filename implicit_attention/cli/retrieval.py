@@ -1,4 +1,4 @@
-"""What is retrieved at which inverse temperature: one step, two steps and the equilibrium beside the nearest key."""
+"""Retrieval by inverse temperature: one step, two steps and the equilibrium beside the nearest key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Rates = list[dict[str, Any]]
 
 @torch.no_grad()
 def states(sample: Sample, *, beta: float, anchor: float, potential: str = LOG_SUM_EXP) -> dict[str, Tensor]:
-    """What every method makes of all queries, (*draws, N, D) each.
+    """Return every method's states of all queries, (*draws, N, D) each.
 
     All solvers have one equilibrium, up to their tolerance: Anderson stands for them.
     """
@@ -110,7 +110,7 @@ def sweep(drawn: Sample, settings: CompareSettings, part: Callable[[int, int], N
 
 
 def retrieved(z: Tensor, sample: Sample) -> Tensor:
-    """Of every state, whether it is the pattern that its query was made from."""
+    """Return for every state whether it is the pattern that its query was made from."""
     return relative_error(z, sample.targets) < SUCCESS
 
 
@@ -164,7 +164,7 @@ def verdict(entries: Rates, task: str) -> tuple[float, float, str]:
 
 
 def summary(entries: Rates, beta: float) -> str:
-    """What the sweep says, in one sentence of numbers that were measured."""
+    """Summarise the sweep in one sentence of numbers that were measured."""
 
     def moved(state: str) -> str:
         spreads = []

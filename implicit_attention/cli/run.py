@@ -1,4 +1,4 @@
-"""What the commands do: check the options, work with progress, write the files, print the tables."""
+"""The run of a command: check the options, work with progress, write the files, print the tables."""
 
 from __future__ import annotations
 

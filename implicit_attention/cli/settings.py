@@ -210,7 +210,7 @@ class MazeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainSettings:
-    """What all trainings have."""
+    """The settings that all trainings have in common."""
 
     minutes: Annotated[
         float | None,

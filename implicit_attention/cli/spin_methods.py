@@ -40,7 +40,7 @@ Parts: TypeAlias = Callable[[int, int], None]
 
 
 class Answer(NamedTuple):
-    """What a method says of a system: plain numbers, magnetizations (*batch, N, D), and samples if it draws them."""
+    """A method's results for a system: plain numbers, magnetizations (*batch, N, D), and samples if it draws them."""
 
     row: dict[str, Any]
     magnetization: Tensor | None = None
@@ -193,7 +193,7 @@ def evaluate(
     quick: bool = False,
     progress: Parts | None = None,
 ) -> Answer:
-    """What a method says of a system, with its time.
+    """Return a method's results for a system, with its time.
 
     Args:
         entry: the method. One that raises keeps its row, with the error in it.
@@ -220,7 +220,7 @@ def evaluate(
 
 
 def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
-    """What `spins.sweep` says of one method, lists of (K, *batch)."""
+    """Return the results of `spins.sweep` for one method, lists of (K, *batch)."""
 
     def answer() -> Answer:
         assert isinstance(entry.method, Approximation)

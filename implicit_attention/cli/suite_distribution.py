@@ -57,7 +57,7 @@ def sizes(settings: CompareSettings) -> dict[str, int]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """What is said of a law or a training when it has finished."""
+    """Return the line that is printed when a law or a training has finished."""
     if "accuracy" in row:
         return f"{row['accuracy']:.1%} of held-out digits, alignment with the inverse covariance {row['alignment']:.3f}"
     return (

@@ -86,7 +86,7 @@ def sizes(settings: CompareSettings) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """What is said of a potential when it has finished."""
+    """Return the line that is printed when a potential has finished."""
     if "refused" in row:
         return f"refused: {row['refused']}"
     return f"best rate {row['mean']:.3f} of {row['curve']}, {row['data']}, at beta {row['beta']:.3g}"

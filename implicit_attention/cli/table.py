@@ -1,4 +1,4 @@
-"""What the terminal shows when a command is done: tables of columns that are listed here, and what they mean."""
+"""The tables in the terminal when a command is done: their columns, and what these mean."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Column(NamedTuple):
     averaged: bool = False
 
     def text(self, row: Row) -> str:
-        """What stands in the row; a method that raised has no numbers but those from before."""
+        """Return the cells of the row; a method that raised has no numbers but those from before."""
         if "error" in row and "status" not in row:
             return "ERROR" if self.header == "status" else MISSING
         value: Any = row
@@ -177,14 +177,14 @@ def magnetization_columns(rows: list[Row], reference: str | None) -> list[Column
 
 
 def compare_line(row: Row) -> str:
-    """What is said of a solver when it has finished."""
+    """Return the line that is printed when a solver has finished."""
     seconds = milliseconds(row["forward_seconds"]) if "forward_seconds" in row else MISSING
     residual = MISSING if row["residual_max"] is None else short(row["residual_max"])
     return f"{evaluations(row)} evaluations, residual {residual}, {percent(row['converged'])} % converged, {seconds} ms"
 
 
 def magnetize_line(row: Row) -> str:
-    """What is said of a method when it has finished."""
+    """Return the line that is printed when a method has finished."""
     counts = ", ".join(f"{count} {name}" for name, count in row["status"].items())
     return f"{counts}, {exact_milliseconds(row['seconds'])} ms"
 
@@ -266,7 +266,7 @@ def retrieval_tables(entries: Rates, width: int) -> list[Table]:
 
 
 def retrieval_notes(entries: Rates) -> list[str]:
-    """What is to be read with the table of rates."""
+    """Return the notes on the table of rates."""
     names = dict.fromkeys(e["state"] for e in entries)
     notes = [f"{name}: {STATE_NOTES[name]}" for name in names if name in STATE_NOTES]
     for e in entries:

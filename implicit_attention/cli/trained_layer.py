@@ -31,7 +31,7 @@ class DigitsClassifier(nn.Module):
         self.out, self.classes = nn.Linear(HEADS * DIM, DIM), nn.Linear(DIM, 10)
 
     def tokens(self, patches: Tensor) -> Tensor:
-        """What attention gets, (B, 16, DIM)."""
+        """Return the input of attention, (B, 16, DIM)."""
         embedded: Tensor = self.embedding(patches)
         return embedded + self.positions
 

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a training was.
+    """The description of a training run.
 
     Attributes:
         plan: of a resumed training the first one's.
@@ -176,7 +176,7 @@ def _optimizer(model: nn.Module, plan: Plan) -> tuple[torch.optim.AdamW, torch.o
 
 
 def _read(checkpoint: Path, model: nn.Module, identity: dict[str, Any]) -> dict[str, Any]:
-    """What was saved beside the weights; raise `InputError` where the training cannot be this one."""
+    """Return the record saved beside the weights; raise `InputError` where it is of another training."""
     try:
         _, held = load_checkpoint(checkpoint, model=model)
     except FileNotFoundError:

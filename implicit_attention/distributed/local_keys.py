@@ -1,4 +1,4 @@
-"""What one process computes of a softmax over keys of which it holds some: its part, at the log-sum-exp of all."""
+"""One process's part of a softmax over keys of which it holds some, at the log-sum-exp of all."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LocalWeights:
     def gradients(
         self, out: Tensor, by_out: Tensor, by_logsumexp: Tensor | None, *, by_states: bool
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-        """Of a loss with these gradients: by the scores' side of z (to be summed over processes), keys, values, bias.
+        """Return the gradients of a loss by the scores' side of z (to be summed over processes), keys, values and bias.
 
         The first, sum_j a_j k_j with a = p (<v_j - out, by_out> + by_logsumexp), is the gradient by beta z. out is the
         read-out over all keys. Where the keys are the values, theirs is the whole gradient.

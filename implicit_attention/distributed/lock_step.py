@@ -58,7 +58,7 @@ class LockStep:
         return self
 
     def compare(self, given: dict[str, str], device: torch.device) -> None:
-        """Raise in all processes unless what is `given`, argument -> what it is, is the same in each of them."""
+        """Raise in all processes unless `given`, a value for each argument, is the same in each of them."""
         text = hashlib.blake2b(repr(given).encode(), digest_size=8).digest()
         total = torch.tensor(int.from_bytes(text, "little", signed=True), device=device)
         # As many numbers whatever is given, so that what differs cannot break the comparison itself. Devices without
@@ -135,7 +135,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def described(value: Any) -> str:
-    """What is compared of an argument: shape, dtype and bits of a tensor, the text of anything else.
+    """Return the fingerprint of an argument: shape, dtype and bits of a tensor, the text of anything else.
 
     The text is without what differs between processes that were given the same: where functions lie in memory.
     """

@@ -117,7 +117,7 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 
 def _given(exchange: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> dict[str, str]:
-    """What must be the same in all processes."""
+    """Return the arguments that must be the same in all processes."""
     given = {"arguments": "fit", "exchange": repr(exchange), "options": ", ".join(sorted(options))}
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         *lead, _, dim = tensor.shape
@@ -200,7 +200,7 @@ def _by_keys(
 
 
 def _called(fn: Callable[..., Any], lock: LockStep, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """What `fn` answers here, if it has answered in all processes."""
+    """Return the answer of `fn` here, if it has answered in all processes."""
     answer, error = None, None
     try:
         answer = fn(query, key, value, **options)
@@ -215,7 +215,7 @@ def _called(fn: Callable[..., Any], lock: LockStep, query: Tensor, key: Tensor, 
 
 
 def _own_heads(option: Any, heads: int, lock: LockStep) -> Any:
-    """What of an option, (..., H), belongs to the heads of this process."""
+    """Return the part of an option, (..., H), for the heads of this process."""
     if not isinstance(option, Tensor) or option.ndim == 0 or option.shape[-1] != heads or heads == 1:
         return option
     return option.chunk(lock.size, -1)[lock.rank]

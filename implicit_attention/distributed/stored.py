@@ -324,7 +324,7 @@ def _checksum_of(index: dict[str, Any]) -> int:
 
 
 def _checksum(tensors: list[Tensor]) -> int:
-    """Of the bits of tensors on the CPU."""
+    """Return the checksum of the bits of tensors on the CPU."""
     total = 0
     for tensor in tensors:
         total = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, total)

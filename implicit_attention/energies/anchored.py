@@ -184,7 +184,7 @@ class AnchoredEnergy(Anchored, Energy):
 
     @property
     def if_bottomless(self) -> str:  # type: ignore[override]
-        """Of this library's potentials the bound is known, and those that have none were refused at the door."""
+        """Return no remedy: the bounds of the library's potentials are known, and unbounded ones are refused."""
         return "" if self.knows_own else super().if_bottomless
 
     def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:

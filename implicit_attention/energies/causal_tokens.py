@@ -74,7 +74,7 @@ class _Causal(Problem, general=True):
         return self.lagrangian.mean(z)
 
     def pull(self, z: Float[Tensor, "*batch N D"], keys: Tensor | None = None) -> Float[Tensor, "*batch N D"]:
-        """What attention and memory add to each token of x, at g = LN(x)."""
+        """Return the sum of attention and memory for each token of x, at g = LN(x)."""
         g = self.activation(z)
         pull = self.attention.query_pull(g, keys)
         return pull if self.memory is None else pull + self.memory.mean(g)

@@ -181,7 +181,7 @@ def _loses_digits(moved: Tensor, keys: Tensor, half: Tensor) -> bool:
 
 
 class _Cell(NamedTuple):
-    """What states have in range, in the layout of `read`.
+    """The keys in range of states, in the layout of `read`.
 
     1 - (beta/2) |z - k|^2 and whether that is in range, (..., N, M), for how many keys it is, which states have none, a
     bias if there is one, and NaN for states that read what is not finite.

@@ -1,4 +1,4 @@
-"""What the modules share that stand in for a host's attention: an anchor, options of a solve, masks, an added key."""
+"""The base of modules that replace a host's attention: an anchor, options of a solve, masks, an added key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `nn.MultiheadAttention` is called with: tokens and masks, checked and in the library's conventions."""
+"""The arguments of `nn.MultiheadAttention`: tokens and masks, validated and in the library's conventions."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _peculiarity(mha: nn.MultiheadAttention) -> str:
-    """What would be lost if this module were replaced; empty if nothing would be."""
+    """List what would be lost if this module were replaced; empty if nothing would be."""
     if type(mha).forward is not nn.MultiheadAttention.forward:
         return f"a forward of its own ({type(mha).__name__})"
     if _has_hooks(mha):

@@ -91,7 +91,7 @@ class Layout(NamedTuple):
         return pytree.tree_unflatten(leaves, self.spec)
 
     def check_output(self, name: str, result: Any, before: Any, *, cast: bool) -> Any:
-        """What the block made of `before`, in its dtype where autocast chose another (`cast`), or an error."""
+        """Return the block's output for `before`, in its dtype where autocast chose another (`cast`), or raise."""
         if self.single and isinstance(result, Tensor) and _same_kind(result, before):
             return result
         name = f"block {name}"
@@ -319,7 +319,7 @@ class BlockMap(nn.Module):
         return self.layout.check_output(self.__name__, result, state, cast=self.autocast is not None)
 
     def _kept(self, state: Any, arguments: tuple[Any, ...]) -> Any:
-        """What the block returns, or an error where it writes to what it is given; at first that is a copy."""
+        """Return the block's output, or raise where it writes to its arguments; at first those are copies."""
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return self.draws.evaluate(self.block, state, *arguments)
         own = pytree.tree_map_only(Tensor, lambda t: t, (state, arguments))

@@ -64,7 +64,7 @@ class KeyValueCache:
         return 0 if self.held is None else self.held.keys.shape[-2]
 
     def with_new(self, keys: Tensor, values: Tensor | None, key_mask: Tensor | None) -> Held:
-        """What will be held with new tokens; `key_mask` says which of these, or of all tokens, exist."""
+        """Return the contents with new tokens added; `key_mask` says which of these, or of all tokens, exist."""
         rows, batch, old = keys.shape[-2], tuple(keys.shape[:-3]), self.held
         if old is not None:
             keys = torch.cat([old.keys, keys], dim=-2)

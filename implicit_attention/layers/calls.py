@@ -1,4 +1,4 @@
-"""What a call of a layer returns, for type checkers and editors: a tensor, unless more is asked for.
+"""Return types of the layers' calls, for type checkers and editors: a tensor, unless more is asked for.
 
 `nn.Module` says of every call that it returns anything. A layer declares `__call__` as one of these protocols, for
 type checkers alone: at run time it is that of `nn.Module`, with its hooks.
@@ -18,7 +18,7 @@ from .cache import KeyValueCache
 
 
 class AttentionCall(Protocol):
-    """Of `ImplicitAttention`."""
+    """The call of `ImplicitAttention`."""
 
     @overload
     def __call__(
@@ -58,7 +58,7 @@ class AttentionCall(Protocol):
 
 
 class LookupCall(Protocol):
-    """Of `MemoryLookup`."""
+    """The call of `MemoryLookup`."""
 
     @overload
     def __call__(
@@ -84,7 +84,7 @@ class LookupCall(Protocol):
 
 
 class EquilibriumCall(Protocol):
-    """Of `Equilibrium`, whose state is like x."""
+    """The call of `Equilibrium`, whose state is like x."""
 
     @overload
     def __call__(
@@ -114,7 +114,7 @@ class EquilibriumCall(Protocol):
 
 
 class TransformerCall(Protocol):
-    """Of `EquilibriumTransformer`."""
+    """The call of `EquilibriumTransformer`."""
 
     @overload
     def __call__(
@@ -140,7 +140,7 @@ class TransformerCall(Protocol):
 
 
 class SpinCall(Protocol):
-    """Of `SpinAttention`."""
+    """The call of `SpinAttention`."""
 
     @overload
     def __call__(
@@ -170,7 +170,7 @@ class SpinCall(Protocol):
 
 
 class MeanFieldCall(Protocol):
-    """Of `MeanFieldAttention` and `SpinTransformerBlock`."""
+    """The call of `MeanFieldAttention` and `SpinTransformerBlock`."""
 
     @overload
     def __call__(
@@ -196,7 +196,7 @@ class MeanFieldCall(Protocol):
 
 
 class SpinTransformerCall(Protocol):
-    """Of `SpinTransformer`."""
+    """The call of `SpinTransformer`."""
 
     @overload
     def __call__(
@@ -222,7 +222,7 @@ class SpinTransformerCall(Protocol):
 
 
 class EnergyCall(Protocol):
-    """Of `EnergyTransformer`."""
+    """The call of `EnergyTransformer`."""
 
     @overload
     def __call__(
@@ -254,7 +254,7 @@ class EnergyCall(Protocol):
 
 
 class ImageCall(Protocol):
-    """Of `ImageEnergyTransformer`."""
+    """The call of `ImageEnergyTransformer`."""
 
     @overload
     def __call__(
@@ -280,7 +280,7 @@ class ImageCall(Protocol):
 
 
 class ClassifierCall(Protocol):
-    """Of `ImageClassifier`."""
+    """The call of `ImageClassifier`."""
 
     @overload
     def __call__(
@@ -292,7 +292,7 @@ class ClassifierCall(Protocol):
 
 
 class NodeCall(Protocol):
-    """Of `NodeClassifier`."""
+    """The call of `NodeClassifier`."""
 
     @overload
     def __call__(

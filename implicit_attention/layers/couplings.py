@@ -373,5 +373,5 @@ def _drawn(heads: int, head_dim: int, *, device: torch.device | str | None, dtyp
 
 
 def _normalised_over(pairs: Tensor) -> Tensor:
-    """`pairs`, and all of them for a site that reads nobody, whose weights count nowhere."""
+    """Return `pairs`, with all pairs of a site that reads no other, whose weights are then set to 0."""
     return pairs | ~pairs.any(-1, keepdim=True)

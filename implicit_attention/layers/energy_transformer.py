@@ -298,7 +298,7 @@ class EnergyTransformer(Remembering):
     def _problem(
         self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None, cache: KeyValueCache | None = None
     ) -> Problem:
-        """What is solved from the tokens x, which have the precision of the solve and are 0 where missing."""
+        """Return the problem of the tokens x, which have the precision of the solve and are 0 where missing."""
         lagrangian = self.norm.lagrangian()
         if not self.causal:
             potential = self.potential(mask, key_mask)

@@ -317,7 +317,7 @@ class MeanFieldAttention(Remembering):
         return within(made, self.limit, block=self._block, rows=softmax, reaction=self.correction == "exact")
 
     def _weights(self, field: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Any, Any, Any, Any]:
-        """What the map reads beside state and field, computed once: mixing, its tensors, correction, its tensors."""
+        """Compute the map's inputs beside state and field once: mixing, its tensors, correction, its tensors."""
         mixing: Any = self.kind or self.mixing
         correction: Any = self.correction
         mixed_by = corrected_by = None

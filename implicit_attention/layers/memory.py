@@ -260,7 +260,7 @@ class MemoryLookup(Remembering):
         return_solution: bool = False,
         **options: Unpack[SolveKeywords],
     ) -> Any:
-        """What the queries (*batch, N, dim) look up: targets (*batch, N, target_dim). Arguments as in `retrieve`."""
+        """Look up the targets, (*batch, N, target_dim), of queries (*batch, N, dim). Arguments as in `retrieve`."""
         values = self.patterns if self.targets is None else self.targets
         return self._ask(queries, values, return_solution, options, known, clamp)
 
@@ -290,7 +290,7 @@ class MemoryLookup(Remembering):
             self._check_known(known, queries)
             asked = filled(queries, known, self.patterns, self._beta())
             if clamp:
-                # No other patterns may pull at what is known, and no query at what is not.
+                # Other patterns must not pull the known entries, and the query must not pull the unknown ones.
                 make, anchor = _clamping(make, known.expand(asked.shape), asked), 0.0
         call = Call(
             asked,

@@ -35,7 +35,7 @@ class PublishedSteps(PublishedDynamics):
 
     def _evaluated(self, z: Tensor, energy: bool) -> Evaluation:
         mapped, value = super().evaluate(z, energy=energy)
-        # With their graphs energies would hold what they alone read until the last step.
+        # Energies with a graph would keep their intermediate tensors alive until the last step.
         return Evaluation(mapped, None if value is None else value.detach())
 
 

@@ -26,10 +26,10 @@ class Remembering(nn.Module):
         self._site = Site()
 
     def _on_failure(self, options: SolveOptions) -> Any:
-        """What the solves of this layer do about failures; an explicit step, which it has not, is refused."""
+        """Return the failure policy of this layer's solves; refuse an explicit step, which the layer does not have."""
         given = options.on_failure
         if isinstance(given, FailurePolicy) and given.forward == "explicit":
-            required = f"have forward='best' in {type(self).__name__}: explicit attention is known to attention alone"
+            required = f"have forward='best' in {type(self).__name__}: only attention has an explicit step"
             raise ValueError(_validate.message("on_failure", required, repr(given)))
         return Located(given, self._site)
 

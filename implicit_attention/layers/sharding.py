@@ -24,7 +24,7 @@ class HeadShard:
     count: int
 
     def own(self, given: T, axis: int = -1) -> T:
-        """What of `given` belongs to this process's heads, which lie along `axis`; one for all heads stays whole."""
+        """Return the part of `given` for this process's heads, along `axis`; one for all heads stays whole."""
         if not isinstance(given, Tensor) or given.ndim < -axis or given.shape[axis] == 1:
             return given
         if _validate.is_distributed(given) and given.placements[0].is_shard():  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, h
 
 
 def check_whole(argument: str, flat: Tensor, width: int) -> Tensor:
-    """What a projection made, unless a part of it is on another process, with heads that other parameters belong to."""
+    """Return a projection's output, or raise where a part of it is on another process."""
     _validate.check_local(argument, flat)
     required = f"make width {width}, as its heads cannot be spread over processes"
     received, remedy = f"width {flat.shape[-1]}", "leave the layer out of the plan of parallelize_module"

@@ -283,7 +283,7 @@ class SpinAttention(Remembering):
         return field if self.norm is None else self.norm(field.to(self.norm.weight.dtype))
 
     def _seen(self, field: Tensor) -> Tensor:
-        """What couplings are made of."""
+        """Return the tensor that couplings are computed from."""
         return field
 
     def _pairs(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

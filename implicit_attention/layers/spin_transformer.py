@@ -159,7 +159,7 @@ class SpinTransformerBlock(nn.Module):
         key_mask: Tensor | None = None,
         on_failure: OnFailure | None = None,
     ) -> Decomposition:
-        """What the block's spins answer to x, in parts: own field, couplings, self-correction and J(h).
+        """Return the parts of the spins' answer to x: own field, couplings, self-correction and J(h).
 
         The sum, `total`, is -dF/dh whatever `derivative` the block answers with: the output of its spins with "total",
         before W_o. At missing tokens the parts are 0, at tokens that no field gives NaN.

@@ -40,7 +40,7 @@ class Composed(nn.Module):
 
 
 class TiedLayers(nn.Module):
-    """What stands in the place of tied layers in their model, and is called as one of them."""
+    """The module that replaces tied layers in their model, and is called as one of them."""
 
     def __init__(self, equilibrium: Equilibrium) -> None:
         super().__init__()

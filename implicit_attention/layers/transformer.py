@@ -58,7 +58,7 @@ class SoftmaxAttention(nn.Module):
 
 
 class Inject(nn.Module):
-    """What a step starts with: the state z and the input x, (*batch, N, dim) each, as one."""
+    """Concatenate the state z and the input x of a step, (*batch, N, dim) each."""
 
     def __init__(self, dim: int, kind: Injection) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a linear solve returns: the value and, per problem, a record of how the solve went."""
+"""The result of a linear solve: the value and, per problem, a record of how the solve went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a linear solver is (options, and the hooks of a method), and the one loop: sweeps from true residuals."""
+"""The base of linear solvers (options, and the hooks of a method), and the one loop: sweeps from true residuals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOAT32_RTOL = 1e-6
 
 @dataclass(frozen=True)
 class SweepState:
-    """What the loop reads of a method's state; methods add their own (*batch, ...) tensors.
+    """The part of a method's state that the loop reads; methods add their own (*batch, ...) tensors.
 
     Not for the results of a solve: those are in `LinearSolution`.
 

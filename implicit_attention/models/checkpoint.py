@@ -21,7 +21,7 @@ _FORMATS = {1: _KEYS, _FORMAT: _KEYS | {"made"}}
 
 
 class Stateful(Protocol):
-    """What optimizers and learning rate schedulers have in common."""
+    """The interface that optimizers and learning rate schedulers have in common."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
@@ -248,7 +248,7 @@ def _check_state(name: str, given: bool, was_saved: bool) -> None:
 
 
 def _made(model: nn.Module, optimizer: Stateful, scheduler: Stateful | None) -> dict[str, Any]:
-    """Of which kind they are, and which parameters each group of the optimizer has."""
+    """Return the kinds of optimizer and scheduler, and the parameters of each group of the optimizer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = getattr(optimizer, "param_groups", [])
     return {

@@ -31,7 +31,7 @@ Solve = Callable[[Hopfield, Tensor, FusedRule], Solved]
 
 
 class AttentionVariant(NamedTuple):
-    """What decides which code of torch's attention kernels runs, masks being numbers added to the scores."""
+    """The properties that select the code path of torch's attention kernels; masks are numbers added to the scores."""
 
     dtype: torch.dtype
     head_dim: int
@@ -97,7 +97,7 @@ class Written:
         return self.summed(v - (1 - self.anchor) * self.beta * spread)
 
     def gradients(self, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """What u carries: (df/dK)^T u and <df/dbeta, u> per query."""
+        """Return the pullbacks of u: (df/dK)^T u and <df/dbeta, u> per query."""
         p, mean, _ = self.attend(z)
         u = (1 - self.anchor) * u
         weights = self.centred(p, mean, u)
@@ -153,7 +153,7 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
 
 
 def solve_errors(small: Hopfield, solve: Solve, *, fixed_budget: bool = False) -> Errors:
-    """What a solve of a small problem tells of its answers, and whether they are answers."""
+    """Solve a small problem, and compare its report with what holds at its answers."""
     wide = small.beta.dtype
     rtol = 0.0 if fixed_budget else RTOL[small.keys.dtype]
     stop = FusedRule(rtol, 0.0, MAX_STEPS // 10 if fixed_budget else MAX_STEPS, plain_steps=2)
@@ -244,7 +244,7 @@ def normal(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def third_masked(sets: int, rows: int, count: int) -> Tensor:
-    """What is added to the scores, (sets, rows, M), -inf for a third of the keys but not for the first."""
+    """Return a bias for the scores, (sets, rows, M), -inf for a third of the keys but not for the first."""
     mask = normal((sets, rows, count), seed=2)
     mask = mask.masked_fill(mask < -0.4, -torch.inf)
     mask[..., 0] = 0.0

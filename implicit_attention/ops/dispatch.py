@@ -180,7 +180,7 @@ def unanswered(found: Adjoint, stalled: Tensor) -> Adjoint:
 def _by_triton(
     impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R], *, fixed_budget: bool = False
 ) -> _R | None:
-    """What `run`, the Triton kernels of an operation, answers if `impl` wants them and they are trusted, else None."""
+    """Return the answer of `run`, Triton kernels, if `impl` wants them and they are trusted, else None."""
     if impl != "triton" and not (
         impl == "auto" and problem.field.device.type in TRITON_DEVICES and unsupported(problem) is None
     ):
@@ -203,7 +203,7 @@ def native_use(operation: str, keys: Tensor, mask: Tensor | None, first: int | N
 
 
 def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R]) -> _R | None:
-    """What `run`, the native library, answers if `impl` wants it and it is trusted, else None."""
+    """Return the answer of `run`, the native library, if `impl` wants it and it is trusted, else None."""
     field, keys, _, _, mask, first = problem
     if impl != "native" and not (impl == "auto" and field.device.type == "cpu" and field.dtype in NATIVE_DTYPES):
         return None
@@ -221,7 +221,7 @@ def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _
 
 
 def by_attention(impl: Impl, keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:
-    """What `run`, which calls torch's attention kernel with the log-sum-exp, answers if that is trusted, else None."""
+    """Return the answer of `run`, torch's attention kernel with its log-sum-exp, if that is trusted, else None."""
     if torch.compiler.is_compiling():
         # What is traced cannot be verified; the operations, which are not traced, do not come here.
         return None

@@ -1,4 +1,4 @@
-"""What the operations share: the anchored log-sum-exp energy of a batch of queries, as plain tensors."""
+"""The problem of all operations: the anchored log-sum-exp energy of a batch of queries, as plain tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def triangle(rows: int, count: int, first: int, device: torch.device) -> Tensor:
 
 
 def common(keys: Tensor, attended: Tensor | None = None) -> Tensor:
-    """What keys (*batch, M, D) have in common, (*batch, 1, D): their mean, large ones counting less.
+    """Return the common part of keys (*batch, M, D), (*batch, 1, D): their mean, large ones counting less.
 
     Softmax weights and covariances do not change when it is taken from all keys, but their rounding, which grows with
     the square of it, does. A key that is far off is no guide and counts by the inverse square of its length; one that

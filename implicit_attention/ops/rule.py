@@ -1,4 +1,4 @@
-"""What every implementation obeys and answers: when a query is done, what it tries next, and what is told of it.
+"""The common rule and the results of every implementation: when a query is done, its next step, and its report.
 
 The rule of a solve is `FusedRule`, the steps are those of `solvers.Anderson(history=1)`.
 """

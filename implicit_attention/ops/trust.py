@@ -51,7 +51,7 @@ class Use(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelCheck:
-    """What was found of a kernel at its first use in one configuration.
+    """The verdict on a kernel at its first use in one configuration.
 
     Attributes:
         use: the kernel, the device and the configuration.
@@ -115,7 +115,7 @@ def kernel_checks() -> tuple[KernelCheck, ...]:
 
 
 def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insists: str | None = None) -> _R | None:
-    """What `run`, which calls the kernel, returns; None where torch's public operations are to answer.
+    """Return the result of `run`, which calls the kernel; None where torch's public operations are to answer.
 
     At the first use `check` asks the kernel for the answers of a small problem and compares them. `insists` names the
     implementation that the user asked for, which raises where it cannot be trusted. Needs tensors that hold numbers:

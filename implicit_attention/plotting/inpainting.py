@@ -1,4 +1,4 @@
-"""What was hidden of images and how it was filled in, and energies on the way there."""
+"""Figures of the hidden parts of images, how they were filled in, and energies on the way."""
 
 from __future__ import annotations
 

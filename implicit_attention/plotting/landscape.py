@@ -55,7 +55,7 @@ class Window(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """What is drawn over an energy, in float64 on the CPU."""
+    """The marks that are drawn over an energy, in float64 on the CPU."""
 
     patterns: Tensor
     paths: Tensor

@@ -1,4 +1,4 @@
-"""What potentials store and from how far they find it, beside what is proved of log-sum-exp."""
+"""Figures of the capacity of potentials: patterns that they store and find, beside the bounds for log-sum-exp."""
 
 from __future__ import annotations
 

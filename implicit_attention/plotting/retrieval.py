@@ -1,4 +1,4 @@
-"""What was asked of a memory, what it returned, and how often that was right."""
+"""Figures of retrieval: queries of a memory, its answers, and how often these are right."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _draw_lines(axes: Any, radius: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _eigenvalues(problem: Problem, states: Tensor) -> Tensor:
-    """Of df/dz for each problem, (problems, n), NaN where it is not finite."""
+    """Return the eigenvalues of df/dz for each problem, (problems, n), NaN where it is not finite."""
     problem.check_state(states)
     count = states.shape[states.ndim - problem.event_ndim :].numel()
     remedy = "use diagnostics.spectral_radius"

@@ -1,4 +1,4 @@
-"""What the spins of a stack of blocks answer, in parts."""
+"""Figures of the parts of the answer of spins in a stack of blocks."""
 
 from __future__ import annotations
 

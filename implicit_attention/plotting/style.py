@@ -1,4 +1,4 @@
-"""What the figures share: colours, a new figure, its legend."""
+"""The common style of the figures: colours, a new figure, its legend."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ NEGLIGIBLE, FLAT = 1e-3, 0.02
 
 
 class Panel(NamedTuple):
-    """What is drawn in one place: a title, and columns with a line each."""
+    """One panel: a title, and columns with a line each."""
 
     title: str
     label: str
@@ -57,7 +57,7 @@ Course = Mapping[float, Mapping[str, float]]
 
 
 def training_figure(rows: str | os.PathLike[str] | Iterable[Any], *, title: str = "Solves of a training") -> Figure:
-    """What `training.watch` saw over the steps: evaluations, residuals, failures, anchors, temperatures of every layer.
+    """Draw the observations of `training.watch`: evaluations, residuals, failures, anchors, temperatures of layers.
 
     Every layer is a line; with several, "all" is a broad grey one. Panels of which nothing is known are left out.
     Residuals are in units of their tolerance, at most 1 where all converged; one that is not finite is a cross at the
@@ -166,7 +166,7 @@ def _scale(axes: Any, panel: Panel, drawn: Sequence[float]) -> None:
 
 
 def _explain(axes: Any, panel: Panel, lost: bool) -> None:
-    """What solid and dashed lines of a panel are."""
+    """Return the legend of the solid and dashed lines of a panel."""
     from matplotlib.lines import Line2D
 
     first = "forward" if panel.second == "backward" else "mean"
@@ -279,7 +279,7 @@ def _courses(rows: Sequence[Any]) -> dict[str, Course]:
 
 
 def _number(value: Any, place: int, name: str) -> float:
-    """Of a cell; an empty one, as of a step that was not given, is no number, and neither is null."""
+    """Return the number in a cell; NaN for an empty one, as of a step that was not given, and for null."""
     if value is None or value == "":
         return math.nan
     try:

@@ -36,7 +36,7 @@ _Number = TypeVar("_Number", Tensor, Jet)
 
 
 class _Order(NamedTuple):
-    """What stands before (1 - c) s^{-k}, c = v^2/s^2, in L, w and W, as polynomials in c; see `_expansion`."""
+    """The factors of (1 - c) s^{-k}, c = v^2/s^2, in L, w and W, as polynomials in c; see `_expansion`."""
 
     length: tuple[float, ...]
     curvature: tuple[float, ...]

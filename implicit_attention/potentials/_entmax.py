@@ -181,6 +181,6 @@ def _keep(ctx: Any, a: float | Tensor, p: Tensor) -> None:
 
 
 def _kept(ctx: Any) -> tuple[Any, Tensor]:
-    """What `_keep` kept; p has a graph, so that derivatives have derivatives."""
+    """Restore the tensors that `_keep` kept; p has a graph, so that derivatives have derivatives."""
     p, *rest = ctx.saved_tensors
     return (rest[0] if rest else ctx.a), p

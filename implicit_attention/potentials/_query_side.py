@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 class ByTensors(NamedTuple):
-    """What a cotangent u of the pull gives: (d pull/dt)^T u."""
+    """The pullback of a cotangent u of the pull: (d pull/dt)^T u."""
 
     z: Tensor
     w_query: Tensor
@@ -100,7 +100,7 @@ class QuerySide:
         return self.q[..., tile.rows, :], self.k[..., : tile.reach, :]
 
     def _weights(self, tile: Tile, q: Tensor, k: Tensor) -> Tensor:
-        """What attends to what, rows of zeros where a token may attend to nothing."""
+        """Return the attention weights, rows of zeros where a token may attend to nothing."""
         attention, rows = self.attention, tile.rows
         others = attention.exclude_self or attention.mask is not None
         allowed = torch.ones(q.shape[-2], tile.reach, dtype=torch.bool, device=q.device)

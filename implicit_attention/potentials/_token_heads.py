@@ -1,4 +1,4 @@
-"""What token attention holds: weights of queries and keys per head, and how tokens go through them."""
+"""The heads of token attention: weights of queries and keys per head, and how tokens go through them."""
 
 from __future__ import annotations
 

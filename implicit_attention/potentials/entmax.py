@@ -218,7 +218,7 @@ class Entmax(ScoredKeys):
     def _weighed(
         self, z: Tensor, values: Tensor | None = None, *, centred: bool = False
     ) -> tuple[Read, Tensor, Tensor]:
-        """What is read, the scores and the weights; in float32 at least, since bfloat16 finds no threshold."""
+        """Return the keys read, scores and weights; in float32 at least: bfloat16 finds no threshold."""
         read = self._read(z, values)
         if centred:
             read = read.centred()

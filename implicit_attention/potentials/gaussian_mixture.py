@@ -166,7 +166,7 @@ class GaussianMixture(Potential):
         return weights @ self.means + _average(weights, pushed)
 
     def _changes(self, p: Tensor, pushed: Tensor, v: Tensor) -> Tensor:
-        """What moving eta by v changes in the responsibilities, p_n <c_n - mean, v>, (*batch, N, M)."""
+        """Return the change of the responsibilities when eta moves by v, p_n <c_n - mean, v>, (*batch, N, M)."""
         along = v @ self.means.mT + (pushed * v[..., None, :]).sum(-1)
         return p * (along - (p * along).sum(-1, keepdim=True))
 

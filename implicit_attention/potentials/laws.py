@@ -201,7 +201,7 @@ def _numbers(name: str, given: Any, low: float = -math.inf) -> tuple[float, ...]
 
 
 def _covariance(weights: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Of numbers a and b of states, (..., K), as a sum over pairs: exact however near 1 a weight is."""
+    """Return Cov(a, b) over states, (..., K), as a sum over pairs: exact however near 1 a weight is."""
     pairs = weights[..., :, None] * weights[..., None, :]
     differences = [x[..., :, None] - x[..., None, :] for x in (a, b)]
     return (pairs * differences[0] * differences[1]).sum((-2, -1)) / 2

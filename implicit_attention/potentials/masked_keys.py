@@ -182,7 +182,7 @@ class MaskedKeys(KeyPotential):
         return clone
 
     def _read(self, z: Tensor, values: Tensor | None = None, *, fused: bool = False) -> Read:
-        """What the mask leaves to be read by states of z's shape; `fused` leaves a triangle to what reads it."""
+        """Return the keys that the mask leaves to states of z's shape; `fused` leaves a triangle to the kernel."""
         if z.shape[-1] != self.keys.shape[-1]:
             raise self._another_width("z", z)
         held = [self.keys] if values is None else [self.keys, values]
@@ -276,7 +276,7 @@ def in_blocks(evaluate: Callable[[_P, Tensor], Any]) -> Callable[[_P, Tensor], A
 
 
 class Read(NamedTuple):
-    """What states read of the keys, in the layout of `fold`.
+    """The keys that states read, in the layout of `fold`.
 
     Keys and values (the keys themselves, if there are no others), mask or bias of the pairs, which rows attend to
     no key, and NaN for the rows that attend to a key that is not finite. With `first`, in place of a mask, row i

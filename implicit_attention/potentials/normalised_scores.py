@@ -116,7 +116,7 @@ class NormalisedScores(MaskedKeys):
     # Parts.
 
     def _normalised(self, z: Tensor) -> tuple[Read, Tensor, int | Tensor, Tensor]:
-        """What is read, the centred scores, the number of keys and the variance with eps, (..., N, 1)."""
+        """Return the keys read, centred scores, number of keys and variance with eps, (..., N, 1)."""
         read = self._read(z)
         scores, size = self._scores_read(z, read), self.keys.shape[-2]
         count: int | Tensor = size

@@ -203,7 +203,7 @@ class ScoredKeys(MaskedKeys):
         return few and torch.finfo(z.dtype).bits >= 32 and host_may_look(z, self.keys)
 
     def _flash_few(self, z: Tensor, read: Read) -> Tensor:
-        """What few keys are read out to, NaN for states that are not finite, or beside keys that are not."""
+        """Return the read-out of few keys, NaN for states that are not finite, or beside keys that are not."""
         lost = None if surely_finite(z) else ~torch.isfinite(z).all(-1, keepdim=True)
         out = read.finish(
             self._flash(z if lost is None else z.masked_fill(lost, 0.0), read, differentiable)[0], rows=True

@@ -57,7 +57,7 @@ class Softmax1(OverLogSumExp):
         mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
     ) -> None:
-        # Arguments are judged, and errors told, as they came.
+        # Validate the arguments as given, so that errors name what the user passed.
         given = LogSumExp(keys, beta, mask=mask, bias=bias)
         count = keys.shape[-2]
         super().__init__(

@@ -98,7 +98,7 @@ class SummedScores(MaskedKeys):
     # Parts.
 
     def _scored(self, z: Tensor) -> tuple[Read, Tensor, float | Tensor]:
-        """What is read, and the scores and beta in that layout."""
+        """Return the keys that are read, and the scores and beta in their layout."""
         read, beta = self._read(z), self._scale
         return read, self._scores_read(z, read), read.fold.moved(beta) if isinstance(beta, Tensor) else beta
 
@@ -188,7 +188,7 @@ class Polynomial(SummedScores):
         return 1.0 if self.degree == 2 else math.inf
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray:
-        """Of degree 2 a direction that many keys share, found by ascent; else the longest key, at every scale."""
+        """Return a direction that many keys share, found by ascent, at degree 2; else the longest key."""
         keys = self._keys_read()
         if self.degree > 2:
             return faster_ray(keys)
@@ -261,7 +261,7 @@ class Exponential(SummedScores):
 
 
 class UnitScores(SummedScores):
-    """What `units_potential` makes: g is the cumulant K of a law."""
+    """The potential that `units_potential` makes: g is the cumulant K of a law."""
 
     declares_all = True
     _held = (*SummedScores._held, "units")

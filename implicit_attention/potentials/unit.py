@@ -1,4 +1,4 @@
-"""What the law of one unit must answer: of a hidden unit, a number, and of a spin, a vector."""
+"""The interface of the law of one unit: of a hidden unit, a number, and of a spin, a vector."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _as_torchdeq(name: str) -> Callable[..., Any]:
 
 
 class _Course:
-    """What torchdeq reports of a run: errors after every step, and the best (or latest) states after some of them."""
+    """Torchdeq's report of a run: errors after every step, and the best (or latest) states after some of them."""
 
     def __init__(self, func: Callable[[Tensor], Tensor], x0: Tensor, indexing: list[int], latest: bool) -> None:
         self.func, self.indexing, self.latest = func, indexing, latest

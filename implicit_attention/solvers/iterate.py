@@ -1,4 +1,4 @@
-"""What a solver is (options, and the hooks of a method), and the one generic loop.
+"""The base of solvers (options, and the hooks of a method), and the one generic loop.
 
 The loop evaluates candidates, decides per problem when to stop, and keeps the best state with what was measured there.
 """
@@ -53,7 +53,7 @@ class Iteration(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a solver returns: the values, how the solve went, and its course.
+    """The result of a solver: the values, how the solve went, and its course.
 
     Not for users of `solve`, which returns a `Solution`.
 
@@ -80,7 +80,7 @@ Callback: TypeAlias = Callable[[int, Tensor, Tensor], object]
 
 
 class Update(NamedTuple):
-    """What a step returns.
+    """The result of a solver's step.
 
     Not for the results of a solve: those are in `Solution`.
 
@@ -176,7 +176,7 @@ class Solver:
         return FusedRule(self.rtol, self.atol, self.max_steps, plain_steps=0).exhausted
 
     def fused_rule(self, problem: Problem) -> FusedRule | None:
-        """What a fused operation would have to do to be this solver on such a problem, or None if none can be."""
+        """Return the rule by which a fused operation is this solver on such a problem, or None if none can be."""
         return None
 
     def check_problem(self, problem: Problem) -> None:

@@ -35,7 +35,7 @@ _RUNNING = -1
 
 
 class Moments(NamedTuple):
-    """Of Gaussian spins at multipliers t.
+    """The moments of Gaussian spins at multipliers t.
 
     covariance: X = A^{-1}, (*batch, n, n). mean: m = X g, (*batch, n, k). value: phi, (*batch). energy: its part
     sum_i lambda_i/2 + Tr g^T X g/2. positive: whether A > 0.
@@ -49,7 +49,7 @@ class Moments(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What a step is judged by, per sample.
+    """The measures by which a step is judged, per sample.
 
     value, energy, positive: as in `Moments`. variance and square: means over a group of X_ii and of |m_i|^2,
     (*batch, G). noise: rounding error of value. floor: of squared lengths, the largest.
@@ -225,8 +225,8 @@ class Multipliers(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of every sample: where it is, at which part of its inverse temperature, the step that it tries next, as a vector
-    and a size, and its report."""
+    """The state of the iteration, per sample: multipliers, their level, the part of the inverse temperature, the next
+    step as a vector and a size, and the report."""
 
     t: Tensor
     here: Level

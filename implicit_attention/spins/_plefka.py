@@ -232,7 +232,7 @@ def _unresponded(v: Tensor, x: Tensor, ladder: Sequence[Tensor], rho: Tensor) ->
 
 
 def _continued(ladder: Sequence[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-    """What the functions of |x| are at y, by Taylor series: right to so many derivatives as there are more functions.
+    """Evaluate the functions of |x| at y, by Taylor series: right to so many derivatives as there are more functions.
 
     Differentiating this costs next to nothing, a Bessel function some hundred operations.
     """

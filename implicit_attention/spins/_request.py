@@ -1,4 +1,4 @@
-"""What every question to a method goes through: its arguments are checked, and how its solve went is told."""
+"""The common frame of all functions of methods: validation of arguments, and the report of the solve."""
 
 from __future__ import annotations
 

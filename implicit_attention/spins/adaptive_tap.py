@@ -214,7 +214,7 @@ def _finisher(dtype: torch.dtype, rtol: float | None) -> Solver:
 
 
 def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:
-    """Of Gaussian sites the covariance in units of a site's own, minus its log det, and whether there is one."""
+    """Return the covariance of Gaussian sites in units of a site's own, minus its log det, and whether it exists."""
     eye = torch.eye(problem.couplings.shape[-1], dtype=problem.field.dtype, device=problem.field.device)
     return guarded_inverse(eye - problem.radius**2 / problem.field.shape[-1] * problem.couplings)
 

@@ -46,7 +46,7 @@ class LogPartition(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What spins answer at fixed couplings: <s_i>, (*batch, N, D), what was solved for, and the report of the solve.
+    """The answer of spins at fixed couplings: <s_i>, (*batch, N, D), the solved state, and the report of the solve.
 
     Attributes:
         magnetization: <s_i>; `initial=answer.magnetization` starts the next solve there.

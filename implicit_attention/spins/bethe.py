@@ -184,7 +184,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _log_sinh(x: Tensor) -> Tensor:
-    """Of x >= 0."""
+    """Return log sinh x for x >= 0."""
     return x + torch.log(-torch.expm1(-2 * x)) - math.log(2.0)
 
 

@@ -29,7 +29,7 @@ KRYLOV = 32
 
 @dataclasses.dataclass(frozen=True)
 class DrivenPath:
-    """What a closure says of spins whose field changes; what is asked of stationary states is None without them.
+    """A closure's results for spins whose field changes; those about stationary states are None without these.
 
     Attributes:
         fields: h_t of the steps, (T, *batch, N, D).
@@ -224,7 +224,7 @@ def _laws(
 
 
 def _entropy(method: DynamicalMethod, system: SpinSystem, m: Tensor, field: Tensor) -> Tensor:
-    """Of independent spins with the magnetizations m, which a lone spin has in `field`."""
+    """Return the entropy of independent spins with the magnetizations m, which a lone spin has in `field`."""
     value = method.response.log_partition(field, system.beta_over(0), system.radius)
     return (value - system.beta_over(1) * (field * m).sum(-1)).sum(-1)
 

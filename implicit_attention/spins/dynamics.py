@@ -25,7 +25,7 @@ from .system import SpinSystem, mirrored
 
 @dataclasses.dataclass(frozen=True)
 class StationaryState:
-    """What a closure says of the state that synchronous dynamics settles in.
+    """A closure's results for the state that synchronous dynamics settles in.
 
     Attributes:
         magnetization: m_i = <s_i>, (*batch, N, D).
@@ -107,7 +107,7 @@ class DynamicalMethod(ResponseApproximation):
         return self.problem(system).linearize(state).jvp
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
-        """What a solution of the problem says."""
+        """Return the moments at a solution of the problem."""
         raise NotImplementedError(f"{type(self).__name__} must define moments(system, state)")
 
     def beside(self, system: SpinSystem, couplings: Tensor, state: Tensor) -> SpinSystem:

@@ -155,7 +155,7 @@ def _kolmogorov_rule(step: float = 0.1, low: float = -1.85, high: float = 1.6) -
 
 
 def _kolmogorov_density(k: float) -> float:
-    """Of P(k) = sum over all integers n of (-1)^n exp(-2 n^2 k^2), by its theta series or that one's transform."""
+    """Return the density of P(k) = sum_n (-1)^n exp(-2 n^2 k^2), Kolmogorov's law, by a theta series."""
     if k > 1:
         return math.fsum(8 * k * (-1) ** (n - 1) * n * n * math.exp(-2 * (n * k) ** 2) for n in range(1, 12))
     squares = [((2 * n - 1) * math.pi / (2 * k)) ** 2 for n in range(1, 12)]

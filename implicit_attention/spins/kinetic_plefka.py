@@ -140,7 +140,7 @@ class PlefkaProblem(StepProblem):
         return local + site.onsager(along, trace)
 
     def step_jacobian(self, theta: Tensor) -> LinearMap:
-        """Of the step that leads from the fields `before` to z = next(z, before), at a fixed point theta."""
+        """Return the Jacobian of the step from the fields `before` to z = next(z, before), at a fixed point theta."""
         _, own = vjp(lambda z: self.next(z, theta), theta)
         basis = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
         # A site's equation has its own theta alone on the right-hand side: row by row a D x D matrix for each.

@@ -39,7 +39,7 @@ PANELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What every method says of a system at K inverse temperatures.
+    """The results of every method for a system at K inverse temperatures.
 
     Attributes:
         beta: (K,).
@@ -187,7 +187,7 @@ def _asked(method: Approximation, many: SpinSystem) -> tuple[dict[str, Tensor], 
 
 
 def solved(method: Approximation, system: SpinSystem) -> tuple[Thermodynamics | StationaryState, dict[str, Tensor]]:
-    """What an approximation found, and its numbers (*batch): of an equilibrium, or of synchronous dynamics."""
+    """Return an approximation's answer and its numbers (*batch), of an equilibrium or of synchronous dynamics."""
     if isinstance(method, DynamicalMethod):
         state = stationary_state(system, method, check="stability", on_failure="ignore")
         return state, {"entropy_production": state.entropy_production}

@@ -200,7 +200,7 @@ def _through(logarithm: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _first_orders(chain: _Chain, nodes: _Nodes, sums: list[Tensor], kernels: Tensor, cosine: Tensor) -> Tensor:
-    """What small fields across the axis and couplings beyond neighbours add: nothing, with the right derivatives.
+    """Add small fields across the axis and couplings beyond neighbours: 0, with the right derivatives.
 
     To lowest order that is sum_ij a_i . a_j <s_i . s_j>_across/(2 (D - 1)) + sum_ij J_ij <s_i . s_j>/2.
     """

@@ -64,7 +64,7 @@ class ApproximationContract:
         return field
 
     def weights(self, *batch: int, seed: int = 2, scale: float = 0.3) -> Tensor:
-        """What couplings are made of, (*batch, N, N)."""
+        """Return the matrices that couplings are made of, (*batch, N, N)."""
         return scale * random(*batch, self.sites, self.sites, seed=seed)
 
     def couplings(self, weights: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def relative_residual(matrix: Tensor, b: Tensor, value: Tensor) -> Tensor:
 
 
 class LinearSolverContract:
-    """What every `LinearSolver` promises; a subclass sets `solver` (its default options) and what it can do."""
+    """The contract of a `LinearSolver`; a subclass sets `solver` (its default options) and what it can do."""
 
     solver: ClassVar[LinearSolver[Any]]
 

@@ -21,7 +21,7 @@ STATE = (2, 3, 5)
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is computed inside this context: names of the operators, and how many numbers the largest tensor stores."""
+    """Record the operators inside this context, and how many numbers the largest tensor stores."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What `watch` saw: one `Observation` for each layer and one of all, as rows, a line of text, and a table."""
+"""The results of `watch`: one `Observation` for each layer and one of all, as rows, a line of text, and a table."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What the solves of one layer came to, or of all layers together.
+    """A summary of the solves of one layer, or of all layers together.
 
     Not for one call: read `last_solve` of the layer.
 
@@ -129,7 +129,7 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Observed:
-    """What `watch` saw between two looks; printed, it is a table.
+    """The observations of `watch` between two looks; printed, they are a table.
 
     Not for making by hand: `Watch.take` makes it.
 

@@ -1,4 +1,4 @@
-"""What the solves of one layer came to since the last look, in sums that stay on the device of the solves."""
+"""Running sums over the solves of one layer since the last look, which stay on the device of the solves."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Watch:
 
     @torch.no_grad()
     def take(self, step: int | None = None) -> Observed:
-        """What the layers' solves came to since the last look; the counts begin anew. The host waits for the device.
+        """Summarise the layers' solves since the last look, and reset the counts. The host waits for the device.
 
         Args:
             step: a number to be kept with what is returned, such as that of the training step.

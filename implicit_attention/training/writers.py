@@ -16,7 +16,7 @@ from .observed import Observed
 
 
 class Writer(Protocol):
-    """What takes an `Observed` and puts it somewhere; subclassing is not needed.
+    """The protocol of a writer, which takes an `Observed` and stores it; subclassing is not needed.
 
     Examples:
         >>> from implicit_attention.training import Writer

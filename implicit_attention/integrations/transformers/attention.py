@@ -112,7 +112,7 @@ def _site(module: nn.Module) -> Site | None:
 
 @dataclasses.dataclass(eq=False)
 class Last:
-    """What an attention module remembers of its last call; copies and pickles of it are empty."""
+    """The record of an attention module's last call; its copies and pickles are empty."""
 
     report: SolveReport | Record | None = None
     sample: Sample | None = None

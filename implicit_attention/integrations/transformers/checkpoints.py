@@ -63,7 +63,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _damage(path: Path) -> str | None:
-    """What is missing from a checkpoint; None if nothing is."""
+    """Describe what is missing from a checkpoint; None if nothing is."""
     if _json(path / STATE) is None:
         return f"no whole {STATE}, which is written last"
     names = {file.name for file in path.iterdir()}

@@ -28,7 +28,7 @@ SCHEDULE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one anchor of the schedule changes, before `fine_tune` trains with it.
+    """The changes by one anchor of the schedule, before `fine_tune` trains with it.
 
     Attributes:
         anchor: the anchor.

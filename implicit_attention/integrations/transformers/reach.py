@@ -139,7 +139,7 @@ def kind_of(lines: Sequence[tuple[Source, ast.FunctionDef | ast.ClassDef]]) -> s
 
 
 class _Steps:
-    """What a function computes, in order: i(nterface), f(used attention), s(oftmax), p(roduct)."""
+    """Return the steps of a function in order: i(nterface), f(used attention), s(oftmax), p(roduct)."""
 
     def __init__(self, methods: dict[str, tuple[Source, ast.FunctionDef]]) -> None:
         self.methods, self.seen = methods, set[ast.AST]()

@@ -68,7 +68,7 @@ class WatchCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Look, if it is a loss of training that was logged."""
-        # The second is logged at the end, after steps of which no loss was.
+        # A training logs "train_loss" at its end, after steps that logged no loss.
         if self.watch is None or not {"loss", "train_loss"} & (others.get("logs") or {}).keys():
             return
         observed = self.watch.take(state.global_step)

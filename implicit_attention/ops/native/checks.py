@@ -19,7 +19,7 @@ ROWS, KEYS = 37, 259
 
 
 class Variant(NamedTuple):
-    """What decides which code of a native operation runs."""
+    """The properties of a call that select the code path of a native operation."""
 
     isa: str
     dtype: torch.dtype

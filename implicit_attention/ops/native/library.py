@@ -71,7 +71,7 @@ class NativeStatus:
 
 
 def native_status() -> NativeStatus:
-    """What answers solves on this CPU: a library compiled for its instruction set, or torch, and why.
+    """The backend of solves on this CPU: a library compiled for its instruction set, or torch, and why.
 
     Not for trust in single kernels: `kernel_checks` tells of these.
 
@@ -175,7 +175,7 @@ def _without_paths(error: Exception) -> str:
 
 
 def _parallel_for() -> int:
-    """Of torch's stable interface, which torch has from 2.10 on."""
+    """Return the address of `parallel_for` of torch's stable interface, which torch has from 2.10 on."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
             function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).torch_parallel_for

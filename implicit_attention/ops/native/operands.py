@@ -75,7 +75,7 @@ class Operands:
     def call(
         self, function: Any, bytes_: int, numbers: list[float], outputs: tuple[Any, ...], parallel_for: int
     ) -> int:
-        """What the function of the library returns; an output that is None is left out."""
+        """Return the outputs of the library's function; an output that is None is left out."""
         doubles = array("d", numbers)
         addresses = array("Q", self._addresses)
         addresses.extend([0 if t is None else t.data_ptr() for t in outputs])
@@ -142,6 +142,6 @@ def _packed(
 
 
 def _steps(place: _Place, axes: int) -> list[int]:
-    """Of a tensor that may lack leading axes; 0 along those of size 1, which broadcast."""
+    """Return the strides of a tensor that may lack leading axes; 0 along axes of size 1, which broadcast."""
     found = [0 if size == 1 else step for size, step in zip(*place, strict=True)]
     return [0] * (axes - len(found)) + found

@@ -268,7 +268,7 @@ class Rows:
         return self.first == 0 and self.fused and self._whole and self.mask is None and self.count == self.length
 
     def _laid_mask(self, part: slice) -> Tensor:
-        """What is added to the scaled scores, (E / shared, #R, M), for some of the sets."""
+        """Return the bias that is added to the scaled scores, (E / shared, #R, M), for some of the sets."""
         pairs = None
         if self.mask is not None and self.mask_rows is not None:
             start, stop, _ = part.indices(self.sets)

@@ -25,7 +25,7 @@ PAIRS = 2**23
 
 
 class Point(NamedTuple):
-    """What was measured at the last accepted state: r = f(z) - z, |r|, |r|^2 and E."""
+    """Measurements at the last accepted state: r = f(z) - z, |r|, |r|^2 and E."""
 
     r: Tensor
     residual: Tensor

@@ -16,7 +16,7 @@ from .layout import TILES, tiles
 
 
 class Variant(NamedTuple):
-    """What decides which code of a Triton kernel runs."""
+    """The properties of a call that select the code path of a Triton kernel."""
 
     dtype: torch.dtype
     head_dim: int

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: a tile of queries, in registers, meets the keys tile by tile.
+"""The common parts of the Triton kernels: a tile of queries, in registers, meets the keys tile by tile.
 
 Scores are in units of log 2, as exp2 is what the hardware has. Operands of products have the dtype of the keys, sums
 are float32. A state z is rounded to that dtype, z ~ half * scale; what that changes in the log-sum-exp is made good to

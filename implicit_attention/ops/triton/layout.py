@@ -42,7 +42,7 @@ SMALLEST_TILE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when a kernel is compiled."""
+    """The compile-time constants of a kernel."""
 
     rows: int
     keys: int

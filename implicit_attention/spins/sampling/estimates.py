@@ -149,7 +149,7 @@ class Estimates:
         self.seen += 1
 
     def samples(self, final: Tensor, *, exchange_rate: Tensor | None = None) -> Samples:
-        """What was found."""
+        """Return the estimates."""
         found: dict[str, Tensor] = {}
 
         def tell(name: str, scale: Any, mean: Tensor, error: Tensor) -> None:
