@@ -1,4 +1,4 @@
-"""How failures reach the user: one exception or warning that counts and locates them."""
+"""The report of failures to the user: one exception or warning that counts and locates them."""
 
 from __future__ import annotations
 

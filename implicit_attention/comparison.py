@@ -259,7 +259,7 @@ def median(values: Tensor) -> float | None:
 
 
 def status_counts(status: Tensor) -> dict[str, int]:
-    """How many problems ended with which status, by its name."""
+    """Count the problems by the name of their status."""
     return {STATUS_NAMES[code]: count for code, count in sorted(Counter(status.flatten().tolist()).items())}
 
 

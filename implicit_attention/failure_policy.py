@@ -198,7 +198,7 @@ def policy_of(on_failure: Any) -> FailurePolicy:
 
 
 def own_site(on_failure: Any) -> Site | None:
-    """Where a policy that is given without a site is counted, and told of."""
+    """The site at which a policy that is given without one is counted and reported."""
     given, site = located(on_failure)
     return given._site if site is None and isinstance(given, FailurePolicy) else site
 

@@ -30,7 +30,7 @@ _NAMES = tuple(SolveKeywords.__annotations__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolveOptions:
-    """How an equilibrium is found and differentiated.
+    """The options of a solve and of its gradient.
 
     Functions and layers take these options as keyword arguments, `ImplicitAttention(64, 4, solver=Picard())`. A layer
     keeps them as `layer.options`, and each call of it may override some: `layer(x, max_steps=0)`. An option that is

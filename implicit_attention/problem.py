@@ -203,7 +203,7 @@ class Problem(Declared, general=True):
         return z
 
     def divergence(self, z: Tensor, mapped: Tensor) -> Tensor:
-        """By how much the plain step from z to f(z) lowers E where it descends, (*lead): |f(z) - z|^2/2."""
+        """Return the decrease of E by the plain step from z to f(z) where it descends, (*lead): |f(z) - z|^2/2."""
         event = tuple(range(-self.event_ndim, 0))
         square = (mapped - z).square()
         return (square.sum(event) if event else square) / 2
@@ -387,7 +387,7 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
 
 
 def randomness(problem: Problem, z: Tensor) -> str:
-    """That f is random, if two evaluations at one state differ by more than rounding, and what to do; else nothing."""
+    """Say that f is random, and the remedy, if two evaluations at one state differ by more than rounding; else nothing."""
     if problem.separates or transforms_active():
         return ""
     with torch.no_grad(), exact_precision(z):
@@ -432,7 +432,7 @@ def counted_copy(z: Tensor) -> Tensor:
 
 
 def writes_to(tensor: Tensor) -> int:
-    """How often torch wrote to the memory of `tensor`."""
+    """Return the number of torch's writes to the memory of `tensor`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return 0 if tensor.is_inference() else tensor._version

@@ -35,7 +35,7 @@ NO_GRADIENT = "the implicit gradient there is that of no solution: use Implicit(
 
 
 class Record(NamedTuple):
-    """How a solve went, problem by problem, as plain tensors (*lead): what solvers and compiled graphs hand on.
+    """The record of a solve, problem by problem, as plain tensors (*lead), which solvers and compiled graphs return.
 
     Attributes:
         status: (*lead), int8 codes of `Status`.
@@ -110,7 +110,7 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass(repr=False)
 class AdjointReport:
-    """How the linear solves behind a gradient went, per problem; empty until a backward pass has run.
+    """The report of the linear solves behind a gradient, per problem; empty until a backward pass has run.
 
     Not for the forward solve: see `SolveReport`.
 
@@ -238,7 +238,7 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class SolveReport(Recorded):
-    """How a solve went, problem by problem. `lead` are the axes that number problems.
+    """The report of a solve, problem by problem. `lead` are the axes that number problems.
 
     Not for the values: those are in the `Solution`.
 

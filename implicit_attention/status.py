@@ -1,4 +1,4 @@
-"""How one problem ended, as codes that every iterative method of the library shares."""
+"""The status of a problem, as codes that all iterative methods of the library share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class Status(enum.IntEnum):
-    """How one problem of a batch ended.
+    """The status of one problem of a batch.
 
     Tensors of status hold the integer codes. Codes up to `UNSTABLE` are answers, larger ones failures. `sentence`
     states the fact; what to do about it is known to the method that failed, whose `remedies` say it by status. Not for

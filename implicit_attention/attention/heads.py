@@ -22,7 +22,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def group_size(query: Tensor, keys: Tensor) -> int:
-    """How many heads of queries share one head of keys."""
+    """Return the number of query heads that share one head of keys."""
     heads, kv_heads = query.shape[-3], keys.shape[-3]
     _validate.require(
         kv_heads > 0 and heads % kv_heads == 0,

@@ -68,7 +68,7 @@ def capacity(beta: float, factor: float, dim: int, failure: float) -> tuple[floa
 
 
 def at_ratio(keys: Tensor, ratio: float | Tensor) -> Tensor:
-    """For every pattern the beta at which its separation is `ratio` times the threshold, (*batch, N); NaN if none is.
+    """Return for every pattern the beta at which its separation is `ratio` times the threshold, (*batch, N); or NaN.
 
     beta times the threshold grows like log beta: the largest such beta is found by bisection.
     """

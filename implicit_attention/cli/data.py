@@ -74,7 +74,7 @@ class Sample:
 
 
 def _kept(dim: int) -> int:
-    """How many entries of a half-masked query are known: the first half."""
+    """Return the number of known entries of a half-masked query: the first half."""
     return (dim + 1) // 2
 
 

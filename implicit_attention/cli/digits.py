@@ -47,7 +47,7 @@ class Digits(NamedTuple):
 
     @property
     def summary(self) -> dict[str, Any]:
-        """How the systems were fitted, as plain values."""
+        """Return the settings of the fit as plain values."""
         counts = {"images": len(self.images), "held_out": len(self.held_out)}
         return {"fit": FIT, "pseudocount_per_image": PSEUDOCOUNT, "threshold": THRESHOLD, **counts}
 

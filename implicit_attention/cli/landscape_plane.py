@@ -109,7 +109,7 @@ def _maps(drawn: Tensor) -> Tensor:
 
 
 def _size(patterns: Tensor, name: str) -> float:
-    """How much larger the patterns are than the default ones."""
+    """Return the factor by which the patterns are larger than the default ones."""
     count, width = patterns.shape
     if width != 2:
         remedy = "draw longer patterns with implicit_attention.plotting.principal_figure"

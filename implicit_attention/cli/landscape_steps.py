@@ -51,7 +51,7 @@ class Moved(NamedTuple):
 
     @property
     def lengths(self) -> Tensor:
-        """How far every query has come."""
+        """Describe the progress of every query."""
         lengths: Tensor = torch.linalg.vector_norm(self.ends - self.numbers["path"][0], dim=-1)
         return lengths
 
@@ -92,7 +92,7 @@ def stationary_numbers(found: StationaryPoints) -> dict[str, Any]:
 
 
 def counts(found: StationaryPoints) -> tuple[int, int, int]:
-    """How many minima, saddles and maxima there are."""
+    """Count minima, saddles and maxima."""
     kinds = [found.kind.count(kind) for kind in ("minimum", "saddle", "maximum")]
     return kinds[0], kinds[1], kinds[2]
 
@@ -105,14 +105,14 @@ def told(found: StationaryPoints) -> str:
 
 
 def seen(of: str, plane: Plane, minima: Tensor) -> str:
-    """How a description of contours begins."""
+    """Return the beginning of a description of contours."""
     where = f"{'its lowest point' if len(minima) == 1 else 'hollows'} at {points(minima)}"
     among = f"among {number(len(plane.patterns), 'stored pattern')}, drawn as open circles"
     return f"Contours of {of}, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}, with {where}, {among}."
 
 
 def descended(it: Moved) -> str:
-    """How a description of paths ends."""
+    """Return the end of a description of paths."""
     starts = it.numbers["path"][0]
     before, after = (float(nearest(states, it.minima)[0].mean()) for states in (starts, it.ends))
     return f"{ways(starts, it.ends)} The mean distance to the nearest minimum goes from {before:.2f} to {after:.2f}."

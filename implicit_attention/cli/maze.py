@@ -121,12 +121,12 @@ def progress_lines(maze: Mazes, found: Solved) -> Iterator[str]:
 
 
 def wrong_cells(maze: Mazes, path: Tensor) -> int:
-    """How many cells are taken for on the path and are not, or the other way round."""
+    """Count the cells that are wrongly on or off the path."""
     return int(((path > 0.5) != (maze.targets[0, : maze.cells] == 1)).sum())
 
 
 def verdict(maze: Mazes, found: Solved) -> str:
-    """How it ended: settled or not, right or not."""
+    """Return the outcome: settled or not, right or not."""
     solution = found.solution
     wrong, length = wrong_cells(maze, found.paths[-1]), int((maze.targets == 1).sum())
     name = "settled" if bool(solution.converged) else "not settled"

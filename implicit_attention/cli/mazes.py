@@ -37,7 +37,7 @@ class Mazes(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """How many tokens are cells."""
+        """Return the number of tokens that are cells."""
         return self.targets.shape[-1] - len(WAYS)
 
     @property

@@ -86,12 +86,12 @@ class CompareSettings:
 
     @property
     def other_potential(self) -> str:
-        """For titles: the potential where it is not softmax attention's."""
+        """Return the potential for titles where it is not softmax attention's."""
         return "" if self.potential_name == LOG_SUM_EXP else f"{self.potential_name}, "
 
     @property
     def stored(self) -> int:
-        """How many patterns are stored, if there are so many."""
+        """Return the number of patterns to store, if there are so many."""
         return DEFAULT_PATTERNS if self.patterns is None else self.patterns
 
     @property

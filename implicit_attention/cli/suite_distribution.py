@@ -51,7 +51,7 @@ class DistributionSuite:
 
 
 def sizes(settings: CompareSettings) -> dict[str, int]:
-    """How much is measured."""
+    """The sizes of the measurement."""
     quick = settings.quick
     return {"seeds": 8 if quick else 32, "trainings": 3 if quick else 8, "updates": 200 if quick else 600}
 

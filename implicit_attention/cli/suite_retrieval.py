@@ -72,7 +72,7 @@ class RetrievalSuite:
 
 
 def sizes(settings: CompareSettings) -> dict[str, Any]:
-    """How much is measured."""
+    """The sizes of the measurement."""
     quick = settings.quick
     return {
         "draws": 3 if quick else 8,

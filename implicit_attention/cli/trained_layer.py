@@ -59,7 +59,7 @@ def alignment(matrix: Tensor, other: Tensor) -> Tensor:
 
 
 def measure(matrices: Tensor, covariance: Tensor) -> dict[str, float]:
-    """How far matrices (heads, D, D) are from the inverse covariance, averaged over heads.
+    """Return the distance of matrices (heads, D, D) to the inverse covariance, averaged over heads.
 
     In the tokens' own coordinates the directions of least variance decide; whitened, where the inverse covariance is
     the identity, all count the same.

@@ -32,7 +32,7 @@ Loss = Callable[[nn.Module, torch.Generator], Tensor]
 
 
 class Plan(NamedTuple):
-    """How long is trained.
+    """The length of a training.
 
     Attributes:
         updates: of all.
@@ -73,7 +73,7 @@ def check_options(settings: Any) -> None:
 
 
 def planned(model: nn.Module, loss_of: Loss, settings: Any, epoch: int, rate: float, progress: Progress) -> Plan:
-    """As many updates as are asked for, or as the minutes hold by the time of a few on a copy of the model.
+    """Return the number of updates asked for, or that the minutes hold, from a few timed on a copy of the model.
 
     The number is kept in the checkpoint: a resumed training makes the updates that were planned at first.
     """

@@ -1,4 +1,4 @@
-"""How many different solutions there are, and on how many keys an answer rests."""
+"""The number of different solutions, and the number of keys that an answer rests on."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _given(exchange: str, query: Tensor, key: Tensor, value: Tensor, options: di
 def _lengths(
     lock: LockStep, exchange: str, query: Tensor, key: Tensor, options: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """How many queries and keys each process holds."""
+    """Return the numbers of queries and keys that each process holds."""
     own = torch.tensor([query.shape[-2], key.shape[-2]], device=query.device)
     held = [torch.empty_like(own) for _ in range(lock.size)]
     lock.call(lambda: distributed.all_gather(held, own, group=lock.group))

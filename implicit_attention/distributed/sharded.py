@@ -348,7 +348,7 @@ def _refuse_transforms() -> None:
 
 
 def _with_a_key(keys: Tensor, beta: float | Tensor, *, mask: Tensor | None, bias: Tensor | None) -> LogSumExp:
-    """For no keys, their potential with one key that no query attends to."""
+    """Return for no keys the potential of one key that no query attends to."""
     if mask is not None:
         mask = F.pad(mask[..., :0], (0, 1), value=False)
     if bias is not None:

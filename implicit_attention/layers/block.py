@@ -383,7 +383,7 @@ def _widened(leaf: Any) -> Any:
 
 
 def _carried(z: Tensor, noise: float) -> Tensor:
-    """Where the next segment starts."""
+    """Return the start of the next segment."""
     return z.detach() + noise * torch.randn_like(z) if noise else z.detach()
 
 

@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
     @property
     def event_ndim(self) -> int:
-        """How many axes of the solver's tensor are one sample."""
+        """Return the number of axes of the solver's tensor that are one sample."""
         return len(self.events[0]) if self.single else 1
 
     def pack(self, state: Any) -> Tensor:
@@ -268,7 +268,7 @@ def _unwrapped(leaf: Any) -> Any:
 
 
 def _kinds(leaf: Any) -> Any:
-    """For each leaf inside a wrapper its class; nothing of others."""
+    """Return the wrapper's class for each leaf inside one, `object` for others."""
     return pytree.tree_map(lambda _: type(leaf), leaf.value) if isinstance(leaf, PerSample | Shared) else object
 
 

@@ -93,7 +93,7 @@ class KeyValueCache:
             self.state = state[..., -1:, :].detach()
 
     def start(self, query: Tensor) -> Tensor | None:
-        """Where the solves of new tokens begin, or None for their queries."""
+        """Return the start of the solves of new tokens, or None for their queries."""
         if not self.warm_start or self.state is None:
             return None
         state = self.state.to(query.dtype).expand(query.shape)

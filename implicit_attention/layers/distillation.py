@@ -16,7 +16,7 @@ from .mean_field import MeanFieldAttention
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
-    """How well a correction f explains the reaction of a method, on held-out inputs, (heads) each.
+    """The quality of a correction f as a fit of a method's reaction, on held-out inputs, (heads) each.
 
     R^2 = 1 - sum |f(m_i) - f_i|^2 / sum |f_i - mean f|^2 over sites: 1 is exact, 0 no better than the constant that is
     best there. A site's reaction depends on all sites, so that no function of m_i alone need reach 1.

@@ -313,7 +313,7 @@ class SpinAttention(Remembering):
     def _beside(
         self, field: Tensor, key_mask: Tensor | None, cache: KeyValueCache
     ) -> tuple[Tensor, Tensor | None, Held]:
-        """How new tokens read all, (*batch, heads, N, M), which of the new exist, and what will be held of them."""
+        """Return the couplings of new tokens to all, (*batch, heads, N, M), which of them exist, and the contents."""
         seen = self._seen(field)
         held = cache.with_new(self.couplings.keys(seen, cache.length), None, key_mask)  # type: ignore[operator]
         count, total = field.shape[-2], held.keys.shape[-2]

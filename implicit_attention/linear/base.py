@@ -197,7 +197,7 @@ class _System(NamedTuple):
 
 
 class _Reached(NamedTuple):
-    """Where every problem stands between two sweeps: the answer so far, in units of b, and the vector b - A x.
+    """The state of every problem between two sweeps: the answer so far, in units of b, and the vector b - A x.
 
     Status MAX_STEPS means that a problem may still go on.
     """
@@ -300,7 +300,7 @@ def _stepped(
 
 
 def _opened(solver: LinearSolver[S], system: _System, initial: Tensor | None) -> _Reached:
-    """Where the initial guess is; problems with b = 0 start, and end, at 0."""
+    """Return the initial guess; problems with b = 0 start, and end, at 0."""
     value, residual = torch.zeros_like(system.b), system.b
     if initial is not None:
         asked = norm(system.b) != 0

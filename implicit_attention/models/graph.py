@@ -224,7 +224,7 @@ def _check_nodes(node_mask: Any, shape: tuple[int, ...]) -> None:
 
 
 def _edges(adjacency: Any) -> Tensor:
-    """Where there are edges, boolean (*batch, N, N)."""
+    """Return which edges exist, boolean (*batch, N, N)."""
     if not isinstance(adjacency, Tensor):
         remedy = "convert it with torch.as_tensor, or scipy's sparse matrices with .toarray() before"
         raise TypeError(_validate.message("adjacency", "be a torch.Tensor", type(adjacency).__name__, remedy))

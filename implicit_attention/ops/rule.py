@@ -36,12 +36,12 @@ class AdjointRule(NamedTuple):
 
     @classmethod
     def of(cls, rtol: float | None, max_steps: int, products: torch.dtype) -> AdjointRule:
-        """By default the tolerance of the precision in which products are formed."""
+        """Return the default tolerance for the precision in which products are formed."""
         return cls(RTOL[products] if rtol is None else rtol, max_steps)
 
 
 class Solved(NamedTuple):
-    """Where every query ended, with what was measured at that very state.
+    """The final state of every query, with the measurements at that very state.
 
     state z and mean = softmax(beta K z) K: (*batch, N, D). The others are (*batch, N): logsumexp of the scaled scores,
     codes of `Status` (int8), residual |f(z) - z|, the tolerance it had to reach, updates and evaluations of f (int32).
@@ -76,7 +76,7 @@ class Solved(NamedTuple):
 
     @property
     def record(self) -> Record:
-        """How the solve went."""
+        """Return the report of the solve."""
         return Record(*self[3:])
 
 

@@ -1,4 +1,4 @@
-"""Where the plane leads to: basins of plain steps, and what each solver spends and where it ends."""
+"""Figures of the plane: basins of plain steps, and the costs and ends of each solver."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _known(rows: Problem, starts: Tensor, ends: Tensor) -> StationaryPoints:
 
 
 def _assigned(points: StationaryPoints, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each end the minimum that it lies at, or what it did instead; the minima; their energies."""
+    """Return for each end its minimum, or its failure; the minima; their energies."""
     minimum = torch.tensor([kind == "minimum" for kind in points.kind], dtype=torch.bool)
     if not len(minimum):
         return torch.full(ends.shape[:1], UNSOLVED), points.value, points.energy

@@ -1,4 +1,4 @@
-"""How the residual falls with the evaluations spent."""
+"""Figures of the residual over the evaluations spent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the sites of a system are drawn, and the couplings between them."""
+"""Places of the sites of a system, and figures of the couplings between them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def couplings_figure(
 
 
 def site_places(couplings: Tensor) -> Float[Tensor, "N 2"]:
-    """Where to draw the sites: a lattice in rows and columns if the couplings make one, a circle if they do not.
+    """Return the places of the sites: a lattice in rows and columns if the couplings make one, else a circle.
 
     A lattice is an open chain, or sites in reading order in rows of one length, where no site is coupled beyond its
     neighbours to the left, right, above and below, across the ends of rows and columns included.

@@ -1,4 +1,4 @@
-"""How many evaluations each problem took, solver by solver."""
+"""Figures of the evaluations that each problem took, solver by solver."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _draw_plane(axes: Any, largest: float) -> None:
 
 
 def _draw_lines(axes: Any, radius: Tensor) -> Tensor:
-    """Where the line of each problem is, from 1 at the bottom."""
+    """Return the height of each problem's line, from 1 at the bottom."""
     from matplotlib.ticker import MaxNLocator
 
     place = torch.empty(len(radius), dtype=torch.float64)

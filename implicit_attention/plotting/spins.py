@@ -141,7 +141,7 @@ def _grid(wide: int, high: int, title: str, *, single: bool, notes: bool) -> tup
 
 
 def _places(sites: int, couplings: Tensor | None) -> Tensor:
-    """Where the sites are, (N, 2), y downwards; integers if they are in rows."""
+    """Return the places of the sites, (N, 2), y downwards; integers if they are in rows."""
     columns = None
     if couplings is not None:
         required = f"be those of the {sites} sites"

@@ -1,4 +1,4 @@
-"""How far one step of bare self-attention moves Gaussian tokens, over dimension and scale."""
+"""Figures of the length of one step of bare self-attention on Gaussian tokens, over dimension and scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the solves of every layer went over the steps of a training."""
+"""Figures of the solves of every layer over the steps of a training."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def _expanded(rows: Any) -> list[Any]:
 
 
 def _courses(rows: Sequence[Any]) -> dict[str, Course]:
-    """By layer, in the order of the rows, its rows by step, rising."""
+    """Group rows by layer, in their order, sorted by step."""
     remedy = "pass the file of a CSVFile or of JSONLines, or what Watch.take() returned"
     _validate.require(len(rows) > 0, "rows", "hold at least one row", "none", remedy)
     layers: dict[str, dict[float, dict[str, float]]] = {}

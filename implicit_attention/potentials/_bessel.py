@@ -111,7 +111,7 @@ def _polynomial(coefficients: Sequence[Any], x: Any) -> Any:
 
 
 class _Top(NamedTuple):
-    """Where the recurrences start: the numbers that the expansion is made of, tensors or jets."""
+    """The start of the recurrences: the numbers of the expansion, tensors or jets."""
 
     start: _Start
     s: Any
@@ -184,7 +184,7 @@ def _logarithms(t: Tensor, dim: int, top: _Top) -> Tensor:
 
 
 def _length(q: Tensor, dim: int) -> Tensor:
-    """By Newton's method from the closed form of Amos' bound.
+    """Invert by Newton's method, from the closed form of Amos' bound.
 
     The slope of L - L(q L^2) is (w + L - L(q L^2))/L. Four steps reach rounding in float64 for every D and q, three do
     in float32: the start is off by 3 % at most, and the error is squared.

@@ -126,7 +126,7 @@ class QuerySide:
             yield tile, p
 
     def _pulled(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """By the queries (less the factor beta), by all keys, and P k: (*batch, H, N or M + N, Y)."""
+        """Return the gradients by queries (less the factor beta) and keys, and P k: (*batch, H, N or M + N, Y)."""
         by_heads, total = self.attention._heads(u, self.attention.w_query), self.k.shape[-2]
         by_q, read, by_k = [], [], torch.zeros_like(self.k)
         for tile, p in self._weighted():

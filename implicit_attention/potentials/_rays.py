@@ -16,7 +16,7 @@ ASCENT_STEPS = 30
 
 
 class Ray(NamedTuple):
-    """Where the energy falls, per batch entry, in float64 and without graph.
+    """A ray along which the energy falls, per batch entry, in float64 and without graph.
 
     direction: (*batch, D), of length 1, or zeros where no ray is known.
     limit: (*batch), |z|^2/2 - scale Phi(z) falls along the direction at least like -|z|^2 for every scale above it; 0
@@ -35,7 +35,7 @@ def quadratic_ray(
     rectified: bool = False,
     together: bool = True,
 ) -> Ray:
-    """That of a Phi which grows like (strength/2) sum_j <k_j, z>^2, the sum over the positive <k_j, z> if `rectified`.
+    """Return the ray of a Phi that grows like (strength/2) sum_j <k_j, z>^2, over positive <k_j, z> if `rectified`.
 
     Args:
         keys: (*batch, M, D), float64 and finite.
@@ -67,7 +67,7 @@ def quadratic_ray(
 
 
 def faster_ray(keys: Tensor) -> Ray:
-    """That of a Phi which grows faster than |z|^2 along every key (*batch, M, D): the longest, at every scale."""
+    """Return the ray of a Phi that grows faster than |z|^2 along every key (*batch, M, D): the longest key."""
     direction = _longest(keys)
     return Ray(direction, torch.where(direction.any(-1), 0.0, torch.inf).to(keys))
 
@@ -77,7 +77,7 @@ def steeper(ray: Ray, weight: float | Tensor) -> Ray: ...
 @overload
 def steeper(ray: Ray | None, weight: float | Tensor) -> Ray | None: ...
 def steeper(ray: Ray | None, weight: float | Tensor) -> Ray | None:
-    """That of weight Phi, for a weight >= 0, or one per batch entry."""
+    """Return the ray of weight Phi, for a weight >= 0, or one per batch entry."""
     if ray is None:
         return None
     direction, limit = ray

@@ -145,7 +145,7 @@ class Potential(Declared, general=True):
         return True if bound is not None and bool((scale * bound < 1).all()) else None
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
-        """Where |z|^2/2 - s Phi(z) certainly falls without end, for which s; asked up to a scale. None if not known."""
+        """Return a ray along which |z|^2/2 - s Phi(z) falls without end, and from which s; None if none is known."""
         return None
 
     def lipschitz(self) -> Tensor | None:

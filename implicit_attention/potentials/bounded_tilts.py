@@ -54,7 +54,7 @@ class _BoundedTilt(Units):
 
     @property
     def _limit(self) -> float:
-        """Where the domain ends."""
+        """Return the ends of the domain."""
         raise NotImplementedError
 
     def _inner(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:

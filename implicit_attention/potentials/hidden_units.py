@@ -116,7 +116,7 @@ class HiddenUnits(Potential):
         return bound is not None and bool((scale * bound < 1).all())
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
-        """That of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
+        """Return the ray of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
         return units_ray(self.units, lambda: finite(in_double(self.weights)).mT, 1.0, scale)
 
     def lipschitz(self) -> Tensor | None:

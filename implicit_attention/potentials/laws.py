@@ -342,7 +342,7 @@ def units_ray(
     *,
     together: bool = True,
 ) -> Ray | None:
-    """That of (1/beta) sum_j K(beta <k_j, z>) for the cumulant K of a law; `keys` are asked for only where needed."""
+    """Return the ray of (1/beta) sum_j K(beta <k_j, z>) for a law's cumulant K; `keys` are computed only if needed."""
     if type(units) is GaussianUnits:
         found = keys()
         roots = torch.tensor(units.spread, dtype=found.dtype, device=found.device).sqrt()

@@ -150,7 +150,7 @@ class SelfAttention(Potential):
 
 
 def softmax_tangent(p: Tensor, change: Tensor) -> Tensor:
-    """How the rows p of a softmax change with their scores; the map is its own transpose."""
+    """Return the change of the rows p of a softmax with their scores; the map is its own transpose."""
     return p * (change - (p * change).sum(-1, keepdim=True))
 
 

@@ -286,7 +286,7 @@ class UnitScores(SummedScores):
         return self.units.largest_variance
 
     def falling_ray(self, scale: float | Tensor = math.inf) -> Ray | None:
-        """That of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
+        """Return the ray of the law: of Gaussian units from a scale on, of Poisson units at every scale."""
         return units_ray(self.units, self._keys_read, self.beta, scale, together=self._read_together)
 
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:

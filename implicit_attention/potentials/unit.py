@@ -108,7 +108,7 @@ class Units:
         raise NotImplementedError(f"{type(self).__name__} must define _draw(t, generator) to be sampled")
 
     def _can_draw(self, t: Tensor) -> Tensor:
-        """Where the tilted law exists."""
+        """Return where the tilted law exists."""
         return self.cumulant(t).isfinite()
 
 

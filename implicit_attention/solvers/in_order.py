@@ -51,7 +51,7 @@ class Tokens(Problem):
         return self.token_order.behind(tokens.any(parts, keepdim=True) if parts else tokens)
 
     def record(self, record: Record, value: Tensor) -> Record:
-        """That of the whole problems, (*lead): the first failure among their tokens, and the length of all residuals.
+        """Return the record of the whole problems, (*lead): the first failure of a token, the length of all residuals.
 
         A token that was left while those before it still moved is measured again, at the value that is returned.
         """

@@ -396,7 +396,7 @@ def _floor(falls: Tensor, point: Iteration) -> Tensor:
 
 
 def _below(floor: Tensor, point: Iteration, accepted: Tensor) -> Tensor:
-    """Where the energy is below the floor; of a step that is refused, which may have jumped over a minimum, if -inf."""
+    """Return where the energy is below the floor; for a refused step, which may jump a minimum, where -inf."""
     assert point.energy is not None
     return (accepted & (point.energy < floor)) | (floor.isfinite() & (point.energy == -torch.inf))
 

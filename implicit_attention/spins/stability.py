@@ -1,4 +1,4 @@
-"""How far an answer can be trusted: how near it is to a transition, and how many branches there are."""
+"""Measures of trust in an answer: its distance to a transition, and the number of branches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LINES = 24
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stability:
-    """How stable a method's answer is, one number per sample, (*batch), unless said.
+    """The stability of a method's answer, one number per sample, (*batch), unless said.
 
     With Cov_i the covariance of a lone spin that has the magnetization m_i:
 
@@ -285,7 +285,7 @@ def _almeida_thouless(system: SpinSystem, site: Site, steps: int) -> Tensor:
 def _branches(
     system: SpinSystem, method: Approximation, found: Thermodynamics, starts: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For every start, (*batch, starts + 1, ...): F and m of the solution, and whether it is a new minimum."""
+    """Return for every start, (*batch, starts + 1, ...), F and m of the solution, and whether it is a new minimum."""
     m = found.magnetization.detach()
     lost = ~torch.isfinite(m).flatten(-2).all(-1)
     if not isinstance(method, FixedPointApproximation):

@@ -196,7 +196,7 @@ def solved(method: Approximation, system: SpinSystem) -> tuple[Thermodynamics | 
 
 
 def failed_of(report: SolveReport) -> Tensor:
-    """Where a solve failed, or a linear solve behind one of its derivatives, (*batch)."""
+    """Return where a solve failed, or a linear solve behind one of its derivatives, (*batch)."""
     response = report.adjoint.failed
     return report.failed if response is None else report.failed | response.reshape(report.failed.shape)
 

@@ -236,7 +236,7 @@ class SpinSystem(Declared):
         return restricted(self, index, **own)
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
-        """Where J_ij differs from J_ji^T beyond rounding."""
+        """Return the samples in which J_ij differs from J_ji^T beyond rounding."""
         if self.low_rank:
             return torch.zeros(self.batch, dtype=torch.bool, device=self.field.device)
         return (self._asymmetry() > 0).expand(self.batch)

@@ -50,7 +50,7 @@ class Side:
 
     @property
     def failed(self) -> int:
-        """How many problems failed."""
+        """Return the number of problems that failed."""
         return sum(self.failures.values())
 
     @classmethod

@@ -41,7 +41,7 @@ def anchor_here(module: nn.Module, anchor: float | Tensor, call: Given, query: T
 
 
 def _of_heads(anchor: Tensor, module: nn.Module, heads: int) -> Tensor:
-    """Where tensor parallelism gives a module a part of the heads, their anchors."""
+    """Return the anchors of a module's own heads where tensor parallelism splits them."""
     shared = anchor.ndim == 0 or len(anchor) == 1
     if (shared and not anchor.requires_grad) or (not shared and len(anchor) == heads):
         return anchor

@@ -117,7 +117,7 @@ def parsed(text: str) -> Source:
 
 
 def kind_of(lines: Sequence[tuple[Source, ast.FunctionDef | ast.ClassDef]]) -> str | None:
-    """How a class attends, from its source and that of its bases, in the order in which methods are looked up.
+    """Return the kind of attention of a class, from its source and its bases', in method resolution order.
 
     It attends by itself if its forward, with the methods and functions of the file that it calls, takes a softmax
     between two matrix products, or any softmax where its name says attention, or calls fused attention.

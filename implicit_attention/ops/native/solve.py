@@ -16,7 +16,7 @@ from .operands import MOST_STEPS, Operands
 
 
 class Equilibria(NamedTuple):
-    """Where every query ended, as `Solved`, and how many have no answer; what nobody asked for is None."""
+    """The final states, as `Solved`, and the number of queries without an answer; outputs not asked for are None."""
 
     state: Tensor
     mean: Tensor | None

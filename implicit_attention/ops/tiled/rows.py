@@ -190,7 +190,7 @@ class Rows:
         return new, flat
 
     def counts(self, active: Tensor) -> list[int]:
-        """How many rows of each set are active."""
+        """Return the number of active rows of each set."""
         counts: list[int] = active.view(self.sets, self.count).sum(-1).tolist()
         return counts
 

@@ -1,4 +1,4 @@
-"""How the Triton kernels see a problem: where its tensors lie, and in which tiles it is worked off."""
+"""The layout of a problem for the Triton kernels: addresses and strides of its tensors, and the tiles."""
 
 from __future__ import annotations
 
