@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _validate
 from ._autograd import backward_running, host_may_look, is_batched, transforms_active
 from .errors import ConvergenceError, ConvergenceWarning, outside
-from .failure_policy import WORDS, FailurePolicy, Side, Site, located, own_site, policy_of
+from .failure_policy import WORDS, FailurePolicy, FailureSite, Side, located, own_site, policy_of
 from .solution import NO_REMEDIES, UNSURE, Record, Remedies, shown_index
 from .status import Status
 
@@ -62,7 +62,7 @@ def report_failures(
     remedies: Remedies = NO_REMEDIES,
     cause: Callable[[], str] = str,
     *,
-    site: Site | None = None,
+    site: FailureSite | None = None,
     side: Side = "forward",
 ) -> None:
     """Raise or warn if more problems failed than are tolerated, with the remedy of the first, and the `cause`.
@@ -92,7 +92,7 @@ def report_failures(
     _tell(policy, site, side, int(record.status.max()), message, too_many)
 
 
-def _too_many(policy: FailurePolicy, site: Site | None, side: Side, failed: Tensor) -> str | None:
+def _too_many(policy: FailurePolicy, site: FailureSite | None, side: Side, failed: Tensor) -> str | None:
     """Return the text on the window after this call, empty where calls are not counted; None for tolerated failures."""
     if not policy.counts:
         return ""
@@ -105,7 +105,7 @@ def _too_many(policy: FailurePolicy, site: Site | None, side: Side, failed: Tens
 
 def _tell(
     policy: FailurePolicy,
-    site: Site | None,
+    site: FailureSite | None,
     side: Side,
     kind: int,
     message: str,
@@ -126,7 +126,7 @@ def tell(
     *,
     received: str,
     but: str = "",
-    site: Site | None = None,
+    site: FailureSite | None = None,
 ) -> None:
     """Raise or warn of what a layer found by itself in the problems that `failed`.
 
@@ -152,7 +152,7 @@ def report_gradients(
     record: Record,
     remedies: Remedies = NO_REMEDIES,
     *,
-    site: Site | None = None,
+    site: FailureSite | None = None,
 ) -> None:
     """`report_failures` of backward solves, and a warning of gradients that the residual of the states spoils.
 
@@ -179,7 +179,7 @@ def report_gradients(
         _warn(site, "backward", _UNSURE_KIND, message)
 
 
-def warn_of_unstable(on_failure: Any, what: str, status: Tensor, *, site: Site | None = None) -> None:
+def warn_of_unstable(on_failure: Any, what: str, status: Tensor, *, site: FailureSite | None = None) -> None:
     """Warn of unstable solutions: they solve the equations, but small deviations from them grow."""
     if policy_of(on_failure).over == "ignore" or is_batched(status):
         return
@@ -192,7 +192,7 @@ def warn_of_unstable(on_failure: Any, what: str, status: Tensor, *, site: Site |
         _warn(site, "forward", int(Status.UNSTABLE), message)
 
 
-def _warn(site: Site | None, side: Side, kind: int, message: str) -> None:
+def _warn(site: FailureSite | None, side: Side, kind: int, message: str) -> None:
     again = "" if site is None else site.again(side, kind)
     if again is not None:
         warnings.warn(f"{message}{again}", ConvergenceWarning, stacklevel=outside())

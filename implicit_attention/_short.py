@@ -28,7 +28,7 @@ from ._autograd import backward_running, sum_to_shape
 from ._fused_rule import FusedRule
 from ._types import Impl
 from .adjoints import Implicit, Request
-from .adjoints.implicit import Call, gradients_at
+from .adjoints.implicit import SolveCall, gradients_at
 from .adjoints.linear_system import conjugate_gradients, report_adjoint
 from .energies import AnchoredEnergy
 from .failure_policy import policy_of
@@ -124,7 +124,7 @@ def fit(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size | None) ->
     return fits and broadcasts(of_values[:-2], lead)
 
 
-class Problem(NamedTuple):
+class ShortProblem(NamedTuple):
     """`AnchoredEnergy` of `LogSumExp` by its tensors, plain and of one dtype.
 
     query: (*batch, N, D). keys: (*#batch, M, D). beta, anchor: numbers or (*#batch). pairs: the mask, or the bias that
@@ -139,7 +139,7 @@ class Problem(NamedTuple):
     first: int | None = None
 
     @classmethod
-    def of(cls, energy: Any) -> Problem | None:
+    def of(cls, energy: Any) -> ShortProblem | None:
         """The problem of such an energy; None for any other, and for one that computes or holds more."""
         if type(energy) is not AnchoredEnergy or not energy._has_only("potential", "field", "anchor"):
             return None
@@ -165,8 +165,8 @@ class Problem(NamedTuple):
     def energy(self) -> AnchoredEnergy:
         return AnchoredEnergy(self.potential, self.query, self.anchor, unbounded="ignore")
 
-    def detached(self) -> Problem:
-        return Problem(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
+    def detached(self) -> ShortProblem:
+        return ShortProblem(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
 
     def is_plain(self, values: Any = None) -> bool:
         """Whether all tensors are plain and fit each other, and numbers are in their range, while `unobserved`.
@@ -215,7 +215,7 @@ def rule_of(solver: Solver) -> FusedRule | None:
     if type(solver) not in (Anderson, Picard):
         return None
     row = torch.zeros(1, 1, device="cpu")
-    rule = solver.fused_rule(Problem(row, row, 1.0, 0.0, None).energy)
+    rule = solver.fused_rule(ShortProblem(row, row, 1.0, 0.0, None).energy)
     return None if rule is None or rule.max_steps == 0 or rule.fixed_budget else rule
 
 
@@ -242,7 +242,7 @@ def is_differentiated(*parts: Any) -> bool:
 
 
 def found_states(
-    problem: Problem, initial: Tensor, solver: Solver, impl: Impl, *, mean: bool, evidence: bool
+    problem: ShortProblem, initial: Tensor, solver: Solver, impl: Impl, *, mean: bool, evidence: bool
 ) -> Equilibria | None:
     """The equilibria of a problem that `is_native`, by a solver with a rule; None where no native library answers."""
     rule = rule_of(solver)
@@ -251,7 +251,7 @@ def found_states(
     return _trusted("hopfield_solve", impl, problem, run)
 
 
-def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, report: AdjointReport) -> Found | None:
+def find(problem: ShortProblem, initial: Tensor, solver: Solver, impl: Impl, report: AdjointReport) -> Found | None:
     """The same with a graph and all evidence."""
     differentiated = is_differentiated(*problem)
     found = found_states(problem, initial, solver, impl, mean=differentiated, evidence=True)
@@ -269,7 +269,7 @@ def find(problem: Problem, initial: Tensor, solver: Solver, impl: Impl, report: 
     return Found(Outcome(value, record), report, found.failed)
 
 
-def _trusted(operation: str, impl: Impl, problem: Problem, run: Callable[[], _R]) -> _R | None:
+def _trusted(operation: str, impl: Impl, problem: ShortProblem, run: Callable[[], _R]) -> _R | None:
     use = dispatch.native_use(operation, problem.keys, problem.pairs, problem.first)
     if use is None:
         return None
@@ -306,7 +306,7 @@ class _Equilibrium(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         state, mean, *tensors = ctx.saved_tensors
         held = iter(tensors)
-        problem = Problem(*(next(held) if part is Tensor else part for part in ctx.parts))
+        problem = ShortProblem(*(next(held) if part is Tensor else part for part in ctx.parts))
         how, needed = ctx.how, ctx.needs_input_grad[2:]
         plain = how.answered and not torch.is_grad_enabled() and unobserved()
         if plain and are_plain(state.dtype, cotangent, state, mean, problem.query, problem.keys):
@@ -317,7 +317,7 @@ class _Equilibrium(torch.autograd.Function):
 
 
 def _by_adjoint(
-    problem: Problem, how: _How, state: Tensor, mean: Tensor, cotangent: Tensor
+    problem: ShortProblem, how: _How, state: Tensor, mean: Tensor, cotangent: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     """The gradients by the native backward solve, with its report; None where there is none."""
     query, keys, beta, anchor, pairs, first = problem
@@ -347,14 +347,16 @@ def _by_adjoint(
 
 
 def _by_general(
-    problem: Problem, how: _How, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
+    problem: ShortProblem, how: _How, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """The gradients as the general path has them, differentiable where derivatives are recorded."""
     energy = problem.energy
     request = Request(energy, state, how.solver, how.impl, False, how.report)
     # Keys, beta, pairs, query, anchor: the order of `energy.tensors()`.
     order = [i for i in (1, 2, 4, 0, 3) if isinstance(problem[i], Tensor)]
-    found = gradients_at(Call(energy, None, request), state, energy.tensors(), cotangent, [needed[i] for i in order])
+    found = gradients_at(
+        SolveCall(energy, None, request), state, energy.tensors(), cotangent, [needed[i] for i in order]
+    )
     gradients: list[Tensor | None] = [None] * len(problem)
     for i, gradient in zip(order, found, strict=True):
         gradients[i] = gradient

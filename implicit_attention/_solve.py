@@ -13,7 +13,7 @@ from . import _validate
 from ._autograd import HALF, backward_running, in_own_precision, transforms_active, uncompiled
 from ._reporting import check_on_failure, report_failures, without_gradient
 from ._short import Found, are_plain, find, is_exact, rule_of, unobserved
-from ._short import Problem as Short
+from ._short import ShortProblem as Short
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
 from .failure_policy import FailurePolicy, located, policy_of

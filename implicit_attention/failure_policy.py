@@ -67,7 +67,7 @@ class FailurePolicy:
     over: Word = "raise"
     #: For calls that no layer counts, and for operations in compiled graphs, which take texts. Each policy has its own;
     #: declared so, they are no fields, of which `dataclasses.asdict` and `replace` would know.
-    _site: ClassVar[Site]
+    _site: ClassVar[FailureSite]
     _text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class FailurePolicy:
         _validate.check_choice("over", self.over, WORDS)
         fields = (self.forward, self.backward, repr(float(self.tolerate)), str(self.window), self.over)
         object.__setattr__(self, "_text", " ".join(fields))
-        object.__setattr__(self, "_site", Site("policy"))
+        object.__setattr__(self, "_site", FailureSite("policy"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies, shallow ones too, and pickles have counted nothing.
@@ -92,7 +92,7 @@ class FailurePolicy:
         return self.over != "ignore" and (self.window > 1 or self.tolerate > 0)
 
 
-class Window:
+class FailureWindow:
     """Problems and failures of the last calls."""
 
     def __init__(self, length: int) -> None:
@@ -128,14 +128,14 @@ class Window:
         return len(self._calls)
 
 
-class Site:
+class FailureSite:
     """A place that solves again and again, such as a layer: what was told of it, and who watches it.
 
     Copies and pickles of it are new.
     """
 
     _numbers: ClassVar = itertools.count(1)
-    _all: ClassVar[WeakValueDictionary[int, Site]] = WeakValueDictionary()
+    _all: ClassVar[WeakValueDictionary[int, FailureSite]] = WeakValueDictionary()
 
     def __init__(self, what: str = "layer") -> None:
         self.what = what
@@ -149,19 +149,19 @@ class Site:
         self._told: Counter[Side] = Counter()
         self._lines: Counter[Side] = Counter()
         self._kinds: set[tuple[Side, int]] = set()
-        self._windows: dict[tuple[Side, FailurePolicy], Window] = {}
+        self._windows: dict[tuple[Side, FailurePolicy], FailureWindow] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Site, (self.what,))
+        return (FailureSite, (self.what,))
 
     @classmethod
-    def of(cls, handle: Tensor | None) -> Site | None:
+    def of(cls, handle: Tensor | None) -> FailureSite | None:
         """The site with this handle, if it still is."""
         return None if handle is None else cls._all.get(int(handle))
 
-    def window(self, side: Side, policy: FailurePolicy) -> Window:
+    def window(self, side: Side, policy: FailurePolicy) -> FailureWindow:
         """Return the window in which a policy counts failures here."""
-        return self._windows.setdefault((side, policy), Window(policy.window))
+        return self._windows.setdefault((side, policy), FailureWindow(policy.window))
 
     def again(self, side: Side, kind: int) -> str | None:
         """Return the text that follows a warning of this kind; None where the warning is not due.
@@ -183,10 +183,10 @@ class Located(NamedTuple):
     """`on_failure` of the solves of a site."""
 
     on_failure: Word | FailurePolicy
-    site: Site
+    site: FailureSite
 
 
-def located(on_failure: Any) -> tuple[Any, Site | None]:
+def located(on_failure: Any) -> tuple[Any, FailureSite | None]:
     """The word or policy, and the site if there is one."""
     return on_failure if isinstance(on_failure, Located) else (on_failure, None)
 
@@ -197,7 +197,7 @@ def policy_of(on_failure: Any) -> FailurePolicy:
     return given if isinstance(given, FailurePolicy) else _POLICIES[given]
 
 
-def own_site(on_failure: Any) -> Site | None:
+def own_site(on_failure: Any) -> FailureSite | None:
     """The site at which a policy that is given without one is counted and reported."""
     given, site = located(on_failure)
     return given._site if site is None and isinstance(given, FailurePolicy) else site

@@ -17,7 +17,7 @@ from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
 from .energies import AnchoredEnergy
 from .errors import UnsupportedImplementation
-from .failure_policy import Site, text_of
+from .failure_policy import FailureSite, text_of
 from .ops import dispatch, registration
 from .ops.problem import Hopfield, carries
 from .ops.rule import THERE, Solved
@@ -65,7 +65,7 @@ class Lowered:
         found = dispatch.solve(problem, initial, self.rule, dispatch.checked(self.impl, problem), keep_mean=False)
         return found.state, found.record
 
-    def in_graph(self, initial: Tensor, on_failure: OnFailure, site: Site | None) -> tuple[Tensor, Record]:
+    def in_graph(self, initial: Tensor, on_failure: OnFailure, site: FailureSite | None) -> tuple[Tensor, Record]:
         """The same as one operation that a compiler keeps in its graph, with a first derivative.
 
         A backward solve that fails is told as `on_failure` says, of the `site`.

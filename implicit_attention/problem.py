@@ -387,7 +387,7 @@ def isolated(problem: Problem, z: Tensor, left_out: Tensor) -> tuple[Problem, Te
 
 
 def randomness(problem: Problem, z: Tensor) -> str:
-    """Say that f is random, and the remedy, if two evaluations at one state differ by more than rounding; else nothing."""
+    """Say that f is random, with the remedy, if two evaluations at one state differ by more than rounding."""
     if problem.separates or transforms_active():
         return ""
     with torch.no_grad(), exact_precision(z):

@@ -16,7 +16,7 @@ from . import _validate
 from ._autograd import exact_precision, is_batched, is_fake
 from ._norm import norm
 from ._types import OnFailure
-from .failure_policy import Site
+from .failure_policy import FailureSite
 from .status import Status
 
 __all__ = ["AdjointReport", "Record", "Solution", "SolveReport", "Status", "Trace", "summarize"]
@@ -160,7 +160,7 @@ class AdjointReport:
     unsolved: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
-    site: Site | None = None
+    site: FailureSite | None = None
     awaited: bool = False
     in_graph: bool = False
 

@@ -1,9 +1,12 @@
 """Every public class and function shows how it is used and when it is not, and the examples run."""
 
+import ast
+import collections
 import doctest
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ FACES = (
     ".spins",
     ".spins.sampling",
 )
+PACKAGE = Path(implicit_attention.__file__).parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -70,3 +74,24 @@ def test_public_names_have_an_example_and_a_limit(name):
     text = inspect.getdoc(public()[name]) or ""
     assert ">>>" in text, "no runnable example"
     assert "Not for" in text, "no sentence that says when not to use it"
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            first = (ast.get_docstring(node) or "").split(" ", 1)[0]
+            if first in ("What", "Of", "Who", "How", "Where", "That"):
+                wrong.append(f"{path.name}: {getattr(node, 'name', 'the module')}")
+    assert not wrong
+
+
+def test_no_two_classes_have_the_same_name():
+    places = collections.defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(PACKAGE)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}

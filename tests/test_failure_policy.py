@@ -31,7 +31,7 @@ from implicit_attention import (
     solve,
     training,
 )
-from implicit_attention.failure_policy import Window
+from implicit_attention.failure_policy import FailureWindow
 from implicit_attention.layers import EnergyTransformer, MeanFieldAttention, SpinAttention, SpinTransformerBlock
 from implicit_attention.linear import Neumann
 from implicit_attention.spins import MeanField, SpinSystem, magnetization
@@ -227,7 +227,7 @@ def test_calls_to_come_are_taken_as_those_before():
 
 
 class Elsewhere:
-    """What a `Window` asks of a tensor of an accelerator."""
+    """What a `FailureWindow` asks of a tensor of an accelerator."""
 
     device = SimpleNamespace(type="cuda")
 
@@ -237,7 +237,7 @@ class Elsewhere:
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_on_an_accelerator_the_host_looks_at_every_last_call_of_a_window(length):
-    window, draw, calls = Window(length), python_random.Random(2), []
+    window, draw, calls = FailureWindow(length), python_random.Random(2), []
     for index in range(1, 30):
         calls.append(torch.arange(8) < draw.randrange(8))
         found = window.add(Elsewhere(calls[-1]))
@@ -248,7 +248,7 @@ def test_on_an_accelerator_the_host_looks_at_every_last_call_of_a_window(length)
 def test_a_layer_that_is_moved_goes_on_counting():
     draw = python_random.Random(3)
     for start in range(6):
-        window, calls = Window(4), []
+        window, calls = FailureWindow(4), []
         for index in range(20):
             calls.append(torch.arange(8) < draw.randrange(8))
             here = (index + start) // 6 % 2

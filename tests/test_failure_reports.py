@@ -25,7 +25,7 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
-from implicit_attention.failure_policy import Site
+from implicit_attention.failure_policy import FailureSite
 from implicit_attention.layers import EnergyTransformer, SpinTransformerBlock
 from implicit_attention.linear import CG
 from implicit_attention.ops.native.library import library
@@ -81,7 +81,7 @@ def test_a_layer_tells_of_its_first_failing_step_and_of_powers_of_ten():
 
 
 def test_ten_thousand_failing_steps_give_ten_lines():
-    site = Site()
+    site = FailureSite()
     found = [
         (side, i) for i in range(1, 10_001) for side in ("forward", "backward") if site.again(side, Status.MAX_STEPS)
     ]
@@ -91,7 +91,7 @@ def test_ten_thousand_failing_steps_give_ten_lines():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kinds", [2, 5])
 def test_they_do_with_two_kinds_and_each_kind_is_told(seed, kinds):
-    draw, site, found = python_random.Random(seed), Site(), []
+    draw, site, found = python_random.Random(seed), FailureSite(), []
     # Kinds come one after the other, at any time.
     starts = sorted(int(10 ** draw.uniform(0, 4)) for _ in range(kinds - 1))
     for index in range(1, 10_001):

@@ -161,13 +161,13 @@ def fixed_point(
     request: Request, linear_solver: LinearSolver[Any] | None, initial: Tensor, tensors: tuple[Tensor, ...]
 ) -> Outcome:
     """The outcome of the solver, its value differentiable with respect to `tensors`."""
-    call = Call(request.problem, linear_solver, request)
+    call = SolveCall(request.problem, linear_solver, request)
     value, *found = _apply(_FixedPoint, call, initial, *tensors)
     return Outcome(value, Record(*found[:5]), tuple(found[5:]))
 
 
 def gradients_at(
-    call: Call, z: Tensor, tensors: Sequence[Tensor], cotangent: Tensor, needed: Sequence[bool]
+    call: SolveCall, z: Tensor, tensors: Sequence[Tensor], cotangent: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """(df/dt)^T (I - J^T)^{-1} cotangent at the solution z for each of the problem's tensors that is `needed`.
 
@@ -195,21 +195,23 @@ def gradients_at(
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class SolveCall:
     """The non-tensor arguments of the autograd functions."""
 
     problem: Problem
     linear_solver: LinearSolver[Any] | None
     request: Request
 
-    def without_tensors(self) -> Call:
+    def without_tensors(self) -> SolveCall:
         """The same call to be kept in a graph, where tensors have to be saved so that hooks see them."""
         # One for each: modules would take equal ones for a parameter that they share.
         problem = self.problem.replace(*(torch.empty(0) for _ in self.problem.tensors()))
         request = dataclasses.replace(self.request, problem=problem, initial=torch.empty(0))
         return dataclasses.replace(self, problem=problem, request=request)
 
-    def lifted(self, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]) -> tuple[Call, tuple[Tensor, ...]]:
+    def lifted(
+        self, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]
+    ) -> tuple[SolveCall, tuple[Tensor, ...]]:
         """The same call with one more leading axis, for vmap."""
         moved = tuple(t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True))
         dims = tuple(None if d is None else 0 for d in in_dims)
@@ -220,7 +222,7 @@ class _FixedPoint(torch.autograd.Function):
     """(call, initial, *tensors) -> (value, status, residual, tolerance, num_steps, num_evals, *trace)."""
 
     @staticmethod
-    def forward(call: Call, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(call: SolveCall, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         with exact_precision(initial):
             outcome = call.request.solved(call.problem.replace(*tensors), initial)
         # Forward mode cannot attach tangents to outputs that are views.
@@ -240,13 +242,13 @@ class _FixedPoint(torch.autograd.Function):
         z, *tensors = ctx.saved_tensors
         if cotangents[0] is None:
             return (None,) * (2 + len(tensors))
-        gradients = gradients_at(cast(Call, ctx.call), z, tensors, cotangents[0], _needed(ctx, tensors))
+        gradients = gradients_at(cast(SolveCall, ctx.call), z, tensors, cotangents[0], _needed(ctx, tensors))
         return (None, None, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
         z, *tensors = ctx.saved_tensors
-        call = cast(Call, ctx.call)
+        call = cast(SolveCall, ctx.call)
         with exact_precision(z):
             forcing = _pushforward(call.problem, z, tensors, tangents[2:])
             dz = z * 0 if forcing is None else _apply(_AdjointSolve, call, False, z, forcing, *tensors)
@@ -254,7 +256,7 @@ class _FixedPoint(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Call, initial: Tensor, *tensors: Tensor
+        info: Any, in_dims: tuple[Any, ...], call: SolveCall, initial: Tensor, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         lifted, moved = call.lifted(tensors, in_dims[2:])
         start = _batched_first(initial, in_dims[1], info.batch_size)
@@ -266,7 +268,7 @@ class _AdjointSolve(torch.autograd.Function):
     """(call, transpose, z, rhs, *tensors) -> x with (I - J^T) x = rhs, or (I - J) x = rhs without `transpose`."""
 
     @staticmethod
-    def forward(call: Call, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(call: SolveCall, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor) -> Tensor:
         problem = call.problem.replace(*tensors)
         return solve_system(call.request, call.linear_solver, problem, z, rhs, transpose=transpose)
 
@@ -280,7 +282,7 @@ class _AdjointSolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         z, x, *tensors = ctx.saved_tensors
-        call = cast(Call, ctx.call)
+        call = cast(SolveCall, ctx.call)
         with exact_precision(z):
             v = _apply(_AdjointSolve, call, not ctx.transpose, z, cotangent, *tensors)
             left, right = (x, v) if ctx.transpose else (v, x)
@@ -290,7 +292,7 @@ class _AdjointSolve(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         z, x, *tensors = ctx.saved_tensors
-        call = cast(Call, ctx.call)
+        call = cast(SolveCall, ctx.call)
         _, _, dz, drhs, *dtensors = tangents
         transpose = ctx.transpose
         where = [i for i, t in enumerate(tensors) if t.is_floating_point() and dtensors[i] is not None]
@@ -310,7 +312,7 @@ class _AdjointSolve(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Call, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor
+        info: Any, in_dims: tuple[Any, ...], call: SolveCall, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, int]:
         lifted, moved = call.lifted(tensors, in_dims[4:])
         z, rhs = (_batched_first(t, d, info.batch_size) for t, d in ((z, in_dims[2]), (rhs, in_dims[3])))
@@ -385,7 +387,7 @@ def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _trace_length(call: Call) -> int:
+def _trace_length(call: SolveCall) -> int:
     if not call.request.trace:
         return 0
     return 4 if call.problem.has_energy else 3

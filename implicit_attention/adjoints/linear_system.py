@@ -158,7 +158,7 @@ def rows_of(tensor: Tensor, index: Tensor | None) -> Tensor:
     return tensor if index is None else pick(tensor, index)
 
 
-class _System(NamedTuple):
+class _AdjointSystem(NamedTuple):
     """x - product(x) = rhs, with states (*lead, *event); the answer is lift(x)."""
 
     product: LinearMap
@@ -168,7 +168,7 @@ class _System(NamedTuple):
     @classmethod
     def of(
         cls, method: LinearSolver[Any], problem: Problem, linear: Linearization, z: Tensor, rhs: Tensor, transpose: bool
-    ) -> _System:
+    ) -> _AdjointSystem:
         """The system for a method; where J = H M with a metric M, and the method needs symmetry, a symmetric one.
 
         (I - M H) u = c is u = c + M^(1/2) y with (I - M^(1/2) H M^(1/2)) y = M^(1/2) H c, and (I - H M) x = c is
@@ -193,7 +193,7 @@ class _System(NamedTuple):
         return lambda v: v - self.product(v.reshape(shape)).reshape(v.shape), flat
 
 
-def _together(method: LinearSolver[Any], problem: Problem, system: _System, apart: Adjoined) -> Adjoined:
+def _together(method: LinearSolver[Any], problem: Problem, system: _AdjointSystem, apart: Adjoined) -> Adjoined:
     """The answer of all problems as one where that is nearer: they may read each other, as in batch normalisation.
 
     A Krylov method that takes them one by one need not converge then.
@@ -221,7 +221,7 @@ def _solve(
     tape: Tape | None = None,
 ) -> Adjoined:
     """The answer; with its gradients where the last product with a `tape` gave them."""
-    system = _System.of(method, problem, linear, z, rhs, transpose)
+    system = _AdjointSystem.of(method, problem, linear, z, rhs, transpose)
     both = None if tape is None else system._replace(product=tape.vjp_both).flat(problem)[0]
     solution = method.solve(*system.flat(problem), check=both)
     size = _norm(system.rhs, problem.event_ndim)
@@ -249,7 +249,7 @@ def _solve(
 
 
 def _finish_with_minres(
-    method: CG, problem: Problem, z: Tensor, rhs: Tensor, transpose: bool, system: _System, first: Adjoined
+    method: CG, problem: Problem, z: Tensor, rhs: Tensor, transpose: bool, system: _AdjointSystem, first: Adjoined
 ) -> Adjoined:
     """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
     saddle = first.negative_curvature
@@ -260,7 +260,7 @@ def _finish_with_minres(
         index, part = None, problem
     else:
         rows = rows_of(z, index)
-        system = _System.of(again, part, part.linearize(rows), rows, rows_of(rhs, index), transpose)
+        system = _AdjointSystem.of(again, part, part.linearize(rows), rows, rows_of(rhs, index), transpose)
     chosen = saddle if index is None else saddle.gather(-1, index)
     mask = chosen.reshape((*chosen.shape, *(1,) * problem.event_ndim))
     system = system._replace(rhs=torch.where(mask, system.rhs, 0.0))

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..failure_policy import FailurePolicy, Located, Site, Word
+from ..failure_policy import FailurePolicy, FailureSite, Located, Word
 from ..options import SolveOptions
 from ..potentials import LogSumExp
 from ..solution import Record, Solution, SolveReport
@@ -71,7 +71,7 @@ class Call(NamedTuple):
     return_solution: bool = False
     return_weights: bool = False
     unbounded: Word = "raise"
-    site: Site | None = None
+    site: FailureSite | None = None
 
     @property
     def on_failure(self) -> Any:

@@ -22,13 +22,13 @@ from .._autograd import (
     uncompiled,
 )
 from .._reporting import report_failures, without_gradient
-from .._short import Problem
+from .._short import ShortProblem
 from .._solve import solve
 from .._types import Impl
 from ..adjoints import Implicit, Unrolled
 from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
-from ..failure_policy import FailurePolicy, Site, located, policy_of
+from ..failure_policy import FailurePolicy, FailureSite, located, policy_of
 from ..fused import lower
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
@@ -45,7 +45,7 @@ from .masks import check_whole, triangle
 from .read_out import made_by, read_out, reads_out
 
 
-def report_from_graph(record: Record, options: SolveOptions, site: Site | None = None) -> SolveReport:
+def report_from_graph(record: Record, options: SolveOptions, site: FailureSite | None = None) -> SolveReport:
     """The report of a solve in a compiled graph, at which the host has not looked; warns if a problem failed."""
     on_failure, remedies = options.on_failure, advice(options.effective_solver.remedies, f"attention: {OF_ATTENTION}")
     told: Any = "warn" if on_failure == "raise" else on_failure
@@ -243,7 +243,7 @@ def _shortly(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor, Solution, 
     if plan is None:
         return None
     pairs = call.mask if call.bias is None else call.bias
-    problem = Problem(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
+    problem = ShortProblem(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
     if plan.solver is None:
         # In half precision nothing is widened to read out.
         fits = dtype not in HALF and call.values is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._short import (
     KINDS,
-    Problem,
+    ShortProblem,
     are_plain,
     find,
     found_states,
@@ -99,7 +99,7 @@ def attention(
         return None
     if first is not None and (type(key) not in KINDS or key.ndim < 2 or first + 1 >= key.shape[-2]):
         first = None
-    problem = Problem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None, first)
+    problem = ShortProblem(query, key, max(query.shape[-1], 1) ** -0.5 if scale is None else scale, anchor, None, first)
     if plan.solver is None:
         return explicit(problem, value)
     if not problem.is_native(plan.impl, value) or (first is not None and not is_finite(value)):
@@ -119,7 +119,7 @@ def attention(
     return _read(state, key, value, problem.beta, first)
 
 
-def explicit(problem: Problem, values: Any) -> Tensor | None:
+def explicit(problem: ShortProblem, values: Any) -> Tensor | None:
     """The values read out at the query; None where it is left to the general path. Call while `untouched`."""
     query, keys, beta, anchor, pairs, first = problem
     if pairs is not None or not problem.is_plain(values):
@@ -138,7 +138,7 @@ def explicit(problem: Problem, values: Any) -> Tensor | None:
 
 
 def solved(
-    problem: Problem, values: Any, initial: Tensor, plan: Plan, report: AdjointReport
+    problem: ShortProblem, values: Any, initial: Tensor, plan: Plan, report: AdjointReport
 ) -> tuple[Tensor, Solution] | None:
     """Return the read-out at the equilibria (the state, without values), and the solution, reported as by `solve`.
 
@@ -163,7 +163,7 @@ def solved(
     return _read(state, problem.keys, values, problem.beta, problem.first), solution
 
 
-def _starts(initial: Tensor, problem: Problem) -> bool:
+def _starts(initial: Tensor, problem: ShortProblem) -> bool:
     return are_plain(problem.query.dtype, initial) and initial.shape == problem.query.shape
 
 
@@ -189,5 +189,5 @@ def _is_laid_out(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size) 
     return len(shape) == 4 and of_keys == of_values and shape[:-2] == of_keys[:-2] and shape[-1] % WIDTH == 0
 
 
-def _energy(problem: Problem, z: Tensor) -> Tensor:
+def _energy(problem: ShortProblem, z: Tensor) -> Tensor:
     return problem.energy.energy(z)

@@ -17,7 +17,7 @@ from .. import Solution
 from ..layers.temperature import separating_beta
 from ..ops import native_status
 from .contenders import contenders
-from .data import Sample, draw, load_digits, noise_of
+from .data import DataSample, draw, load_digits, noise_of
 from .errors import InputError
 from .evaluate import evaluate, prepare
 from .files import load_patterns
@@ -55,7 +55,7 @@ class Comparison:
     noise: float
     rows: list[dict[str, Any]]
     retrieval: Rates
-    sample: Sample
+    sample: DataSample
     states: dict[str, Tensor]
     solutions: dict[str, Solution]
     unusable: int

@@ -22,7 +22,7 @@ def load_digits() -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class DataSample:
     """Draws of a retrieval task; rows of `queries` and `targets` are first all half-masked ones, then all noisy ones.
 
     Attributes:
@@ -58,19 +58,19 @@ class Sample:
         known[self.parts[0], _kept(self.queries.shape[-1]) :] = False
         return known
 
-    def draw(self, index: int) -> Sample:
+    def draw(self, index: int) -> DataSample:
         """One of the draws."""
-        return Sample(self.keys[index], self.queries[index], self.targets[index])
+        return DataSample(self.keys[index], self.queries[index], self.targets[index])
 
-    def first(self, count: int) -> Sample:
+    def first(self, count: int) -> DataSample:
         """The first `count` queries of each task in the first draw."""
         draw = self.draw(0)
         queries, targets = (torch.cat([t[p][:count] for p in self.parts]) for t in (draw.queries, draw.targets))
-        return Sample(draw.keys, queries, targets)
+        return DataSample(draw.keys, queries, targets)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Sample:
+    def to(self, device: torch.device, dtype: torch.dtype) -> DataSample:
         """The sample as the solvers see it; what overflows in `dtype` is not usable."""
-        return Sample(*(t.to(device, dtype) for t in (self.keys, self.queries, self.targets)))
+        return DataSample(*(t.to(device, dtype) for t in (self.keys, self.queries, self.targets)))
 
 
 def _kept(dim: int) -> int:
@@ -78,7 +78,7 @@ def _kept(dim: int) -> int:
     return (dim + 1) // 2
 
 
-def draw(data: Tensor, *, patterns: int, queries: int, noise: float, draws: int, seed: int) -> Sample:
+def draw(data: Tensor, *, patterns: int, queries: int, noise: float, draws: int, seed: int) -> DataSample:
     """`draws` independent choices of `patterns` rows of `data`, with `queries` queries of each task.
 
     Half-masked: the second half of the entries (for an image the lower half) is 0. Noisy: Gaussian noise of standard
@@ -90,7 +90,7 @@ def draw(data: Tensor, *, patterns: int, queries: int, noise: float, draws: int,
     masked = targets.clone()
     masked[..., _kept(data.shape[1]) :] = 0
     noisy = targets + noise * torch.randn(targets.shape, generator=generator, dtype=targets.dtype)
-    return Sample(keys, torch.cat([masked, noisy], -2), torch.cat([targets, targets], -2))
+    return DataSample(keys, torch.cat([masked, noisy], -2), torch.cat([targets, targets], -2))
 
 
 def noise_of(data: Tensor | None) -> float:

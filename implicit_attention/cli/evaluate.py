@@ -19,7 +19,7 @@ from ..energies import Energy
 from ..linear import CG
 from ..solvers import Anderson, Solver
 from .contenders import STOP, Contender
-from .data import TASKS, Sample
+from .data import TASKS, DataSample
 from .measure import error_row, median_times, peak_memory
 from .potentials import energy_of
 
@@ -44,7 +44,7 @@ class Task:
         gradient: its exact gradient with respect to the patterns, (M, D).
     """
 
-    sample: Sample
+    sample: DataSample
     energy: Callable[[Tensor, Tensor], Energy]
     reference: Tensor
     weights: Tensor
@@ -58,7 +58,7 @@ def relative_error(z: Tensor, targets: Tensor) -> Tensor:
     return error
 
 
-def prepare(sample: Sample, *, beta: float, anchor: float, potential: str, seed: int) -> Task:
+def prepare(sample: DataSample, *, beta: float, anchor: float, potential: str, seed: int) -> Task:
     """The task with its reference: the fixed points in float64 and the exact gradient there.
 
     Queries that are not finite, and those for which the reference itself does not converge, have weight 0.

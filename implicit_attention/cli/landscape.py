@@ -17,7 +17,7 @@ from . import landscape_steps as steps
 from .errors import InputError, writable
 from .landscape_animation import write_gif
 from .landscape_page import page
-from .landscape_plane import Plane, Scene, plane_of
+from .landscape_plane import Plane, PlaneScene, plane_of
 from .progress import Progress, make_console
 from .report import options_of, write
 from .settings import LandscapeSettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Pixels per inch of the pictures, and their colours.
 DPI, COLOURS = 100, 200
 PAGE, CONTENT, ANIMATION = "index.html", "landscape.json", "descent.gif"
-SCENES: tuple[Callable[[Plane], Scene], ...] = (
+SCENES: tuple[Callable[[Plane], PlaneScene], ...] = (
     steps.one_step,
     steps.small_steps,
     steps.many_steps,
@@ -63,7 +63,7 @@ def run(settings: LandscapeSettings) -> None:
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     scenes = QUICK if settings.quick else SCENES
-    made: list[Scene] = []
+    made: list[PlaneScene] = []
     pictures: dict[str, bytes] = {}
     with Progress(lambda row: row["line"]) as progress:
         for index, make in enumerate(scenes):
@@ -96,7 +96,7 @@ def run(settings: LandscapeSettings) -> None:
     )
 
 
-def content_of(settings: LandscapeSettings, plane: Plane, scenes: list[Scene], seconds: float) -> dict[str, Any]:
+def content_of(settings: LandscapeSettings, plane: Plane, scenes: list[PlaneScene], seconds: float) -> dict[str, Any]:
     """Every number, for the JSON file."""
     source = {} if settings.patterns is None else {"patterns": settings.patterns.name}
     return {

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from .landscape_plane import Plane, Scene, number, points
+from .landscape_plane import Plane, PlaneScene, number, points
 
 #: The part of the page that a reader can touch; beside this file, so that tests can run it alone.
 SCRIPT = Path(__file__).with_name("landscape.js")
@@ -120,7 +120,7 @@ $rows
 </section>""")
 
 
-def page(plane: Plane, scenes: Sequence[Scene], pictures: Mapping[str, bytes]) -> str:
+def page(plane: Plane, scenes: Sequence[PlaneScene], pictures: Mapping[str, bytes]) -> str:
     """The HTML of all scenes; `pictures` are PNG files by the names of the scenes."""
     contents = "\n".join(f'<li><a href="#{escape(scene.name)}">{escape(scene.title)}</a></li>' for scene in scenes)
     touched = next((scene for scene in scenes if scene.name == TOUCHED and len(plane.patterns) <= MOST_TOUCHED), None)
@@ -134,7 +134,7 @@ def page(plane: Plane, scenes: Sequence[Scene], pictures: Mapping[str, bytes]) -
     )
 
 
-def _section(scene: Scene, picture: bytes, plane: Plane, touched: bool) -> str:
+def _section(scene: PlaneScene, picture: bytes, plane: Plane, touched: bool) -> str:
     rows = (
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in scene.facts.items()
     )
@@ -160,7 +160,7 @@ def _touch(reach: float) -> str:
     return TOUCH.substitute({name: f"{length:.6g}" for name, length in lengths.items()})
 
 
-def _script(plane: Plane, scene: Scene) -> str:
+def _script(plane: Plane, scene: PlaneScene) -> str:
     """The script and what it starts from. JSON of numbers alone cannot end a script."""
     problem = {
         "keys": plane.patterns.tolist(),

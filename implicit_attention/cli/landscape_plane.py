@@ -55,7 +55,7 @@ class Plane:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class PlaneScene:
     """A picture with its story.
 
     Attributes:

@@ -16,7 +16,7 @@ from ..potentials.entmax import Entmax
 from ..solvers import Anderson, Picard, Solver
 from .landscape_plane import (
     Plane,
-    Scene,
+    PlaneScene,
     descend,
     have_own,
     nearest,
@@ -35,7 +35,7 @@ SIDE, STEPS = 81, 200
 NEAR = 1e-3
 
 
-def anchored(plane: Plane, anchor: float) -> Scene:
+def anchored(plane: Plane, anchor: float) -> PlaneScene:
     """One query's energy, tilted towards it."""
     query, beta = plane.queries[:1], COLD * plane.beta
     potential = LogSumExp(plane.patterns, beta)
@@ -82,10 +82,10 @@ def anchored(plane: Plane, anchor: float) -> Scene:
         reach=plane.reach,
         title=f"{title}, {point(query[0])}",
     )
-    return Scene(f"anchor-{anchor:g}", title, said, description, facts, numbers, draw)
+    return PlaneScene(f"anchor-{anchor:g}", title, said, description, facts, numbers, draw)
 
 
-def _of_potential(plane: Plane, name: str, title: str, potential: Potential, sentence: str, notes: str) -> Scene:
+def _of_potential(plane: Plane, name: str, title: str, potential: Potential, sentence: str, notes: str) -> PlaneScene:
     """Five plain steps down an energy without anchor, and what every start of the picture reaches."""
     energy = AnchoredEnergy(potential, plane.queries, 0.0)
     solution = descend(energy, plane.queries, 1.0, 5)
@@ -118,16 +118,16 @@ def _of_potential(plane: Plane, name: str, title: str, potential: Potential, sen
     description = f"{seen(f'the energy {notes}', plane, found.attractors)} {ways(plane.queries, solution.value)}"
     look: dict[str, Any] = {"trace": solution.trace, "patterns": plane.patterns, "reach": plane.reach, "title": title}
     draw = partial(landscape_figure, energy, plane.queries, fixed_points=found.points, **look)
-    return Scene(name, title, said, description, facts, numbers, draw)
+    return PlaneScene(name, title, said, description, facts, numbers, draw)
 
 
-def by_distance(plane: Plane) -> Scene:
+def by_distance(plane: Plane) -> PlaneScene:
     said = "If distances decide in place of dot products, {alone} of {all} patterns have an attractor of their own."
     potential = DistanceLogSumExp(plane.patterns, COLD * plane.beta)
     return _of_potential(plane, "distance", "Distances do not prefer long patterns", potential, said, "by distances")
 
 
-def sparse(plane: Plane) -> Scene:
+def sparse(plane: Plane) -> PlaneScene:
     said = "Sparse attention reads few patterns: plain steps reach {exact} of {all} patterns exactly, not nearly."
     potential = Entmax(plane.patterns, COLD * plane.beta, alpha=2.0)
     return _of_potential(plane, "sparse", "Sparse attention: patterns exactly", potential, said, "of sparsemax")
@@ -142,7 +142,7 @@ def solvers() -> dict[str, Solver]:
     }
 
 
-def by_solver(plane: Plane) -> Scene:
+def by_solver(plane: Plane) -> PlaneScene:
     beta = VALLEYS * plane.beta
     potential = LogSumExp(plane.patterns, beta)
     energy = AnchoredEnergy(potential, plane.queries, 0.0)
@@ -189,4 +189,4 @@ def by_solver(plane: Plane) -> Scene:
     )
     title = "Basins, and what each solver spends"
     draw = partial(basins_figure, energy, solvers=solvers(), grid=SIDE, reach=plane.reach, steps=STEPS, title=title)
-    return Scene("basins", title, said, description, facts, numbers, draw)
+    return PlaneScene("basins", title, said, description, facts, numbers, draw)

@@ -16,7 +16,7 @@ from ..potentials import LogSumExp
 from ..solvers import Picard
 from .landscape_plane import (
     Plane,
-    Scene,
+    PlaneScene,
     descend,
     have_own,
     listing,
@@ -124,19 +124,19 @@ def ways(starts: Tensor, ends: Tensor) -> str:
     return f"Lines follow {number(len(starts), 'query', 'queries')}, the first {listing(pairs)}."
 
 
-def scene(name: str, title: str, sentence: str, plane: Plane, it: Moved, **look: Any) -> Scene:
+def scene(name: str, title: str, sentence: str, plane: Plane, it: Moved, **look: Any) -> PlaneScene:
     """The scene of queries that moved."""
     description = f"{seen('the energy', plane, it.minima)} {descended(it)}"
     drawn = {"trace": it.solution.trace, "fixed_points": it.points, "reach": plane.reach, "title": title} | look
     draw = partial(landscape_figure, it.energy, it.numbers["path"][0], **drawn)
-    return Scene(name, title, sentence, description, it.facts, it.numbers, draw)
+    return PlaneScene(name, title, sentence, description, it.facts, it.numbers, draw)
 
 
 def _moved(plane: Plane, factor: float, step_size: float, steps: int) -> Moved:
     return moved(plane.patterns, plane.queries, plane.starts, factor * plane.beta, step_size, steps)
 
 
-def one_step(plane: Plane) -> Scene:
+def one_step(plane: Plane) -> PlaneScene:
     it = _moved(plane, 1.0, 1.0, 1)
     softmax = (plane.beta * plane.queries @ plane.patterns.mT).softmax(-1) @ plane.patterns
     apart = float((it.ends - softmax).abs().max())
@@ -147,14 +147,14 @@ def one_step(plane: Plane) -> Scene:
     return scene("one-step", "One big step is softmax attention", said, plane, it)
 
 
-def surface(plane: Plane) -> Scene:
+def surface(plane: Plane) -> PlaneScene:
     it = _moved(plane, VALLEYS, 1.0, 5)
     said = f"The energy as a surface, at beta {it.numbers['beta']:.3g}: attention rolls downhill into its hollows."
     made = scene("surface", "Minima, saddles and maxima as a surface", said, plane, it, kind="surface")
     return made
 
 
-def small_steps(plane: Plane) -> Scene:
+def small_steps(plane: Plane) -> PlaneScene:
     it = _moved(plane, 1.0, 0.1, 1)
     said = (
         f"A step of size 0.1 goes a tenth of the way of softmax attention, {float(it.lengths.mean()):.2g} in the mean."
@@ -162,7 +162,7 @@ def small_steps(plane: Plane) -> Scene:
     return scene("small-steps", "Small steps go nowhere", said, plane, it)
 
 
-def many_steps(plane: Plane) -> Scene:
+def many_steps(plane: Plane) -> PlaneScene:
     it = _moved(plane, 1.0, 1.0, 10)
     apart = float(torch.pdist(it.ends).max())
     it.numbers["largest_distance_between_ends"] = apart
@@ -172,7 +172,7 @@ def many_steps(plane: Plane) -> Scene:
     return scene("many-steps", "Many steps forget the query", said, plane, it)
 
 
-def higher_temperature(plane: Plane) -> Scene:
+def higher_temperature(plane: Plane) -> PlaneScene:
     it = _moved(plane, HOT, 1.0, 1)
     apart = float(torch.pdist(it.ends).max())
     it.numbers["largest_distance_between_ends"] = apart
@@ -181,7 +181,7 @@ def higher_temperature(plane: Plane) -> Scene:
     return scene("higher-temperature", "Higher temperature: one bowl", said, plane, it)
 
 
-def lower_temperature(plane: Plane) -> Scene:
+def lower_temperature(plane: Plane) -> PlaneScene:
     it = _moved(plane, COLD, 1.0, 5)
     kept = have_own(plane.patterns, it.minima, plane.reach)
     forgotten = plane.patterns[~kept]
@@ -193,7 +193,7 @@ def lower_temperature(plane: Plane) -> Scene:
     return scene("lower-temperature", "Lower temperature: a valley for each", said, plane, it)
 
 
-def critical(plane: Plane) -> Scene:
+def critical(plane: Plane) -> PlaneScene:
     it = _moved(plane, VALLEYS, 1.0, 60)
     minima, saddles, maxima = counts(it.points)
     total = minima - saddles + maxima
@@ -204,7 +204,7 @@ def critical(plane: Plane) -> Scene:
     return scene("stationary-points", "Minima, saddles and maxima", said, plane, it)
 
 
-def with_maps(plane: Plane) -> Scene:
+def with_maps(plane: Plane) -> PlaneScene:
     by_query, by_key, by_value = plane.maps
     keys, queries, values = plane.patterns @ by_key.mT, plane.queries @ by_query.mT, plane.patterns @ by_value.mT
     beta = MILD * plane.beta
@@ -222,10 +222,10 @@ def with_maps(plane: Plane) -> Scene:
     )
     made = scene("maps", "With query, key and value maps", said, wide, it, values=values)
     more = f" Arrows lead on from there to what is read of the values, {points(read)}."
-    return Scene(**{**vars(made), "description": made.description + more})
+    return PlaneScene(**{**vars(made), "description": made.description + more})
 
 
-def self_frozen(plane: Plane) -> Scene:
+def self_frozen(plane: Plane) -> PlaneScene:
     patterns = plane.patterns
     it = moved(patterns, patterns, plane.starts, plane.beta, 1.0, 1)
     weights = (plane.beta * patterns @ patterns.mT).softmax(-1)
@@ -239,7 +239,7 @@ def self_frozen(plane: Plane) -> Scene:
     return scene("self-frozen", "Bare self-attention, the context frozen", said, plane, it)
 
 
-def self_moving(plane: Plane) -> Scene:
+def self_moving(plane: Plane) -> PlaneScene:
     patterns, beta, steps = plane.patterns, plane.beta, 3
     repeated = RepeatedSelfAttention(patterns, beta)
     solver = Picard(max_steps=steps, atol=0.0, rtol=0.0)
@@ -278,10 +278,10 @@ def self_moving(plane: Plane) -> Scene:
     draw = partial(
         landscape_figure, repeated.frozen_energy(patterns), patterns, trace=trace, reach=plane.reach, title=title
     )
-    return Scene("self-moving", title, said, description, facts, numbers, draw)
+    return PlaneScene("self-moving", title, said, description, facts, numbers, draw)
 
 
-def norms(plane: Plane) -> Scene:
+def norms(plane: Plane) -> PlaneScene:
     del plane  # of Gaussian tokens in more dimensions
     found = step_norms(DIMS, SCALES)
     quartiles = found.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=found.dtype), dim=-1)
@@ -314,4 +314,4 @@ def norms(plane: Plane) -> Scene:
     )
     title = "How far self-attention moves: dimension and scale"
     draw = partial(step_norm_figure, DIMS, SCALES, norms=found)
-    return Scene("step-norms", title, said, description, facts, numbers, draw)
+    return PlaneScene("step-norms", title, said, description, facts, numbers, draw)

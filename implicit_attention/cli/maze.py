@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .errors import InputError
-from .maze_model import RTOL, TRAIN_GENERATOR, TRAIN_SIZE, MazeModel, Solved, train
+from .maze_model import RTOL, TRAIN_GENERATOR, TRAIN_SIZE, MazeModel, SolvedMaze, train
 from .mazes import Mazes, mazes
 from .progress import Progress, make_console
 from .settings import MazeSettings
@@ -82,7 +82,7 @@ def trained(settings: MazeSettings) -> MazeModel:
     return model
 
 
-def show(console: Console, maze: Mazes, found: Solved, settings: MazeSettings, size: int) -> None:
+def show(console: Console, maze: Mazes, found: SolvedMaze, settings: MazeSettings, size: int) -> None:
     """The maze while it is solved, where there is a terminal that holds it; else as text."""
     learnt = f"trained on {TRAIN_GENERATOR} ones of {TRAIN_SIZE} x {TRAIN_SIZE}"
     title = f"{settings.generator} maze of {size} x {size} ({learnt})"
@@ -104,14 +104,14 @@ def show(console: Console, maze: Mazes, found: Solved, settings: MazeSettings, s
     console.print()
 
 
-def state_line(maze: Mazes, found: Solved, index: int) -> str:
+def state_line(maze: Mazes, found: SolvedMaze, index: int) -> str:
     """Return the line that is printed after an evaluation."""
     wrong = wrong_cells(maze, found.paths[index])
     residual = f"residual {found.residuals[index]:.1e}"
     return f"evaluation {index + 1:>3}, {residual}, {wrong} of {maze.cells} cells wrong"
 
 
-def progress_lines(maze: Mazes, found: Solved) -> Iterator[str]:
+def progress_lines(maze: Mazes, found: SolvedMaze) -> Iterator[str]:
     """After 1, 2, 4, ... evaluations and the last one."""
     last, shown = len(found.paths) - 1, 1
     while shown - 1 < last:
@@ -125,7 +125,7 @@ def wrong_cells(maze: Mazes, path: Tensor) -> int:
     return int(((path > 0.5) != (maze.targets[0, : maze.cells] == 1)).sum())
 
 
-def verdict(maze: Mazes, found: Solved) -> str:
+def verdict(maze: Mazes, found: SolvedMaze) -> str:
     """Return the outcome: settled or not, right or not."""
     solution = found.solution
     wrong, length = wrong_cells(maze, found.paths[-1]), int((maze.targets == 1).sum())
@@ -183,7 +183,7 @@ def drawn(maze: Mazes, path: Tensor) -> list[str]:
     return ["".join(map(character, row)) for row in raster(maze, path)]
 
 
-def write_gif(file: Path, maze: Mazes, found: Solved, settings: MazeSettings, size: int) -> None:
+def write_gif(file: Path, maze: Mazes, found: SolvedMaze, settings: MazeSettings, size: int) -> None:
     """The same as an animated GIF."""
     from ..plotting import save_maze_gif
 

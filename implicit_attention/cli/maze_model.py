@@ -28,7 +28,7 @@ SETTLE = 0.5
 RTOL, RATE = 1e-3, 2e-3
 
 
-class Solved(NamedTuple):
+class SolvedMaze(NamedTuple):
     """A solve of one maze of N cells.
 
     Attributes:
@@ -64,7 +64,7 @@ class MazeModel(nn.Module):
         return states
 
     @torch.no_grad()
-    def solved(self, maze: Mazes) -> Solved:
+    def solved(self, maze: Mazes) -> SolvedMaze:
         """The one maze of a batch, with what the state was on its way."""
         x, mask = self.embed(maze.inputs), maze.mask
         state, solution = self.layer(x, mask, return_solution=True, on_failure="ignore")
@@ -72,7 +72,7 @@ class MazeModel(nn.Module):
         states = self.course(maze.inputs, mask, int(solution.num_evals))
         residuals = [float((after - z).norm() / after.norm()) for z, after in itertools.pairwise(states)]
         paths = [self.head(z)[0, : maze.cells].softmax(-1)[:, 1] for z in (*states[1:-1], state)]
-        return Solved(solution, paths, residuals)
+        return SolvedMaze(solution, paths, residuals)
 
 
 def loss_of(model: MazeModel, batch: tuple[Tensor, Tensor, Tensor], steps: int, settle: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import solve
 from ..solvers import Anderson
 from .contenders import STOP
-from .data import TASKS, Sample
+from .data import TASKS, DataSample
 from .evaluate import SUCCESS, relative_error
 from .potentials import energy_of, inverse_temperature
 from .settings import LOG_SUM_EXP, CompareSettings
@@ -35,7 +35,7 @@ Rates = list[dict[str, Any]]
 
 
 @torch.no_grad()
-def states(sample: Sample, *, beta: float, anchor: float, potential: str = LOG_SUM_EXP) -> dict[str, Tensor]:
+def states(sample: DataSample, *, beta: float, anchor: float, potential: str = LOG_SUM_EXP) -> dict[str, Tensor]:
     """Return every method's states of all queries, (*draws, N, D) each.
 
     All solvers have one equilibrium, up to their tolerance: Anderson stands for them.
@@ -46,7 +46,7 @@ def states(sample: Sample, *, beta: float, anchor: float, potential: str = LOG_S
     return {ONE: one, TWO: energy.fixed_point_map(one), EQUILIBRIUM: solution.value}
 
 
-def nearest(sample: Sample) -> dict[str, Tensor]:
+def nearest(sample: DataSample) -> dict[str, Tensor]:
     """The stored pattern with the largest <pattern, query>, or the smallest distance from it, (*draws, N, D) each.
 
     The last distance leaves out the entries that were masked: it is told which these are, as no other method is.
@@ -59,7 +59,7 @@ def nearest(sample: Sample) -> dict[str, Tensor]:
     return {name: sample.keys[index] for name, index in zip(NEAREST, found, strict=True)}
 
 
-def _scores(sample: Sample) -> Iterator[Tensor]:
+def _scores(sample: DataSample) -> Iterator[Tensor]:
     """(N, M) for each of `NEAREST`, smallest where the key is nearest; one at a time, as they are large."""
     keys, queries, known = sample.keys.double(), sample.queries.double(), sample.known.double()
     yield -(queries @ keys.mT)
@@ -68,7 +68,7 @@ def _scores(sample: Sample) -> Iterator[Tensor]:
         yield weight @ keys.square().mT - 2 * (weight * queries) @ keys.mT
 
 
-def sweep(drawn: Sample, settings: CompareSettings, part: Callable[[int, int], None]) -> Rates:
+def sweep(drawn: DataSample, settings: CompareSettings, part: Callable[[int, int], None]) -> Rates:
     """Retrieval rates of every method at every beta, with mean and standard deviation over the draws.
 
     Args:
@@ -109,12 +109,12 @@ def sweep(drawn: Sample, settings: CompareSettings, part: Callable[[int, int], N
     return entries
 
 
-def retrieved(z: Tensor, sample: Sample) -> Tensor:
+def retrieved(z: Tensor, sample: DataSample) -> Tensor:
     """Return for every state whether it is the pattern that its query was made from."""
     return relative_error(z, sample.targets) < SUCCESS
 
 
-def examples(sample: Sample, entries: Rates, settings: CompareSettings) -> dict[str, Tensor]:
+def examples(sample: DataSample, entries: Rates, settings: CompareSettings) -> dict[str, Tensor]:
     """States (N, D) of one draw to look at: one step at `--beta`, and methods at their own best betas."""
 
     def at(beta: float, state: str) -> Tensor:

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 Parts: TypeAlias = Callable[[int, int], None]
 
 
-class Answer(NamedTuple):
+class MethodAnswer(NamedTuple):
     """A method's results for a system: plain numbers, magnetizations (*batch, N, D), and samples if it draws them."""
 
     row: dict[str, Any]
@@ -57,7 +57,7 @@ class Chain:
             received = f"N = {system.num_sites}, D = {system.dim}"
             raise ValueError(f"the exact chain is for at most {LARGEST_CHAIN} spins of dimension 1, got {received}")
 
-    def answer(self, system: SpinSystem) -> Answer:
+    def answer(self, system: SpinSystem) -> MethodAnswer:
         n, radius = system.num_sites, system.radius
         pairs = system.couplings[..., 0, 0] if system.block else system.couplings
         couplings = (radius**2 * pairs).expand(*system.batch, n, n).reshape(-1, n, n).double()
@@ -69,7 +69,7 @@ class Chain:
             law = stationary_law(couplings[index], field[index], float(betas[index]))
             m[index], production[index] = radius * law.magnetization, law.entropy_production
         row = {"entropy_production": production.reshape(system.batch).tolist(), "status": _known("EXACT", known)}
-        return Answer(row, m.reshape(*system.batch, n, 1))
+        return MethodAnswer(row, m.reshape(*system.batch, n, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Sampler:
         if self.equilibrium and not in_equilibrium(system):
             raise ValueError("couplings must be symmetric for the heat bath to have Boltzmann's law")
 
-    def answer(self, system: SpinSystem, seed: int, quick: bool, progress: Parts | None) -> Answer:
+    def answer(self, system: SpinSystem, seed: int, quick: bool, progress: Parts | None) -> MethodAnswer:
         updates = QUICK_UPDATES if quick else UPDATES if system.dim == 1 else VECTOR_UPDATES
         sweeps = max(20, updates // max(1, system.num_sites))
         draw = heat_bath if self.equilibrium else synchronous
@@ -101,7 +101,7 @@ class Sampler:
                 row |= {name: value.tolist(), f"{name}_error": error.tolist()}
         row["magnetization_error"] = found.magnetization_error.tolist()
         row["effective_samples"] = found.effective_samples.tolist()
-        return Answer(row, found.magnetization, found)
+        return MethodAnswer(row, found.magnetization, found)
 
 
 def _known(name: str, known: Tensor) -> dict[str, int]:
@@ -192,7 +192,7 @@ def evaluate(
     seed: int = 0,
     quick: bool = False,
     progress: Parts | None = None,
-) -> Answer:
+) -> MethodAnswer:
     """Return a method's results for a system, with its time.
 
     Args:
@@ -204,7 +204,7 @@ def evaluate(
         progress: is told how many of how many sweeps are done.
     """
 
-    def answer() -> Answer:
+    def answer() -> MethodAnswer:
         if isinstance(entry.method, Chain):
             found = entry.method.answer(system)
         elif isinstance(entry.method, Sampler):
@@ -212,7 +212,7 @@ def evaluate(
         else:
             state, numbers = solved(entry.method, system)
             row = {name: number.tolist() for name, number in numbers.items()}
-            found = Answer(row | evidence_of(state.report), state.magnetization.detach())
+            found = MethodAnswer(row | evidence_of(state.report), state.magnetization.detach())
         m = found.magnetization
         return found if m is None else found._replace(row=found.row | {"mean_length": mean_length(m, system).tolist()})
 
@@ -222,12 +222,12 @@ def evaluate(
 def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
     """Return the results of `spins.sweep` for one method, lists of (K, *batch)."""
 
-    def answer() -> Answer:
+    def answer() -> MethodAnswer:
         assert isinstance(entry.method, Approximation)
         found = spins.sweep(system, {entry.name: entry.method}, beta=betas)
         numbers = {quantity: values.tolist() for quantity, values in found.curves[entry.name].items()}
         status = status_counts(found.reports[entry.name].status)
-        return Answer({"status": status, "failed": found.failed[entry.name].tolist()} | numbers)
+        return MethodAnswer({"status": status, "failed": found.failed[entry.name].tolist()} | numbers)
 
     return _timed(entry.name, answer, max_seconds=0.0).row
 
@@ -239,7 +239,7 @@ def driven(entry: Entry, system: SpinSystem, fields: Tensor) -> tuple[dict[str, 
     """
     path: DrivenPath | None = None
 
-    def answer() -> Answer:
+    def answer() -> MethodAnswer:
         nonlocal path
         assert isinstance(entry.method, DynamicalMethod)
         options: dict[str, Any] = {"beta": system.beta, "radius": system.radius, "on_failure": "ignore"}
@@ -252,7 +252,7 @@ def driven(entry: Entry, system: SpinSystem, fields: Tensor) -> tuple[dict[str, 
         numbers = {name: getattr(path, name) for name in ("entropy_production", *asked)}
         numbers["mean_length"] = mean_length(path.states[1:], system)
         lists = {name: value.tolist() for name, value in numbers.items()}
-        return Answer(lists | {"status": evidence["status"], "failed": evidence["failed"]})
+        return MethodAnswer(lists | {"status": evidence["status"], "failed": evidence["failed"]})
 
     return _timed(entry.name, answer, max_seconds=0.0).row, path
 
@@ -272,9 +272,9 @@ def evidence_of(report: SolveReport) -> dict[str, Any]:
     }
 
 
-def _timed(name: str, answer: Callable[[], Answer], max_seconds: float) -> Answer:
+def _timed(name: str, answer: Callable[[], MethodAnswer], max_seconds: float) -> MethodAnswer:
     """The answer with its name and time; that of a method that raises has the error instead."""
-    held: list[Answer] = []
+    held: list[MethodAnswer] = []
 
     def run() -> None:
         held[:] = [answer()]
@@ -283,5 +283,5 @@ def _timed(name: str, answer: Callable[[], Answer], max_seconds: float) -> Answe
     try:
         (seconds,) = median_times(run, device=CPU, repeats=repeats, warmup=warmup, max_seconds=max_seconds)
     except Exception as error:
-        return Answer({"method": name} | error_row(error))
+        return MethodAnswer({"method": name} | error_row(error))
     return held[0]._replace(row={"method": name} | held[0].row | {"seconds": seconds})

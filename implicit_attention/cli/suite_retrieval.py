@@ -27,7 +27,7 @@ from .bounds import (
 )
 from .compare import load
 from .contenders import STOP
-from .data import TASKS, Sample, draw
+from .data import TASKS, DataSample, draw
 from .evaluate import SUCCESS
 from .potentials import POTENTIALS, choice, energy_of
 from .progress import Progress
@@ -119,21 +119,21 @@ def run(settings: CompareSettings, progress: Progress) -> RetrievalSuite:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Point:
+class _RetrievalPoint:
     """A point of a curve: queries of one kind, and what the nearest patterns are."""
 
     data: str
     curve: str
     at: float
-    sample: Sample
+    sample: DataSample
     trivial: dict[str, Tensor]
 
 
-def _points(settings: CompareSettings, name: str, patterns: Tensor) -> list[_Point]:
+def _points(settings: CompareSettings, name: str, patterns: Tensor) -> list[_RetrievalPoint]:
     size, scale = sizes(settings), float(patterns.square().mean().sqrt())
     dtype = getattr(torch, settings.dtype)
 
-    def point(curve: str, at: float, count: int, noise: float) -> _Point:
+    def point(curve: str, at: float, count: int, noise: float) -> _RetrievalPoint:
         drawn = draw(
             patterns,
             patterns=count,
@@ -143,15 +143,15 @@ def _points(settings: CompareSettings, name: str, patterns: Tensor) -> list[_Poi
             seed=settings.seed,
         ).to(torch.device(settings.device), dtype)
         part = drawn.parts[TASKS.index("half-masked" if curve == CAPACITY else "noisy")]
-        kept = Sample(drawn.keys, drawn.queries[:, part], drawn.targets[:, part])
+        kept = DataSample(drawn.keys, drawn.queries[:, part], drawn.targets[:, part])
         found = {IDENTITY: kept.queries} | {known: z[:, part] for known, z in nearest(drawn).items()}
-        return _Point(name, curve, at, kept, found)
+        return _RetrievalPoint(name, curve, at, kept, found)
 
     stored = [point(CAPACITY, n, n, UNUSED_NOISE) for n in size["counts"]]
     return stored + [point(BASIN, noise, settings.stored, noise) for noise in size["noises"]]
 
 
-def _rates(z: Tensor, sample: Sample) -> dict[str, Any]:
+def _rates(z: Tensor, sample: DataSample) -> dict[str, Any]:
     """Shares of queries that are retrieved, and whose nearest pattern by angle is the right one."""
     hits = retrieved(z, sample).double().mean(-1)
     angles = z.double() @ (sample.keys.double() / sample.keys.double().norm(dim=-1, keepdim=True)).mT
@@ -167,7 +167,7 @@ def _rates(z: Tensor, sample: Sample) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _measure(settings: CompareSettings, name: str, point: _Point) -> dict[str, Any]:
+def _measure(settings: CompareSettings, name: str, point: _RetrievalPoint) -> dict[str, Any]:
     """The point of a potential at its own best beta there; of equal ones at the smallest."""
     size, sample = sizes(settings), point.sample
     betas = (
@@ -198,7 +198,7 @@ def _measure(settings: CompareSettings, name: str, point: _Point) -> dict[str, A
     return row | best | {"failed": failed, "tried": tried, "status_of_all_betas": dict(status), "refusals": refusals}
 
 
-def _trivial(point: _Point) -> list[dict[str, Any]]:
+def _trivial(point: _RetrievalPoint) -> list[dict[str, Any]]:
     place = {"data": point.data, "curve": point.curve, "at": point.at, "beta": None, "status": {}}
     return [{"method": name} | place | _rates(z, point.sample) for name, z in point.trivial.items()]
 

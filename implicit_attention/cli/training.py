@@ -31,7 +31,7 @@ TELL_EVERY = 10.0
 Loss = Callable[[nn.Module, torch.Generator], Tensor]
 
 
-class Plan(NamedTuple):
+class TrainingPlan(NamedTuple):
     """The length of a training.
 
     Attributes:
@@ -55,7 +55,7 @@ class Trained(NamedTuple):
         seconds: of the other updates.
     """
 
-    plan: Plan
+    plan: TrainingPlan
     losses: list[float]
     resumed_after: int
     seconds: float
@@ -72,28 +72,30 @@ def check_options(settings: Any) -> None:
         raise InputError(f"`--rate` must be > 0 and finite, got {settings.rate:g}; leave it out for the usual one")
 
 
-def planned(model: nn.Module, loss_of: Loss, settings: Any, epoch: int, rate: float, progress: Progress) -> Plan:
+def planned(
+    model: nn.Module, loss_of: Loss, settings: Any, epoch: int, rate: float, progress: Progress
+) -> TrainingPlan:
     """Return the number of updates asked for, or that the minutes hold, from a few timed on a copy of the model.
 
     The number is kept in the checkpoint: a resumed training makes the updates that were planned at first.
     """
     if settings.updates is not None or (settings.quick and settings.minutes is None):
-        return Plan(settings.updates or QUICK_UPDATES, epoch, rate)
+        return TrainingPlan(settings.updates or QUICK_UPDATES, epoch, rate)
     progress.begin("timing a few updates")
     trial, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    optimizer, _ = _optimizer(trial, Plan(TIMED, epoch, rate))
+    optimizer, _ = _optimizer(trial, TrainingPlan(TIMED, epoch, rate))
     _update(trial, loss_of, generator, optimizer)
     seconds, begin, count, spent = 60 * (settings.minutes or MINUTES), time.perf_counter(), 0, 0.0
     while count < TIMED or spent < TIMED_PART * seconds:
         _update(trial, loss_of, generator, optimizer)
         count, spent = count + 1, time.perf_counter() - begin
-    return Plan(max(FEWEST, int((seconds - spent) * count / spent)), epoch, rate)
+    return TrainingPlan(max(FEWEST, int((seconds - spent) * count / spent)), epoch, rate)
 
 
 def train(
     model: nn.Module,
     loss_of: Loss,
-    make_plan: Callable[[], Plan],
+    make_plan: Callable[[], TrainingPlan],
     progress: Progress,
     *,
     generator: torch.Generator,
@@ -120,7 +122,7 @@ def train(
     """
     if resume:
         held = _read(checkpoint, model, identity)
-        plan, losses = Plan(**held["plan"]), list(held["losses"])
+        plan, losses = TrainingPlan(**held["plan"]), list(held["losses"])
     elif checkpoint.exists():
         required, remedy = "hold no checkpoint", "go on with --resume, choose another folder, or delete the file"
         raise InputError(f"`--out` must {required} of another training, got {checkpoint.name} there; {remedy}")
@@ -162,7 +164,7 @@ def train(
     return Trained(plan, losses, done, time.perf_counter() - begin)
 
 
-def _optimizer(model: nn.Module, plan: Plan) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+def _optimizer(model: nn.Module, plan: TrainingPlan) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
     warm = max(1, round(WARM_UP * plan.updates))
 

@@ -29,7 +29,7 @@ def read_local(local: LogSumExp, z: Tensor, values: Tensor | None) -> tuple[Tens
     return local.readout_with_logsumexp(z, local.keys if values is None else values)
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """Some of the keys: what is read of them, the weights (*kept, *folded, N, m) if they are kept, and where."""
 
     read: Read
@@ -62,20 +62,20 @@ class LocalWeights:
         if rows * count <= KEPT:
             self.tiles = [tile._replace(weights=self._weights(tile.read)) for tile in self.tiles]
 
-    def _tile(self, start: int, stop: int) -> Tile:
+    def _tile(self, start: int, stop: int) -> KeyTile:
         read, size = self.read, stop - start
         pairs = read.pairs
         if pairs is not None and pairs.shape[-1] > 1:
             pairs = pairs.narrow(-1, start, size)
         keys, values = (t.narrow(-2, start, size) for t in (read.keys, read.values))
-        return Tile(read._replace(keys=keys, values=values, pairs=pairs), None, start, stop)
+        return KeyTile(read._replace(keys=keys, values=values, pairs=pairs), None, start, stop)
 
     def _weights(self, read: Read) -> Tensor:
         cutoff = CUTOFF[self.z.dtype]
         shifted = (self.local._scores(self.z, read) - self.top).clamp_(min=-cutoff)
         return read.zero_empty(shifted.exp().masked_fill_(shifted <= -cutoff, 0.0), rows=True)
 
-    def _all(self) -> Iterator[tuple[Tile, Tensor]]:
+    def _all(self) -> Iterator[tuple[KeyTile, Tensor]]:
         for tile in self.tiles:
             yield tile, self._weights(tile.read) if tile.weights is None else tile.weights
 

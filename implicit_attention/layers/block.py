@@ -22,7 +22,7 @@ from ..solution import Record, Solution
 from ..solvers import Picard, Solver
 from ..solvers.exported import check_no_evidence, is_budget
 from .block_call import BlockCall
-from .block_map import BlockMap, Draws, DrawsNumbers, Frame, Layout, check_leaf
+from .block_map import BlockMap, Draws, DrawsNumbers, Frame, StateLayout, check_leaf
 from .remembering import Remembering
 
 if TYPE_CHECKING:
@@ -204,13 +204,13 @@ class Equilibrium(Remembering):
         measured: bool = False,
     ) -> tuple[Any, Solution | Record]:
         initial = self._initial(x, start)
-        layout = Layout.of(initial, self.event_ndim)
+        layout = StateLayout.of(initial, self.event_ndim)
         kind, autocast = layout.device.type, None
         if kind != "meta" and torch.is_autocast_enabled(kind):
             # As the state is wide, so is what enters the map: autocast chooses the precision inside of it.
             autocast = torch.get_autocast_dtype(kind)
             initial, x, args = (pytree.tree_map(_widened, t) for t in (initial, x, args))
-            layout = Layout.of(initial, self.event_ndim)
+            layout = StateLayout.of(initial, self.event_ndim)
         frame, inputs = Frame.of(x, args, layout)
         mode = self.training
         while True:

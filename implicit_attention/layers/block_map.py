@@ -20,7 +20,7 @@ from ..solvers._rows import stay_where
 from ..status import Status
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """The structure of a state, and how it is one tensor for a solver.
 
     A single tensor stays as it is, (*lead, *event). The tensors of a tuple or dict become one vector per sample, side
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, state: Any, event_ndim: int | None) -> Layout:
+    def of(cls, state: Any, event_ndim: int | None) -> StateLayout:
         """The layout of a state, or an error that says why it is none."""
         leaves, spec = pytree.tree_flatten(state)
         if not leaves:
@@ -244,7 +244,7 @@ class Frame(NamedTuple):
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Any, args: tuple[Any, ...], layout: Layout) -> tuple[Frame, tuple[PerSample | Shared, ...]]:
+    def of(cls, x: Any, args: tuple[Any, ...], layout: StateLayout) -> tuple[Frame, tuple[PerSample | Shared, ...]]:
         """The frame of (x, *args), and their tensors, each told to be per sample or shared."""
         arguments = (x, *args)
         leaves, spec = pytree.tree_flatten(pytree.tree_map(_unwrapped, arguments))
@@ -272,7 +272,7 @@ def _kinds(leaf: Any) -> Any:
     return pytree.tree_map(lambda _: type(leaf), leaf.value) if isinstance(leaf, PerSample | Shared) else object
 
 
-def _kind(tensor: Tensor, layout: Layout, is_x: bool) -> type[PerSample] | type[Shared]:
+def _kind(tensor: Tensor, layout: StateLayout, is_x: bool) -> type[PerSample] | type[Shared]:
     """Whether a tensor that is not wrapped has an entry for each sample: its first axes tell."""
     lead, event = layout.lead, layout.events[0]
     if not lead or tensor.shape[: len(lead)] != lead:
@@ -295,7 +295,7 @@ class BlockMap(nn.Module):
     """
 
     def __init__(
-        self, block: nn.Module, layout: Layout, frame: Frame, autocast: torch.dtype | None, draws: Draws
+        self, block: nn.Module, layout: StateLayout, frame: Frame, autocast: torch.dtype | None, draws: Draws
     ) -> None:
         super().__init__()
         self.block, self.layout, self.frame, self.autocast, self.draws = block, layout, frame, autocast, draws

@@ -9,7 +9,7 @@ from torch import nn
 
 from .. import _validate
 from ..attention.core import is_repetition, report_from_graph
-from ..failure_policy import FailurePolicy, Located, Site
+from ..failure_policy import FailurePolicy, FailureSite, Located
 from ..options import SolveOptions
 from ..solution import Record, SolveReport
 
@@ -23,7 +23,7 @@ class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._remembered = None
-        self._site = Site()
+        self._site = FailureSite()
 
     def _on_failure(self, options: SolveOptions) -> Any:
         """Return the failure policy of this layer's solves; refuse an explicit step, which the layer does not have."""

@@ -183,7 +183,7 @@ def fresh(residual_norm: Tensor) -> dict[str, Tensor]:
     }
 
 
-class _System(NamedTuple):
+class _LinearSystem(NamedTuple):
     """The batch to solve: A as a checked map, b in units of its own size, the tolerance (*batch) and the step limit.
 
     `measure` is A, for the residual of an answer.
@@ -226,7 +226,7 @@ def _run(
     if check is not None:
         product = checked(check, b)
         measure = lambda vector: product(vector * scale.unsqueeze(-1)) / scale.unsqueeze(-1)  # noqa: E731
-    system = _System(apply, measure, unit, tolerance, max_steps)
+    system = _LinearSystem(apply, measure, unit, tolerance, max_steps)
     last_is_answer = False
     reached = _opened(solver, system, None if initial is None else initial.detach() / scale.unsqueeze(-1))
     for sweep in range(solver.max_sweeps or max_steps):
@@ -244,7 +244,7 @@ def _run(
 
 
 def _swept(
-    solver: LinearSolver[S], system: _System, before: _Reached, num_steps: Tensor, live: Tensor, sweep: int
+    solver: LinearSolver[S], system: _LinearSystem, before: _Reached, num_steps: Tensor, live: Tensor, sweep: int
 ) -> _Reached:
     """One sweep of the live problems, undone where it made the residual worse."""
     solution, record = before.solution, before.solution.record
@@ -273,7 +273,7 @@ def _swept(
     )
 
 
-def _judged(system: _System, record: Record, verdict: Tensor, settled: Tensor, claimed: Tensor) -> Tensor:
+def _judged(system: _LinearSystem, record: Record, verdict: Tensor, settled: Tensor, claimed: Tensor) -> Tensor:
     """Status after a sweep: by the true residual first, then by the method's verdict, then by the progress made."""
     status = _coded(settled & (record.num_steps < system.max_steps), Status.STALLED, record.status)
     # Refined, and still above the residual that the method claims: the rest is rounding, accepted within SLACK.
@@ -284,7 +284,7 @@ def _judged(system: _System, record: Record, verdict: Tensor, settled: Tensor, c
 
 
 def _stepped(
-    solver: LinearSolver[S], system: _System, state: S, live: Tensor, tolerance: Tensor, num_steps: Tensor
+    solver: LinearSolver[S], system: _LinearSystem, state: S, live: Tensor, tolerance: Tensor, num_steps: Tensor
 ) -> tuple[S, Tensor]:
     """Step while any live problem is above its tolerance, has no verdict and has steps left."""
     every = looks_every(solver.check_every, live)
@@ -299,7 +299,7 @@ def _stepped(
     return state, num_steps
 
 
-def _opened(solver: LinearSolver[S], system: _System, initial: Tensor | None) -> _Reached:
+def _opened(solver: LinearSolver[S], system: _LinearSystem, initial: Tensor | None) -> _Reached:
     """Return the initial guess; problems with b = 0 start, and end, at 0."""
     value, residual = torch.zeros_like(system.b), system.b
     if initial is not None:

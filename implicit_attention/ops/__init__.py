@@ -2,11 +2,11 @@
 
 from .api import hopfield_adjoint, hopfield_solve
 from .native.library import NativeStatus, native_status
-from .rule import Adjoint, Solved
+from .rule import AdjointAnswer, Solved
 from .trust import KernelCheck, kernel_checks
 
 __all__ = [
-    "Adjoint",
+    "AdjointAnswer",
     "KernelCheck",
     "NativeStatus",
     "Solved",

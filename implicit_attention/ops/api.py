@@ -14,7 +14,7 @@ from .._types import Impl
 from . import registration
 from .dispatch import checked
 from .problem import Hopfield, carries
-from .rule import MAX_STEPS, Adjoint, Solved
+from .rule import MAX_STEPS, AdjointAnswer, Solved
 
 
 def hopfield_solve(
@@ -115,7 +115,7 @@ def hopfield_adjoint(
     rtol: float | None = None,
     max_steps: int = MAX_STEPS,
     impl: Impl = "auto",
-) -> Adjoint:
+) -> AdjointAnswer:
     """The u with A u = cotangent, A = I - (1 - anchor) beta Cov(z), and the gradients of z that it carries.
 
     By conjugate gradients for each query, in tiles: the memory is O((N + M) D) beside one tile. dL/dx = anchor u,
@@ -138,7 +138,7 @@ def hopfield_adjoint(
         impl: as in `hopfield_solve`; "tiled" keeps the weights of a tile for all products with it.
 
     Returns:
-        `Adjoint`: u, its evidence and its gradients. A query with negative curvature is a saddle: MINRES finishes it.
+        `AdjointAnswer`: u, evidence, gradients. A query with negative curvature is a saddle: MINRES finishes it.
 
     Raises:
         TypeError, ValueError: arguments that do not fit. UnsupportedImplementation: an `impl` that cannot do it.
@@ -164,7 +164,7 @@ def hopfield_adjoint(
     rtol = None if rtol is None else _validate.check_number("rtol", rtol, low=0.0)
     max_steps = _validate.check_integer("max_steps", max_steps, low=0)
     impl = checked(impl, problem)
-    return Adjoint(*registration.adjoint_op(*problem, state, cotangent, rtol, max_steps, impl, "ignore"))
+    return AdjointAnswer(*registration.adjoint_op(*problem, state, cotangent, rtol, max_steps, impl, "ignore"))
 
 
 def laid_out(

@@ -217,7 +217,7 @@ def attend(
 
 
 def _cut(lead: torch.Size, *tensors: Tensor) -> int | None:
-    """Where to cut the axes `lead` so that either part can be merged in tensors (*#lead, X, Y) that stay views."""
+    """Return the cut of the axes `lead` at which both parts merge in tensors (*#lead, X, Y) that stay views."""
     for cut in range(len(lead) - 1, -1, -1):
         parts = [(t.shape[:-2], slice(cut)) for t in tensors] + [(t.shape[:-2], slice(cut, None)) for t in tensors]
         if all(shape[part].numel() in (1, lead[part].numel()) for shape, part in parts):

@@ -17,7 +17,7 @@ from ..status import Status
 from .attention import mean_and_logsumexp
 from .fold import aligned
 from .problem import Hopfield
-from .rule import RTOL, THERE, Adjoint, AdjointRule, Solved
+from .rule import RTOL, THERE, AdjointAnswer, AdjointRule, Solved
 from .trust import Errors, poisoned
 
 # How many times the error of rounding alone, and how many units of float32 (or float64) beside that.
@@ -105,7 +105,7 @@ class Written:
         return self.summed(by_keys), self.summed(((weights @ self.keys) * z).sum(-1))
 
 
-class Comparison:
+class KernelComparison:
     """Collects the largest error of every quantity beside what is allowed."""
 
     def __init__(self, unit: float) -> None:
@@ -133,7 +133,7 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
     scale = dim**-0.5
     number = torch.full((1, 1, 1), scale, dtype=torch.float64)
     # In half precision torch takes exponentials with 20 bits.
-    found = Comparison(2**-20 if variant.dtype.itemsize == 2 else torch.finfo(variant.dtype).eps)
+    found = KernelComparison(2**-20 if variant.dtype.itemsize == 2 else torch.finfo(variant.dtype).eps)
     for what, mask in masks.items():
         mask = None if mask is None else mask.to(variant.dtype)
         problem = Hopfield(query, keys, number, number, mask, 0 if variant.causal else None)
@@ -165,7 +165,7 @@ def solve_errors(small: Hopfield, solve: Solve, *, fixed_budget: bool = False) -
         f = written.mapped(mean)
         measured.append((mean, logsumexp, (f - z).norm(dim=-1), rtol * f.norm(dim=-1)))
         mapped.append(f)
-    found = Comparison(torch.finfo(wide).eps)
+    found = KernelComparison(torch.finfo(wide).eps)
     for name, right, near in zip(("mean", "logsumexp", "residual", "tolerance"), *measured, strict=True):
         found.add(name, getattr(solved, name), right, near)
     if fixed_budget:
@@ -179,7 +179,9 @@ def solve_errors(small: Hopfield, solve: Solve, *, fixed_budget: bool = False) -
 
 
 def adjoint_errors(
-    small: Hopfield, solve: Solve, solve_adjoint: Callable[[Hopfield, Tensor, Tensor, Solved, AdjointRule], Adjoint]
+    small: Hopfield,
+    solve: Solve,
+    solve_adjoint: Callable[[Hopfield, Tensor, Tensor, Solved, AdjointRule], AdjointAnswer],
 ) -> Errors:
     """The same of an adjoint solve, which is given what an evaluation at the state found."""
     wide, rtol = small.beta.dtype, RTOL[small.keys.dtype]
@@ -192,7 +194,7 @@ def adjoint_errors(
     products = [written.hessian_product(z, u) for written in (exact, rough)]
     residual, near = ((g - product).norm(dim=-1) for product in products)
     size = g.norm(dim=-1)
-    compared = Comparison(torch.finfo(wide).eps)
+    compared = KernelComparison(torch.finfo(wide).eps)
     compared.add("residual", found.residual, residual, near)
     compared.add("tolerance", found.tolerance, rtol * size, rtol * size)
     # A product that is off by so much leaves that in the residual.

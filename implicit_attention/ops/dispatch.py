@@ -28,7 +28,7 @@ from .native.library import library, warn_once
 from .native.solve import solve as native_solve
 from .native.support import unsupported as native_unsupported
 from .problem import Hopfield
-from .rule import THERE, Adjoint, AdjointRule, Solved
+from .rule import THERE, AdjointAnswer, AdjointRule, Solved
 from .tiled.adjoint import solve_adjoint as tiled_adjoint
 from .tiled.solve import solve as tiled_solve
 from .triton import checks as triton_checks
@@ -91,15 +91,15 @@ def solve_adjoint(
     impl: Impl,
     *,
     by_bias: Tensor | None = None,
-) -> Adjoint:
+) -> AdjointAnswer:
     """Solve A u = cotangent, (*batch, N, D), for every query at its state.
 
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key; Triton does not know it.
     """
     if state.numel() == 0:
-        return Adjoint.allocated(state.new_zeros, state.shape, problem.keys.shape, state.dtype)
+        return AdjointAnswer.allocated(state.new_zeros, state.shape, problem.keys.shape, state.dtype)
 
-    def by_kernel() -> Adjoint:
+    def by_kernel() -> AdjointAnswer:
         from .triton.adjoint import solve_adjoint as triton_adjoint
         from .triton.solve import solve as triton_solve
 
@@ -112,7 +112,7 @@ def solve_adjoint(
     if found is None:
         wide = problem.to(state.dtype)
 
-        def run_native() -> Adjoint:
+        def run_native() -> AdjointAnswer:
             mean = native_solve(wide, state, THERE).mean
             return native_adjoint(wide, state, cotangent, mean, rule, by_bias=by_bias)
 
@@ -125,8 +125,14 @@ def solve_adjoint(
 
 
 def with_stalled(
-    found: Adjoint, problem: Hopfield, state: Tensor, cotangent: Tensor, rule: AdjointRule, *, by_bias: Tensor | None
-) -> Adjoint:
+    found: AdjointAnswer,
+    problem: Hopfield,
+    state: Tensor,
+    cotangent: Tensor,
+    rule: AdjointRule,
+    *,
+    by_bias: Tensor | None,
+) -> AdjointAnswer:
     """`found`, whose memory is nobody else's, with what stalled there, at saddles above all, solved again."""
     stalled = found.status == Status.STALLED
     if not bool(stalled.any()):
@@ -169,7 +175,7 @@ def may_look(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def unanswered(found: Adjoint, stalled: Tensor) -> Adjoint:
+def unanswered(found: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
     """NaN for what stalled, and for what it is a part of: where a graph is captured the host cannot look and go on."""
     poison = torch.zeros_like(found.by_beta).masked_fill(stalled, torch.nan)
     value, by_beta = found.value + poison[..., None], found.by_beta + poison

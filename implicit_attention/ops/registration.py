@@ -12,12 +12,12 @@ from .._autograd import may_have_tangent
 from .._fused_rule import FusedRule
 from .._reporting import forgiven, left_out, lost, report_failures
 from ..errors import UnsupportedImplementation
-from ..failure_policy import Site, of_text
+from ..failure_policy import FailureSite, of_text
 from ..linear import CG
 from ..solution import Record
 from . import dispatch
 from .problem import Hopfield
-from .rule import MAX_STEPS, Adjoint, Solved
+from .rule import MAX_STEPS, AdjointAnswer, Solved
 
 _PROBLEM = "Tensor field, Tensor keys, Tensor beta, Tensor anchor, Tensor? mask, SymInt? first"
 _EIGHT = f"({', '.join(['Tensor'] * 8)})"
@@ -42,7 +42,7 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     # Torch leaves out what is as by default.
     handle = args[12] if len(args) > 12 else None
     found = dispatch.solve_adjoint(problem, *given)
-    on_failure, site, cotangent = of_text(text), Site.of(handle), given[1]
+    on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
     if site is not None and site.tally is not None:
         site.tally.add_backward(*found[1:5], lost(found.status, cotangent))
     if dispatch.may_look(found.status):
@@ -80,7 +80,7 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
     read = lost & (cotangent != 0).any(-1, keepdim=True)
     # One that it reads stays NaN: its backward solve fails, which is told, unlike a cotangent that is not finite.
     state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
-    found = Adjoint(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
+    found = AdjointAnswer(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
     by_anchor = (found.value * (field - mean)).sum(-1, keepdim=True)
     gradients = (anchor * found.value, found.by_keys, found.by_beta[..., None], by_anchor)
     # Of tensors that were broadcast.
@@ -134,7 +134,7 @@ adjoint_op = torch.library.custom_op(
 @adjoint_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     keys, state = args[1], args[6]
-    return Adjoint.allocated(state.new_empty, state.shape, keys.shape, state.dtype)
+    return AdjointAnswer.allocated(state.new_empty, state.shape, keys.shape, state.dtype)
 
 
 # The gradient of the keys, an output, has the new axis too.

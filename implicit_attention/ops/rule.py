@@ -80,7 +80,7 @@ class Solved(NamedTuple):
         return Record(*self[3:])
 
 
-class Adjoint(NamedTuple):
+class AdjointAnswer(NamedTuple):
     """u with A u = g for A = I - (1 - anchor) beta Cov(z), the Hessian of E at z, and the gradients that u carries.
 
     value: u, (*batch, N, D). The fields between it and `by_keys` are (*batch, N): codes of `Status` (int8), the
@@ -111,7 +111,7 @@ class Adjoint(NamedTuple):
     @classmethod
     def allocated(
         cls, empty: Callable[..., Tensor], shape: torch.Size, keys: torch.Size, dtype: torch.dtype
-    ) -> Adjoint:
+    ) -> AdjointAnswer:
         """Tensors made by `empty(size, dtype=)` for states and keys of these shapes."""
         rows = shape[:-1]
         status, steps, negative = (empty(rows, dtype=kind) for kind in (torch.int8, torch.int32, torch.bool))

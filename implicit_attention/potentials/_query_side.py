@@ -19,7 +19,7 @@ from .self_attention import softmax_tangent
 PAIRS = 512 * 512
 
 
-class Tile(NamedTuple):
+class PairTile(NamedTuple):
     """The tokens `rows`, which read no key beyond the first `reach`."""
 
     rows: slice
@@ -90,16 +90,16 @@ class QuerySide:
 
     # Parts.
 
-    def _tiles(self) -> list[Tile]:
+    def _tiles(self) -> list[PairTile]:
         count, size = self.q.shape[-2], max(PAIRS // max(self.k.shape[-2], 1), 1)
         stops = [min(start + size, count) for start in range(0, count, size)]
-        return [Tile(slice(i * size, stop), self.before + stop) for i, stop in enumerate(stops)]
+        return [PairTile(slice(i * size, stop), self.before + stop) for i, stop in enumerate(stops)]
 
-    def _of(self, tile: Tile) -> tuple[Tensor, Tensor]:
+    def _of(self, tile: PairTile) -> tuple[Tensor, Tensor]:
         """Queries and keys of a tile."""
         return self.q[..., tile.rows, :], self.k[..., : tile.reach, :]
 
-    def _weights(self, tile: Tile, q: Tensor, k: Tensor) -> Tensor:
+    def _weights(self, tile: PairTile, q: Tensor, k: Tensor) -> Tensor:
         """Return the attention weights, rows of zeros where a token may attend to nothing."""
         attention, rows = self.attention, tile.rows
         others = attention.exclude_self or attention.mask is not None
@@ -113,10 +113,10 @@ class QuerySide:
         p = restricted_to((attention._scale * q) @ k.mT, allowed, empty).softmax(-1)
         return p if empty is None else p.masked_fill(empty[..., None], 0.0)
 
-    def _attended(self, tile: Tile, q: Tensor, k: Tensor) -> Tensor:
+    def _attended(self, tile: PairTile, q: Tensor, k: Tensor) -> Tensor:
         return self._weights(tile, q, k) @ k
 
-    def _weighted(self) -> Iterator[tuple[Tile, Tensor]]:
+    def _weighted(self) -> Iterator[tuple[PairTile, Tensor]]:
         """The tiles, and what attends to what in each, which is held only where one tile is all."""
         tiles = self._tiles()
         for tile in tiles:

@@ -20,7 +20,7 @@ from .safeguard import Proposal, Safeguarded
 NO_RIDGE = 1e-8
 
 
-class History(NamedTuple):
+class AndersonHistory(NamedTuple):
     """The last accepted steps, newest first: changes of r and of f(z), their Gram matrix, and where they are valid."""
 
     dr: tuple[Tensor, ...]
@@ -96,15 +96,17 @@ class Anderson(Safeguarded):
     def plain_start(self, problem: Problem) -> int:
         return max(self._plain_steps(problem) - self._history(problem), 0)
 
-    def init_history(self, z: Tensor) -> History:
-        return History((), (), (), ())
+    def init_history(self, z: Tensor) -> AndersonHistory:
+        return AndersonHistory((), (), (), ())
 
-    def remember(self, problem: Problem, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
+    def remember(
+        self, problem: Problem, history: AndersonHistory, dz: Tensor, dr: Tensor, fresh: Tensor
+    ) -> AndersonHistory:
         keep = self._history(problem) - 1
         column = tuple(_dot(dr, old) for old in history.dr[:keep])
         square = _dot(dr, dr) if torch.is_grad_enabled() else torch.linalg.vector_norm(dr, dim=-1).square()
         gram = ((square, *column), *(row[: keep - i] for i, row in enumerate(history.gram[:keep])))
-        return History(
+        return AndersonHistory(
             dr=(dr, *history.dr[:keep]),
             # A step that is not to be mixed may not be finite: its weight 0 would not hide it.
             df=(rows_where(fresh, dz + dr, 0.0), *history.df[:keep]),
@@ -112,7 +114,7 @@ class Anderson(Safeguarded):
             valid=(fresh, *(v & fresh for v in history.valid[:keep])),
         )
 
-    def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
+    def propose(self, problem: Problem, history: AndersonHistory, point: Iteration, accepted: Tensor) -> Proposal:
         if point.step < self._plain_steps(problem):
             return Proposal(point.r, torch.zeros_like(accepted))
         first, *others = self._weights(history, point.r)
@@ -124,7 +126,7 @@ class Anderson(Safeguarded):
         usable = history.valid[0] & finite_rows(s)
         return Proposal(s, usable)
 
-    def _weights(self, history: History, r: Tensor) -> tuple[Tensor, ...]:
+    def _weights(self, history: AndersonHistory, r: Tensor) -> tuple[Tensor, ...]:
         """The least-squares weights, m times (*lead), by an LDL^T factorisation of the Gram matrix, entry by entry."""
         m, tiny, eps = len(history.dr), torch.finfo(r.dtype).tiny, torch.finfo(r.dtype).eps
         rest, valid = [_dot(dr, r) for dr in history.dr], history.valid

@@ -15,7 +15,7 @@ from .iterate import Iteration
 from .safeguard import Proposal, Safeguarded
 
 
-class History(NamedTuple):
+class BroydenHistory(NamedTuple):
     """-H = I - sum_i u_i v_i^T, the inverse of minus the Jacobian of r = f(z) - z, newest pair first."""
 
     u: tuple[Tensor, ...]
@@ -53,23 +53,25 @@ class Broyden(Safeguarded):
         super().__post_init__()
         _validate.check_integer("history", self.history, low=1)
 
-    def init_history(self, z: Tensor) -> History:
-        return History((), (), ())
+    def init_history(self, z: Tensor) -> BroydenHistory:
+        return BroydenHistory((), (), ())
 
-    def remember(self, problem: Problem, history: History, dz: Tensor, dr: Tensor, fresh: Tensor) -> History:
+    def remember(
+        self, problem: Problem, history: BroydenHistory, dz: Tensor, dr: Tensor, fresh: Tensor
+    ) -> BroydenHistory:
         # Minus H everywhere: B = -H, so that B r is the step and B dr = -dz is the secant condition.
         v = _apply(history, dz, transposed=True)
         denominator = (v * dr).sum(-1)
         well = fresh & (denominator.abs() > torch.finfo(dr.dtype).eps * (v.norm(dim=-1) * dr.norm(dim=-1)))
         u = (dz + _apply(history, dr)) / torch.where(well, denominator, 1.0)[..., None]
         keep = self.history - 1
-        return History(
+        return BroydenHistory(
             (u, *history.u[:keep]),
             (v, *history.v[:keep]),
             (well, *(old & fresh for old in history.valid[:keep])),
         )
 
-    def propose(self, problem: Problem, history: History, point: Iteration, accepted: Tensor) -> Proposal:
+    def propose(self, problem: Problem, history: BroydenHistory, point: Iteration, accepted: Tensor) -> Proposal:
         if not history.u:
             return Proposal(point.r, torch.zeros_like(accepted))
         s = _apply(history, point.r)
@@ -77,7 +79,7 @@ class Broyden(Safeguarded):
         return Proposal(s, usable)
 
 
-def _apply(history: History, x: Tensor, *, transposed: bool = False) -> Tensor:
+def _apply(history: BroydenHistory, x: Tensor, *, transposed: bool = False) -> Tensor:
     """B x = x - sum_i u_i <v_i, x>, or its transpose."""
     pairs = (history.v, history.u) if transposed else (history.u, history.v)
     result = x

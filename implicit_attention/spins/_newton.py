@@ -34,7 +34,7 @@ PASSES = 5
 _RUNNING = -1
 
 
-class Moments(NamedTuple):
+class GaussianMoments(NamedTuple):
     """The moments of Gaussian spins at multipliers t.
 
     covariance: X = A^{-1}, (*batch, n, n). mean: m = X g, (*batch, n, k). value: phi, (*batch). energy: its part
@@ -51,7 +51,7 @@ class Moments(NamedTuple):
 class Level(NamedTuple):
     """The measures by which a step is judged, per sample.
 
-    value, energy, positive: as in `Moments`. variance and square: means over a group of X_ii and of |m_i|^2,
+    value, energy, positive: as in `GaussianMoments`. variance and square: means over a group of X_ii and of |m_i|^2,
     (*batch, G). noise: rounding error of value. floor: of squared lengths, the largest.
     """
 
@@ -182,22 +182,22 @@ class Multipliers(NamedTuple):
         square = self.mean(torch.linalg.vecdot(field, field))
         return 2 / (1 + (1 + 4 * self.rows(square)).sqrt())
 
-    def moments(self, t: Tensor) -> Moments:
+    def moments(self, t: Tensor) -> GaussianMoments:
         spread = self.rows(t, 1.0)
         x, logdet, positive = inverse_and_logdet(torch.diag_embed(spread) - self.couplings)
         m = x @ self.field
         # Summed row by row, so that rows without couplings add no rounding error.
         energies = spread - 1 + (self.field * m).sum(-1)
         energy = energies.sum(-1)
-        return Moments(x, m, (energy - logdet) / 2, energy / 2, positive)
+        return GaussianMoments(x, m, (energy - logdet) / 2, energy / 2, positive)
 
-    def excess(self, moments: Moments) -> Tensor:
+    def excess(self, moments: GaussianMoments) -> Tensor:
         """Mean squared lengths of the rows of every group, less 1, (*batch, G): minus twice the gradient of phi over
         the group's size."""
         squares = moments.covariance.diagonal(dim1=-2, dim2=-1) + moments.mean.square().sum(-1)
         return self.mean(squares) - 1
 
-    def level(self, t: Tensor, moments: Moments) -> Level:
+    def level(self, t: Tensor, moments: GaussianMoments) -> Level:
         x, m, value, energy, positive = moments
         spread = self.rows(t, 1.0)
         row, length = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(m, dim=-1)
@@ -367,7 +367,7 @@ def _force(problem: Multipliers, level: Level, coldness: Tensor) -> Tensor:
     return problem.group_size * (level.variance + coldness[..., None] * (level.square - 1)) / 2
 
 
-def _direction(problem: Multipliers, moments: Moments, level: Level, coldness: Tensor) -> Tensor:
+def _direction(problem: Multipliers, moments: GaussianMoments, level: Level, coldness: Tensor) -> Tensor:
     """Newton's step, shortened where spins are short; or Jacobi's where rounding has made the Hessian indefinite."""
     force = _force(problem, level, coldness)
     hessian = problem.hessian(moments.covariance, moments.mean, coldness)

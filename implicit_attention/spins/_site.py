@@ -24,7 +24,7 @@ class Spread(NamedTuple):
     slope: Tensor
 
 
-class Site:
+class SpinSite:
     """Cumulants of spins in the fields f, (*batch, N, D), as functions that are smooth also at 0.
 
         m = beta tau f,    Sigma = tau I + slope f f^T,

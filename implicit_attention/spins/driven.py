@@ -18,7 +18,7 @@ from ..solution import SolveReport
 from ._curvature import flattened, local_field
 from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
-from ._site import Site, Spread, linear_response, stretched
+from ._site import SpinSite, Spread, linear_response, stretched
 from .dynamics import DynamicalMethod
 from .system import CouplingFunction, SpinSystem, couple, mirrored
 
@@ -217,7 +217,7 @@ def _laws(
     entropy = _entropy(method, system, after, fields)
     # Before the first step spins are independent, with the magnetizations that they have.
     field = local_field(method.response, before[0], first.beta_over(0), first.radius)[0]
-    alone = Site(method.response, field, first).spread
+    alone = SpinSite(method.response, field, first).spread
     earlier = Spread(*(torch.cat((a[None], b[:-1])) for a, b in zip(alone, covariance, strict=True)))
     p = _Law(before, torch.cat((_entropy(method, first, before[0], field)[None], entropy[:-1])), earlier)
     return p, _Law(after, entropy, covariance), linear_response(system, response, earlier)
@@ -244,7 +244,7 @@ def _mean_log_partition(method: DynamicalMethod, system: SpinSystem, law: _Law) 
     """sum_i <log Z_1(f_i(s))> to second order in the fluctuations of the field."""
     f = system.live_field + system.coupled(law.magnetization)
     value = method.response.log_partition(f, system.beta_over(0), system.radius).sum(-1)
-    return value + _fluctuation(system, Site(method.response, f, system).spread, law.covariance)
+    return value + _fluctuation(system, SpinSite(method.response, f, system).spread, law.covariance)
 
 
 def _fluctuation(system: SpinSystem, at_i: Spread, at_j: Spread) -> Tensor:

@@ -14,7 +14,7 @@ from .._types import LinearMap
 from ..problem import Problem
 from ..solution import Remedies
 from ..status import Status
-from ._site import Site, Spread, linear_response
+from ._site import SpinSite, Spread, linear_response
 from .approximation import require_numbers
 from .dynamics import DynamicalMethod, Moments, StepProblem
 from .mean_field import MeanFieldProblem, contracts
@@ -101,7 +101,7 @@ class KineticPlefka(DynamicalMethod):
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
         if self.order == 1:
             return Moments(state, linear_response(system, *self.spreads(system, state, state)))
-        site = Site(self.response, state, system)
+        site = SpinSite(self.response, state, system)
         return Moments(site.mean, site.linear_response(system) + site.skew_response(system))
 
     def check_step(self) -> None:
@@ -111,7 +111,7 @@ class KineticPlefka(DynamicalMethod):
         _validate.require(self.order == 1, "method", required, received, remedy)
 
     def spreads(self, system: SpinSystem, m: Tensor, before: Tensor) -> tuple[Spread, Spread]:
-        spread = Site(self.response, self.lone_field(system, m, before), system).spread
+        spread = SpinSite(self.response, self.lone_field(system, m, before), system).spread
         return spread, spread
 
     def lone_field(self, system: SpinSystem, m: Tensor, before: Tensor) -> Tensor:
@@ -129,12 +129,12 @@ class PlefkaProblem(StepProblem):
 
     def next(self, z: Tensor, before: Tensor) -> Tensor:
         """The right-hand side for spins that are in the fields z, and were in the fields `before` a step ago."""
-        past = Site(self.response, before, self.system)
-        site = past if z is before else Site(self.response, z, self.system)
+        past = SpinSite(self.response, before, self.system)
+        site = past if z is before else SpinSite(self.response, z, self.system)
         local = self.system.live_field + self.system.coupled(past.mean)
         along, trace = _second_moments(self.system.live_couplings, past, z)
         if self.system.held_couplings is not None and self.system.held_state is not None:
-            held = Site(self.response, self.system.held_state, self.system)
+            held = SpinSite(self.response, self.system.held_state, self.system)
             more_along, more_trace = _second_moments(self.system.held_couplings, held, z)
             along, trace = along + more_along, trace + more_trace
         return local + site.onsager(along, trace)
@@ -155,7 +155,7 @@ class PlefkaProblem(StepProblem):
         return product
 
 
-def _second_moments(couplings: Tensor, past: Site, theta: Tensor) -> tuple[Tensor, Tensor]:
+def _second_moments(couplings: Tensor, past: SpinSite, theta: Tensor) -> tuple[Tensor, Tensor]:
     """M theta, (*batch, N, D), and tr M, (*batch, N), of the second moments of the field that past sites make."""
     weights, before = couplings.square(), past.field
     along = (weights @ past.tau[..., None]) * theta

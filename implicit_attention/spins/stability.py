@@ -21,7 +21,7 @@ from ..solution import SolveReport
 from ..status import Status
 from ._curvature import flattened, local_field
 from ._nonfinite import fill
-from ._site import Site
+from ._site import SpinSite
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation, FixedPointApproximation
 from .bethe import Bethe
@@ -188,7 +188,7 @@ def stability(
         system = system.replace(*(t.detach() for t in system.tensors()))
         lowest, highest = _extremes(found.susceptibility_product, m, system, steps)
     response, beta = method.site_response(), system.beta_over(2)
-    site = Site(response, local_field(response, m, system.beta_over(0), system.radius)[0], system)
+    site = SpinSite(response, local_field(response, m, system.beta_over(0), system.radius)[0], system)
     if system.mask is not None:
         # A site that does not exist does not vary.
         site.tau, site.slope = (part * system.mask for part in (site.tau, site.slope))
@@ -271,7 +271,7 @@ def _extremes(product: LinearMap, m: Tensor, system: SpinSystem, steps: int) -> 
     return low.value, high.value
 
 
-def _almeida_thouless(system: SpinSystem, site: Site, steps: int) -> Tensor:
+def _almeida_thouless(system: SpinSystem, site: SpinSite, steps: int) -> Tensor:
     # `linear_response` is beta Tr Cov_i J_ij Cov_j, for matrices without the trace.
     weights = site.linear_response(system) * system.live_couplings
     if system.block:

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import exact_precision
 from ..diagnostics import spectral_radius
-from ..failure_policy import Site
+from ..failure_policy import FailureSite
 from ..layers.remembering import Remembering
 from ..problem import Problem
 from .observed import Observation, Observed, mean
@@ -92,7 +92,7 @@ class Watch:
         step 1: evaluations ...
     """
 
-    def __init__(self, sites: dict[str, tuple[nn.Module, Site]], group: Any) -> None:
+    def __init__(self, sites: dict[str, tuple[nn.Module, FailureSite]], group: Any) -> None:
         self._sites, self._group = sites, group
         self._used: set[str] = set()
 
@@ -169,10 +169,10 @@ class Watch:
         self.close()
 
 
-def _sites(model: nn.Module) -> dict[str, tuple[nn.Module, Site]]:
+def _sites(model: nn.Module) -> dict[str, tuple[nn.Module, FailureSite]]:
     """The layers of a model that solve, by name, with their sites."""
     named = dict(model.named_modules())
-    sites: dict[str, tuple[nn.Module, Site]] = {}
+    sites: dict[str, tuple[nn.Module, FailureSite]] = {}
     sites |= {name: (module, module._site) for name, module in named.items() if isinstance(module, Remembering)}
     # Transformers are not imported to find out that there are none.
     if (

@@ -15,7 +15,7 @@ from implicit_attention import (
     equilibrium_attention,
     solve,
 )
-from implicit_attention.failure_policy import Located, Site
+from implicit_attention.failure_policy import FailureSite, Located
 from implicit_attention.testing.problems import hopfield_energy
 
 ANCHOR, BETA = 0.5, 4.0
@@ -127,7 +127,7 @@ def test_an_unsure_gradient_is_warned_of_and_no_failure(on_failure):
 def passes(total, unsure, calls=1):
     """Warnings of a layer whose backward passes have so many problems near a fold among so many."""
     keys, query, start = near_folds([0.0016] * unsure + [0.9] * (total - unsure))
-    energy, site = AnchoredEnergy(LogSumExp(keys, BETA), query.requires_grad_(), ANCHOR), Site()
+    energy, site = AnchoredEnergy(LogSumExp(keys, BETA), query.requires_grad_(), ANCHOR), FailureSite()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(calls):

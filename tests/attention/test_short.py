@@ -9,7 +9,7 @@ from short_ways import B, D, H, M, N, agree, evidence, gradients, leaf, native, 
 from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia
-from implicit_attention.failure_policy import Site
+from implicit_attention.failure_policy import FailureSite
 from implicit_attention.testing.numerics import random
 
 # The same bits.
@@ -169,7 +169,7 @@ def test_layer(made, options):
 
     def run():
         # As of a new layer, which has told nothing yet.
-        layer._remembered, layer._site = None, Site()
+        layer._remembered, layer._site = None, FailureSite()
         output = layer(x, **options)
         before = evidence(layer.last_solve)
         found = gradients(output, list(layer.parameters()))

@@ -284,7 +284,7 @@ def test_a_training_learns_and_its_rate_rises_and_falls(small, tmp_path, monkeyp
     losses = found.trained.losses
     assert found.errors["published, 12 steps"] < 0.85 * found.errors["visible mean"], losses
     model = torch.nn.Linear(1, 1)
-    optimizer, schedule = training._optimizer(model, training.Plan(100, 10, 0.5))
+    optimizer, schedule = training._optimizer(model, training.TrainingPlan(100, 10, 0.5))
     rates = []
     for _ in range(100):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -3,7 +3,7 @@
 import torch
 
 from implicit_attention import AnchoredEnergy, Anderson, LogSumExp, Status, solve
-from implicit_attention.ops import Adjoint, Solved
+from implicit_attention.ops import AdjointAnswer, Solved
 from implicit_attention.testing.numerics import random
 
 
@@ -220,4 +220,4 @@ def dense_adjoint(query, keys, state, cotangent, *, dtype=torch.float64, **optio
     by_keys, by_beta = gradients(query, keys, state, u, options)
     status = torch.where(negative, int(Status.UNSTABLE), int(Status.CONVERGED)).to(torch.int8)
     none = torch.zeros_like(by_beta)
-    return Adjoint(u, status, none, none, none, negative, by_beta, by_keys)
+    return AdjointAnswer(u, status, none, none, none, negative, by_beta, by_keys)

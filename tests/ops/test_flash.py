@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import implicit_attention
 from implicit_attention.ops import attention
 from implicit_attention.ops.problem import Hopfield
-from implicit_attention.ops.tiled.rows import Rows
+from implicit_attention.ops.tiled.rows import TiledRows
 from implicit_attention.testing.numerics import random
 
 PRIVATE = ("torch.ops", "_scaled_dot_product", "torch._efficient_attention", "torch._flash_attention")
@@ -94,7 +94,7 @@ def test_the_kernel_on_cuda_is_given_what_torch_would_give_it(count, kind, monke
 def rows(*lead, n=16):
     """An empty working set of n queries over 64 keys of 8 numbers."""
     number = torch.full((1,) * (len(lead) + 2), 0.5, dtype=torch.float64)
-    return Rows(Hopfield(random(*lead, n, 8), random(*lead, 64, 8), number, number), fused=True)
+    return TiledRows(Hopfield(random(*lead, n, 8), random(*lead, 64, 8), number, number), fused=True)
 
 
 @pytest.mark.parametrize("kind", MATRICES)

@@ -6,7 +6,7 @@ import torch
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, Status, solve
 from implicit_attention.ops import dispatch, hopfield_solve
 from implicit_attention.ops.api import laid_out
-from implicit_attention.ops.tiled.rows import Rows
+from implicit_attention.ops.tiled.rows import TiledRows
 from implicit_attention.testing.numerics import random
 
 
@@ -24,7 +24,7 @@ def test_an_anchor_that_left_its_range_is_not_solved_with(bad):
 
 def test_groups_of_sets_are_made_without_a_look_of_the_host():
     query, keys = torch.empty(6, 16, 4, device="meta"), torch.empty(6, 64, 4, device="meta")
-    rows = Rows(laid_out(query, keys, beta=1.0, anchor=0.5, mask=None, is_causal=False), fused=True)
+    rows = TiledRows(laid_out(query, keys, beta=1.0, anchor=0.5, mask=None, is_causal=False), fused=True)
     assert [part.sets for part, _ in rows.parts(2 * 16 * 64)] == [2, 2, 2]
 
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from implicit_attention import Anderson
-from implicit_attention.solvers.anderson import History
+from implicit_attention.solvers.anderson import AndersonHistory
 from implicit_attention.testing.numerics import random
 
 
 def weights(dr, r, valid):
     count = len(dr)
     gram = tuple(tuple((dr[i] * dr[j]).sum(-1) for j in range(i, count)) for i in range(count))
-    return torch.stack(Anderson()._weights(History(tuple(dr), tuple(dr), gram, tuple(valid)), r), -1)
+    return torch.stack(Anderson()._weights(AndersonHistory(tuple(dr), tuple(dr), gram, tuple(valid)), r), -1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -9,7 +9,7 @@ import torch
 from implicit_attention import Anderson
 from implicit_attention.potentials import AmosResponse, LargeDResponse, SaddlePointResponse, SphereUnits
 from implicit_attention.spins import SpinSystem, magnetization
-from implicit_attention.spins._site import Site
+from implicit_attention.spins._site import SpinSite
 from implicit_attention.spins.dynamics import stationary_state
 from implicit_attention.spins.exact import stationary_law
 from implicit_attention.spins.kinetic_plefka import KineticPlefka
@@ -194,7 +194,7 @@ def test_cumulants_are_derivatives_of_the_response(response, dim, strength):
     system = SpinSystem(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dim, dtype=torch.float64), beta)
     system.radius = radius
     theta = strength * random(2, dim, seed=3)
-    site = Site(response, theta, system)
+    site = SpinSite(response, theta, system)
 
     def mean(f):
         return response.magnetization(f[None], beta, radius)[0]

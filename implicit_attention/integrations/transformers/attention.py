@@ -20,7 +20,7 @@ from ...attention.core import attend, is_repetition
 from ...attention.masks import mask_and_bias
 from ...attention.read_out import PotentialFactory, made_by
 from ...energies import AnchoredEnergy
-from ...failure_policy import Site
+from ...failure_policy import FailureSite
 from ...solution import Record, SolveReport
 from .._base import capped, with_zero_key
 from .anchors import anchor_here
@@ -30,7 +30,7 @@ from .settings import OPTIONS, SAYS_CAUSAL, Given, Settings
 #: Where an attention module keeps its `Last`.
 LAST = "_equilibrium_last"
 
-#: Where it keeps its `Site`.
+#: Where it keeps its `FailureSite`.
 SITE = "_equilibrium_site"
 
 #: An attention module with this attribute measures how far its answer is from softmax attention on the same inputs.
@@ -91,22 +91,22 @@ class Sample(NamedTuple):
 
 
 # Of modules that no `attach` has given one. Not on the module: a graph that was compiled without would be made anew.
-_SITES: WeakKeyDictionary[nn.Module, Site] = WeakKeyDictionary()
+_SITES: WeakKeyDictionary[nn.Module, FailureSite] = WeakKeyDictionary()
 
 
-def site_of(module: nn.Module) -> Site:
+def site_of(module: nn.Module) -> FailureSite:
     """The site of an attention module, which it keeps from now on."""
-    site: Site | None = getattr(module, SITE, None)
+    site: FailureSite | None = getattr(module, SITE, None)
     if site is None:
-        site = _SITES.pop(module, None) or Site()
+        site = _SITES.pop(module, None) or FailureSite()
         setattr(module, SITE, site)
     return site
 
 
-def _site(module: nn.Module) -> Site | None:
-    site: Site | None = getattr(module, SITE, None)
+def _site(module: nn.Module) -> FailureSite | None:
+    site: FailureSite | None = getattr(module, SITE, None)
     if site is None and not torch.compiler.is_compiling():
-        site = _SITES.setdefault(module, Site())
+        site = _SITES.setdefault(module, FailureSite())
     return site
 
 
@@ -119,7 +119,7 @@ class Last:
     settings: Settings | None = None
     change: Tensor | None = None
     anchor: float | Tensor = math.nan
-    site: Site | None = None
+    site: FailureSite | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Last, ())

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ... import _validate
-from ...failure_policy import Site
+from ...failure_policy import FailureSite
 from ...training.watch import Watch, watch
 from ...training.writers import Writer
 from .attach import is_ours
@@ -17,7 +17,7 @@ from .attention import site_of
 from .reach import reach
 
 
-def sites(model: nn.Module) -> dict[str, Site]:
+def sites(model: nn.Module) -> dict[str, FailureSite]:
     """The sites of the attention modules of a model that ask for attention of ours, by name."""
     found = {}
     for name, module in ((name, model.get_submodule(name)) for name in reach(model).asks):

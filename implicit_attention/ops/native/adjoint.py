@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..problem import Hopfield
-from ..rule import Adjoint, AdjointRule
+from ..rule import AdjointAnswer, AdjointRule
 from ..trust import empty
 from .library import library
 from .operands import Operands
 
 
 class Adjoints(NamedTuple):
-    """The fields of `ops.Adjoint`, and how many solves failed; what nobody asked for is None.
+    """The fields of `ops.AdjointAnswer`, and how many solves failed; what nobody asked for is None.
 
     A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
     """
@@ -31,10 +31,10 @@ class Adjoints(NamedTuple):
     failed: int
 
     @property
-    def whole(self) -> Adjoint:
+    def whole(self) -> AdjointAnswer:
         """The same where all evidence was asked for."""
         evidence: Any = (self.status, self.residual, self.tolerance, self.num_steps, self.negative_curvature)
-        return Adjoint._make((self.value, *evidence, self.by_beta, self.by_keys))
+        return AdjointAnswer._make((self.value, *evidence, self.by_beta, self.by_keys))
 
 
 def adjoints(
@@ -81,7 +81,7 @@ def solve_adjoint(
     rule: AdjointRule,
     *,
     by_bias: Tensor | None = None,
-) -> Adjoint:
+) -> AdjointAnswer:
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
     _, keys, beta, anchor, mask, first = problem
     beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checks import adjoint_errors, mask_kind, small_problem, solve_errors
 from ..problem import Hopfield
-from ..rule import Adjoint, AdjointRule, Solved
+from ..rule import AdjointAnswer, AdjointRule, Solved
 from ..trust import Errors
 from .adjoint import solve_adjoint
 from .solve import solve
@@ -18,7 +18,7 @@ from .solve import solve
 ROWS, KEYS = 37, 259
 
 
-class Variant(NamedTuple):
+class NativeVariant(NamedTuple):
     """The properties of a call that select the code path of a native operation."""
 
     isa: str
@@ -28,16 +28,16 @@ class Variant(NamedTuple):
     causal: bool
 
 
-def variant(isa: str, keys: Tensor, mask: Tensor | None, first: int | None) -> Variant:
-    return Variant(isa, keys.dtype, keys.shape[-1], mask_kind(mask), first is not None)
+def variant(isa: str, keys: Tensor, mask: Tensor | None, first: int | None) -> NativeVariant:
+    return NativeVariant(isa, keys.dtype, keys.shape[-1], mask_kind(mask), first is not None)
 
 
-def check_solve(variant: Variant) -> Errors:
+def check_solve(variant: NativeVariant) -> Errors:
     return solve_errors(_small(variant), solve)
 
 
-def check_adjoint(variant: Variant) -> Errors:
-    def solved(problem: Hopfield, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> Adjoint:
+def check_adjoint(variant: NativeVariant) -> Errors:
+    def solved(problem: Hopfield, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
         return solve_adjoint(problem, state, g, there.mean, stop)
 
     return adjoint_errors(_small(variant), solve, solved)
@@ -46,7 +46,7 @@ def check_adjoint(variant: Variant) -> Errors:
 CHECKS = {"hopfield_solve": check_solve, "hopfield_adjoint": check_adjoint}
 
 
-def _small(variant: Variant) -> Hopfield:
+def _small(variant: NativeVariant) -> Hopfield:
     dtype, rows = variant.dtype, ROWS if variant.mask.endswith("pair") else 1
     field, keys = (torch.empty(1, size, variant.head_dim, dtype=dtype) for size in (ROWS, KEYS))
     mask = None

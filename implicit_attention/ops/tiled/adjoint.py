@@ -15,8 +15,8 @@ from ...linear.base import FLOAT32_RTOL
 from ...status import Status
 from ..fold import BLOCK
 from ..problem import Hopfield
-from ..rule import Adjoint, AdjointRule
-from .rows import Rows, dot
+from ..rule import AdjointAnswer, AdjointRule
+from .rows import TiledRows, dot
 
 # Attention weights held at once: about what stays in a processor's cache.
 TILE = 2**19
@@ -28,7 +28,7 @@ SLACK = 10.0
 COMPACT_BELOW = 0.7
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """A as products with the weights p (E, R, M): A v = v - by_cov (K^T (p * K v) - mean <mean, v>), v (E * R, D).
 
     `scratch` has the size of the weights: what is made anew for every product costs as much as the product.
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     scratch: Tensor
 
     @classmethod
-    def of(cls, rows: Rows, z: Tensor) -> Tile:
+    def of(cls, rows: TiledRows, z: Tensor) -> RowTile:
         """The tile of some rows at their states z (E * R, D)."""
         weights = rows.weights(z)
         mean = torch.bmm(weights, rows.keys).view_as(z)
@@ -65,10 +65,10 @@ class Tile(NamedTuple):
         spread.addcmul_(dot(self.mean, v)[:, None], self.mean, value=-1.0)
         return torch.addcmul(v, spread, self.by_cov, value=-1.0)
 
-    def select(self, flat: Tensor, entries: Tensor | None, count: int) -> Tile:
+    def select(self, flat: Tensor, entries: Tensor | None, count: int) -> RowTile:
         weights = self.weights.flatten(0, 1).index_select(0, flat).view(-1, count, self.weights.shape[-1])
         keys = self.keys if entries is None else self.keys.index_select(0, entries)
-        return Tile(weights, self.mean.index_select(0, flat), keys, self.by_cov.index_select(0, flat), self.scratch)
+        return RowTile(weights, self.mean.index_select(0, flat), keys, self.by_cov.index_select(0, flat), self.scratch)
 
 
 @torch.no_grad()
@@ -80,15 +80,15 @@ def solve_adjoint(
     *,
     size: int = TILE,
     by_bias: Tensor | None = None,
-) -> Adjoint:
+) -> AdjointAnswer:
     """Solve A u = cotangent for every query; what stalls, saddles above all, is finished by MINRES.
 
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key.
     """
-    rows = Rows(problem.to(state.dtype), fused=False).without_common()
+    rows = TiledRows(problem.to(state.dtype), fused=False).without_common()
     z, g = (rows.laid(t).flatten(0, 1) for t in (state, cotangent))
     g, unit = normalised(g)
-    found = Adjoint.allocated(g.new_zeros, g.shape, rows.keys.shape, g.dtype)
+    found = AdjointAnswer.allocated(g.new_zeros, g.shape, rows.keys.shape, g.dtype)
     # One for all queries that have an entry of the batch in common.
     sums = None if by_bias is None else g.new_zeros(rows.sets, rows.count // rows.length, rows.keys.shape[1])
     for part, entries in _tiles_with_cotangents(rows, g, size):
@@ -98,10 +98,10 @@ def solve_adjoint(
     by_keys = rows.keys_restored(found.by_keys).reshape(problem.keys.shape)
     if by_bias is not None and sums is not None:
         by_bias += rows.fold.restored(sums.view(*rows.shape[:-1], -1))
-    return Adjoint._make((*per_query, by_keys))
+    return AdjointAnswer._make((*per_query, by_keys))
 
 
-def _tiles_with_cotangents(rows: Rows, g: Tensor, size: int) -> Iterator[tuple[Rows, Tensor]]:
+def _tiles_with_cotangents(rows: TiledRows, g: Tensor, size: int) -> Iterator[tuple[TiledRows, Tensor]]:
     """Tiles without most of the rows whose cotangent is zero, as is their answer, and the sets that they are of."""
     origin: Tensor | None = None
     if g.device.type == "cpu":
@@ -116,7 +116,7 @@ def _tiles_with_cotangents(rows: Rows, g: Tensor, size: int) -> Iterator[tuple[R
         yield part, entries if origin is None else origin[entries]
 
 
-def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
+def tiles(rows: TiledRows, size: int) -> Iterator[tuple[TiledRows, Tensor]]:
     """The working set in parts of about `size` weights: some sets with all their rows, or some rows of one set."""
     per_set = rows.count * rows.keys.shape[1]
     together = max(size // max(per_set, 1), 1)
@@ -131,18 +131,18 @@ def tiles(rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
 
 @torch.inference_mode()
 def _solve_tile(
-    rows: Rows,
+    rows: TiledRows,
     entries: Tensor,
     z: Tensor,
     g: Tensor,
     unit: Tensor,
     *,
     stop: AdjointRule,
-    found: Adjoint,
+    found: AdjointAnswer,
     sums: Tensor | None,
 ) -> None:
     """Solve for the cotangents g, each in units of its own power of two, and write what is found in those of all."""
-    tile = Tile.of(rows, z)
+    tile = RowTile.of(rows, z)
     weights, by_cov = tile.weights, tile.by_cov
     size = torch.linalg.vector_norm(g, dim=-1)
     tolerance = stop.rtol * size
@@ -191,7 +191,7 @@ def _solve_tile(
 
 
 def _minimal_residuals(
-    rows: Rows, tile: Tile, g: Tensor, tolerance: Tensor, chosen: Tensor, stop: AdjointRule
+    rows: TiledRows, tile: RowTile, g: Tensor, tolerance: Tensor, chosen: Tensor, stop: AdjointRule
 ) -> tuple[Tensor, ...]:
     """(u, status, residual, tolerance, products, negative curvature) of the rows `chosen`; the others are at rest."""
     g = g.masked_fill(~chosen[:, None], 0.0)
@@ -212,7 +212,7 @@ def _minimal_residuals(
 
 
 def _conjugate_gradients(
-    rows: Rows, tile: Tile, g: Tensor, size: Tensor, tolerance: Tensor, stop: AdjointRule
+    rows: TiledRows, tile: RowTile, g: Tensor, size: Tensor, tolerance: Tensor, stop: AdjointRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(u, products, blocked) of a tile; `blocked` met a curvature that is not positive."""
     u, r, p = torch.zeros_like(g), g.clone(), g.clone()

@@ -23,7 +23,7 @@ COMPACT_BELOW, WORTH = 0.9, 256
 LEAST = {torch.float32: math.exp(-40), torch.float64: math.exp(-300)}
 
 
-class Rows:
+class TiledRows:
     """States are flat, (E * R, D); `ids` (E * R) numbers them in the whole.
 
     Axes of the batch along which the keys do not change are laid beside the queries, so that nothing copies the keys.

@@ -15,7 +15,7 @@ from ..._norm import norm, resolves
 from ...status import Status
 from ..problem import Hopfield
 from ..rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved
-from .rows import Rows, dot
+from .rows import TiledRows, dot
 
 # Steps between two looks at whether all are finished, each of which makes the host wait for an accelerator.
 LOOK_EVERY = 4
@@ -48,7 +48,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, *, fused: bool, k
 
     Without `keep_mean` the mean that is returned has no rows.
     """
-    rows = Rows(problem, fused=fused)
+    rows = TiledRows(problem, fused=fused)
     answers = _Answers(rows, stop, keep_mean)
     start = rows.laid(initial).flatten(0, 1)
     for part, flat in rows.parts(PAIRS):
@@ -57,7 +57,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule, *, fused: bool, k
 
 
 @torch.inference_mode()
-def _iterate(rows: Rows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
+def _iterate(rows: TiledRows, z: Tensor, answers: _Answers, stop: FusedRule) -> None:
     """Solve some of the queries from z."""
     rows, flat = rows.padded(answers.count)
     z = z if flat is None else z.index_select(0, flat)
@@ -155,7 +155,7 @@ def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepte
 class _Answers:
     """The outcome of every query, written when it is done; one place more takes the rows that only fill up."""
 
-    def __init__(self, rows: Rows, stop: FusedRule, keep_mean: bool) -> None:
+    def __init__(self, rows: TiledRows, stop: FusedRule, keep_mean: bool) -> None:
         self.keep_mean = keep_mean
         self.rows, self.stop, self.count = rows, stop, rows.sets * rows.count
         keys = rows.keys

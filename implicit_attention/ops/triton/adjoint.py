@@ -13,7 +13,7 @@ from torch import Tensor
 from ...status import Status
 from .. import trust
 from ..problem import Hopfield
-from ..rule import Adjoint, AdjointRule
+from ..rule import AdjointAnswer, AdjointRule
 from .kernels import (
     LOG2E,
     batch_offset,
@@ -24,8 +24,8 @@ from .kernels import (
     rounded,
     score_shift,
 )
-from .keys import Operands, gradient_of_keys
-from .layout import Layout, in_memory, in_order, launch, offset_of, placed, tiles
+from .keys import KernelOperands, gradient_of_keys
+from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 UNFINISHED = tl.constexpr(int(Status.MAX_STEPS))
@@ -48,7 +48,7 @@ def solve_adjoint(
     mean: Tensor,
     logsumexp: Tensor,
     rule: AdjointRule,
-) -> Adjoint:
+) -> AdjointAnswer:
     """Solve A u = cotangent (*batch, N, D) for every query; mean and logsumexp are those at the state. All is float32.
 
     Queries that stall, saddles above all, have u = 0 and add nothing to the gradients: they wait for another method.
@@ -57,12 +57,12 @@ def solve_adjoint(
     problem = in_memory(problem)
     keys, rows = problem.keys, state.shape[-2]
     empty = partial(trust.empty, device=keys.device)
-    answer = Adjoint.allocated(empty, state.shape, keys.shape, torch.float32)
+    answer = AdjointAnswer.allocated(empty, state.shape, keys.shape, torch.float32)
     if state.numel() == 0:
         answer.by_keys.zero_()
         return answer
-    operands = Operands.allocated(empty, state.shape, keys.dtype)
-    layout = Layout.of(problem)
+    operands = KernelOperands.allocated(empty, state.shape, keys.dtype)
+    layout = KernelLayout.of(problem)
     assert layout is not None
     chosen = tiles("adjoint", problem)
     launch(

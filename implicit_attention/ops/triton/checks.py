@@ -10,12 +10,12 @@ from torch import Tensor
 from ..._fused_rule import FusedRule
 from ..checks import adjoint_errors, mask_kind, small_problem, solve_errors
 from ..problem import Hopfield
-from ..rule import Adjoint, AdjointRule, Solved
+from ..rule import AdjointAnswer, AdjointRule, Solved
 from ..trust import Errors
 from .layout import TILES, tiles
 
 
-class Variant(NamedTuple):
+class TritonVariant(NamedTuple):
     """The properties of a call that select the code path of a Triton kernel."""
 
     dtype: torch.dtype
@@ -28,10 +28,10 @@ class Variant(NamedTuple):
     fixed_budget: bool
 
 
-def variant(problem: Hopfield, kernels: tuple[str, ...], *, fixed_budget: bool) -> Variant:
+def variant(problem: Hopfield, kernels: tuple[str, ...], *, fixed_budget: bool) -> TritonVariant:
     sizes = tuple(tiles(kernel, problem)[:2] for kernel in kernels)
     dim, mask = problem.field.shape[-1], mask_kind(problem.mask)
-    return Variant(problem.keys.dtype, dim, mask, problem.first is not None, sizes, fixed_budget)
+    return TritonVariant(problem.keys.dtype, dim, mask, problem.first is not None, sizes, fixed_budget)
 
 
 def _solve(problem: Hopfield, fixed_budget: bool) -> Errors:
@@ -41,7 +41,7 @@ def _solve(problem: Hopfield, fixed_budget: bool) -> Errors:
 def _adjoint(problem: Hopfield, _: bool) -> Errors:
     from .adjoint import solve_adjoint
 
-    def solved(problem: Hopfield, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> Adjoint:
+    def solved(problem: Hopfield, state: Tensor, g: Tensor, there: Solved, stop: AdjointRule) -> AdjointAnswer:
         return solve_adjoint(problem, state, g, there.mean, there.logsumexp, stop)
 
     return adjoint_errors(_small(problem), _solved, solved)

@@ -25,14 +25,14 @@ from .kernels import (
     restricted,
     scores_of,
 )
-from .layout import Layout, launch, offset_of, readable_mask, tiles
+from .layout import KernelLayout, launch, offset_of, readable_mask, tiles
 
 # Programs that keep a large device busy: where there are fewer tiles of keys, queries are split among several.
 PROGRAMS = 264
 MOST_SPLITS = 16
 
 
-class Operands(NamedTuple):
+class KernelOperands(NamedTuple):
     """Per query, as it enters products: z and u' = (1 - anchor) u in the dtype of the keys and their scales, the
     log-sum-exp in units of log 2, <mean, u'> in units of the scale of u'."""
 
@@ -44,14 +44,14 @@ class Operands(NamedTuple):
     centre: Tensor
 
     @classmethod
-    def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> Operands:
+    def allocated(cls, empty: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype) -> KernelOperands:
         """Tensors made by `empty(size, dtype=)` for states of that shape."""
         state, value = (empty(shape, dtype=dtype) for _ in range(2))
         scale, shift, value_scale, centre = (empty(shape[:-1], dtype=torch.float32) for _ in range(4))
         return cls(state, scale, shift, value, value_scale, centre)
 
 
-def gradient_of_keys(problem: Hopfield, layout: Layout, operands: Operands, out: Tensor) -> None:
+def gradient_of_keys(problem: Hopfield, layout: KernelLayout, operands: KernelOperands, out: Tensor) -> None:
     """Write sum_i [p_ij u'_i + beta p_ij (t_ij - <mean_i, u'_i>) z_i] with t = K u' to `out`, of the keys' shape."""
     *lead, count, _ = problem.keys.shape
     rows = problem.field.shape[-2]

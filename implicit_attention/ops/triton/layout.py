@@ -41,7 +41,7 @@ SMALLEST_TILE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """The compile-time constants of a kernel."""
 
     rows: int
@@ -56,7 +56,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class KernelLayout:
     """Sizes and strides of the leading axes, merged where all tensors allow it, into exactly `AXES` of them.
 
     The strides of field, keys and mask end with those of their last two axes. `by_keys` are those of a contiguous
@@ -72,7 +72,7 @@ class Layout:
     by_keys: tuple[int, ...]
 
     @classmethod
-    def of(cls, problem: Hopfield) -> Layout | None:
+    def of(cls, problem: Hopfield) -> KernelLayout | None:
         """The layout; None where more axes are left than a kernel tells apart."""
         *lead, rows, dim = problem.field.shape
         count = problem.keys.shape[-2]
@@ -125,10 +125,10 @@ def _fitting(size: int, most: int) -> int:
     return min(most, max(SMALLEST_TILE, 1 << (size - 1).bit_length()))
 
 
-def plan(problem: Hopfield, chosen: Tiles) -> Plan:
+def plan(problem: Hopfield, chosen: Tiles) -> KernelPlan:
     mask, dim, dtype = problem.mask, problem.field.shape[-1], problem.keys.dtype
     widen = interpreted() and dtype == torch.bfloat16
-    return Plan(
+    return KernelPlan(
         rows=chosen.rows,
         keys=chosen.keys,
         dims=max(SMALLEST_TILE, 1 << (dim - 1).bit_length()),
@@ -149,7 +149,7 @@ def in_memory(problem: Hopfield) -> Hopfield:
     return Hopfield(field, keys, beta, anchor, mask, problem.first)
 
 
-def placed(problem: Hopfield, layout: Layout) -> tuple[object, ...]:
+def placed(problem: Hopfield, layout: KernelLayout) -> tuple[object, ...]:
     """Keys, betas, anchors and mask with their strides, as the kernels of queries take them."""
     tensors = (problem.keys, problem.beta, problem.anchor, readable_mask(problem))
     strides = (layout.keys, layout.beta, layout.anchor, layout.mask)

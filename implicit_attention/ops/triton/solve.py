@@ -16,7 +16,7 @@ from .. import rule, trust
 from ..problem import Hopfield
 from ..rule import Solved
 from .kernels import attend, batch_offset, query_tile
-from .layout import Layout, in_memory, in_order, launch, offset_of, placed, tiles
+from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed, tiles
 
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
@@ -40,7 +40,7 @@ def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
     answer = Solved.allocated(partial(trust.empty, device=field.device), field.shape, torch.float32)
     if field.numel() == 0:
         return answer
-    layout = Layout.of(problem)
+    layout = KernelLayout.of(problem)
     assert layout is not None
     chosen, rows = tiles("solve", problem), field.shape[-2]
     launch(

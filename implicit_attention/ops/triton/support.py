@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Hopfield
-from .layout import AXES, Layout, interpreted
+from .layout import AXES, KernelLayout, interpreted
 
 LARGEST_DIM = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -33,7 +33,7 @@ def unsupported(problem: Hopfield) -> str | None:
         return f"Triton kernels do not take a head dimension of {dim}; use at most {LARGEST_DIM}, or impl='tiled'"
     if _is_double(problem.mask) or _is_double(problem.beta) or _is_double(problem.anchor):
         return "Triton kernels do not read float64 masks, betas or anchors; use float32, or impl='tiled'"
-    if Layout.of(problem) is None:
+    if KernelLayout.of(problem) is None:
         return (
             f"Triton kernels take at most {AXES} leading axes along which the strides are irregular; "
             "make the tensors contiguous, or use impl='tiled'"

@@ -31,7 +31,7 @@ class ScheduleKeywords(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How many chains there are, and which of their sweeps are left out, made and measured.
+    """The number of chains, and of their sweeps that are left out, made and measured.
 
     Args:
         chains: independent chains per sample.
