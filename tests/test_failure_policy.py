@@ -191,7 +191,9 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_explicit_attention_is_refused_where_it_is_not_known(name):
-    with pytest.raises(ValueError, match=r"`on_failure` must have forward='best' .*known to attention alone, got Fail"):
+    with pytest.raises(
+        ValueError, match=r"`on_failure` must have forward='best' .*only attention has an explicit step, got Fail"
+    ):
         UNKNOWN[name](EXPLICIT)
 
 

@@ -131,7 +131,7 @@ def test_without_a_script_nothing_is_missing_but_the_scene_to_touch(quick):
 def test_names_of_files_and_texts_are_no_markup(tmp_path):
     # Nothing of the page comes from the user but numbers; a scene with such words would show them.
     plane = plane_of(LandscapeSettings())
-    scene = landscape.Scene("a", "<b>", "1 < 2 & 3", 'a "quoted" <i>', {"<u>": "&amp;"}, {}, lambda: None)
+    scene = landscape.PlaneScene("a", "<b>", "1 < 2 & 3", 'a "quoted" <i>', {"<u>": "&amp;"}, {}, lambda: None)
     page = Page(landscape_page.page(plane, [scene], {"a": PNG}))
     assert page.all("img")[0]["alt"] == 'a "quoted" <i>'
     assert {"b", "i", "u"}.isdisjoint(tag for tag, _ in page.tags)
@@ -141,7 +141,7 @@ def test_names_of_files_and_texts_are_no_markup(tmp_path):
 
 def test_many_patterns_are_drawn_and_not_touched(tmp_path):
     numbers = {"query": torch.zeros(2), "beta": 1.0, "anchor": 0.3}
-    scene = landscape.Scene(landscape_page.TOUCHED, "title", "sentence.", "description", {}, numbers, lambda: None)
+    scene = landscape.PlaneScene(landscape_page.TOUCHED, "title", "sentence.", "description", {}, numbers, lambda: None)
     for count in (landscape_page.MOST_TOUCHED, landscape_page.MOST_TOUCHED + 1):
         np.save(tmp_path / "many.npy", draw(count, 0).numpy())
         plane = plane_of(LandscapeSettings(patterns=tmp_path / "many.npy"))
