@@ -82,6 +82,12 @@ def interrupted(rng, calls):
                 reached += 1
                 # An exception between the lines of `torch.no_grad.__enter__` leaves torch without gradients.
                 torch.set_grad_enabled(True)
+            except RuntimeError:
+                # The same, of a signal that came where Python ignores exceptions, as in a finalizer.
+                if torch.is_grad_enabled():
+                    raise
+                reached += 1
+                torch.set_grad_enabled(True)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             found = ia.equilibrium_attention(*asked[:3], scale=asked[3], anchor=asked[4])
@@ -327,6 +333,9 @@ def ask(kind, seed, calls):
         return KINDS[kind](random.Random(seed), calls)
     except Exception:
         return [traceback.format_exc()]
+    finally:
+        # Whatever an interrupt left, the next test begins as it should.
+        torch.set_grad_enabled(True)
 
 
 def main():
