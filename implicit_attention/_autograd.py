@@ -10,6 +10,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _dispatch_keys,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -20,6 +27,44 @@ _R = TypeVar("_R")
 def transforms_active() -> bool:
     """Whether a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is open."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def unobserved() -> bool:
+    """Whether torch runs eagerly, and no transform, mode or recording sees or changes what is called."""
+    return not (
+        torch.compiler.is_compiling()
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _get_tracing_state() is not None
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._get_deterministic_algorithms()
+    )
+
+
+#: Types of tensors that hide nothing.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def are_plain(dtype: torch.dtype, *tensors: Any) -> bool:
+    """Whether all are strided tensors of numbers in this machine's memory and nothing more, while `unobserved`.
+
+    None is of a subclass, wrapped by a transform, without numbers, sparse, nested, or to be negated when it is read.
+    """
+    keys = _plain_keys()
+    for tensor in tensors:
+        if type(tensor) not in PLAIN_TYPES or tensor.dtype != dtype or _dispatch_keys(tensor).raw_repr() not in keys:
+            return False
+    return True
+
+
+@functools.cache
+def _plain_keys() -> tuple[int, ...]:
+    with torch.inference_mode():
+        frozen = torch.empty(0, device="cpu")
+    with torch.inference_mode(False):
+        return tuple(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
 def is_fake(tensor: Tensor) -> bool:

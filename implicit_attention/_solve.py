@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from ._autograd import HALF, backward_running, in_own_precision, transforms_active, uncompiled
+from ._autograd import (
+    HALF,
+    are_plain,
+    backward_running,
+    in_own_precision,
+    transforms_active,
+    uncompiled,
+    unobserved,
+)
 from ._reporting import check_on_failure, report_failures, without_gradient
-from ._short import Found, are_plain, find, is_exact, rule_of, unobserved
-from ._short import ShortProblem as Short
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
+from .adjoints.native import is_differentiated, is_native, native_rule, problem_of, solve_natively, with_gradient
 from .failure_policy import FailurePolicy, located, policy_of
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
@@ -106,15 +113,13 @@ def solve(
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
     problem.check_start({"initial": initial, "trace": trace, "on_failure": on_failure}, solver, adjoint)
     sampled = None if site is None or site.tally is None or not site.tally.spectral else site.tally
-    if (
-        not trace
-        and callback is None
-        and sampled is None
-        and (found := _shortly(problem, initial, solver, adjoint, impl, report)) is not None
-    ):
-        return concluded(
-            found.outcome, solver, adjoint, found.report, problem.energy, failed=found.failed > 0, advice=problem.advice
-        )
+    if not trace and callback is None and sampled is None:
+        found = _natively(problem, initial, solver, adjoint, impl, report)
+        if found is not None:
+            outcome, failed = found
+            return concluded(
+                outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice
+            )
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
     problem.check_solver(solver)
@@ -227,16 +232,23 @@ def concluded(
     return solution
 
 
-def _shortly(
-    problem: Problem, initial: Tensor, solver: Solver, adjoint: Adjoint, impl: Impl, report: AdjointReport
-) -> Found | None:
-    """Return the answer of the short way where it may be taken, else None."""
-    if impl not in ("auto", "native") or not is_exact(adjoint) or not unobserved() or rule_of(solver) is None:
+def _natively(
+    energy: Problem, initial: Tensor, solver: Solver, adjoint: Adjoint, impl: Impl, report: AdjointReport
+) -> tuple[Outcome, int] | None:
+    """The outcome for plain tensors by one native call, and how many problems failed; None where there is none."""
+    rule = native_rule(solver, adjoint, impl) if unobserved() else None
+    problem = None if rule is None else problem_of(energy)
+    if rule is None or problem is None or not is_native(problem, impl):
         return None
-    short = Short.of(problem)
-    if short is None or not short.is_native(impl) or not are_plain(short.query.dtype, initial):
+    if not are_plain(problem.field.dtype, initial) or initial.shape != problem.field.shape:
         return None
-    return find(short, initial, solver, impl, report) if initial.shape == short.query.shape else None
+    differentiated = is_differentiated(*problem)
+    answer = solve_natively(problem, initial, rule, impl, mean=differentiated, evidence=True)
+    if answer is None:
+        return None
+    found, failed = answer
+    value = with_gradient(problem, found, failed, solver, impl, report) if differentiated else found.state
+    return Outcome(value, found.record), failed
 
 
 def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import _validate
 from ._autograd import is_differentiated, is_fake, sum_to_shape, transforms_active
 from ._fused_rule import FusedRule
 from ._types import Impl, OnFailure
@@ -131,13 +132,11 @@ class Lowered:
         pairs = potential.mask if potential.bias is None else potential.bias
         if potential.bias is not None and potential.mask is not None:
             pairs = potential.bias.where(potential.mask, -torch.inf)
-        axes = field.ndim
-        numbers = (potential._scale, self.energy._anchor)
-        tensors = (t if isinstance(t, Tensor) else field.new_full((), t) for t in numbers)
-        beta, anchor = (t[(None,) * (axes - t.ndim)] for t in tensors)
-        keys = potential.keys[(None,) * (axes - potential.keys.ndim)]
-        pairs = None if pairs is None else pairs[(None,) * (axes - pairs.ndim)]
-        return Hopfield(field, keys, beta, anchor, pairs, potential.query_offset)
+        # Where the host does not look, what lies outside of its range becomes NaN.
+        beta, anchor = potential.beta, self.energy.anchor
+        beta = _validate.inside(beta, low=0.0, open_low=True) if isinstance(beta, Tensor) else beta
+        anchor = _validate.inside(anchor, low=0.0, high=1.0) if isinstance(anchor, Tensor) else anchor
+        return Hopfield(field, potential.keys, beta, anchor, pairs, potential.query_offset).packed()
 
     def _isolated(self) -> tuple[Hopfield, Tensor | None]:
         """The same with keys that are not finite read as 0, and NaN for the queries that attend to such a key."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from typing import Any, NamedTuple
 
+import torch
 from typing_extensions import TypedDict, Unpack
 
 from . import _validate
+from ._fused_rule import FusedRule
 from ._reporting import check_on_failure
 from ._types import Impl, OnFailure
-from .adjoints import Adjoint, Unrolled
+from .adjoints import Adjoint, Implicit, Unrolled
+from .adjoints.native import native_rule
+from .solution import Remedies
 from .solvers import Anderson, Solver
+from .status import of_attention
 
 _IMPLEMENTATIONS = ("auto", "reference", "native", "tiled", "triton")
 
@@ -26,6 +34,23 @@ class SolveKeywords(TypedDict, total=False):
 
 
 _NAMES = tuple(SolveKeywords.__annotations__)
+
+
+class Plan(NamedTuple):
+    """The choice that options make once for all calls.
+
+    solver, adjoint, impl: with defaults and the budget filled in.
+    rule: that of the native operation, for problems of plain tensors; None where the options want another way.
+    explicit: whether nothing is solved.
+    remedies: what is advised about queries that fail.
+    """
+
+    solver: Solver
+    adjoint: Adjoint
+    impl: Impl
+    rule: FusedRule | None
+    explicit: bool
+    remedies: Remedies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +109,15 @@ class SolveOptions:
 
     def override(self, **given: Unpack[SolveKeywords]) -> SolveOptions:
         """These options with the given ones replaced; None keeps what is there."""
+        if not given:
+            return self
+        # Equal policies count apart from each other.
+        if type(given.get("on_failure", self.on_failure)) is str and not torch.compiler.is_compiling():
+            with contextlib.suppress(TypeError):
+                return _overridden(self, **given)
+        return self._overridden(**given)
+
+    def _overridden(self, **given: Any) -> SolveOptions:
         for name in given:
             if name not in _NAMES:
                 raise TypeError(
@@ -94,6 +128,18 @@ class SolveOptions:
         if "solver" in changes:
             changes.setdefault("max_steps", None)
         return dataclasses.replace(self, **changes) if changes else self  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The choice that these options make for every call."""
+        solver, adjoint = self.effective_solver, self.effective_adjoint
+        adjoint = Implicit() if adjoint is None else adjoint
+        rule = None if solver.max_steps == 0 else native_rule(solver, adjoint, self.impl)
+        remedies = adjoint.advice(of_attention(solver.remedies))
+        return Plan(solver, adjoint, self.impl, rule, solver.max_steps == 0, remedies)
 
     @property
     def explicit(self) -> bool:
@@ -113,3 +159,7 @@ class SolveOptions:
         solver = self.effective_solver
         unrolls = self.adjoint is None and solver.fixed_budget and solver.differentiable
         return Unrolled() if unrolls else self.adjoint
+
+
+#: Options that calls asked for, by the options that they replaced: calls are many, their options few.
+_overridden = functools.lru_cache(maxsize=256, typed=True)(SolveOptions._overridden)

@@ -19,16 +19,24 @@ class Attended(NamedTuple):
     Attributes:
         output: (*batch, H, N, E), or (*batch, N, E) without heads.
         state: the equilibrium that was read at, in the precision of the solve.
-        solution: the `Solution`; from a compiled graph its `Record`, at which the host has not looked.
-        report: what a layer may remember of it; None inside torch.vmap, which no tensor may leave.
+        report: the report that a layer may remember; from a compiled graph the `Record`, at which the host has not
+            looked. None inside torch.vmap, which no tensor may leave, and where nobody asked for it.
+        solution: the `Solution`, where it was asked for or made on the way.
         weights: (*batch, H, N, M), if they were asked for.
     """
 
     output: Tensor
     state: Tensor
-    solution: Solution | Record
     report: SolveReport | Record | None
-    weights: Tensor | None
+    solution: Solution | None
+    weights: Tensor | None = None
+
+    @property
+    def num_evals(self) -> Tensor:
+        """(*batch, H, N), evaluations of the map."""
+        found = self.solution if self.report is None else self.report
+        assert found is not None
+        return found.num_evals
 
 
 class Call(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .._autograd import (
     HALF,
+    PLAIN_TYPES,
     at_least_single,
     backward_running,
     exact_precision,
@@ -22,7 +24,6 @@ from .._autograd import (
     uncompiled,
 )
 from .._reporting import report_failures, without_gradient
-from .._short import ShortProblem
 from .._solve import solve
 from .._types import Impl
 from ..adjoints import Implicit, Unrolled
@@ -30,6 +31,7 @@ from ..energies import AnchoredEnergy
 from ..errors import UnsupportedImplementation
 from ..failure_policy import FailurePolicy, FailureSite, located, policy_of
 from ..fused import lower
+from ..ops.problem import Hopfield
 from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
 from ..potentials.log_sum_exp import OverLogSumExp
@@ -38,7 +40,7 @@ from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
 from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
 from ..status import OF_ATTENTION, Status, advice
-from . import short
+from . import direct
 from .call import Attended, Call
 from .heads import group_size, split_groups
 from .masks import check_whole, triangle
@@ -75,6 +77,9 @@ def attend(call: Call) -> Attended:
     failures when it asks for the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake)
     take the same path.
     """
+    if direct.eager() and type(call.query) in PLAIN_TYPES and call.query.is_cpu:
+        # Nothing of what the contexts and wrappers below keep out is there.
+        return _whole(_by_groups(_with_triangle(call), _answer, in_graph=False))
     check_whole()
     call = _with_triangle(call)
     in_graph = torch.compiler.is_compiling()
@@ -86,7 +91,7 @@ def attend(call: Call) -> Attended:
             "torch.compile; call them outside of it"
         )
     if (in_graph or is_fake(call.query)) and _fits_graph(call):
-        attended = _by_groups(call, in_graph=True)
+        attended = _by_groups(call, _answered, in_graph=True)
         if attended is not None:
             return attended
     return _outside_graph(call)
@@ -109,7 +114,10 @@ def _with_triangle(call: Call) -> Call:
 
 @uncompiled
 def _outside_graph(call: Call) -> Attended:
-    attended = _by_groups(call, in_graph=False)
+    return _whole(_by_groups(call, _answered, in_graph=False))
+
+
+def _whole(attended: Attended | None) -> Attended:
     assert attended is not None
     return attended
 
@@ -141,7 +149,7 @@ def _exported(call: Call) -> Attended:
         # Written out for any number of keys, of which torch's kernels want some.
         call = call._replace(options=call.options.override(impl="reference"))
     if is_budget(solver) or (_fits_graph(call) and not into_onnx()):
-        attended = _by_groups(call, in_graph=True)
+        attended = _by_groups(call, _answered, in_graph=True)
     if attended is None:
         check_budget(solver)
     assert attended is not None
@@ -151,24 +159,29 @@ def _exported(call: Call) -> Attended:
 # Heads that share keys.
 
 
-def _by_groups(call: Call, *, in_graph: bool) -> Attended | None:
+def _by_groups(call: Call, answer: Callable[[Call, bool], Attended | None], *, in_graph: bool) -> Attended | None:
     """The answer, with an axis for the heads that share keys while it is found, along which the keys broadcast.
 
     None if it is asked for as operations in a compiler's graph, and there are none that do it.
     """
-    groups = group_size(call.query, call.keys) if call.grouped else 1
-    found = _answered(call if groups == 1 else _split(call, groups), in_graph)
+    if not call.grouped or (groups := group_size(call.query, call.keys)) == 1:
+        return answer(call, in_graph)
+    found = answer(_split(call, groups), in_graph)
     if found is None:
         return None
-    output, state, solution, weights = found
-    if groups > 1:
-        output, state = output.flatten(-4, -3), state.flatten(-4, -3)
-        weights = None if weights is None else weights.flatten(-4, -3)
+    output, state, report, solution, weights = found
+    output, state = output.flatten(-4, -3), state.flatten(-4, -3)
+    weights = None if weights is None else weights.flatten(-4, -3)
+    if solution is not None:
         solution = _merged(solution)
-    if isinstance(solution, Record):
-        return Attended(output, state, solution, solution, weights)
-    report = None if is_batched(solution.status) else solution.report
-    return Attended(output, state, solution, report, weights)
+        report = None if report is None else solution.report
+    elif report is not None:
+        report = report.map(_merge_heads)
+    return Attended(output, state, report, solution, weights)
+
+
+def _merge_heads(of_problems: Tensor) -> Tensor:
+    return of_problems.flatten(-3, -2)
 
 
 def _split(call: Call, groups: int) -> Call:
@@ -186,15 +199,13 @@ def _split(call: Call, groups: int) -> Call:
     )
 
 
-def _merged(solution: Solution | Record) -> Solution | Record:
-    merged = solution.map(lambda t: t.flatten(-3, -2))
-    if isinstance(merged, Record):
-        return merged
+def _merged(solution: Solution) -> Solution:
+    merged = solution.map(_merge_heads)
     trace, function, split = merged.trace, merged.energy_function, merged.value.shape
     if trace is not None:
-        residual, energy, evals = (None if t is None else t.flatten(-3, -2) for t in trace[:3])
+        residual, energy, evals = (None if t is None else _merge_heads(t) for t in trace[:3])
         trace = Trace(residual, energy, evals, trace.value.flatten(-4, -3))  # type: ignore[arg-type]
-    whole = None if function is None else lambda z: function(z.reshape(split)).flatten(-3, -2)
+    whole = None if function is None else lambda z: _merge_heads(function(z.reshape(split)))
     return dataclasses.replace(merged, value=merged.value.flatten(-4, -3), trace=trace, energy_function=whole)
 
 
@@ -202,56 +213,66 @@ def _merged(solution: Solution | Record) -> Solution | Record:
 
 
 @in_own_precision
-def _answered(given: Call, in_graph: bool) -> tuple[Tensor, Tensor, Solution | Record, Tensor | None] | None:
-    """Output, state, solution and weights, or None as in `_by_groups`."""
+def _answered(given: Call, in_graph: bool) -> Attended | None:
+    """The answer in the precision of the call, where something may lower it or look on; None as in `_by_groups`."""
+    with exact_precision(given.query):
+        return _answer(given, in_graph)
+
+
+def _answer(given: Call, in_graph: bool) -> Attended | None:
     if empty := given.keys.shape[-2] == 0:
         given = _with_masked_key(given)
-    with exact_precision(given.query):
-        call = _in_single(given)
-        if not in_graph and not empty and (found := _shortly(call, given.query.dtype)) is not None:
-            return found
-        potential = _potential(call)
-        unbounded = "ignore" if call.options.explicit else call.unbounded
-        energy = AnchoredEnergy(potential, call.query, call.anchor, unbounded=unbounded)
-        if call.values is not None or call.return_weights:
-            reads_out(potential)
-        if call.options.explicit:
-            _check_explicit(energy, call.options.impl)
-            state, solution = call.query, _explicit_solution(energy, call, in_graph)
-            output = _explicit_output(energy, call, given)
-        else:
-            solved = _solved(energy, call, in_graph)
-            if solved is None:
-                return None
-            state, solution = _stood_in(energy, call, *solved)
-            output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
-        weights = reads_out(potential).probabilities(state) if call.return_weights else None
-        if empty and weights is not None:
-            weights = weights[..., :0]
-        return output.to(given.query.dtype), state, solution, weights
+    call = _in_single(given)
+    if not in_graph and not empty and (found := _directly(call, given.query.dtype)) is not None:
+        return found
+    potential = _potential(call)
+    unbounded = "ignore" if call.options.explicit else call.unbounded
+    energy = AnchoredEnergy(potential, call.query, call.anchor, unbounded=unbounded)
+    if call.values is not None or call.return_weights:
+        reads_out(potential)
+    if call.options.explicit:
+        _check_explicit(energy, call.options.impl)
+        state, solution = call.query, _explicit_solution(energy, call, in_graph)
+        output = _explicit_output(energy, call, given)
+    else:
+        solved = _solved(energy, call, in_graph)
+        if solved is None:
+            return None
+        state, solution = _stood_in(energy, call, *solved)
+        output = state if call.values is None else read_out(potential, state, call.values, call.dropout_p)
+    weights = reads_out(potential).probabilities(state) if call.return_weights else None
+    if empty and weights is not None:
+        weights = weights[..., :0]
+    output = output.to(given.query.dtype)
+    if isinstance(solution, Record):
+        return Attended(output, state, solution, None, weights)
+    report = None if is_batched(solution.status) else solution.report
+    return Attended(output, state, report, solution, weights)
 
 
-def _shortly(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor, Solution, None] | None:
-    """The answer for inputs of `dtype` by the short way, where it may be taken, else None."""
-    more = call.dropout_p != 0 or call.trace or call.return_solution or call.return_weights
-    if more or call.potential is not LogSumExp or (call.mask is not None and call.bias is not None):
+def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
+    """The answer for inputs of `dtype` by operations on plain tensors, where there is one, else None."""
+    options = call.options
+    plan = options.plan if call.potential is LogSumExp and direct.eager() else None
+    if plan is None or not (plan.explicit or plan.rule is not None):
+        return None
+    asked = call.dropout_p != 0 or call.trace or call.return_weights or (plan.explicit and call.return_solution)
+    if asked or (call.mask is not None and call.bias is not None):
         return None
     sampled = call.site is not None and call.site.tally is not None and call.site.tally.spectral
-    if sampled or policy_of(call.options.on_failure).forward == "explicit":
-        return None
-    plan = short.planned(call.options) if short.untouched() else None
-    if plan is None:
+    if sampled or policy_of(options.on_failure).forward == "explicit":
         return None
     pairs = call.mask if call.bias is None else call.bias
-    problem = ShortProblem(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
-    if plan.solver is None:
+    problem = Hopfield(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
+    if plan.explicit:
         # In half precision nothing is widened to read out.
-        fits = dtype not in HALF and call.values is not None
-        output = short.explicit(problem, call.values) if fits else None
-        return None if output is None else (output, call.query, _unsolved(call.query), None)
-    report = AdjointReport(on_failure=call.options.on_failure, site=call.site)
-    found = short.solved(problem, call.values, call.query if call.initial is None else call.initial, plan, report)
-    return None if found is None else (found[0].to(dtype), found[1].value, found[1], None)
+        fits = dtype not in HALF and call.values is not None and options.impl == "auto"
+        output = direct.explicit(problem, call.values) if fits else None
+        return None if output is None else Attended(output, call.query, _unsolved(call.query).report, None)
+    initial = call.query if call.initial is None else call.initial
+    given, policy = located(call.on_failure)[0], call.site
+    found = direct.solved(problem, call.values, initial, plan, given, policy, solution=call.return_solution)
+    return found if found is None or dtype not in HALF else found._replace(output=found.output.to(dtype))
 
 
 def _with_masked_key(call: Call) -> Call:
@@ -268,6 +289,16 @@ def _with_masked_key(call: Call) -> Call:
 
 def _in_single(call: Call) -> Call:
     """The call in the precision of the solve: float32 where it came in half precision."""
+    dtype = call.query.dtype
+    bias, initial, numbers = call.bias, call.initial, (call.beta, call.anchor)
+    if (
+        dtype not in HALF
+        and call.keys.dtype == dtype
+        and (bias is None or bias.dtype == dtype)
+        and initial is None
+        and all(type(number) is float or getattr(number, "dtype", None) == dtype for number in numbers)
+    ):
+        return call
     query, keys, values, bias, initial = map(
         at_least_single, (call.query, call.keys, call.values, call.bias, call.initial)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -10,11 +10,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
+from .._autograd import PLAIN_TYPES
+from ..adjoints.native import is_finite
+from ..ops.problem import Hopfield
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
 from ..solution import Solution
-from . import short
-from .call import Call
+from . import direct
+from .call import Attended, Call
 from .core import attend
 from .masks import check_causal, check_order, mask_and_bias
 from .read_out import PotentialFactory
@@ -150,12 +153,15 @@ def equilibrium_attention(
     the queries themselves and move with them, use `SelfAttentionEnergy` with `solve`.
     """
     query_offset = _checked_offset(query_offset, is_causal)
-    plain = attn_mask is None and type(is_causal) is bool and enable_gqa is False and return_solution is False
-    if plain and potential is LogSumExp and type(dropout_p) in (float, int) and dropout_p == 0:
-        found = short.attention(query, key, value, scale, anchor, query_offset if is_causal else None, options)
+    solve_options = None
+    plain = attn_mask is None and type(is_causal) is bool and enable_gqa is False and type(return_solution) is bool
+    if plain and potential is LogSumExp and type(dropout_p) in (float, int) and dropout_p == 0 and direct.eager():
+        solve_options = _DEFAULTS.override(**options)
+        first = query_offset if is_causal else None
+        found = _directly(query, key, value, scale, anchor, first, solve_options, return_solution)
         if found is not None:
-            return found
-    solve_options = _DEFAULTS.override(**options)
+            return (found.output, found.solution) if return_solution else found.output
+    solve_options = solve_options or _DEFAULTS.override(**options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
@@ -194,6 +200,27 @@ def equilibrium_attention(
     )
     attended = attend(call)
     return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
+
+
+def _directly(
+    query: Any, key: Any, value: Any, scale: Any, anchor: Any, first: int | None, options: SolveOptions, solution: bool
+) -> Attended | None:
+    """The answer where the arguments are plain tensors that fit each other, else None."""
+    plan = options.plan
+    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or query.is_nested or query.ndim < 2:
+        return None
+    if type(options.on_failure) is not str or (plan.explicit and (solution or options.impl != "auto")):
+        return None
+    if first is not None and (key.ndim < 2 or first + 1 >= key.shape[-2]):
+        first = None
+    beta = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    problem = Hopfield(query, key, beta, anchor, None, first)
+    if plan.explicit:
+        output = direct.explicit(problem, value)
+        return None if output is None else Attended(output, query, None, None)
+    if plan.rule is None or (first is not None and not is_finite(value)):
+        return None
+    return direct.solved(problem, value, query, plan, options.on_failure, report=solution, solution=solution)
 
 
 def _checked_offset(offset: int, is_causal: bool) -> int:

@@ -256,7 +256,7 @@ class ImplicitAttention(Remembering):
         found = attend(call)
         self._remember(found.report)
         if cache is not None:
-            cache.commit(held, found.state, found.solution.num_evals)
+            cache.commit(held, found.state, found.num_evals)
         output = found.output
         if self.readout == "state" and self.rotary is not None:
             output = self.rotary(output, positions, inverse=True)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import math
+import sys
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .._autograd import are_plain
+
+# Numbers per head and the like, which are looked at one by one: with more a check of the tensor costs no more.
+MOST_NUMBERS = 256
+# Leading axes of a problem that is known to fit by its shapes alone.
+MOST_AXES = 8
+# Limits of an inverse temperature.
+LEAST, MOST = math.ulp(0.0), sys.float_info.max
 
 
 def carries(dtype: torch.dtype, anchor: float | Tensor) -> bool:
@@ -19,25 +31,97 @@ class Hopfield(NamedTuple):
     """E(z) = |z|^2/2 - anchor <x, z> - (1 - anchor)/beta log sum_j exp(beta <k_j, z>), the sum over attended keys.
 
     field: the queries x, (*batch, N, D).
-    keys: (*#batch, M, D), with as many axes.
-    beta, anchor: (*#batch, 1, 1), with as many axes.
+    keys: (*#batch, M, D).
+    beta, anchor: numbers or (*#batch).
     mask: boolean (True = the query attends to the key) or added to the scaled scores, (*#batch, #N, #M), or None.
     first: the index of the first query among the keys, where query i attends to keys up to first + i; None where every
         query attends to every key.
+
+    Implementations in torch and Triton, and torch's own registration of operations, read it as it is `packed`.
     """
 
     field: Tensor
     keys: Tensor
-    beta: Tensor
-    anchor: Tensor
+    beta: Any
+    anchor: Any
     mask: Tensor | None = None
     first: int | None = None
+
+    def packed(self) -> Hopfield:
+        """The same problem by views whose tensors have as many axes as the field; beta and anchor (*#batch, 1, 1)."""
+        axes = self.field.ndim
+        tensors = (t if isinstance(t, Tensor) else self.field.new_full((), t) for t in (self.beta, self.anchor))
+        beta, anchor = (t[(None,) * (axes - 2 - t.ndim)][..., None, None] for t in tensors)
+        keys, mask = self.keys[(None,) * (axes - self.keys.ndim)], self.mask
+        mask = None if mask is None else mask[(None,) * (axes - mask.ndim)]
+        return Hopfield(self.field, keys, beta, anchor, mask, self.first)
+
+    def detached(self) -> Hopfield:
+        return Hopfield(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
+
+    def is_plain(self, values: Any = None) -> bool:
+        """Whether all tensors are plain and fit each other, and numbers are in their range, while `unobserved`.
+
+        values: what is read out, (*#batch, M, E), if anything.
+        """
+        query, keys, beta, anchor, mask, _ = self
+        dtype = query.dtype
+        if dtype not in (torch.float32, torch.float64) or not are_plain(
+            dtype, query, keys, keys if values is None else values
+        ):
+            return False
+        if not _fit(query.shape, keys.shape, None if values is None else values.shape):
+            return False
+        # Written out for the most frequent kind.
+        if not ((type(anchor) is float and 0.0 <= anchor <= 1.0) or _is_number_in(anchor, query, 0.0, 1.0)):
+            return False
+        if not ((type(beta) is float and LEAST <= beta <= MOST) or _is_number_in(beta, query, LEAST, MOST)):
+            return False
+        if mask is None:
+            return True
+        fixed = are_plain(torch.bool, mask) or (are_plain(dtype, mask) and not mask.requires_grad)
+        return fixed and mask.ndim >= 2 and _broadcasts(mask.shape, (*query.shape[:-1], keys.shape[-2]))
 
     def to(self, dtype: torch.dtype) -> Hopfield:
         """The same problem in another precision."""
         field, keys, beta, anchor = (t.to(dtype) for t in self[:4])
         mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(dtype)
         return Hopfield(field, keys, beta, anchor, mask, self.first)
+
+
+def _is_number_in(value: Any, query: Tensor, low: float, high: float) -> bool:
+    """Whether `value` is a number in [low, high], or a small tensor of such numbers, one per batch entry of a query."""
+    if type(value) in (float, int):
+        return bool(low <= value <= high)
+    if not are_plain(query.dtype, value) or value.numel() > MOST_NUMBERS:
+        return False
+    if not _broadcasts(value.shape, query.shape[:-2]):
+        return False
+    numbers = value.flatten().tolist()
+    return all(map(low.__le__, numbers)) and all(map(high.__ge__, numbers))
+
+
+@functools.lru_cache(maxsize=1024)
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to `target` without enlarging it."""
+    if shape == target:
+        return True
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, whole) for size, whole in pairs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fit(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size | None) -> bool:
+    """Whether queries, keys and values (if any) have shapes that belong together, with few axes and nothing empty."""
+    if not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
+        return False
+    lead = shape[:-2]
+    if not _broadcasts(of_keys[:-2], lead) or 0 in shape or 0 in of_keys:
+        return False
+    if of_values is None or of_values == of_keys:
+        return True
+    fits = len(of_values) >= 2 and of_values[-2] == of_keys[-2] and 0 not in of_values
+    return fits and _broadcasts(of_values[:-2], lead)
 
 
 def triangle(rows: int, count: int, first: int, device: torch.device) -> Tensor:

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from implicit_attention._fused_rule import FusedRule
-from implicit_attention._short import is_finite
+from implicit_attention.adjoints.native import is_finite
 from implicit_attention.ops.native import library
 from implicit_attention.ops.native.adjoint import adjoints
 from implicit_attention.ops.native.solve import equilibria
+from implicit_attention.ops.problem import Hopfield
 from implicit_attention.ops.rule import AdjointRule
 
 QUERIES = (1, 5, 14, 33)
@@ -39,13 +40,14 @@ def run(dtype):
         for mask, first in masks(queries, keys):
             mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
             rule = FusedRule(1e-4, 1e-8, 30, 3)
-            found = equilibria(query, key, 0.3, 0.4, mask, first, query, rule)
+            problem = Hopfield(query, key, 0.3, 0.4, mask, first)
+            found, _ = equilibria(problem, query, rule)
             cotangent = torch.ones_like(query)
             cotangent[0, 0, 0] = 0
             by_bias = torch.zeros(2, 3, keys, dtype=dtype) if shared else None
             stop = AdjointRule(1e-4, 30)
             given = (found.state, found.mean, cotangent.mT.contiguous().mT, stop)
-            adjoints(key, torch.full((3,), 0.3, dtype=dtype), 0.4, mask, first, *given, by_bias=by_bias)
+            adjoints(problem._replace(beta=torch.full((3,), 0.3, dtype=dtype)), *given, by_bias=by_bias)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Status, UnsupportedImplementation, solve
-from implicit_attention._short import is_finite
+from implicit_attention.adjoints.native import is_finite
 from implicit_attention.ops import dispatch, hopfield_adjoint, hopfield_solve
 from implicit_attention.ops.native import library
 from implicit_attention.testing.numerics import random, relative_error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,35 +14,8 @@ from .library import library
 from .operands import Operands
 
 
-class Adjoints(NamedTuple):
-    """The fields of `ops.AdjointAnswer`, and how many solves failed; what nobody asked for is None.
-
-    A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
-    """
-
-    value: Tensor
-    by_beta: Tensor
-    by_keys: Tensor
-    status: Tensor | None
-    residual: Tensor | None
-    tolerance: Tensor | None
-    num_steps: Tensor | None
-    negative_curvature: Tensor | None
-    failed: int
-
-    @property
-    def whole(self) -> AdjointAnswer:
-        """The same where all evidence was asked for."""
-        evidence: Any = (self.status, self.residual, self.tolerance, self.num_steps, self.negative_curvature)
-        return AdjointAnswer._make((self.value, *evidence, self.by_beta, self.by_keys))
-
-
 def adjoints(
-    keys: Tensor,
-    beta: float | Tensor,
-    anchor: float | Tensor,
-    mask: Tensor | None,
-    first: int | None,
+    problem: Hopfield,
     state: Tensor,
     mean: Tensor,
     cotangent: Tensor,
@@ -50,11 +23,15 @@ def adjoints(
     *,
     evidence: bool = True,
     by_bias: Tensor | None = None,
-) -> Adjoints:
-    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D).
+) -> tuple[AdjointAnswer, int]:
+    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D); count failures.
+
+    A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients. Without
+    `evidence` its fields are None.
 
     by_bias: zeros (*batch, M), contiguous, to which the gradient of a bias of every key is added.
     """
+    _, keys, beta, anchor, mask, first = problem
     loaded = library()
     assert loaded is not None
     operands = Operands(cotangent, keys, beta, anchor, mask, first, state, mean)
@@ -70,7 +47,8 @@ def adjoints(
     wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative)
     numbers = [rule.rtol, rule.max_steps]
     failed = operands.call(loaded.adjoint, dtype.itemsize, numbers, wanted, loaded.parallel_for)
-    return Adjoints(value, by_beta, by_keys, status, residual, tolerance, steps, negative, failed)
+    found: Any = (value, status, residual, tolerance, steps, negative, by_beta, by_keys)
+    return AdjointAnswer._make(found), failed
 
 
 def solve_adjoint(
@@ -83,6 +61,4 @@ def solve_adjoint(
     by_bias: Tensor | None = None,
 ) -> AdjointAnswer:
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
-    _, keys, beta, anchor, mask, first = problem
-    beta, anchor = beta.squeeze((-2, -1)), anchor.squeeze((-2, -1))
-    return adjoints(keys, beta, anchor, mask, first, state, mean, cotangent, rule, by_bias=by_bias).whole
+    return adjoints(problem, state, mean, cotangent, rule, by_bias=by_bias)[0]

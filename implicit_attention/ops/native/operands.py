@@ -43,7 +43,10 @@ class Operands:
         *others: Tensor,
         expanded: bool = False,
     ) -> None:
-        """`like` and `others` are (*batch, N, D); `expanded` keys, which lie in the same place, count as shared."""
+        """`like` and `others` are (*batch, N, D); `expanded` keys, which lie in the same place, count as shared.
+
+        beta, anchor: numbers, or tensors in either layout of `Hopfield`.
+        """
         like, keys = _in_memory(like), _in_memory(keys)
         if keys.stride(-1) != 1 and keys.shape[-1] != 1:
             keys = keys.contiguous()
@@ -51,6 +54,7 @@ class Operands:
         numbers: list[Tensor | None] = []
         for number in (beta, anchor):
             if isinstance(number, Tensor):
+                number = number.squeeze((-2, -1)) if number.ndim == like.ndim else number
                 numbers.append(_in_memory(number))
             else:
                 own.append(number)

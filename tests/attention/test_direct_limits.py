@@ -5,11 +5,11 @@ import functools
 
 import pytest
 import torch
-from short_ways import B, D, H, M, N, agree, gradients, leaf, native, tensors, ways
+from direct_ways import B, D, H, M, N, agree, gradients, leaf, native, tensors, ways
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import implicit_attention as ia
-import implicit_attention._short as short_solve
+import implicit_attention.adjoints.native as native_module
 import implicit_attention._solve as solve_module
 import implicit_attention.attention.core as core
 from implicit_attention.testing.numerics import random
@@ -51,8 +51,8 @@ def test_failures_are_told_alike(door, what, on_failure):
 @pytest.mark.parametrize("on_failure", ["raise", "warn", "ignore"])
 def test_backward_solves_that_fail_are_told_alike(on_failure, monkeypatch):
     leaves = tensors()
-    of = short_solve.AdjointRule
-    for module in (short_solve, core, solve_module):
+    of = native_module.AdjointRule
+    for module in (native_module, core, solve_module):
         if hasattr(module, "AdjointRule"):
             monkeypatch.setattr(module, "AdjointRule", lambda rtol, steps: of(rtol, 1))
     import implicit_attention.linear.base as base
@@ -286,7 +286,7 @@ def test_explicit_keys_that_are_all_nan_are_read_as_nan():
 
 
 @pytest.mark.parametrize("by_solve", [True, False], ids=["solve", "attention"])
-def test_autocast_is_switched_off_before_the_short_way_is_taken(by_solve):
+def test_autocast_is_switched_off_before_plain_tensors_are_answered(by_solve):
     query, key, value = tensors()
 
     def call():

@@ -5,7 +5,7 @@ import random as python_random
 import pytest
 import torch
 from layouts import MATRICES
-from short_ways import B, D, H, M, N, agree, evidence, gradients, leaf, native, same, tensors, ways
+from direct_ways import B, D, H, M, N, agree, evidence, gradients, leaf, native, same, tensors, ways
 from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia
@@ -316,7 +316,7 @@ def test_a_saddle_among_others_is_told_and_differentiated_alike(mask, monkeypatc
     unstable, converged = int(ia.Status.UNSTABLE), int(ia.Status.CONVERGED)
     assert after["adjoint"]["status"].tolist() == [[[unstable, converged, unstable]]]
     # The other queries are not solved a second time.
-    monkeypatch.setattr("implicit_attention._short._by_general", None)
+    monkeypatch.setattr("implicit_attention.adjoints.native._by_implicit", None)
     run()
 
 

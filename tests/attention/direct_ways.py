@@ -9,13 +9,13 @@ import torch
 
 import implicit_attention._solve as solve_module
 import implicit_attention.attention.core as core
-import implicit_attention.attention.short as short
+import implicit_attention.attention.function as function
 from implicit_attention.ops.native.library import library
 from implicit_attention.testing.numerics import random
 
 native = pytest.mark.skipif(library() is None, reason="there is no native operation here")
 B, H, N, M, D = 2, 3, 5, 7, 8
-DOORS = ((short, "attention"), (core, "_shortly"), (solve_module, "_shortly"))
+DOORS = ((function, "_directly"), (core, "_directly"), (solve_module, "_natively"))
 
 
 @contextlib.contextmanager

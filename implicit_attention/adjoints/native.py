@@ -1,0 +1,226 @@
+"""Equilibria of plain tensors by one native call, and their gradients by another.
+
+A call that fails one of a few cheap checks, wrong input included, is left to `lower`, the solvers' loop and
+`Implicit.run`, which give the same bits, messages and derivatives.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._autograd import are_plain, backward_running, sum_to_shape, unobserved
+from .._fused_rule import FusedRule
+from .._types import Impl
+from ..energies import AnchoredEnergy
+from ..failure_policy import policy_of
+from ..fused import Adjoined, Lowered
+from ..ops import dispatch, trust
+from ..ops.native import checks
+from ..ops.native.adjoint import adjoints
+from ..ops.native.library import library
+from ..ops.native.solve import equilibria
+from ..ops.problem import Hopfield, carries
+from ..ops.rule import AdjointRule, Solved
+from ..potentials import LogSumExp
+from ..solution import AdjointReport
+from ..solvers import Anderson, Picard, Solver
+from .base import Adjoint, Request
+from .implicit import Implicit, SolveCall, gradients_at
+from .linear_system import conjugate_gradients, report_adjoint
+
+_R = TypeVar("_R")
+
+
+def native_rule(solver: Solver, adjoint: Adjoint, impl: Impl) -> FusedRule | None:
+    """The rule by which the native operation is this solver; None where it is not, or ends at no solution."""
+    exact = type(adjoint) is Implicit and adjoint.linear_solver is None and adjoint.fallback is None
+    if not exact or impl not in ("auto", "native") or type(solver) not in (Anderson, Picard):
+        return None
+    return _rule_of(solver)
+
+
+@functools.cache
+def _rule_of(solver: Solver) -> FusedRule | None:
+    row = torch.zeros(1, 1, device="cpu")
+    rule = solver.fused_rule(AnchoredEnergy(LogSumExp(row, 1.0), row, 0.0))
+    return None if rule is None or rule.max_steps == 0 or rule.fixed_budget else rule
+
+
+def problem_of(energy: Any) -> Hopfield | None:
+    """`AnchoredEnergy` of `LogSumExp` by its tensors; None for any other, and for one that computes or holds more."""
+    if type(energy) is not AnchoredEnergy or not energy._has_only("potential", "field", "anchor"):
+        return None
+    potential = energy.potential
+    if not isinstance(potential, LogSumExp) or not potential._is_own() or potential._dense:
+        return None
+    mask, bias = potential.mask, potential.bias
+    if mask is not None and bias is not None:
+        return None
+    pairs = mask if bias is None else bias
+    return Hopfield(energy.field, potential.keys, potential.beta, energy.anchor, pairs, potential.query_offset)
+
+
+def potential_of(problem: Hopfield) -> LogSumExp:
+    """The potential of a problem's keys."""
+    _, keys, beta, _, pairs, first = problem
+    if pairs is None:
+        return LogSumExp(keys, beta, query_offset=first)
+    if pairs.dtype == torch.bool:
+        return LogSumExp(keys, beta, mask=pairs)
+    return LogSumExp(keys, beta, bias=pairs)
+
+
+def energy_of(problem: Hopfield) -> AnchoredEnergy:
+    """The energy of a problem, of which `problem_of` makes the problem."""
+    return AnchoredEnergy(potential_of(problem), problem.field, problem.anchor, unbounded="ignore")
+
+
+def is_native(problem: Hopfield, impl: Impl, values: Any = None) -> bool:
+    """Whether a problem `is_plain`, and the native operations solve it as it is."""
+    query, keys, _, anchor, pairs, first = problem
+    wanted = query.dtype in dispatch.NATIVE_DTYPES or impl == "native"
+    if not (wanted and problem.is_plain(values) and carries(query.dtype, anchor)):
+        return False
+    # Keys that are not finite are kept from the queries that do not attend to them.
+    return (pairs is None and first is None) or is_finite(keys)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a plain tensor are known to be finite."""
+    loaded = library()
+    if loaded is not None and tensor.is_contiguous():
+        return bool(loaded.finite(tensor.itemsize, tensor.data_ptr(), tensor.numel()))
+    return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum().item())
+
+
+def is_differentiated(*parts: Any) -> bool:
+    """Whether a derivative with respect to a tensor among `parts` can be asked for, while `unobserved`."""
+    if torch.is_grad_enabled():
+        for part in parts:
+            if isinstance(part, Tensor) and part.requires_grad:
+                return True
+    return False
+
+
+def solve_natively(
+    problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, mean: bool, evidence: bool
+) -> tuple[Solved, int] | None:
+    """The equilibria of a problem that `is_native`, and how many have no answer; None where no library answers."""
+    run = partial(equilibria, problem, initial, rule, mean=mean, evidence=evidence)
+    return _trusted("hopfield_solve", impl, problem, run)
+
+
+def with_gradient(
+    problem: Hopfield, found: Solved, failed: int, solver: Solver, impl: Impl, report: AdjointReport
+) -> Tensor:
+    """The states of a native solve with its mean, differentiable; the backward solve fills the report."""
+    how = _How(solver, impl, report, failed == 0)
+    report.awaited = not backward_running()
+    report.state_residual = None if report.on_failure == "ignore" else found.residual
+    # Past the part of `apply` that looks for transforms, of which there are none.
+    value: Tensor = super(torch.autograd.Function, _Equilibrium).apply(how, found, *problem)
+    return value
+
+
+def _trusted(operation: str, impl: Impl, problem: Hopfield, run: Callable[[], _R]) -> _R | None:
+    use = dispatch.native_use(operation, problem.keys, problem.mask, problem.first)
+    if use is None:
+        return None
+    check = partial(checks.CHECKS[operation], use.variant)
+    return trust.answer(use, check, run, insists="native" if impl == "native" else None)
+
+
+class _How(NamedTuple):
+    """The non-tensor arguments of the backward pass."""
+
+    solver: Solver
+    impl: Impl
+    report: AdjointReport
+    #: Whether every query has an answer, so that no number is NaN that must not reach others.
+    answered: bool
+
+
+class _Equilibrium(torch.autograd.Function):
+    """(how, found, query, keys, beta, anchor, pairs, first) -> the state, found beforehand.
+
+    The native backward solve has no derivative. One that may be differentiated again, or that is observed, is made by
+    `Implicit`.
+    """
+
+    # Without `setup_context`: torch would bind the arguments by their signature at every call.
+    @staticmethod
+    def forward(ctx: Any, how: _How, found: Solved, *problem: Any) -> Tensor:
+        ctx.how = how
+        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in problem]
+        ctx.save_for_backward(found.state, found.mean, *[t for t in problem if isinstance(t, Tensor)])
+        return found.state
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        state, mean, *tensors = ctx.saved_tensors
+        held = iter(tensors)
+        problem = Hopfield._make([next(held) if part is Tensor else part for part in ctx.parts])
+        how, needed = ctx.how, ctx.needs_input_grad[2:]
+        plain = how.answered and not torch.is_grad_enabled() and unobserved()
+        if plain and are_plain(state.dtype, cotangent, state, mean, problem.field, problem.keys):
+            gradients = _by_native(problem, how, state, mean, cotangent)
+            if gradients is not None:
+                return (None, None, *gradients)
+        return (None, None, *_by_implicit(problem, how, state, cotangent, needed))
+
+
+def _by_native(
+    problem: Hopfield, how: _How, state: Tensor, mean: Tensor, cotangent: Tensor
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients by the native backward solve, with its report; None where there is none."""
+    query, _, beta, anchor, _, _ = problem
+    method = conjugate_gradients(state.dtype)
+    rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
+    run = partial(adjoints, problem, state, mean, cotangent, rule)
+    native = _trusted("hopfield_adjoint", how.impl, problem, run)
+    if native is None:
+        return None
+    found, failed = native
+    if failed and policy_of(how.report.on_failure).backward == "zero":
+        return None
+    if failed:
+        held = problem.detached()
+        energy = energy_of(held)
+        packed = Lowered(energy, energy.potential, None, how.impl).packed()  # type: ignore[arg-type]
+        found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
+    by_beta = sum_to_shape(found.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
+    by_anchor = None
+    if isinstance(anchor, Tensor):
+        by_anchor = sum_to_shape((found.value * (query - mean)).sum((-1, -2)), anchor.shape)
+
+    def mapped() -> Tensor:
+        return energy_of(problem.detached()).fixed_point_map(state)
+
+    report_adjoint(how.report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
+    # In the memory of u, which nobody else reads.
+    by_query = found.value.mul_(anchor[..., None, None] if isinstance(anchor, Tensor) else anchor)
+    return by_query, found.by_keys, by_beta, by_anchor, None, None
+
+
+def _by_implicit(
+    problem: Hopfield, how: _How, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
+    energy = energy_of(problem)
+    request = Request(energy, state, how.solver, how.impl, False, how.report)
+    # Keys, beta, pairs, query, anchor: the order of `energy.tensors()`.
+    order = [i for i in (1, 2, 4, 0, 3) if isinstance(problem[i], Tensor)]
+    found = gradients_at(
+        SolveCall(energy, None, request), state, energy.tensors(), cotangent, [needed[i] for i in order]
+    )
+    gradients: list[Tensor | None] = [None] * len(problem)
+    for i, gradient in zip(order, found, strict=True):
+        gradients[i] = gradient
+    return tuple(gradients)
