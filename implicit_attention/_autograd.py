@@ -40,7 +40,12 @@ def unobserved() -> bool:
         or _len_torch_function_stack()
         or torch.is_autocast_enabled("cpu")
         or torch._C._get_deterministic_algorithms()
+        or _eval_frame_callback() is not None
     )
+
+
+#: What torch.compile calls for each frame, also for those that a frame which it gave up calls.
+_eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 #: Types of tensors that hide nothing.
@@ -215,7 +220,7 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         # Of a frame that it gave up the compiler still traces what is called there, each function by itself.
-        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        if torch.compiler.is_compiling() or _eval_frame_callback() is not None:
             outside: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
             return outside(*args, **kwargs)
         return function(*args, **kwargs)

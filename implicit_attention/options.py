@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -113,8 +112,11 @@ class SolveOptions:
             return self
         # Equal policies count apart from each other.
         if type(given.get("on_failure", self.on_failure)) is str and not torch.compiler.is_compiling():
-            with contextlib.suppress(TypeError):
+            try:
                 return _overridden(self, **given)
+            except TypeError:
+                # Told below, or of a solver that has no hash.
+                pass
         return self._overridden(**given)
 
     def _overridden(self, **given: Any) -> SolveOptions:

@@ -191,6 +191,24 @@ class Recorded:
 
     record: Record
 
+    @classmethod
+    def deferred(cls, record: Callable[[], Record], **fields: Any) -> Self:
+        """The same with a record that is made when it is read first, and with all fields given."""
+        made = object.__new__(cls)
+        made.__dict__.update(fields, _deferred=record)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not there.
+        if name != "record" or "_deferred" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        record = self.__dict__["record"] = self.__dict__.pop("_deferred")()
+        return record
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.record  # noqa: B018
+        return self.__dict__
+
     @property
     def status(self) -> Tensor:
         """(*lead), int8 codes of `Status`, whose names are `statuses`."""

@@ -321,9 +321,8 @@ def _gradient_error(
     if z.ndim != lead + 1:
         u, g, z = (t.reshape(*residual.shape, z.shape[lead:].numel()) for t in (u, g, z))
     inverse = _inverse(u, g, answer.negative_curvature if symmetric else None)
-    # What atol takes for zero is no scale: as large as where it takes over from rtol.
     root = math.sqrt(max(z.shape[-1], 1))
-    size = norm(z).clamp(min=root * solver.atol / (solver.rtol or SCALE))
+    size = norm(z).clamp(min=least_size(solver, z.shape[-1]))
     error = torch.nan_to_num(inverse.square() * residual * root / size, nan=0.0)
     worst = float(error.max()) > UNSURE or int(answer.status.max()) > Status.UNSTABLE if error.numel() else False
     if not worst:
@@ -332,6 +331,11 @@ def _gradient_error(
     r, u = (normalised(t)[0] for t in ((mapped() - states).reshape(u.shape), u))
     along = (r * u).sum(-1).abs() / (length(r) * length(u))
     return torch.where(error > UNSURE, error * along.nan_to_num(1.0), error), True
+
+
+def least_size(solver: Solver, dim: int) -> float:
+    """The size below which a state of `dim` entries is no scale: atol takes it for zero, where rtol takes over."""
+    return math.sqrt(max(dim, 1)) * solver.atol / (solver.rtol or SCALE)
 
 
 def _inverse(u: Tensor, g: Tensor, indefinite: Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ from ..solution import AdjointReport
 from ..solvers import Anderson, Picard, Solver
 from .base import Adjoint, Request
 from .implicit import Implicit, SolveCall, gradients_at
-from .linear_system import conjugate_gradients, report_adjoint
+from .linear_system import conjugate_gradients, least_size, report_adjoint
 
 _R = TypeVar("_R")
 
@@ -183,12 +183,14 @@ def _by_native(
     query, _, beta, anchor, _, _ = problem
     method = conjugate_gradients(state.dtype)
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
-    run = partial(adjoints, problem, state, mean, cotangent, rule)
+    report, moved = how.report, how.report.state_residual
+    least = least_size(how.solver, state.shape[-1])
+    run = partial(adjoints, problem, state, mean, cotangent, rule, moved=moved, least=least)
     native = _trusted("hopfield_adjoint", how.impl, problem, run)
     if native is None:
         return None
-    found, failed = native
-    if failed and policy_of(how.report.on_failure).backward == "zero":
+    found, failed, error, doubtful = native
+    if failed and policy_of(report.on_failure).backward == "zero":
         return None
     if failed:
         held = problem.detached()
@@ -203,7 +205,13 @@ def _by_native(
     def mapped() -> Tensor:
         return energy_of(problem.detached()).fixed_point_map(state)
 
-    report_adjoint(how.report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
+    told = failed or doubtful or report.status is not None or report.lead is not None
+    if told or moved is None or type(report.on_failure) is not str or not (report.site is None or report.site.tally is None):
+        report_adjoint(report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
+    else:
+        # There is nothing to tell, and nothing to add to.
+        _, report.status, report.residual, report.tolerance, report.num_steps, report.negative_curvature, _, _ = found
+        report.gradient_error = error
     # In the memory of u, which nobody else reads.
     by_query = found.value.mul_(anchor[..., None, None] if isinstance(anchor, Tensor) else anchor)
     return by_query, found.by_keys, by_beta, by_anchor, None, None

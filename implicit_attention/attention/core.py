@@ -36,7 +36,7 @@ from ..options import SolveOptions
 from ..potentials import LogSumExp, Potential
 from ..potentials.log_sum_exp import OverLogSumExp
 from ..potentials.scored_keys import ScoredKeys
-from ..solution import AdjointReport, Record, Solution, SolveReport, Trace
+from ..solution import NO_REMEDIES, AdjointReport, Record, Solution, SolveReport, Trace
 from ..solvers import Picard
 from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
 from ..status import OF_ATTENTION, Status, advice
@@ -77,9 +77,10 @@ def attend(call: Call) -> Attended:
     failures when it asks for the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake)
     take the same path.
     """
-    if direct.eager() and type(call.query) in PLAIN_TYPES and call.query.is_cpu:
+    if type(call.query) in PLAIN_TYPES and call.query.is_cpu and direct.eager():
         # Nothing of what the contexts and wrappers below keep out is there.
-        return _whole(_by_groups(_with_triangle(call), _answer, in_graph=False))
+        call = call if call.first is None else _with_triangle(call)
+        return _by_groups(call, _answer, in_graph=False)  # type: ignore[return-value]
     check_whole()
     call = _with_triangle(call)
     in_graph = torch.compiler.is_compiling()
@@ -216,14 +217,14 @@ def _merged(solution: Solution) -> Solution:
 def _answered(given: Call, in_graph: bool) -> Attended | None:
     """The answer in the precision of the call, where something may lower it or look on; None as in `_by_groups`."""
     with exact_precision(given.query):
-        return _answer(given, in_graph)
+        return _answer(given, in_graph, eager=not in_graph and direct.eager())
 
 
-def _answer(given: Call, in_graph: bool) -> Attended | None:
+def _answer(given: Call, in_graph: bool, *, eager: bool = True) -> Attended | None:
     if empty := given.keys.shape[-2] == 0:
         given = _with_masked_key(given)
     call = _in_single(given)
-    if not in_graph and not empty and (found := _directly(call, given.query.dtype)) is not None:
+    if eager and not empty and (found := _directly(call, given.query.dtype)) is not None:
         return found
     potential = _potential(call)
     unbounded = "ignore" if call.options.explicit else call.unbounded
@@ -251,16 +252,18 @@ def _answer(given: Call, in_graph: bool) -> Attended | None:
 
 
 def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
-    """The answer for inputs of `dtype` by operations on plain tensors, where there is one, else None."""
+    """The answer for inputs of `dtype` by operations on plain tensors, where there is one, else None. Call while `eager`."""
     options = call.options
-    plan = options.plan if call.potential is LogSumExp and direct.eager() else None
+    plan = options.plan if call.potential is LogSumExp else None
     if plan is None or not (plan.explicit or plan.rule is not None):
         return None
     asked = call.dropout_p != 0 or call.trace or call.return_weights or (plan.explicit and call.return_solution)
     if asked or (call.mask is not None and call.bias is not None):
         return None
-    sampled = call.site is not None and call.site.tally is not None and call.site.tally.spectral
-    if sampled or policy_of(options.on_failure).forward == "explicit":
+    site, on_failure = call.site, options.on_failure
+    if site is not None and site.tally is not None and site.tally.spectral:
+        return None
+    if type(on_failure) is not str and policy_of(on_failure).forward == "explicit":
         return None
     pairs = call.mask if call.bias is None else call.bias
     problem = Hopfield(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
@@ -268,10 +271,15 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         # In half precision nothing is widened to read out.
         fits = dtype not in HALF and call.values is not None and options.impl == "auto"
         output = direct.explicit(problem, call.values) if fits else None
-        return None if output is None else Attended(output, call.query, _unsolved(call.query).report, None)
+        if output is None:
+            return None
+        query = call.query.detach()
+        fields = {"adjoint": AdjointReport(), "remedies": NO_REMEDIES}
+        return Attended(output, call.query, SolveReport.deferred(lambda: _unmeasured(query), **fields), None)
     initial = call.query if call.initial is None else call.initial
-    given, policy = located(call.on_failure)[0], call.site
-    found = direct.solved(problem, call.values, initial, plan, given, policy, solution=call.return_solution)
+    if type(on_failure) is not str:
+        on_failure, site = located(call.on_failure)
+    found = direct.solved(problem, call.values, initial, plan, on_failure, site, solution=call.return_solution)
     return found if found is None or dtype not in HALF else found._replace(output=found.output.to(dtype))
 
 
@@ -289,14 +297,14 @@ def _with_masked_key(call: Call) -> Call:
 
 def _in_single(call: Call) -> Call:
     """The call in the precision of the solve: float32 where it came in half precision."""
-    dtype = call.query.dtype
-    bias, initial, numbers = call.bias, call.initial, (call.beta, call.anchor)
+    dtype, beta, anchor = call.query.dtype, call.beta, call.anchor
     if (
         dtype not in HALF
         and call.keys.dtype == dtype
-        and (bias is None or bias.dtype == dtype)
-        and initial is None
-        and all(type(number) is float or getattr(number, "dtype", None) == dtype for number in numbers)
+        and call.bias is None
+        and call.initial is None
+        and (not isinstance(beta, Tensor) or beta.dtype == dtype)
+        and (not isinstance(anchor, Tensor) or anchor.dtype == dtype)
     ):
         return call
     query, keys, values, bias, initial = map(

@@ -13,7 +13,8 @@ T = TypeVar("T", Tensor, Tensor | None, float | Tensor)
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(*batch, N, heads * D) -> (*batch, heads, N, D)."""
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(-3, -2)
+    *lead, width = x.shape
+    return x.reshape(*lead, heads, width // heads).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -24,6 +25,8 @@ def merge_heads(x: Tensor) -> Tensor:
 def group_size(query: Tensor, keys: Tensor) -> int:
     """Return the number of query heads that share one head of keys."""
     heads, kv_heads = query.shape[-3], keys.shape[-3]
+    if heads == kv_heads != 0:
+        return 1
     _validate.require(
         kv_heads > 0 and heads % kv_heads == 0,
         "query",

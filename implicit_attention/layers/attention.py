@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from .calls import AttentionCall
 
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
 Readout: TypeAlias = Literal["values", "state"]
 
 
@@ -208,24 +210,23 @@ class ImplicitAttention(Remembering):
         """
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
-        first = 0 if cache is None else cache.num_queries
-        positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
-        query = projected(self.q_proj, self.q_norm, x, self.head_dim, self.heads)
-        query = query if self.rotary is None else self.rotary(query, positions)
-        source, places = x, positions
-        if context is not None:
-            source, places = context, torch.arange(context.shape[-2], device=context.device)
-        held = self._held(source, values, key_mask, places, cache)
+        first, rotary, projections = 0 if cache is None else cache.num_queries, self.rotary, self._projections
+        query = projected(projections[0], self.q_norm, x, self.head_dim, self.heads)
+        if rotary is not None:
+            positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
+            query = rotary(query, positions)
+        held = self._held(x, context, values, key_mask, positions, cache)
         keys, read = held.keys, held.values
-        projections = [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
-        shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
-        if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
-            mask = mask.unsqueeze(-3)
         if causal:
             check_order("causal", self.potential)
             check_causal("mask", mask, "causal")
-        pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
+        pairs = bias = None
+        if mask is not None or held.key_mask is not None:
+            shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
+            if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
+                mask = mask.unsqueeze(-3)
+            pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
         beta, anchor = self.beta(), self.anchor()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
@@ -239,7 +240,7 @@ class ImplicitAttention(Remembering):
             read,
             beta,
             anchor,
-            self.options.override(**options),
+            self.options.override(**options) if options else self.options,
             mask=pairs,
             bias=bias,
             first=first if causal else None,
@@ -258,16 +259,18 @@ class ImplicitAttention(Remembering):
         if cache is not None:
             cache.commit(held, found.state, found.num_evals)
         output = found.output
-        if self.readout == "state" and self.rotary is not None:
-            output = self.rotary(output, positions, inverse=True)
+        if self.readout == "state" and rotary is not None:
+            output = rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
-        output = output if self.out_proj is None else self.out_proj(output)
+        output = output if projections[3] is None else projections[3](output)
+        if not (return_solution or return_trajectory or return_weights):
+            return output
         results: list[Any] = [output]
         if return_solution or return_trajectory:
             results.append(found.solution)
         if return_weights:
             results.append(found.weights)
-        return tuple(results) if len(results) > 1 else output
+        return tuple(results)
 
     def new_cache(
         self, context: Tensor | None = None, *, key_mask: Tensor | None = None, warm_start: bool = False
@@ -288,8 +291,7 @@ class ImplicitAttention(Remembering):
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
         else:
-            positions = torch.arange(context.shape[-2], device=context.device)
-            cache.held, cache.fixed = self._held(context, None, key_mask, positions, cache), True
+            cache.held, cache.fixed = self._held(context, context, None, key_mask, None, cache), True
         return cache
 
     def parallel_plan(self) -> dict[str, ParallelStyle]:
@@ -323,7 +325,9 @@ class ImplicitAttention(Remembering):
 
     def _check_call(self, x: Tensor, context: Tensor | None, values: Tensor | None, positions: Any, cache: Any) -> None:
         _check_tokens("x", x, self.dim)
-        _check_dtype(x, self.q_proj)
+        _check_dtype(x, self._modules.get("q_proj"))
+        if context is values is positions is cache is None:
+            return
         for name, given in (("context", context), ("values", values)):
             if given is not None:
                 _check_tokens(name, given, self.context_dim)
@@ -344,30 +348,45 @@ class ImplicitAttention(Remembering):
             _validate.require(context is None and values is None, "cache", required, received, remedy)
             check_cache(cache, self._identity, tuple(x.shape[:-2]))
 
+    @property
+    def _projections(self) -> list[nn.Module | None]:
+        """Those of queries, keys, values and the output, past the search of `nn.Module` for attributes."""
+        found = self._modules
+        return [found.get("q_proj"), found.get("k_proj"), found.get("v_proj"), found.get("out_proj")]
+
     def _held(
         self,
-        source: Tensor,
+        x: Tensor,
+        context: Tensor | None,
         values: Tensor | None,
         key_mask: Tensor | None,
-        positions: Tensor,
+        positions: Tensor | None,
         cache: KeyValueCache | None,
     ) -> Held:
-        """Keys and values (None if the state is read out) of `source` and of a cache, and which of them exist."""
+        """Keys and values (None if the state is read out) of what is attended to, and which of them exist.
+
+        positions: of the tokens of x, for `rotary`.
+        """
         if cache is not None and cache.fixed:
             assert cache.held is not None
             return cache.held if key_mask is None else cache.held._replace(key_mask=key_mask)
-        _check_tokens("context", source, self.context_dim)
+        source = x if context is None else context
+        if context is not None or self.context_dim != self.dim:
+            _check_tokens("context", source, self.context_dim)
         values = source if values is None else values
+        _, k_proj, v_proj, _ = self._projections
         if values.shape[-2] != source.shape[-2]:
             # Numbers are written out only here: torch.compile would make a graph for each of them.
             required = f"have one row for each of the {source.shape[-2]} tokens attended to"
             raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
-        keys = projected(self.k_proj, self.k_norm, source, self.head_dim, self.kv_heads)
-        keys = keys if self.rotary is None else self.rotary(keys, positions)
+        keys = projected(k_proj, self.k_norm, source, self.head_dim, self.kv_heads)
+        if self.rotary is not None:
+            own = context is None
+            keys = self.rotary(keys, positions if own else torch.arange(source.shape[-2], device=source.device))
         # Read at every evaluation: laid out once.
         keys, read = keys.contiguous(), None
         if self.readout == "values":
-            read = projected(self.v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
+            read = projected(v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
         return Held(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     # Housekeeping.
@@ -423,5 +442,9 @@ def _check_dtype(x: Tensor, projection: nn.Module | None) -> None:
 
 
 def _check_tokens(argument: str, x: Tensor, size: int) -> None:
+    # Written out for the most frequent kind.
+    usual = type(x) is Tensor and x.dtype in _DTYPES and x.layout == torch.strided and not x.is_nested
+    if usual and x.ndim > 1 and x.shape[-1] == size:
+        return
     _validate.check_float_tensor(argument, x, min_ndim=2)
     _validate.require(x.shape[-1] == size, argument, f"have width {size} on its last axis", f"shape {tuple(x.shape)}")

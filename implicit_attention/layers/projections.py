@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _validate
-from .._autograd import at_least_single
+from .._autograd import HALF, at_least_single
 
 Scalar: TypeAlias = float | Literal["learned"]
 
@@ -52,7 +52,8 @@ class LearnedAnchor(nn.Module):
 
     def forward(self) -> Tensor:
         # Also in a half-precision model: a whole solve depends on this one number per head.
-        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(self.logit))
+        logit = self.logit
+        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(logit.float() if logit.dtype in HALF else logit)
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -81,7 +82,8 @@ class LearnedBeta(nn.Module):
 
     def forward(self) -> Tensor:
         # In float32 also in a half-precision model. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
-        return self.initial * torch.exp(at_least_single(self.log_scale).clamp(-20.0, 20.0))
+        scale = self.log_scale
+        return self.initial * torch.exp((scale.float() if scale.dtype in HALF else scale).clamp(-20.0, 20.0))
 
     @torch.no_grad()
     def set(self, value: float) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import _validate
+from .._autograd import backward_running
 from ..attention.core import is_repetition, report_from_graph
 from ..failure_policy import FailurePolicy, FailureSite, Located
 from ..options import SolveOptions
@@ -34,6 +35,10 @@ class Remembering(nn.Module):
         return Located(given, self._site)
 
     def _remember(self, report: SolveReport | Record | None) -> None:
+        if type(report) is SolveReport and self._site.tally is None and not backward_running():
+            # Past `nn.Module`, which would ask whether it is a parameter.
+            object.__setattr__(self, "_remembered", report)
+            return
         if torch.compiler.is_exporting():
             # Its tensors have shapes alone, and no program has a place for them.
             return

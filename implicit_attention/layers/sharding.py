@@ -49,10 +49,12 @@ class HeadShard:
 def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, head_dim: int, heads: int) -> Tensor:
     """The heads that a projection makes of x on this process, normalised, (*batch, heads or fewer, N, head_dim)."""
     flat = x if projection is None else projection(x)
-    _validate.check_local("a projection of x", flat)
-    if flat.shape[:-1] != x.shape[:-1] or flat.shape[-1] % head_dim:
-        raise ValueError(_refusal(f"shape {tuple(flat.shape)} from x of shape {tuple(x.shape)}", heads))
-    made = split_heads(flat, flat.shape[-1] // head_dim)
+    if type(flat) is not Tensor:
+        _validate.check_local("a projection of x", flat)
+    shape = flat.shape
+    if shape[:-1] != x.shape[:-1] or shape[-1] % head_dim:
+        raise ValueError(_refusal(f"shape {tuple(shape)} from x of shape {tuple(x.shape)}", heads))
+    made = split_heads(flat, shape[-1] // head_dim)
     if norm is None:
         return made
     if made.shape[-3] == heads and not _validate.is_distributed(norm.weight):
@@ -84,8 +86,8 @@ def head_shard(
         kv_heads: of keys and values, over all processes.
     """
     queries, keys, values = found
-    here = [t.shape[-3] for t in (queries, keys, keys if values is None else values)]
     *inward, outward = projections
+    here = [queries.shape[-3], keys.shape[-3], (keys if values is None else values).shape[-3]]
     # On a mesh of one process, too, the parameters are DTensors.
     if here == [heads, kv_heads, kv_heads] and _placed(outward) == (None, None):
         return None
@@ -107,6 +109,8 @@ def _shard_of(inward: Sequence[nn.Module | None], *heads: int) -> HeadShard:
 def _placed(projection: nn.Module | None) -> tuple[Any, int | None]:
     """(mesh, axis on which the weight is sharded) on a mesh of one dimension, else (None, None)."""
     weight: Any = getattr(projection, "weight", None)
+    if type(weight) is nn.Parameter:
+        return None, None
     if not _validate.is_distributed(weight) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard():
         return None, None
     return weight.device_mesh, weight.placements[0].dim

@@ -2,6 +2,8 @@
 // that u carries. The weights of a tile of queries are formed once and serve all products.
 #pragma once
 
+#include <cmath>
+
 #include "rule.h"
 #include "weighted.h"
 
@@ -17,6 +19,11 @@ struct AdjointOperands {
   int8_t *status;
   int32_t *steps;
   bool *negative;
+  // What is estimated of the error of a gradient where the residuals of the states are given, as in
+  // `adjoints/linear_system.py`: sqrt(D), the least size of a state, and the error from which on it is doubtful.
+  const T *moved;
+  T *error;
+  double root, least, unsure;
 };
 
 template <typename T>
@@ -36,7 +43,8 @@ struct AdjointTile {
   Pairs pairs[W];
   int64_t out[W];
   int lanes;
-  int64_t failed = 0;
+  // `doubtful` are those whose estimate is large, or needs more care than it is given here.
+  int64_t failed = 0, doubtful = 0;
 
   static int64_t bytes(const Problem &p) {
     const int64_t wide = padded(p.dim, L);
@@ -92,6 +100,7 @@ struct AdjointTile {
     if (given.status) given.status[to] = CONVERGED;
     if (given.steps) given.steps[to] = 0;
     if (given.negative) given.negative[to] = false;
+    if (given.error) given.error[to] = 0;
     return true;
   }
 
@@ -222,11 +231,16 @@ struct AdjointTile {
     for (int group = 0; group < groups(); ++group) {
       const int at = group * L;
       Vec<T> sum = all(T(0)), along = sum, scale = load(by_cov + at), part = load(share + at), power = load(unit + at);
+      Vec<T> solved_square = sum, product = sum, state_square = sum;
       for (int64_t d = 0; d < p.dim; ++d) {
         const int64_t i = d * W + at;
-        const Vec<T> spread_here = load(spread + i), rest = load(g + i) - load(u + i) + scale * spread_here;
+        const Vec<T> spread_here = load(spread + i), here = load(u + i), right = load(g + i), place = load(z + i);
+        const Vec<T> rest = right - here + scale * spread_here;
         sum = fma(rest, rest, sum);
-        along = fma(spread_here, load(z + i), along);
+        along = fma(spread_here, place, along);
+        solved_square = fma(here, here, solved_square);
+        product = fma(here, right, product);
+        state_square = fma(place, place, state_square);
       }
       const Mask<T> finite = sum < T(__builtin_inf());
       // What stalled adds nothing.
@@ -255,6 +269,15 @@ struct AdjointTile {
         if (given.status) given.status[to] = status;
         if (given.steps) given.steps[to] = static_cast<int32_t>(steps[q]);
         if (given.negative) given.negative[to] = stopped;
+        if (given.error) {
+          constexpr T smallest = sizeof(T) == 4 ? T(1e-31) : T(1e-292);
+          const T inverse = solved_square[i] / product[i], square = state_square[i];
+          const T size = std::sqrt(square) > T(given.least) ? std::sqrt(square) : T(given.least);
+          const T error = inverse * inverse * given.moved[to] * T(given.root) / size;
+          given.error[to] = error;
+          const bool ordinary = product[i] > 0 && square >= smallest && square < T(__builtin_inf());
+          doubtful += !(ordinary && error <= T(given.unsure));
+        }
       }
       const Vec<T> zero = all(T(0));
       for (int64_t d = 0; d < p.dim; ++d) {

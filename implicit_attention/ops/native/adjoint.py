@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...solution import UNSURE
 from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule
 from ..trust import empty
@@ -23,13 +25,20 @@ def adjoints(
     *,
     evidence: bool = True,
     by_bias: Tensor | None = None,
-) -> tuple[AdjointAnswer, int]:
-    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D); count failures.
+    moved: Tensor | None = None,
+    least: float = 0.0,
+) -> tuple[AdjointAnswer, int, Tensor | None, int]:
+    """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D).
 
     A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients. Without
     `evidence` its fields are None.
 
     by_bias: zeros (*batch, M), contiguous, to which the gradient of a bias of every key is added.
+    moved: the residuals of the states, (*batch, N), contiguous, from which the error of the gradient is estimated, for
+        states that count as no smaller than `least`.
+
+    Returns:
+        The answer, how many failed, the estimates (*batch, N), and how many of these are large or uncertain.
     """
     _, keys, beta, anchor, mask, first = problem
     loaded = library()
@@ -39,16 +48,17 @@ def adjoints(
     rows = shape[:-1]
     value, by_beta = empty(shape, dtype=dtype, device=device), empty(rows, dtype=dtype, device=device)
     by_keys = empty(keys.shape, dtype=dtype, device=device)
-    residual = tolerance = status = steps = negative = None
+    residual = tolerance = status = steps = negative = error = None
     if evidence:
-        residual, tolerance = empty((2, *rows), dtype=dtype, device=device).unbind()
+        residual, tolerance, error = empty((3, *rows), dtype=dtype, device=device).unbind()
+        error = None if moved is None else error
         kinds = (torch.int8, torch.int32, torch.bool)
         status, steps, negative = (empty(rows, dtype=kind, device=device) for kind in kinds)
-    wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative)
-    numbers = [rule.rtol, rule.max_steps]
-    failed = operands.call(loaded.adjoint, dtype.itemsize, numbers, wanted, loaded.parallel_for)
+    wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative, moved, error)
+    numbers = [rule.rtol, rule.max_steps, math.sqrt(max(shape[-1], 1)), least, UNSURE]
+    counts = operands.call(loaded.adjoint, dtype.itemsize, numbers, wanted, loaded.parallel_for)
     found: Any = (value, status, residual, tolerance, steps, negative, by_beta, by_keys)
-    return AdjointAnswer._make(found), failed
+    return AdjointAnswer._make(found), counts & 0xFFFFFFFF, error, counts >> 32
 
 
 def solve_adjoint(

@@ -19,7 +19,7 @@ from ...errors import KernelWarning, outside
 from .operands import ARGUMENTS
 
 #: What calls and the libraries must agree on; the same number stands in kernels.cpp.
-ABI = 3
+ABI = 4
 #: Chooses an instruction set; "off" uses none and says nothing.
 VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
 #: Instruction sets by the family of processors, the fastest first.
