@@ -72,6 +72,12 @@ def _plain_keys() -> tuple[int, ...]:
         return tuple(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), frozen))
 
 
+def applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """function.apply(*args) while `unobserved`, without torch's search for transforms."""
+    output: Tensor = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return output
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether there is a shape, but no numbers: on the device meta, or under torch's FakeTensorMode."""
     return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)

@@ -22,7 +22,7 @@ from ._autograd import (
 from ._reporting import check_on_failure, report_failures, without_gradient
 from ._types import IMPLEMENTATIONS, Impl, OnFailure
 from .adjoints import Adjoint, Implicit, Request, Unrolled
-from .adjoints.native import is_differentiated, is_native, native_rule, problem_of, solve_natively, with_gradient
+from .adjoints.native import NativeSolve, is_differentiated, is_native, native_rule, problem_of, solve_natively
 from .failure_policy import FailurePolicy, located, policy_of
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
@@ -247,7 +247,10 @@ def _natively(
     if answer is None:
         return None
     found, failed = answer
-    value = with_gradient(problem, found, failed, solver, impl, report) if differentiated else found.state
+    value = found.state
+    if differentiated:
+        native = NativeSolve(solver, impl, report, failed == 0).expecting(found.residual)
+        value = native.states(problem, found.state, found.mean)
     return Outcome(value, found.record), failed
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._autograd import are_plain, backward_running, sum_to_shape, unobserved
+from .._autograd import applied, are_plain, backward_running, sum_to_shape, unobserved
 from .._fused_rule import FusedRule
 from .._types import Impl
 from ..energies import AnchoredEnergy
@@ -117,18 +117,6 @@ def solve_natively(
     return _trusted("hopfield_solve", impl, problem, run)
 
 
-def with_gradient(
-    problem: Hopfield, found: Solved, failed: int, solver: Solver, impl: Impl, report: AdjointReport
-) -> Tensor:
-    """The states of a native solve with its mean, differentiable; the backward solve fills the report."""
-    how = _How(solver, impl, report, failed == 0)
-    report.awaited = not backward_running()
-    report.state_residual = None if report.on_failure == "ignore" else found.residual
-    # Past the part of `apply` that looks for transforms, of which there are none.
-    value: Tensor = super(torch.autograd.Function, _Equilibrium).apply(how, found, *problem)
-    return value
-
-
 def _trusted(operation: str, impl: Impl, problem: Hopfield, run: Callable[[], _R]) -> _R | None:
     use = dispatch.native_use(operation, problem.keys, problem.mask, problem.first)
     if use is None:
@@ -137,18 +125,30 @@ def _trusted(operation: str, impl: Impl, problem: Hopfield, run: Callable[[], _R
     return trust.answer(use, check, run, insists="native" if impl == "native" else None)
 
 
-class _How(NamedTuple):
-    """The non-tensor arguments of the backward pass."""
+class NativeSolve(NamedTuple):
+    """The non-tensor arguments of the backward pass of a native solve.
+
+    answered: whether every query has an answer, so that no number is NaN that must not reach others.
+    """
 
     solver: Solver
     impl: Impl
     report: AdjointReport
-    #: Whether every query has an answer, so that no number is NaN that must not reach others.
     answered: bool
+
+    def expecting(self, residual: Tensor) -> NativeSolve:
+        """The same, whose report will be filled by a backward pass at states with these residuals."""
+        self.report.awaited = not backward_running()
+        self.report.state_residual = None if self.report.on_failure == "ignore" else residual
+        return self
+
+    def states(self, problem: Hopfield, state: Tensor, mean: Tensor) -> Tensor:
+        """The states of a solve, where the keys have this mean, differentiable; the backward solve reports."""
+        return applied(_Equilibrium, self, (state, mean), *problem)
 
 
 class _Equilibrium(torch.autograd.Function):
-    """(how, found, query, keys, beta, anchor, pairs, first) -> the state, found beforehand.
+    """(solve, (state, mean), query, keys, beta, anchor, pairs, first) -> the state, found beforehand.
 
     The native backward solve has no derivative. One that may be differentiated again, or that is observed, is made by
     `Implicit`.
@@ -156,30 +156,31 @@ class _Equilibrium(torch.autograd.Function):
 
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
     @staticmethod
-    def forward(ctx: Any, how: _How, found: Solved, *problem: Any) -> Tensor:
-        ctx.how = how
+    def forward(ctx: Any, solve: NativeSolve, found: tuple[Tensor, Tensor], *problem: Any) -> Tensor:
+        ctx.solve = solve
         ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in problem]
-        ctx.save_for_backward(found.state, found.mean, *[t for t in problem if isinstance(t, Tensor)])
-        return found.state
+        ctx.save_for_backward(*found, *[t for t in problem if isinstance(t, Tensor)])
+        return found[0]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         state, mean, *tensors = ctx.saved_tensors
         held = iter(tensors)
         problem = Hopfield._make([next(held) if part is Tensor else part for part in ctx.parts])
-        how, needed = ctx.how, ctx.needs_input_grad[2:]
-        plain = how.answered and not torch.is_grad_enabled() and unobserved()
+        plain = not torch.is_grad_enabled() and unobserved()
         if plain and are_plain(state.dtype, cotangent, state, mean, problem.field, problem.keys):
-            gradients = _by_native(problem, how, state, mean, cotangent)
+            gradients = native_gradients(problem, ctx.solve, state, mean, cotangent)
             if gradients is not None:
-                return (None, None, *gradients)
-        return (None, None, *_by_implicit(problem, how, state, cotangent, needed))
+                return (None, None, *gradients, None, None)
+        return (None, None, *_by_implicit(problem, ctx.solve, state, cotangent, ctx.needs_input_grad[2:]))
 
 
-def _by_native(
-    problem: Hopfield, how: _How, state: Tensor, mean: Tensor, cotangent: Tensor
-) -> tuple[Tensor | None, ...] | None:
-    """The gradients by the native backward solve, with its report; None where there is none."""
+def native_gradients(
+    problem: Hopfield, how: NativeSolve, state: Tensor, mean: Tensor, cotangent: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+    """The gradients of query, keys, beta and anchor by the native backward solve, reported; None where it has none."""
+    if not how.answered:
+        return None
     query, _, beta, anchor, _, _ = problem
     method = conjugate_gradients(state.dtype)
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
@@ -205,8 +206,9 @@ def _by_native(
     def mapped() -> Tensor:
         return energy_of(problem.detached()).fixed_point_map(state)
 
-    told = failed or doubtful or report.status is not None or report.lead is not None
-    if told or moved is None or type(report.on_failure) is not str or not (report.site is None or report.site.tally is None):
+    first = moved is not None and report.status is None and report.lead is None
+    watched = type(report.on_failure) is not str or (report.site is not None and report.site.tally is not None)
+    if failed or doubtful or watched or not first:
         report_adjoint(report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
     else:
         # There is nothing to tell, and nothing to add to.
@@ -214,11 +216,11 @@ def _by_native(
         report.gradient_error = error
     # In the memory of u, which nobody else reads.
     by_query = found.value.mul_(anchor[..., None, None] if isinstance(anchor, Tensor) else anchor)
-    return by_query, found.by_keys, by_beta, by_anchor, None, None
+    return by_query, found.by_keys, by_beta, by_anchor
 
 
 def _by_implicit(
-    problem: Hopfield, how: _How, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
+    problem: Hopfield, how: NativeSolve, state: Tensor, cotangent: Tensor, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """The gradients as `Implicit` has them, differentiable where derivatives are recorded."""
     energy = energy_of(problem)

@@ -252,7 +252,7 @@ def _answer(given: Call, in_graph: bool, *, eager: bool = True) -> Attended | No
 
 
 def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
-    """The answer for inputs of `dtype` by operations on plain tensors, where there is one, else None. Call while `eager`."""
+    """The answer for inputs of `dtype` by operations on plain tensors, else None. Call while `eager`."""
     options = call.options
     plan = options.plan if call.potential is LogSumExp else None
     if plan is None or not (plan.explicit or plan.rule is not None):

@@ -16,27 +16,24 @@ from torch import Tensor
 from .._autograd import are_plain, unobserved
 from .._solve import concluded
 from ..adjoints.native import (
+    NativeSolve,
     energy_of,
     is_differentiated,
     is_finite,
     is_native,
     potential_of,
     solve_natively,
-    with_gradient,
 )
 from ..failure_policy import FailureSite, policy_of
-from ..ops.attention import attend, differentiable, loses_nan, sdpa
-from ..ops.fold import Fold
+from ..ops.attention import loses_nan
 from ..ops.problem import Hopfield
 from ..options import Plan
 from ..solution import AdjointReport, Record, SolveReport
 from ..solvers import Outcome
 from ..status import of_attention
 from .call import Attended
-from .read_out import LINE, read_out
-
-# Rows of so many numbers are aligned in any precision.
-WIDTH = 4
+from .read_out import LINE, is_laid_out, read_out, read_out_plain
+from .training import read_out_at
 
 
 def eager() -> bool:
@@ -58,7 +55,7 @@ def explicit(problem: Hopfield, values: Any) -> Tensor | None:
         return None
     if first is not None and not is_finite(values):
         return None
-    output = _read(query, keys, values, beta, first)
+    output = read_out_plain(query, keys, values, beta, first)
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
 
 
@@ -93,48 +90,49 @@ def solved(
     if failed and not told:
         # Nobody wanted evidence before.
         return solved(problem, values, initial, plan, on_failure, site)
-    state, made, known = found.state, None, None
+    state, output, made, known = found.state, None, None, None
     if told:
         record, adjoint = Record._make(found[3:]), AdjointReport(on_failure=on_failure, site=site)
         if differentiated:
-            state = with_gradient(problem, found, failed, plan.solver, plan.impl, adjoint)
+            solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0).expecting(found.residual)
+            if values is not None and not (failed or solution) and _is_whole(problem, values):
+                output = read_out_at(found, values, problem, solve)
+            if output is None:
+                state = solve.states(problem, state, found.mean)
         if failed or solution or policy_of(on_failure).counts:
             energy = functools.partial(_energy, problem)
-            outcome = Outcome(state, record)
-            made = concluded(outcome, plan.solver, plan.adjoint, adjoint, energy, failed=failed > 0, advice=of_attention)
+            made = concluded(
+                Outcome(state, record),
+                plan.solver,
+                plan.adjoint,
+                adjoint,
+                energy,
+                failed=failed > 0,
+                advice=of_attention,
+            )
             state, known = made.value, made.report
         else:
             if differentiated:
                 adjoint.unsolved = record.failed
             known = SolveReport(record, adjoint, plan.remedies)
+    if output is not None:
+        return Attended(output, state, known, made)
     pairs, first = problem.mask, problem.first
     if values is None:
-        return Attended(state, state, known, made)
-    if failed or pairs is not None or (first is not None and not is_finite(values)):
-        return Attended(read_out(potential_of(problem), state, values, 0.0), state, known, made)
-    return Attended(_read(state, problem.keys, values, problem.beta, first), state, known, made)
+        output = state
+    elif failed or pairs is not None or (first is not None and not is_finite(values)):
+        output = read_out(potential_of(problem), state, values, 0.0)
+    else:
+        output = read_out_plain(state, problem.keys, values, problem.beta, first)
+    return Attended(output, state, known, made)
 
 
-def _read(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor, first: int | None) -> Tensor:
-    """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
-    query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
-    differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
-    if _is_laid_out(z.shape, keys.shape, values.shape):
-        # What `attend` does where there is nothing to lay out anew.
-        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
-        if not differentiated:
-            return sdpa(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
-        return differentiable(query, keys, values, attn_mask=None, scale=scale, first=first)[0]  # type: ignore[no-any-return]
-    kernel = differentiable if differentiated else sdpa
-    fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
-    keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
-    return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale, first)[0])
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_laid_out(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size) -> bool:
-    """Whether torch's kernel takes tensors of these shapes, and takes them aligned, as they are."""
-    return len(shape) == 4 and of_keys == of_values and shape[:-2] == of_keys[:-2] and shape[-1] % WIDTH == 0
+def _is_whole(problem: Hopfield, values: Tensor) -> bool:
+    """Whether torch's kernel reads values out as they lie in memory, and no query must be kept from some of them."""
+    query, keys, _, _, pairs, first = problem
+    if pairs is not None or not is_laid_out(query.shape, keys.shape, values.shape):
+        return False
+    return keys.is_contiguous() and values.is_contiguous() and (first is None or is_finite(values))
 
 
 def _energy(problem: Hopfield, z: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from .. import _validate
 from ..errors import UnsupportedImplementation
+from ..ops.attention import attend, differentiable, sdpa
+from ..ops.fold import Fold
 from ..potentials import Potential, ReadsOut
 from ..potentials._read import surely_finite
 from ..potentials.scored_keys import ScoredKeys
@@ -19,6 +22,8 @@ PotentialFactory: TypeAlias = Callable[..., Potential]
 
 # Bytes to a multiple of which torch aligns new memory.
 LINE = 64
+# Rows of so many numbers are aligned in any precision.
+WIDTH = 4
 
 
 def made_by(
@@ -61,3 +66,25 @@ def reads_out(potential: Potential) -> ReadsOut:
         f"{type(potential).__name__} has no attention weights (no methods `probabilities` and `readout`); use "
         "readout='state', without weights"
     )
+
+
+def read_out_plain(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor, first: int | None) -> Tensor:
+    """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
+    query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
+    if is_laid_out(z.shape, keys.shape, values.shape):
+        # What `attend` does where there is nothing to lay out anew.
+        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+        if not differentiated:
+            return sdpa(query, keys, values, attn_mask=None, scale=scale, first=first)[0]
+        return differentiable(query, keys, values, attn_mask=None, scale=scale, first=first)[0]  # type: ignore[no-any-return]
+    kernel = differentiable if differentiated else sdpa
+    fold = Fold(z.shape[:-2], keys.shape[:-2], values.shape[:-2])
+    keys, values = (fold.rows(fold.moved(t)) for t in (keys, values))
+    return fold.restored(attend(kernel, fold, fold.moved(query), keys, values, None, scale, first)[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def is_laid_out(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size) -> bool:
+    """Whether torch's kernel takes tensors of these shapes, and takes them aligned, as they are."""
+    return len(shape) == 4 and of_keys == of_values and shape[:-2] == of_keys[:-2] and shape[-1] % WIDTH == 0

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .._autograd import exact_precision, is_plain, transforms_active, vjp
+from .._autograd import applied, exact_precision, is_plain, transforms_active, unobserved, vjp
 from .fold import Fold, addressable, aligned, widened
 from .problem import triangle
 
@@ -149,7 +149,7 @@ def sdpa(
         if len(parts) == 1:
             ((part, is_causal),) = parts
             keys, values = keys[..., part, :], values[..., part, :]
-        elif dropout_p == 0 and _is_bare(query, keys, values) and _is_flash(query, keys, values, None, scale):
+        elif dropout_p == 0 and _is_bare(query, keys, values) and is_flash_for_cpu(query, keys, values, None, scale):
             return (with_logsumexp(query, keys, values, attn_mask=None, scale=scale, first=first)[0],)
         else:
             attn_mask = triangle(query.shape[-2], keys.shape[-2], first, query.device)
@@ -164,7 +164,8 @@ def differentiable(
     if torch.compiler.is_compiling():
         # The compiler differentiates the kernel by itself, once; more derivatives it refuses of any function.
         return sdpa(query, keys, values, attn_mask=attn_mask, scale=scale, first=first)
-    return (_Attention.apply(query, keys, values, attn_mask, scale, first),)  # type: ignore[no-untyped-call]
+    apply = partial(applied, _Attention) if unobserved() else _Attention.apply
+    return (apply(query, keys, values, attn_mask, scale, first),)
 
 
 def attend(
@@ -247,7 +248,7 @@ class _Attention(torch.autograd.Function):
         # Hooks on saved tensors are to see what is kept once, as all functions have it.
         if not any(ctx.needs_input_grad) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return sdpa(query, keys, values, attn_mask=mask, scale=scale, first=first)[0]
-        ctx.is_flash = _is_flash(query, keys, values, mask, scale)
+        ctx.is_flash = is_flash_for_cpu(query, keys, values, mask, scale)
         ctx.kept = _kept(ctx, query, keys, values, mask)
         return ctx.kept[0].detach()  # type: ignore[no-any-return]
 
@@ -268,7 +269,7 @@ class _Attention(torch.autograd.Function):
             with exact_precision(cotangent):
                 kept = _kept(ctx, query, keys, values, mask)
         if ctx.is_flash:
-            found = _flash_gradients(cotangent, query, keys, values, kept[0], kept[1], mask, ctx.scale, ctx.first)
+            found = flash_gradients(cotangent, query, keys, values, kept[0], kept[1], mask, ctx.scale, ctx.first)
             return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None, None, None)
         leaves = kept[1]
         with exact_precision(cotangent):
@@ -276,7 +277,7 @@ class _Attention(torch.autograd.Function):
         return (*(next(gradients) if t.requires_grad else None for t in leaves), None, None, None)
 
 
-def _flash_gradients(
+def flash_gradients(
     cotangent: Tensor,
     query: Tensor,
     keys: Tensor,
@@ -315,7 +316,7 @@ def _is_bare(*tensors: Tensor) -> bool:
     return is_plain(*tensors) and not torch.compiler.is_compiling()
 
 
-def _is_flash(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> bool:
+def is_flash_for_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> bool:
     """Whether torch takes its kernel for the CPU, whose derivative can be called without a graph of its own."""
     own = F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     if query.device.type != "cpu" or _FLASH_BACKWARD is None or torch.is_autocast_enabled("cpu") or not own:

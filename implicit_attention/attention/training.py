@@ -1,0 +1,114 @@
+"""The solve and its read-out as one function of autograd, whose backward pass is two kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import applied, are_plain, exact_precision, unobserved
+from ..adjoints.native import NativeSolve, native_gradients
+from ..ops.attention import flash_gradients, is_flash_for_cpu, with_logsumexp
+from ..ops.problem import Hopfield
+from ..ops.rule import Solved
+from .read_out import read_out_plain
+
+
+def read_out_at(found: Solved, values: Tensor, problem: Hopfield, solve: NativeSolve) -> Tensor | None:
+    """The values read out at native equilibria, differentiable; None where torch's kernel for the CPU does not read.
+
+    The tensors are laid out as that kernel takes them, and all queries have answers.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        # Hooks are to see all that is kept.
+        return None
+    query, scale = scaled(found.state, problem.beta)
+    if not is_flash_for_cpu(query, problem.keys, values, None, scale):
+        return None
+    return applied(_ReadOutAtEquilibrium, solve, found, scale, values, *problem)
+
+
+def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
+    """Queries and their scale, a number, for attention at the states z."""
+    if isinstance(beta, Tensor):
+        return (beta.detach()[..., None, None] * z).contiguous(), 1.0
+    return z.contiguous(), beta
+
+
+class _ReadOutAtEquilibrium(torch.autograd.Function):
+    """(solve, found, scale, values, query, keys, beta, anchor, mask, first) -> the values read out at found states."""
+
+    # Without `setup_context`: torch would bind the arguments by their signature at every call.
+    @staticmethod
+    def forward(ctx: Any, solve: NativeSolve, found: Solved, scale: float, values: Tensor, *problem: Any) -> Tensor:
+        ctx.solve, ctx.scale = solve, scale
+        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in problem]
+        ctx.save_for_backward(found.state, found.mean, values, *[t for t in problem if isinstance(t, Tensor)])
+        ctx.kept = _kept(found.state, values, Hopfield._make(problem), scale)
+        return ctx.kept[0].detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        state, mean, values, *tensors = ctx.saved_tensors
+        held = iter(tensors)
+        problem = Hopfield._make([next(held) if part is Tensor else part for part in ctx.parts])
+        kept, ctx.kept = ctx.kept, None
+        plain = not torch.is_grad_enabled() and unobserved()
+        if plain and are_plain(state.dtype, cotangent, state, mean, values, problem.field, problem.keys):
+            if kept is None or kept[0]._version != kept[2]:
+                # It was used up, or its output was written to.
+                kept = _kept(state, values, problem, ctx.scale)
+            found = _by_kernels(ctx, problem, state, mean, values, kept, cotangent)
+            if found is not None:
+                return found
+        return _by_parts(ctx, problem, state, mean, values, cotangent)
+
+
+def _kept(state: Tensor, values: Tensor, problem: Hopfield, scale: float) -> tuple[Tensor, Tensor, int, Tensor]:
+    """The output, the log-sum-exp of the scores, the version of the output, and the scaled states."""
+    query, _ = scaled(state, problem.beta)
+    output, logsumexp = with_logsumexp(query, problem.keys, values, attn_mask=None, scale=scale, first=problem.first)
+    return output, logsumexp, output._version, query
+
+
+def _by_kernels(
+    ctx: Any, problem: Hopfield, state: Tensor, mean: Tensor, values: Tensor, kept: Any, cotangent: Tensor
+) -> tuple[Any, ...] | None:
+    """The gradients by torch's backward kernel and the native backward solve; None where the latter has none."""
+    output, logsumexp, _, query = kept
+    by_query, by_keys, by_values = flash_gradients(
+        cotangent, query, problem.keys, values, output, logsumexp, None, ctx.scale, problem.first
+    )
+    beta, by_beta = problem.beta, None
+    if isinstance(beta, Tensor):
+        unsqueezed = beta[..., None, None]
+        by_beta = (by_query * state).sum_to_size(unsqueezed.shape).reshape(beta.shape)
+        by_query = by_query * unsqueezed
+    found = native_gradients(problem, ctx.solve, state, mean, by_query)
+    if found is None:
+        return None
+    by_field, keys_too, beta_too, by_anchor = found
+    # In memory that nobody else reads, laid out as autograd would have the sum: bits of what follows depend on that.
+    by_keys = by_keys.add_(keys_too)
+    by_beta = None if by_beta is None else beta_too + by_beta
+    return None, None, None, by_values, by_field, by_keys, by_beta, by_anchor, None, None
+
+
+def _by_parts(
+    ctx: Any, problem: Hopfield, state: Tensor, mean: Tensor, values: Tensor, cotangent: Tensor
+) -> tuple[Any, ...]:
+    """The same by functions of their own for the solve and the read-out, which have every derivative."""
+    inputs = (values, *problem)
+    asked = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+    with exact_precision(cotangent), torch.enable_grad():
+        z = ctx.solve.states(problem, state, mean)
+        output = read_out_plain(z, problem.keys, values, problem.beta, problem.first)
+    recorded = torch.is_grad_enabled()
+    asked_for = [inputs[i] for i in asked]
+    with exact_precision(cotangent):
+        found = torch.autograd.grad(output, asked_for, cotangent, create_graph=recorded, allow_unused=True)
+    gradients: list[Tensor | None] = [None] * 10
+    for i, gradient in zip(asked, found, strict=True):
+        gradients[3 + i] = gradient
+    return tuple(gradients)
