@@ -216,10 +216,11 @@ def concluded(
         course=course,
         energy_function=energy_function,
     )
-    if on_failure != "ignore" and not transforms_active():
-        report.state_residual = solution.residual
-    if adjoint.needs_solution:
-        report.unsolved = solution.failed
+    if value.requires_grad or transforms_active():
+        if on_failure != "ignore" and not transforms_active():
+            report.state_residual = solution.residual
+        if adjoint.needs_solution:
+            report.unsolved = solution.failed
 
     def told() -> str:
         policy = policy_of(on_failure)

@@ -192,22 +192,22 @@ class Recorded:
     record: Record
 
     @classmethod
-    def deferred(cls, record: Callable[[], Record], **fields: Any) -> Self:
-        """The same with a record that is made when it is read first, and with all fields given."""
+    def deferred(cls, later: dict[str, Callable[[], Any]], **fields: Any) -> Self:
+        """The same with fields that are made when they are read first; all fields must be given."""
         made = object.__new__(cls)
-        made.__dict__.update(fields, _deferred=record)
+        made.__dict__.update(fields, _later=later)
         return made
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not there.
-        if name != "record" or "_deferred" not in self.__dict__:
+        later = self.__dict__.get("_later", {})
+        if name not in later:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        record = self.__dict__["record"] = self.__dict__.pop("_deferred")()
-        return record
+        made = self.__dict__[name] = later[name]()
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
-        self.record  # noqa: B018
-        return self.__dict__
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def status(self) -> Tensor:

@@ -274,8 +274,8 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         if output is None:
             return None
         query = call.query.detach()
-        fields = {"adjoint": AdjointReport(), "remedies": NO_REMEDIES}
-        return Attended(output, call.query, SolveReport.deferred(lambda: _unmeasured(query), **fields), None)
+        later = {"record": lambda: _unmeasured(query), "adjoint": AdjointReport}
+        return Attended(output, call.query, SolveReport.deferred(later, remedies=NO_REMEDIES), None)
     initial = call.query if call.initial is None else call.initial
     if type(on_failure) is not str:
         on_failure, site = located(call.on_failure)

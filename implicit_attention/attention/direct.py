@@ -28,7 +28,7 @@ from ..failure_policy import FailureSite, policy_of
 from ..ops.attention import loses_nan
 from ..ops.problem import Hopfield
 from ..options import Plan
-from ..solution import AdjointReport, Record, SolveReport
+from ..solution import AdjointReport, SolveReport
 from ..solvers import Outcome
 from ..status import of_attention
 from .call import Attended
@@ -82,7 +82,8 @@ def solved(
         return None
     assert plan.rule is not None
     differentiated = is_differentiated(*problem)
-    told = report or differentiated or policy_of(on_failure).counts
+    counts = type(on_failure) is not str and policy_of(on_failure).counts
+    told = report or differentiated or counts
     answer = solve_natively(problem, initial, plan.rule, plan.impl, mean=differentiated, evidence=told)
     if answer is None:
         return None
@@ -91,15 +92,22 @@ def solved(
         # Nobody wanted evidence before.
         return solved(problem, values, initial, plan, on_failure, site)
     state, output, made, known = found.state, None, None, None
-    if told:
-        record, adjoint = Record._make(found[3:]), AdjointReport(on_failure=on_failure, site=site)
+    if told and not (differentiated or failed or solution or counts):
+        # Nobody may ever read it.
+        later = {
+            "record": lambda: found.record,
+            "adjoint": lambda: AdjointReport(on_failure=on_failure, site=site),
+        }
+        known = SolveReport.deferred(later, remedies=plan.remedies)
+    elif told:
+        record, adjoint = found.record, AdjointReport(on_failure=on_failure, site=site)
         if differentiated:
             solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0).expecting(found.residual)
             if values is not None and not (failed or solution) and _is_whole(problem, values):
                 output = read_out_at(found, values, problem, solve)
             if output is None:
                 state = solve.states(problem, state, found.mean)
-        if failed or solution or policy_of(on_failure).counts:
+        if failed or solution or counts:
             energy = functools.partial(_energy, problem)
             made = concluded(
                 Outcome(state, record),

@@ -185,7 +185,7 @@ class ImplicitAttention(Remembering):
         return_solution: bool = False,
         return_trajectory: bool = False,
         return_weights: bool = False,
-        **options: Unpack[SolveKeywords],
+        **given: Unpack[SolveKeywords],
     ) -> Any:
         """Attend from every token of x to the context.
 
@@ -203,7 +203,7 @@ class ImplicitAttention(Remembering):
             return_solution: return (output, Solution): states (*batch, heads, N, head_dim), and how each solve went.
             return_trajectory: the same, with the states of all iterations in `solution.trace`.
             return_weights: return the attention weights at the equilibrium as well, last, (*batch, heads, N, M).
-            **options: replace the layer's for this call, see `SolveOptions`.
+            **given: options that replace the layer's for this call, see `SolveOptions`.
 
         Returns:
             (*batch, N, dim), or a tuple (output, solution, weights) without the parts that were not asked for.
@@ -227,7 +227,11 @@ class ImplicitAttention(Remembering):
             if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
                 mask = mask.unsqueeze(-3)
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
-        beta, anchor = self.beta(), self.anchor()
+        options = self.options.override(**given) if given else self.options
+        beta = self.beta()
+        # An explicit step does not read the anchor, which it only has for the gradient.
+        unread = not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and options.plan.explicit
+        anchor = 1.0 if unread else self.anchor()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
         if self.values_inside:
@@ -240,7 +244,7 @@ class ImplicitAttention(Remembering):
             read,
             beta,
             anchor,
-            self.options.override(**options) if options else self.options,
+            options,
             mask=pairs,
             bias=bias,
             first=first if causal else None,

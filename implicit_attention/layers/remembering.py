@@ -35,7 +35,8 @@ class Remembering(nn.Module):
         return Located(given, self._site)
 
     def _remember(self, report: SolveReport | Record | None) -> None:
-        if type(report) is SolveReport and self._site.tally is None and not backward_running():
+        seen = torch.compiler.is_compiling() or self._site.tally is not None
+        if type(report) is SolveReport and not (seen or backward_running()):
             # Past `nn.Module`, which would ask whether it is a parameter.
             object.__setattr__(self, "_remembered", report)
             return

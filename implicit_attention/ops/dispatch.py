@@ -5,9 +5,10 @@ What is known of shapes and dtypes is refused at once; which kernels are trusted
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -204,8 +205,13 @@ def native_use(operation: str, keys: Tensor, mask: Tensor | None, first: int | N
     if loaded is None:
         warn_once()
         return None
-    variant = native_checks.variant(loaded.isa, keys, mask, first)
-    return trust.Use(f"{operation} (native)", keys.device, variant)
+    kind = "none" if mask is None else checks.mask_kind(mask)
+    return _native_use(operation, keys.device, loaded.isa, keys.dtype, keys.shape[-1], kind, first is not None)
+
+
+@functools.lru_cache(maxsize=256)
+def _native_use(operation: str, device: torch.device, *variant: Any) -> trust.Use:
+    return trust.Use(f"{operation} (native)", device, native_checks.NativeVariant(*variant))
 
 
 def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _R]) -> _R | None:

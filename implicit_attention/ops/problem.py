@@ -97,7 +97,7 @@ def _is_number_in(value: Any, query: Tensor, low: float, high: float) -> bool:
         return False
     if not _broadcasts(value.shape, query.shape[:-2]):
         return False
-    numbers = value.flatten().tolist()
+    numbers = value.tolist() if value.ndim == 1 else value.flatten().tolist()
     return all(map(low.__le__, numbers)) and all(map(high.__ge__, numbers))
 
 

@@ -77,7 +77,7 @@ class Solved(NamedTuple):
     @property
     def record(self) -> Record:
         """Return the report of the solve."""
-        return Record(*self[3:])
+        return Record(self.status, self.residual, self.tolerance, self.num_steps, self.num_evals)
 
 
 class AdjointAnswer(NamedTuple):

@@ -93,7 +93,15 @@ _found: dict[Use, KernelCheck] = {}
 #: Kernels and devices that a warning told of; the status has every configuration.
 _told: set[tuple[str, torch.device]] = set()
 _lock = threading.Lock()
-_checking = threading.local()
+
+
+class _Checking(threading.local):
+    """Whether this thread checks a kernel."""
+
+    active = False
+
+
+_checking = _Checking()
 
 
 def kernel_checks() -> tuple[KernelCheck, ...]:
@@ -145,8 +153,8 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
 
 def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a kernel to write to: during a check filled so that what is not written is seen."""
-    memory = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return poisoned(memory) if getattr(_checking, "active", False) else memory
+    memory = torch.empty(shape, dtype=dtype, device=device)
+    return poisoned(memory) if _checking.active else memory
 
 
 def poisoned(memory: Tensor) -> Tensor:

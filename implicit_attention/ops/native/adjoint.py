@@ -52,8 +52,9 @@ def adjoints(
     if evidence:
         residual, tolerance, error = empty((3, *rows), dtype=dtype, device=device).unbind()
         error = None if moved is None else error
-        kinds = (torch.int8, torch.int32, torch.bool)
-        status, steps, negative = (empty(rows, dtype=kind, device=device) for kind in kinds)
+        status = empty(rows, dtype=torch.int8, device=device)
+        steps = empty(rows, dtype=torch.int32, device=device)
+        negative = empty(rows, dtype=torch.bool, device=device)
     wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative, moved, error)
     numbers = [rule.rtol, rule.max_steps, math.sqrt(max(shape[-1], 1)), least, UNSURE]
     counts = operands.call(loaded.adjoint, dtype.itemsize, numbers, wanted, loaded.parallel_for)

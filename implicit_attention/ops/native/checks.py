@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import adjoint_errors, mask_kind, small_problem, solve_errors
+from ..checks import adjoint_errors, small_problem, solve_errors
 from ..problem import Hopfield
 from ..rule import AdjointAnswer, AdjointRule, Solved
 from ..trust import Errors
@@ -26,10 +26,6 @@ class NativeVariant(NamedTuple):
     head_dim: int
     mask: str
     causal: bool
-
-
-def variant(isa: str, keys: Tensor, mask: Tensor | None, first: int | None) -> NativeVariant:
-    return NativeVariant(isa, keys.dtype, keys.shape[-1], mask_kind(mask), first is not None)
 
 
 def check_solve(variant: NativeVariant) -> Errors:

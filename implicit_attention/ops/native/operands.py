@@ -47,34 +47,44 @@ class Operands:
 
         beta, anchor: numbers, or tensors in either layout of `Hopfield`.
         """
-        like, keys = _in_memory(like), _in_memory(keys)
+        if not _are_plain(like, keys, beta, anchor, mask, *others):
+            like, keys, beta, anchor, mask, *others = (  # type: ignore[assignment]
+                _in_memory(t) if isinstance(t, Tensor) else t for t in (like, keys, beta, anchor, mask, *others)
+            )
         if keys.stride(-1) != 1 and keys.shape[-1] != 1:
             keys = keys.contiguous()
-        own: list[float] = []
-        numbers: list[Tensor | None] = []
+        own = array(_CODES[like.dtype])
+        start, where = [], []
         for number in (beta, anchor):
             if isinstance(number, Tensor):
                 number = number.squeeze((-2, -1)) if number.ndim == like.ndim else number
-                numbers.append(_in_memory(number))
+                start.append(number.data_ptr())
+                where.append((number.shape, number.stride()))
             else:
                 own.append(number)
-                numbers.append(None)
-        others = tuple(map(_in_memory, others))
-        kind = _NO_MASK
+                start.append(0)
+                where.append(None)
+        kind, place = _NO_MASK, None
         if mask is not None:
-            mask = _in_memory(mask)
-            kind = _BOOLEAN if mask.dtype == torch.bool else _ADDED
-        places = (*map(_place, (like, keys, *numbers, mask)), *map(_place, others))
-        self._integers = _packed(kind, first, expanded, *places)
-        held = array(_CODES[like.dtype], own)
-        start = held.buffer_info()[0]
-        self._addresses = [like.data_ptr(), keys.data_ptr()]
-        for tensor in numbers:
-            self._addresses.append(start if tensor is None else tensor.data_ptr())
-            start += held.itemsize if tensor is None else 0
-        self._addresses.append(0 if mask is None else mask.data_ptr())
-        self._addresses += [t.data_ptr() for t in others]
-        self._kept = like, keys, numbers, mask, others, held
+            kind, place = _BOOLEAN if mask.dtype == torch.bool else _ADDED, (mask.shape, mask.stride())
+        self._integers = _packed(
+            kind,
+            first,
+            expanded,
+            (like.shape, like.stride()),
+            (keys.shape, keys.stride()),
+            *where,
+            place,
+            *[(t.shape, t.stride()) for t in others],
+        )
+        at = own.buffer_info()[0]
+        for i in range(2):
+            if where[i] is None:
+                start[i] = at
+                at += own.itemsize
+        masked = 0 if mask is None else mask.data_ptr()
+        self._addresses = [like.data_ptr(), keys.data_ptr(), *start, masked, *[t.data_ptr() for t in others]]
+        self._kept = like, keys, beta, anchor, mask, others, own
 
     def call(
         self, function: Any, bytes_: int, numbers: list[float], outputs: tuple[Any, ...], parallel_for: int
@@ -103,8 +113,11 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def _place(tensor: Tensor | None) -> _Place | None:
-    return None if tensor is None else (tensor.shape, tensor.stride())
+def _are_plain(*parts: Any) -> bool:
+    for part in parts:
+        if isinstance(part, Tensor) and (part.is_neg() or part._is_zerotensor()):
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -33,7 +33,8 @@ def equilibria(
     numbers = status = steps = None
     if evidence:
         numbers = empty((3, *rows), dtype=dtype, device=device)
-        status, steps = (empty(rows, dtype=kind, device=device) for kind in (torch.int8, torch.int32))
+        status = empty(rows, dtype=torch.int8, device=device)
+        steps = empty(rows, dtype=torch.int32, device=device)
     logsumexp, residual, tolerance = (None,) * 3 if numbers is None else numbers.unbind()
     wanted = (state, means, logsumexp, residual, tolerance, status, steps)
     steps_of_rule = (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
