@@ -247,12 +247,13 @@ def _natively(
     answer = solve_natively(problem, initial, rule, impl, mean=differentiated, evidence=True)
     if answer is None:
         return None
-    found, failed = answer
-    value = found.state
-    if differentiated:
-        native = NativeSolve(solver, impl, report, failed == 0).expecting(found.residual)
-        value = native.states(problem, found.state, found.mean)
-    return Outcome(value, found.record), failed
+    value, mean, told, failed = answer
+    assert told is not None
+    record = told.record
+    if mean is not None:
+        native = NativeSolve(solver, impl, report, failed == 0).expecting(record.residual)
+        value = native.states(problem, value, mean)
+    return Outcome(value, record), failed
 
 
 def _checked(problem: Problem, initial: Tensor) -> tuple[Problem, Tensor]:

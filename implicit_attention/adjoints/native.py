@@ -25,9 +25,9 @@ from ..ops import dispatch, trust
 from ..ops.native import checks
 from ..ops.native.adjoint import adjoints
 from ..ops.native.library import library
-from ..ops.native.solve import equilibria
+from ..ops.native.solve import Equilibria, equilibria
 from ..ops.problem import Hopfield, carries
-from ..ops.rule import AdjointRule, Solved
+from ..ops.rule import AdjointRule
 from ..potentials import LogSumExp
 from ..solution import AdjointReport
 from ..solvers import Anderson, Picard, Solver
@@ -111,8 +111,8 @@ def is_differentiated(*parts: Any) -> bool:
 
 def solve_natively(
     problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, mean: bool, evidence: bool
-) -> tuple[Solved, int] | None:
-    """The equilibria of a problem that `is_native`, and how many have no answer; None where no library answers."""
+) -> Equilibria | None:
+    """The equilibria of a problem that `is_native`; None where no library answers."""
     run = partial(equilibria, problem, initial, rule, mean=mean, evidence=evidence)
     return _trusted("hopfield_solve", impl, problem, run)
 
@@ -215,7 +215,7 @@ def native_gradients(
         _, report.status, report.residual, report.tolerance, report.num_steps, report.negative_curvature, _, _ = found
         report.gradient_error = error
     # In the memory of u, which nobody else reads.
-    by_query = found.value.mul_(anchor[..., None, None] if isinstance(anchor, Tensor) else anchor)
+    by_query = found.value.mul_(anchor.view(*anchor.shape, 1, 1) if isinstance(anchor, Tensor) else anchor)
     return by_query, found.by_keys, by_beta, by_anchor
 
 

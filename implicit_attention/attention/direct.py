@@ -87,42 +87,35 @@ def solved(
     answer = solve_natively(problem, initial, plan.rule, plan.impl, mean=differentiated, evidence=told)
     if answer is None:
         return None
-    found, failed = answer
-    if failed and not told:
+    state, mean, evidence, failed = answer
+    if failed and evidence is None:
         # Nobody wanted evidence before.
         return solved(problem, values, initial, plan, on_failure, site)
-    state, output, made, known = found.state, None, None, None
-    if told and not (differentiated or failed or solution or counts):
-        # Nobody may ever read it.
-        later = {
-            "record": lambda: found.record,
-            "adjoint": lambda: AdjointReport(on_failure=on_failure, site=site),
-        }
-        known = SolveReport.deferred(later, remedies=plan.remedies)
-    elif told:
-        record, adjoint = found.record, AdjointReport(on_failure=on_failure, site=site)
-        if differentiated:
-            solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0).expecting(found.residual)
+    output, made, known = None, None, None
+    if evidence is not None:
+        adjoint = AdjointReport(on_failure=on_failure, site=site)
+        if mean is not None:
+            solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0).expecting(evidence.residual)
             if values is not None and not (failed or solution) and _is_whole(problem, values):
-                output = read_out_at(found, values, problem, solve)
+                output = read_out_at(state, mean, values, problem, solve)
             if output is None:
-                state = solve.states(problem, state, found.mean)
+                state = solve.states(problem, state, mean)
         if failed or solution or counts:
-            energy = functools.partial(_energy, problem)
             made = concluded(
-                Outcome(state, record),
+                Outcome(state, evidence.record),
                 plan.solver,
                 plan.adjoint,
                 adjoint,
-                energy,
+                functools.partial(_energy, problem),
                 failed=failed > 0,
                 advice=of_attention,
             )
             state, known = made.value, made.report
         else:
-            if differentiated:
-                adjoint.unsolved = record.failed
-            known = SolveReport(record, adjoint, plan.remedies)
+            if mean is not None:
+                adjoint.unsolved = torch.zeros(evidence.rows, dtype=torch.bool)
+            # Nobody may ever read it.
+            known = SolveReport.deferred({"record": lambda: evidence.record}, adjoint=adjoint, remedies=plan.remedies)
     if output is not None:
         return Attended(output, state, known, made)
     pairs, first = problem.mask, problem.first

@@ -70,7 +70,7 @@ def reads_out(potential: Potential) -> ReadsOut:
 
 def read_out_plain(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor, first: int | None) -> Tensor:
     """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
-    query, scale = (beta[..., None, None] * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
+    query, scale = (beta.unsqueeze(-1).unsqueeze(-1) * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     if is_laid_out(z.shape, keys.shape, values.shape):
         # What `attend` does where there is nothing to lay out anew.

@@ -11,11 +11,10 @@ from .._autograd import applied, are_plain, exact_precision, unobserved
 from ..adjoints.native import NativeSolve, native_gradients
 from ..ops.attention import flash_gradients, is_flash_for_cpu, with_logsumexp
 from ..ops.problem import Hopfield
-from ..ops.rule import Solved
 from .read_out import read_out_plain
 
 
-def read_out_at(found: Solved, values: Tensor, problem: Hopfield, solve: NativeSolve) -> Tensor | None:
+def read_out_at(state: Tensor, mean: Tensor, values: Tensor, problem: Hopfield, solve: NativeSolve) -> Tensor | None:
     """The values read out at native equilibria, differentiable; None where torch's kernel for the CPU does not read.
 
     The tensors are laid out as that kernel takes them, and all queries have answers.
@@ -23,29 +22,30 @@ def read_out_at(found: Solved, values: Tensor, problem: Hopfield, solve: NativeS
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         # Hooks are to see all that is kept.
         return None
-    query, scale = scaled(found.state, problem.beta)
+    query, scale = scaled(state, problem.beta)
     if not is_flash_for_cpu(query, problem.keys, values, None, scale):
         return None
-    return applied(_ReadOutAtEquilibrium, solve, found, scale, values, *problem)
+    return applied(_ReadOutAtEquilibrium, solve, (state, mean, query), scale, values, *problem)
 
 
 def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
     """Queries and their scale, a number, for attention at the states z."""
     if isinstance(beta, Tensor):
-        return (beta.detach()[..., None, None] * z).contiguous(), 1.0
+        return (beta.detach().view(*beta.shape, 1, 1) * z).contiguous(), 1.0
     return z.contiguous(), beta
 
 
 class _ReadOutAtEquilibrium(torch.autograd.Function):
-    """(solve, found, scale, values, query, keys, beta, anchor, mask, first) -> the values read out at found states."""
+    """(solve, (state, mean, scaled), scale, values, query, keys, beta, anchor, mask, first) -> what is read out there."""
 
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
     @staticmethod
-    def forward(ctx: Any, solve: NativeSolve, found: Solved, scale: float, values: Tensor, *problem: Any) -> Tensor:
+    def forward(ctx: Any, solve: NativeSolve, found: Any, scale: float, values: Tensor, *problem: Any) -> Tensor:
+        state, mean, query = found
         ctx.solve, ctx.scale = solve, scale
         ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in problem]
-        ctx.save_for_backward(found.state, found.mean, values, *[t for t in problem if isinstance(t, Tensor)])
-        ctx.kept = _kept(found.state, values, Hopfield._make(problem), scale)
+        ctx.save_for_backward(state, mean, values, *[t for t in problem if isinstance(t, Tensor)])
+        ctx.kept = _kept(query, values, Hopfield._make(problem), scale)
         return ctx.kept[0].detach()  # type: ignore[no-any-return]
 
     @staticmethod
@@ -58,16 +58,15 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
         if plain and are_plain(state.dtype, cotangent, state, mean, values, problem.field, problem.keys):
             if kept is None or kept[0]._version != kept[2]:
                 # It was used up, or its output was written to.
-                kept = _kept(state, values, problem, ctx.scale)
+                kept = _kept(scaled(state, problem.beta)[0], values, problem, ctx.scale)
             found = _by_kernels(ctx, problem, state, mean, values, kept, cotangent)
             if found is not None:
                 return found
         return _by_parts(ctx, problem, state, mean, values, cotangent)
 
 
-def _kept(state: Tensor, values: Tensor, problem: Hopfield, scale: float) -> tuple[Tensor, Tensor, int, Tensor]:
+def _kept(query: Tensor, values: Tensor, problem: Hopfield, scale: float) -> tuple[Tensor, Tensor, int, Tensor]:
     """The output, the log-sum-exp of the scores, the version of the output, and the scaled states."""
-    query, _ = scaled(state, problem.beta)
     output, logsumexp = with_logsumexp(query, problem.keys, values, attn_mask=None, scale=scale, first=problem.first)
     return output, logsumexp, output._version, query
 
@@ -82,7 +81,7 @@ def _by_kernels(
     )
     beta, by_beta = problem.beta, None
     if isinstance(beta, Tensor):
-        unsqueezed = beta[..., None, None]
+        unsqueezed = beta.view(*beta.shape, 1, 1)
         by_beta = (by_query * state).sum_to_size(unsqueezed.shape).reshape(beta.shape)
         by_query = by_query * unsqueezed
     found = native_gradients(problem, ctx.solve, state, mean, by_query)

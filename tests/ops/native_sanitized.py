@@ -41,7 +41,7 @@ def run(dtype):
             mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
             rule = FusedRule(1e-4, 1e-8, 30, 3)
             problem = Hopfield(query, key, 0.3, 0.4, mask, first)
-            found, _ = equilibria(problem, query, rule)
+            found = equilibria(problem, query, rule)
             cotangent = torch.ones_like(query)
             cotangent[0, 0, 0] = 0
             by_bias = torch.zeros(2, 3, keys, dtype=dtype) if shared else None

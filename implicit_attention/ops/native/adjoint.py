@@ -57,7 +57,8 @@ def adjoints(
         negative = empty(rows, dtype=torch.bool, device=device)
     wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative, moved, error)
     numbers = [rule.rtol, rule.max_steps, math.sqrt(max(shape[-1], 1)), least, UNSURE]
-    counts = operands.call(loaded.adjoint, dtype.itemsize, numbers, wanted, loaded.parallel_for)
+    outputs = [0 if t is None else t.data_ptr() for t in wanted]
+    counts = operands.call(loaded.adjoint, dtype.itemsize, numbers, outputs, loaded.parallel_for)
     found: Any = (value, status, residual, tolerance, steps, negative, by_beta, by_keys)
     return AdjointAnswer._make(found), counts & 0xFFFFFFFF, error, counts >> 32
 

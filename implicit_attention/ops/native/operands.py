@@ -87,12 +87,12 @@ class Operands:
         self._kept = like, keys, beta, anchor, mask, others, own
 
     def call(
-        self, function: Any, bytes_: int, numbers: list[float], outputs: tuple[Any, ...], parallel_for: int
+        self, function: Any, bytes_: int, numbers: list[float], outputs: list[int], parallel_for: int
     ) -> int:
-        """Return the outputs of the library's function; an output that is None is left out."""
+        """Return what the library's function does, which writes to the addresses `outputs`; one that is 0 is left out."""
         doubles = array("d", numbers)
         addresses = array("Q", self._addresses)
-        addresses.extend([0 if t is None else t.data_ptr() for t in outputs])
+        addresses.extend(outputs)
         found: int = function(
             bytes_,
             self._integers.buffer_info()[0],
@@ -114,7 +114,8 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 
 def _are_plain(*parts: Any) -> bool:
-    for part in parts:
+    # A loop: this is asked in every call.
+    for part in parts:  # noqa: SIM110
         if isinstance(part, Tensor) and (part.is_neg() or part._is_zerotensor()):
             return False
     return True
