@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._autograd import (
     HALF,
-    PLAIN_TYPES,
     at_least_single,
     backward_running,
     exact_precision,
@@ -67,7 +66,7 @@ def is_repetition(remembered: SolveReport | Record | None) -> bool:
     return isinstance(remembered, SolveReport) and remembered.adjoint.awaited and backward_running()
 
 
-def attend(call: Call) -> Attended:
+def attend(call: Call, *, eager: bool | None = None) -> Attended:
     """Equilibria of the queries over the keys and what is read out there: softmax attention over values, or the state.
 
     With max_steps=0 nothing is solved: the read-out is taken at the query, and without values it is one step of the
@@ -76,8 +75,11 @@ def attend(call: Call) -> Attended:
     Under torch.compile the solve is one operation of the graph where there is one for it; the host then learns of
     failures when it asks for the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake)
     take the same path.
+
+    eager: `direct.eager()`, where the caller has asked.
     """
-    if type(call.query) in PLAIN_TYPES and call.query.is_cpu and direct.eager():
+    eager = direct.eager() if eager is None else eager
+    if eager and type(call.query) is Tensor and call.query.is_cpu:
         # Nothing of what the contexts and wrappers below keep out is there.
         call = call if call.first is None else _with_triangle(call)
         return _by_groups(call, _answer, in_graph=False)  # type: ignore[return-value]
@@ -165,8 +167,9 @@ def _by_groups(call: Call, answer: Callable[[Call, bool], Attended | None], *, i
 
     None if it is asked for as operations in a compiler's graph, and there are none that do it.
     """
-    if not call.grouped or (groups := group_size(call.query, call.keys)) == 1:
+    if not call.grouped or call.query.shape[-3] == call.keys.shape[-3] != 0:
         return answer(call, in_graph)
+    groups = group_size(call.query, call.keys)
     found = answer(_split(call, groups), in_graph)
     if found is None:
         return None

@@ -28,7 +28,7 @@ from ..failure_policy import FailureSite, policy_of
 from ..ops.attention import loses_nan
 from ..ops.problem import Hopfield
 from ..options import Plan
-from ..solution import AdjointReport, SolveReport
+from ..solution import AdjointReport, Solution, SolveReport
 from ..solvers import Outcome
 from ..status import of_attention
 from .call import Attended
@@ -96,17 +96,18 @@ def solved(
         adjoint = AdjointReport(on_failure=on_failure, site=site)
         if mean is not None:
             solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0).expecting(evidence.residual)
-            if values is not None and not (failed or solution) and _is_whole(problem, values):
+            if values is not None and not (failed or solution or counts) and _is_whole(problem, values):
                 output = read_out_at(state, mean, values, problem, solve)
             if output is None:
                 state = solve.states(problem, state, mean)
-        if failed or solution or counts:
+        energy, later = functools.partial(_energy, problem), {"record": lambda: evidence.record}
+        if failed or counts:
             made = concluded(
                 Outcome(state, evidence.record),
                 plan.solver,
                 plan.adjoint,
                 adjoint,
-                functools.partial(_energy, problem),
+                energy,
                 failed=failed > 0,
                 advice=of_attention,
             )
@@ -114,8 +115,12 @@ def solved(
         else:
             if mean is not None:
                 adjoint.unsolved = torch.zeros(evidence.rows, dtype=torch.bool)
-            # Nobody may ever read it.
-            known = SolveReport.deferred({"record": lambda: evidence.record}, adjoint=adjoint, remedies=plan.remedies)
+            fields: dict[str, Any] = {"adjoint": adjoint, "remedies": plan.remedies}
+            # Nobody may ever read them.
+            known = SolveReport.deferred(later, **fields)
+            if solution:
+                fields |= {"value": state, "trace": None, "course": (), "energy_function": energy}
+                made = Solution.deferred(later, **fields)
     if output is not None:
         return Attended(output, state, known, made)
     pairs, first = problem.mask, problem.first

@@ -25,8 +25,6 @@ def merge_heads(x: Tensor) -> Tensor:
 def group_size(query: Tensor, keys: Tensor) -> int:
     """Return the number of query heads that share one head of keys."""
     heads, kv_heads = query.shape[-3], keys.shape[-3]
-    if heads == kv_heads != 0:
-        return 1
     _validate.require(
         kv_heads > 0 and heads % kv_heads == 0,
         "query",

@@ -36,7 +36,7 @@ def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
 
 
 class _ReadOutAtEquilibrium(torch.autograd.Function):
-    """(solve, (state, mean, scaled), scale, values, query, keys, beta, anchor, mask, first) -> what is read out there."""
+    """(solve, (state, mean, scaled state), scale, values, *problem) -> the values read out at the state."""
 
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
     @staticmethod

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import _validate
+from ..attention import direct
 from ..attention.call import Call
 from ..attention.core import attend
 from ..attention.heads import merge_heads
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from .calls import AttentionCall
 
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 Readout: TypeAlias = Literal["values", "state"]
@@ -210,12 +212,15 @@ class ImplicitAttention(Remembering):
         """
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
-        first, rotary, projections = 0 if cache is None else cache.num_queries, self.rotary, self._projections
-        query = projected(projections[0], self.q_norm, x, self.head_dim, self.heads)
+        first, rotary, options = 0 if cache is None else cache.num_queries, self.rotary, self.options
+        # Past the search of `nn.Module` for attributes.
+        parts = self._modules
+        projections = q_proj, k_proj, v_proj, out_proj = [parts.get(name) for name in _PROJECTIONS]
+        query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads)
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
             query = rotary(query, positions)
-        held = self._held(x, context, values, key_mask, positions, cache)
+        held = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj)
         keys, read = held.keys, held.values
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         if causal:
@@ -227,11 +232,12 @@ class ImplicitAttention(Remembering):
             if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
                 mask = mask.unsqueeze(-3)
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
-        options = self.options.override(**given) if given else self.options
-        beta = self.beta()
+        options = options.override(**given) if given else options
+        beta = parts["beta"]()
         # An explicit step does not read the anchor, which it only has for the gradient.
-        unread = not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and options.plan.explicit
-        anchor = 1.0 if unread else self.anchor()
+        eager = direct.eager()
+        unread = eager and not torch.is_grad_enabled() and options.plan.explicit
+        anchor = 1.0 if unread else parts["anchor"]()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
         if self.values_inside:
@@ -258,15 +264,15 @@ class ImplicitAttention(Remembering):
             return_solution=return_solution,
             return_weights=return_weights,
         )
-        found = attend(call)
-        self._remember(found.report)
+        found = attend(call, eager=eager)
+        self._remember(found.report, eager=eager)
         if cache is not None:
             cache.commit(held, found.state, found.num_evals)
         output = found.output
         if self.readout == "state" and rotary is not None:
             output = rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
-        output = output if projections[3] is None else projections[3](output)
+        output = output if out_proj is None else out_proj(output)
         if not (return_solution or return_trajectory or return_weights):
             return output
         results: list[Any] = [output]
@@ -295,7 +301,8 @@ class ImplicitAttention(Remembering):
         if context is None:
             _validate.require(key_mask is None, "key_mask", "come with a context", "no context")
         else:
-            cache.held, cache.fixed = self._held(context, context, None, key_mask, None, cache), True
+            projections = self.k_proj, self.v_proj
+            cache.held, cache.fixed = self._held(context, context, None, key_mask, None, cache, *projections), True
         return cache
 
     def parallel_plan(self) -> dict[str, ParallelStyle]:
@@ -329,7 +336,9 @@ class ImplicitAttention(Remembering):
 
     def _check_call(self, x: Tensor, context: Tensor | None, values: Tensor | None, positions: Any, cache: Any) -> None:
         _check_tokens("x", x, self.dim)
-        _check_dtype(x, self._modules.get("q_proj"))
+        projection = self._modules.get("q_proj")
+        if type(projection) is nn.Linear and x.dtype != projection.weight.dtype:
+            _check_dtype(x, projection)
         if context is values is positions is cache is None:
             return
         for name, given in (("context", context), ("values", values)):
@@ -352,12 +361,6 @@ class ImplicitAttention(Remembering):
             _validate.require(context is None and values is None, "cache", required, received, remedy)
             check_cache(cache, self._identity, tuple(x.shape[:-2]))
 
-    @property
-    def _projections(self) -> list[nn.Module | None]:
-        """Those of queries, keys, values and the output, past the search of `nn.Module` for attributes."""
-        found = self._modules
-        return [found.get("q_proj"), found.get("k_proj"), found.get("v_proj"), found.get("out_proj")]
-
     def _held(
         self,
         x: Tensor,
@@ -366,6 +369,8 @@ class ImplicitAttention(Remembering):
         key_mask: Tensor | None,
         positions: Tensor | None,
         cache: KeyValueCache | None,
+        k_proj: nn.Module | None,
+        v_proj: nn.Module | None,
     ) -> Held:
         """Keys and values (None if the state is read out) of what is attended to, and which of them exist.
 
@@ -378,7 +383,6 @@ class ImplicitAttention(Remembering):
         if context is not None or self.context_dim != self.dim:
             _check_tokens("context", source, self.context_dim)
         values = source if values is None else values
-        _, k_proj, v_proj, _ = self._projections
         if values.shape[-2] != source.shape[-2]:
             # Numbers are written out only here: torch.compile would make a graph for each of them.
             required = f"have one row for each of the {source.shape[-2]} tokens attended to"
@@ -436,9 +440,7 @@ class ImplicitAttention(Remembering):
         return ", ".join(parts + [f"{name}={value}" for name, value in options if value is not None])
 
 
-def _check_dtype(x: Tensor, projection: nn.Module | None) -> None:
-    if type(projection) is not nn.Linear or x.dtype == projection.weight.dtype:
-        return
+def _check_dtype(x: Tensor, projection: nn.Linear) -> None:
     # Autocast converts both.
     if not torch.is_autocast_enabled(x.device.type):
         required, remedy = f"have the dtype of the layer ({projection.weight.dtype})", "convert one by .to(dtype)"

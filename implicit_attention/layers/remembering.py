@@ -34,9 +34,9 @@ class Remembering(nn.Module):
             raise ValueError(_validate.message("on_failure", required, repr(given)))
         return Located(given, self._site)
 
-    def _remember(self, report: SolveReport | Record | None) -> None:
-        seen = torch.compiler.is_compiling() or self._site.tally is not None
-        if type(report) is SolveReport and not (seen or backward_running()):
+    def _remember(self, report: SolveReport | Record | None, *, eager: bool = False) -> None:
+        """Keep the report; `eager` says that nothing records what is called, where that is known."""
+        if eager and type(report) is SolveReport and self._site.tally is None and not backward_running():
             # Past `nn.Module`, which would ask whether it is a parameter.
             object.__setattr__(self, "_remembered", report)
             return

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import _validate
-from ..attention.heads import split_heads
 
 T = TypeVar("T", float, Tensor, Tensor | None, float | Tensor)
 
@@ -54,7 +53,7 @@ def projected(projection: nn.Module | None, norm: nn.Module | None, x: Tensor, h
     shape = flat.shape
     if shape[:-1] != x.shape[:-1] or shape[-1] % head_dim:
         raise ValueError(_refusal(f"shape {tuple(shape)} from x of shape {tuple(x.shape)}", heads))
-    made = split_heads(flat, shape[-1] // head_dim)
+    made = flat.reshape(*shape[:-1], shape[-1] // head_dim, head_dim).transpose(-3, -2)
     if norm is None:
         return made
     if made.shape[-3] == heads and not _validate.is_distributed(norm.weight):

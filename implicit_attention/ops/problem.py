@@ -73,9 +73,9 @@ class Hopfield(NamedTuple):
         if not _fit(query.shape, keys.shape, None if values is None else values.shape):
             return False
         # Written out for the most frequent kind.
-        if not ((type(anchor) is float and 0.0 <= anchor <= 1.0) or _is_number_in(anchor, query, 0.0, 1.0)):
+        if not (0.0 <= anchor <= 1.0 if type(anchor) is float else _is_number_in(anchor, query, 0.0, 1.0)):
             return False
-        if not ((type(beta) is float and LEAST <= beta <= MOST) or _is_number_in(beta, query, LEAST, MOST)):
+        if not (LEAST <= beta <= MOST if type(beta) is float else _is_number_in(beta, query, LEAST, MOST)):
             return False
         if mask is None:
             return True

@@ -89,7 +89,7 @@ class Operands:
     def call(
         self, function: Any, bytes_: int, numbers: list[float], outputs: list[int], parallel_for: int
     ) -> int:
-        """Return what the library's function does, which writes to the addresses `outputs`; one that is 0 is left out."""
+        """Return what the library's function returns; it writes to the addresses `outputs` that are not 0."""
         doubles = array("d", numbers)
         addresses = array("Q", self._addresses)
         addresses.extend(outputs)
