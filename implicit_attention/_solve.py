@@ -117,9 +117,7 @@ def solve(
         found = _natively(problem, initial, solver, adjoint, impl, report)
         if found is not None:
             outcome, failed = found
-            return concluded(
-                outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice
-            )
+            return concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
     problem, initial = _checked(problem, initial)
     solver.check_problem(problem)
     problem.check_solver(solver)

@@ -111,7 +111,7 @@ class SolveOptions:
         if not given:
             return self
         # Equal policies count apart from each other.
-        if type(given.get("on_failure", self.on_failure)) is str and not torch.compiler.is_compiling():
+        if isinstance(given.get("on_failure", self.on_failure), str) and not torch.compiler.is_compiling():
             try:
                 return _overridden(self, **given)
             except TypeError:
@@ -129,7 +129,7 @@ class SolveOptions:
         changes = {name: value for name, value in given.items() if value is not None}
         if "solver" in changes:
             changes.setdefault("max_steps", None)
-        return dataclasses.replace(self, **changes) if changes else self  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes) if changes else self
 
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -25,16 +25,24 @@ ALLOWED = {
     "potentials": {"ops"},
     "solvers": {"fixed_point_map", "problem", "linear", "solution"},
     "fused": {"ops", "energies", "potentials", "solvers", "problem", "solution"},
-    "adjoints": {"fused", "solvers", "problem", "linear", "solution", "_reporting"},
+    "adjoints": {
+        "fused",
+        "ops",
+        "energies",
+        "potentials",
+        "solvers",
+        "problem",
+        "linear",
+        "solution",
+        "_reporting",
+    },
     "energies": {"potentials", "fixed_point_map", "problem"},
-    "_short": {"fused", "adjoints", "solvers", "ops", "energies", "potentials", "problem", "solution"},
-    "_solve": {"_short", "fused", "adjoints", "solvers", "problem", "solution", "_reporting"},
+    "_solve": {"fused", "adjoints", "solvers", "problem", "solution", "_reporting"},
     # Public in `potentials`, which knows its names alone.
     "legendre": {"_solve", "energies", "potentials", "problem", "solvers"},
-    "options": {"solvers", "adjoints", "_reporting"},
+    "options": {"solvers", "adjoints", "solution", "_reporting"},
     "attention": {
         "options",
-        "_short",
         "ops",
         "fused",
         "energies",
@@ -189,13 +197,14 @@ def test_operations_are_asked_for_in_four_places():
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] not in ("ops", "testing") and "ops" in imported_parts(path)
     }
-    # The general path and the short one; the root only makes them known to torch, and one file more takes the layout of
-    # keys from there, no operation.
+    # The root only makes operations known to torch, and one file more takes the layout of keys from there.
     layout = PACKAGE / "potentials" / "masked_keys.py"
     # Commands tell which implementation ran.
     told = {"cli.compare", "cli.report"}
-    ask = {"fused", "potentials.scored_keys", "_short", "attention.short"}
-    assert askers - {""} == ask | told | {dotted_name(layout)}
+    ask = {"fused", "potentials.scored_keys", "adjoints.native", "attention"}
+    assert {re.sub(r"^attention\..*", "attention", name) for name in askers - {""}} == ask | told | {
+        dotted_name(layout)
+    }
     assert set(re.findall(r"from \.\.ops\.(\w+) import", layout.read_text())) == {"fold", "problem"}
 
 

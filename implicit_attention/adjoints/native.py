@@ -207,7 +207,7 @@ def native_gradients(
         return energy_of(problem.detached()).fixed_point_map(state)
 
     first = moved is not None and report.status is None and report.lead is None
-    watched = type(report.on_failure) is not str or (report.site is not None and report.site.tally is not None)
+    watched = not isinstance(report.on_failure, str) or (report.site is not None and report.site.tally is not None)
     if failed or doubtful or watched or not first:
         report_adjoint(report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
     else:

@@ -277,7 +277,7 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         if output is None:
             return None
         query = call.query.detach()
-        later = {"record": lambda: _unmeasured(query), "adjoint": AdjointReport}
+        later: dict[str, Callable[[], Any]] = {"record": lambda: _unmeasured(query), "adjoint": AdjointReport}
         return Attended(output, call.query, SolveReport.deferred(later, remedies=NO_REMEDIES), None)
     initial = call.query if call.initial is None else call.initial
     if type(on_failure) is not str:

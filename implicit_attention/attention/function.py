@@ -160,7 +160,7 @@ def equilibrium_attention(
         first = query_offset if is_causal else None
         found = _directly(query, key, value, scale, anchor, first, solve_options, return_solution)
         if found is not None:
-            return (found.output, found.solution) if return_solution else found.output
+            return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
     solve_options = solve_options or _DEFAULTS.override(**options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
@@ -209,7 +209,7 @@ def _directly(
     plan = options.plan
     if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or query.is_nested or query.ndim < 2:
         return None
-    if type(options.on_failure) is not str or (plan.explicit and (solution or options.impl != "auto")):
+    if not isinstance(options.on_failure, str) or (plan.explicit and (solution or options.impl != "auto")):
         return None
     if first is not None and (key.ndim < 2 or first + 1 >= key.shape[-2]):
         first = None

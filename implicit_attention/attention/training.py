@@ -79,18 +79,18 @@ def _by_kernels(
     by_query, by_keys, by_values = flash_gradients(
         cotangent, query, problem.keys, values, output, logsumexp, None, ctx.scale, problem.first
     )
-    beta, by_beta = problem.beta, None
+    beta, beta_here = problem.beta, None
     if isinstance(beta, Tensor):
         unsqueezed = beta.view(*beta.shape, 1, 1)
-        by_beta = (by_query * state).sum_to_size(unsqueezed.shape).reshape(beta.shape)
+        beta_here = (by_query * state).sum_to_size(unsqueezed.shape).reshape(beta.shape)
         by_query = by_query * unsqueezed
     found = native_gradients(problem, ctx.solve, state, mean, by_query)
     if found is None:
         return None
-    by_field, keys_too, beta_too, by_anchor = found
+    by_field, keys_too, by_beta, by_anchor = found
     # In memory that nobody else reads, laid out as autograd would have the sum: bits of what follows depend on that.
     by_keys = by_keys.add_(keys_too)
-    by_beta = None if by_beta is None else beta_too + by_beta
+    by_beta = None if by_beta is None or beta_here is None else by_beta + beta_here
     return None, None, None, by_values, by_field, by_keys, by_beta, by_anchor, None, None
 
 
@@ -98,7 +98,7 @@ def _by_parts(
     ctx: Any, problem: Hopfield, state: Tensor, mean: Tensor, values: Tensor, cotangent: Tensor
 ) -> tuple[Any, ...]:
     """The same by functions of their own for the solve and the read-out, which have every derivative."""
-    inputs = (values, *problem)
+    inputs: tuple[Any, ...] = (values, *problem)
     asked = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
     with exact_precision(cotangent), torch.enable_grad():
         z = ctx.solve.states(problem, state, mean)

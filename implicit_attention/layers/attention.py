@@ -214,7 +214,7 @@ class ImplicitAttention(Remembering):
         causal = self.causal if causal is None else causal
         first, rotary, options = 0 if cache is None else cache.num_queries, self.rotary, self.options
         # Past the search of `nn.Module` for attributes.
-        parts = self._modules
+        parts: dict[str, Any] = self._modules
         projections = q_proj, k_proj, v_proj, out_proj = [parts.get(name) for name in _PROJECTIONS]
         query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads)
         if rotary is not None:

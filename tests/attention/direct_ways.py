@@ -9,13 +9,13 @@ import torch
 
 import implicit_attention._solve as solve_module
 import implicit_attention.attention.core as core
-import implicit_attention.attention.function as function
+import implicit_attention.attention.function as function_module
 from implicit_attention.ops.native.library import library
 from implicit_attention.testing.numerics import random
 
 native = pytest.mark.skipif(library() is None, reason="there is no native operation here")
 B, H, N, M, D = 2, 3, 5, 7, 8
-DOORS = ((function, "_directly"), (core, "_directly"), (solve_module, "_natively"))
+DOORS = ((function_module, "_directly"), (core, "_directly"), (solve_module, "_natively"))
 
 
 @contextlib.contextmanager

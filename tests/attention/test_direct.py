@@ -4,8 +4,8 @@ import random as python_random
 
 import pytest
 import torch
-from layouts import MATRICES
 from direct_ways import B, D, H, M, N, agree, evidence, gradients, leaf, native, same, tensors, ways
+from layouts import MATRICES
 from torch.utils.checkpoint import checkpoint
 
 import implicit_attention as ia

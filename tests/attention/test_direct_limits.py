@@ -9,8 +9,8 @@ from direct_ways import B, D, H, M, N, agree, gradients, leaf, native, tensors, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import implicit_attention as ia
-import implicit_attention.adjoints.native as native_module
 import implicit_attention._solve as solve_module
+import implicit_attention.adjoints.native as native_module
 import implicit_attention.attention.core as core
 from implicit_attention.testing.numerics import random
 

@@ -53,8 +53,9 @@ class Operands:
             )
         if keys.stride(-1) != 1 and keys.shape[-1] != 1:
             keys = keys.contiguous()
-        own = array(_CODES[like.dtype])
-        start, where = [], []
+        own: array[float] = array(_CODES[like.dtype])
+        start: list[int] = []
+        where: list[_Place | None] = []
         for number in (beta, anchor):
             if isinstance(number, Tensor):
                 number = number.squeeze((-2, -1)) if number.ndim == like.ndim else number
@@ -86,9 +87,7 @@ class Operands:
         self._addresses = [like.data_ptr(), keys.data_ptr(), *start, masked, *[t.data_ptr() for t in others]]
         self._kept = like, keys, beta, anchor, mask, others, own
 
-    def call(
-        self, function: Any, bytes_: int, numbers: list[float], outputs: list[int], parallel_for: int
-    ) -> int:
+    def call(self, function: Any, bytes_: int, numbers: list[float], outputs: list[int], parallel_for: int) -> int:
         """Return what the library's function returns; it writes to the addresses `outputs` that are not 0."""
         doubles = array("d", numbers)
         addresses = array("Q", self._addresses)
