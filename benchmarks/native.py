@@ -26,7 +26,7 @@ from torch import Tensor
 from implicit_attention import equilibrium_attention
 from implicit_attention.ops.attention import FLASH_KEYS
 
-from . import baselines, guard
+from . import baselines, guard, native_layers
 from .compare import GRADIENT_ERROR, prepared, ratios, statuses
 from .environment import environment, native_status
 from .measure import TURN_SECONDS, TURNS, Timing, apart, interleaved, interleaved_clocks, once, summary
@@ -38,7 +38,7 @@ from .targets import Row
 
 __all__ = ["METRICS", "NOTES", "TARGETS", "run", "settings_of", "tables"]
 
-METRICS = ("SHORT", "THREADS", "CONTENDED", "NEIGHBOUR", "SETS")
+METRICS = ("SHORT", "LAYER", "THREADS", "CONTENDED", "NEIGHBOUR", "SETS")
 #: What `equilibrium_attention` is held to beside the tests of `solve`.
 TESTS = (*baselines.OURS, "tests/attention/test_function.py")
 #: Which call is over which, by the ratios of SHORT.
@@ -46,6 +46,7 @@ SHORT = {
     "explicit": ("explicit", "sdpa_forward"),
     "forward": ("ours_forward", "sdpa_forward"),
     "training": ("ours_training", "sdpa_training"),
+    "solution": ("solution", "ours_forward"),
     "forward tiled": ("ours_tiled_forward", "sdpa_forward"),
     "training tiled": ("ours_tiled_training", "sdpa_training"),
 }
@@ -60,6 +61,8 @@ THREADED = {
     "training": "ours_training",
     "training tiled": "ours_tiled_training",
 }
+#: Heads, tokens and head dimension of the layers.
+LAYERS = ((1, 8, 16), (4, 16, 16), (8, 64, 16))
 SETS = {"x86_64": ("avx2", "avx512"), "AMD64": ("avx2", "avx512"), "aarch64": ("neon",), "arm64": ("neon",)}
 #: Evaluations between which one more is measured.
 FEW, MANY = 2, 12
@@ -72,6 +75,9 @@ NOTES = (
     "Runs scatter: over eight the training step at N = M = 64 is 5.2 to 5.65. Of its 2.95 ms (SDPA's: .57) "
     "the solve is .92, the backward solve .93, both at four fifths of the processor's multiplications, torch's kernels "
     "for the read-out .44, and .66 are Python, autograd and evidence in some 60 small operations.",
+    "LAYER: `ImplicitAttention(dim, heads)` over the same layer of SDPA with four projections (`packed`: with one for "
+    "queries, keys and values), both without autograd, their training steps, and loops of 16 tokens over a cache, by "
+    "medians of process time on one thread; and how many frames of Python a call makes.",
     "THREADS: time on one thread / on two. CONTENDED: time of two threads pinned to one core / of one thread there. "
     "NEIGHBOUR: time on two threads while another process spins on one of the two cores / without it.",
     "SETS: the library for one instruction set, forced by IMPLICIT_ATTENTION_NATIVE, and `off`; `evaluation` is what "
@@ -105,6 +111,7 @@ def settings_of(quick: bool) -> tuple[Case, ...]:
     )
     return (
         *(Case("SHORT", Setting("gaussian", 1.0, 0.5, Shape(1, heads, n, 64, m))) for heads, n, m in sizes),
+        *(Case("LAYER", Setting("gaussian", 1.0, 0.5, Shape(1, *size))) for size in LAYERS),
         *(Case(metric, large) for metric in ("THREADS", "CONTENDED", "NEIGHBOUR")),
         *(Case("SETS", sharper, native) for native in (*SETS.get(platform.machine(), ()), "off")),
     )
@@ -141,7 +148,7 @@ def run(
 
 def unable(metric: str) -> str | None:
     """Why threads and neighbours cannot be measured here."""
-    if metric in ("SHORT", "SETS"):
+    if metric in ("SHORT", "LAYER", "SETS"):
         return None
     if not hasattr(os, "sched_getaffinity"):
         return "not measured: processes cannot be pinned to a core on this system"
@@ -163,6 +170,7 @@ def short(case: Case, *, repeats: int, max_seconds: float) -> Row:
         attentions["ours_tiled"] = partial(ours, impl="tiled")
     explicit = partial(equilibrium_attention, max_steps=0)
     functions: dict[str, Callable[[], Any]] = {"explicit": partial(explicit, data.queries, data.keys, values)}
+    functions["solution"] = partial(ours, data.queries, data.keys, values, return_solution=True)
     found: dict[str, Any] = {
         "explicit": {"output_error": output_error(data, values, data.queries, functions["explicit"]())}
     }
@@ -185,6 +193,11 @@ def short(case: Case, *, repeats: int, max_seconds: float) -> Row:
         "ratios": quotients(pairs, process),
         "wall_ratios": quotients(pairs, wall),
     }
+
+
+def layers(case: Case, *, repeats: int, max_seconds: float) -> Row:
+    """Calls of a layer."""
+    return native_layers.layer_row(case.problem, rounds=TURNS_PER_ROUND * repeats, max_seconds=max_seconds)
 
 
 def training(attention: Callable[..., Any], data: Data, values: Tensor) -> Callable[[], tuple[Any, ...]]:
@@ -359,13 +372,18 @@ def main(metric: str, argument: str, repeats: str, max_seconds: str) -> None:
 
 MEASURES: dict[str, Callable[..., Row]] = {
     "SHORT": short,
+    "LAYER": layers,
     "THREADS": threads,
     "CONTENDED": apart_from_this,
     "NEIGHBOUR": neighbour,
     "SETS": apart_from_this,
 }
 #: The ratios of a row, which are None where nothing could be measured.
-NAMES = dict.fromkeys(METRICS, tuple(THREADED)) | {"SHORT": tuple(SHORT), "SETS": ("evaluation", "solve", "training")}
+NAMES = dict.fromkeys(METRICS, tuple(THREADED)) | {
+    "SHORT": tuple(SHORT),
+    "LAYER": native_layers.NAMES,
+    "SETS": ("evaluation", "solve", "training"),
+}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

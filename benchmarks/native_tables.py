@@ -16,10 +16,11 @@ THREADS = {
 
 
 def tables(run: dict[str, Any]) -> list[Table]:
-    """One table for short calls, one for threads and neighbours, one for instruction sets, as far as they were run."""
+    """Tables of short calls, layers, threads and neighbours, and instruction sets, as far as they were run."""
     short, sets = ([row for row in run["rows"] if row["metric"] == metric] for metric in ("SHORT", "SETS"))
     threads = [row for row in run["rows"] if row["metric"] in THREADS]
-    made = [(short, _short), (threads, _threads), (sets, _sets)]
+    layers = [row for row in run["rows"] if row["metric"] == "LAYER"]
+    made = [(short, _short), (layers, _layers), (threads, _threads), (sets, _sets)]
     return [make(rows) for rows, make in made if rows]
 
 
@@ -29,6 +30,7 @@ def costs(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         "explicit": "`max_steps=0`",
         "forward": "forward",
         "training": "training step",
+        "solution": "with its solution / without",
         "forward tiled": "forward, tiled",
         "training tiled": "training step, tiled",
     }
@@ -61,6 +63,18 @@ def _short(rows: list[Row]) -> Table:
         "SHORT: `equilibrium_attention` in calls of SDPA, one thread, process time and, where it says so, wall time:"
     )
     return Table("short calls", intro, header, lines)
+
+
+def _layers(rows: list[Row]) -> Table:
+    columns = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    lines = []
+    for row in rows:
+        times, shape = row.get("process_seconds", {}), row["shape"]
+        plain = "/".join(f"{1e6 * times[n]['median']:.0f}" for n in ("plain", "plain training") if n in times) or "-"
+        name = f"H {shape['heads']}, N {shape['length']}, width {shape['heads'] * shape['dim']}"
+        lines.append([name, *(number(row["ratios"].get(name)) for name in columns), plain, _spread(row)])
+    intro = "LAYER: `ImplicitAttention` in calls of the same layer of SDPA, one thread, process time:"
+    return Table("layers", intro, ["layer", *columns, "SDPA layer, us, forward/training", "spread"], lines)
 
 
 def _threads(rows: list[Row]) -> Table:

@@ -168,6 +168,7 @@ def _short(**sizes: int) -> Callable[[Row], bool]:
     return lambda row: _metric("SHORT")(row) and _sized(**sizes)(row)
 
 
+_LAYER = _metric("LAYER")
 _C8 = "equilibrium_attention, one thread, {} / SDPA's"
 
 NATIVE = (
@@ -183,6 +184,24 @@ NATIVE = (
     ),
     Target("C8", f"{_C8.format('forward')}, decode, H 8, N 1", "forward", "worst", "<=", 5.5, _short(length=1)),
     Target("C8", f"{_C8.format('max_steps=0')}, H 1, N = M = 16", "explicit", "worst", "<=", 3.0, _short(length=16)),
+    *(
+        Target("C10", f"ImplicitAttention, one thread, {what} / that of the same layer of SDPA", name, *bound, _LAYER)
+        for what, name, *bound in (
+            ("max_steps=0", "explicit", "worst", "<=", 1.6),
+            ("forward", "solve", "worst", "<=", 3.0),
+            ("training step", "training", "worst", "<=", 3.0),
+        )
+    ),
+    Target("C10", "frames of Python in a forward of the layer", "frames of a call", "worst", "<=", 90.0, _LAYER),
+    Target(
+        "C8",
+        f"{_C8.format('forward with its solution')}, its own without",
+        "solution",
+        "worst",
+        "<=",
+        1.2,
+        _metric("SHORT"),
+    ),
     *(
         Target(
             "C9",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -104,35 +105,52 @@ def solve(
         check_no_evidence(callback is not None or bool(verbose), "callback")
         return _exported(problem, initial, solver, trace)
     callback = _checked_callback(callback, verbose, solver)
+    report = _report(on_failure)
+    _validate.check_choice("impl", impl, IMPLEMENTATIONS)
+    problem.check_start({"initial": initial, "trace": trace, "on_failure": report.on_failure}, solver, adjoint)
+    request = Request(problem, initial, solver, impl, trace, report, callback)
+    watched = trace or callback is not None or _sampled(report) is not None
+    if not watched and (found := _natively(request, adjoint)) is not None:
+        outcome, failed = found
+        return concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
+    return _by_adjoint(request, adjoint)
+
+
+def _report(on_failure: Any) -> AdjointReport:
+    """The report that a backward pass will fill, by the policy about failures, which is checked."""
     check_on_failure(on_failure)
     on_failure, site = located(on_failure)
     if isinstance(on_failure, FailurePolicy) and on_failure.forward == "explicit" and site is None:
         required = "have forward='best' here: only attention has an explicit step"
         raise ValueError(_validate.message("on_failure", required, repr(on_failure)))
-    report = AdjointReport(on_failure=on_failure, site=site)
-    _validate.check_choice("impl", impl, IMPLEMENTATIONS)
-    problem.check_start({"initial": initial, "trace": trace, "on_failure": on_failure}, solver, adjoint)
-    sampled = None if site is None or site.tally is None or not site.tally.spectral else site.tally
-    if not trace and callback is None and sampled is None:
-        found = _natively(problem, initial, solver, adjoint, impl, report)
-        if found is not None:
-            outcome, failed = found
-            return concluded(outcome, solver, adjoint, report, problem.energy, failed=failed > 0, advice=problem.advice)
-    problem, initial = _checked(problem, initial)
+    return AdjointReport(on_failure=on_failure, site=site)
+
+
+def _sampled(report: AdjointReport) -> Any:
+    """The tally of the layer that asks, if it takes samples of problems and states."""
+    site = report.site
+    return None if site is None or site.tally is None or not site.tally.spectral else site.tally
+
+
+def _by_adjoint(request: Request, adjoint: Adjoint) -> Solution:
+    """The solution as the adjoint runs the solver, for every kind of problem and tensor."""
+    problem, initial = _checked(request.problem, request.initial)
+    solver, impl = request.solver, request.impl
     solver.check_problem(problem)
     problem.check_solver(solver)
+    every_step = request.trace or request.callback is not None or isinstance(adjoint, Unrolled)
     if impl == "reference":
         problem = written_out(problem)
     elif impl != "auto":
-        lower(problem, solver, impl, every_step=trace or callback is not None or isinstance(adjoint, Unrolled))
-    request = Request(problem, initial, solver, impl, trace, report, callback)
+        lower(problem, solver, impl, every_step=every_step)
+    request = dataclasses.replace(request, problem=problem, initial=initial)
     adjoint.check(request)
     if (torch.is_grad_enabled() or transforms_active()) and not isinstance(adjoint, Unrolled):
         problem.check_undeclared(initial)
     outcome = adjoint.run(request)
     outcome = outcome._replace(record=_judged(problem, outcome.value, outcome.record))
-    if sampled is not None:
-        sampled.keep(problem, outcome.value)
+    if (tally := _sampled(request.report)) is not None:
+        tally.keep(problem, outcome.value)
     energy = problem.energy if problem.has_energy else None
     cause = partial(randomness, problem, outcome.value)
     return concluded(outcome, solver, adjoint, request.report, energy, cause=cause, advice=problem.advice)
@@ -231,25 +249,23 @@ def concluded(
     return solution
 
 
-def _natively(
-    energy: Problem, initial: Tensor, solver: Solver, adjoint: Adjoint, impl: Impl, report: AdjointReport
-) -> tuple[Outcome, int] | None:
+def _natively(request: Request, adjoint: Adjoint) -> tuple[Outcome, int] | None:
     """The outcome for plain tensors by one native call, and how many problems failed; None where there is none."""
+    solver, impl, initial = request.solver, request.impl, request.initial
     rule = native_rule(solver, adjoint, impl) if unobserved() else None
-    problem = None if rule is None else problem_of(energy)
+    problem = None if rule is None else problem_of(request.problem)
     if rule is None or problem is None or not is_native(problem, impl):
         return None
     if not are_plain(problem.field.dtype, initial) or initial.shape != problem.field.shape:
         return None
-    differentiated = is_differentiated(*problem)
-    answer = solve_natively(problem, initial, rule, impl, mean=differentiated, evidence=True)
+    answer = solve_natively(problem, initial, rule, impl, mean=is_differentiated(*problem), evidence=True)
     if answer is None:
         return None
     value, mean, told, failed = answer
     assert told is not None
     record = told.record
     if mean is not None:
-        native = NativeSolve(solver, impl, report, failed == 0).expecting(record.residual)
+        native = NativeSolve(solver, impl, request.report, failed == 0).expecting(record.residual)
         value = native.states(problem, value, mean)
     return Outcome(value, record), failed
 
