@@ -276,8 +276,12 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         output = direct.explicit(problem, call.values) if fits else None
         if output is None:
             return None
-        query = call.query.detach()
-        later: dict[str, Callable[[], Any]] = {"record": lambda: _unmeasured(query), "adjoint": AdjointReport}
+        # The report must not keep the queries.
+        size, kind = (*call.query.shape[:-1], 0), call.query.dtype
+        later: dict[str, Callable[[], Any]] = {
+            "record": lambda: _unmeasured(torch.empty(size, dtype=kind)),
+            "adjoint": AdjointReport,
+        }
         return Attended(output, call.query, SolveReport.deferred(later, remedies=NO_REMEDIES), None)
     initial = call.query if call.initial is None else call.initial
     if type(on_failure) is not str:

@@ -20,7 +20,7 @@ DOORS = ((function_module, "_directly"), (core, "_directly"), (solve_module, "_n
 
 @contextlib.contextmanager
 def ways(*, general=False):
-    """Which doors took the short way, in order; with `general` none may."""
+    """Which doors answered by a native operation, in order; with `general` none may."""
     taken, before = [], [getattr(*door) for door in DOORS]
 
     def watched(name, function):
@@ -76,7 +76,7 @@ def close(a, b):
 
 
 def agree(run, *, takes=True):
-    """`run` gives the same by both ways; the short one is taken, or not, as `takes` says."""
+    """`run` gives the same by both ways; the native operation answers, or not, as `takes` says."""
     with ways() as taken:
         mine = told(run)
     with ways(general=True):

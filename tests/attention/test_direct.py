@@ -1,4 +1,4 @@
-"""The short way of attention and of solves gives every bit of the general path, and derivatives of every order."""
+"""Native answers of attention and of solves have every bit of the general path, and derivatives of every order."""
 
 import random as python_random
 

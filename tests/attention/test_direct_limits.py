@@ -1,4 +1,4 @@
-"""What fails is told alike by the short way and the general path, and what is left to the general path."""
+"""What fails is told alike by native answers and the general path, and what is left to the general path."""
 
 import copy
 import functools

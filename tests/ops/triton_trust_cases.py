@@ -55,7 +55,7 @@ def untried(*broken):
         replaced(trust, "_found", {})
         replaced(trust, "_told", set())
         replaced(dispatch, "TRITON_DEVICES", ("cpu", "cuda"))
-        # The short way of attention on a CPU asks the native operations first.
+        # Attention over plain tensors on a CPU asks the native operations first.
         replaced(dispatch, "NATIVE_DTYPES", ())
         kernels = []
         for name, fault in broken:

@@ -226,7 +226,7 @@ def test_where_steps_contract_neither_damping_nor_a_verdict_costs_a_product(meth
     couplings, field = vectors()
     system = SpinSystem(couplings, field, torch.tensor([0.9, 1.0], dtype=field.dtype))
     with monkeypatch.context() as patch:
-        # The answer without the short way.
+        # The answer of the general path.
         patch.setattr(type(method), "contracting", lambda self, system: None)
         settled, slow = magnetization(system, method, check="stability", return_answer=True)
 
