@@ -308,6 +308,7 @@ def _in_single(call: Call) -> Call:
     if (
         dtype not in HALF
         and call.keys.dtype == dtype
+        and (call.values is None or call.values.dtype == dtype)
         and call.bias is None
         and call.initial is None
         and (not isinstance(beta, Tensor) or beta.dtype == dtype)

@@ -187,7 +187,7 @@ class ImplicitAttention(Remembering):
         return_solution: bool = False,
         return_trajectory: bool = False,
         return_weights: bool = False,
-        **given: Unpack[SolveKeywords],
+        **options: Unpack[SolveKeywords],
     ) -> Any:
         """Attend from every token of x to the context.
 
@@ -205,14 +205,14 @@ class ImplicitAttention(Remembering):
             return_solution: return (output, Solution): states (*batch, heads, N, head_dim), and how each solve went.
             return_trajectory: the same, with the states of all iterations in `solution.trace`.
             return_weights: return the attention weights at the equilibrium as well, last, (*batch, heads, N, M).
-            **given: options that replace the layer's for this call, see `SolveOptions`.
+            **options: replace the layer's for this call, see `SolveOptions`.
 
         Returns:
             (*batch, N, dim), or a tuple (output, solution, weights) without the parts that were not asked for.
         """
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
-        first, rotary, options = 0 if cache is None else cache.num_queries, self.rotary, self.options
+        first, rotary = 0 if cache is None else cache.num_queries, self.rotary
         # Past the search of `nn.Module` for attributes.
         parts: dict[str, Any] = self._modules
         projections = q_proj, k_proj, v_proj, out_proj = [parts.get(name) for name in _PROJECTIONS]
@@ -232,11 +232,11 @@ class ImplicitAttention(Remembering):
             if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
                 mask = mask.unsqueeze(-3)
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
-        options = options.override(**given) if given else options
+        chosen = self.options.override(**options) if options else self.options
         beta = parts["beta"]()
-        # An explicit step does not read the anchor, which it only has for the gradient.
+        # Values of an explicit step do not depend on the anchor, which they only have for its gradient.
         eager = direct.eager()
-        unread = eager and not torch.is_grad_enabled() and options.plan.explicit
+        unread = eager and not torch.is_grad_enabled() and read is not None and chosen.plan.explicit
         anchor = 1.0 if unread else parts["anchor"]()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
@@ -250,7 +250,7 @@ class ImplicitAttention(Remembering):
             read,
             beta,
             anchor,
-            options,
+            chosen,
             mask=pairs,
             bias=bias,
             first=first if causal else None,
