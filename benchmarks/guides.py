@@ -98,6 +98,7 @@ def tables(runs: Runs) -> dict[str, list[str]]:
     if "native" in runs:
         short = [row for row in runs["native"][1]["rows"] if row["metric"] == "SHORT"]
         made["short calls"] = [report.markdown_table(*native_tables.costs(short))]
+        made["short calls"] += _picked(native_tables.tables(runs["native"][1]), ("LAYER",))
     if "attention" in runs:
         made["lengths"] = _picked(attention_tables.tables(runs["attention"][1]), ("LENGTH",))
         made["memory"] = _picked(attention_tables.tables(runs["attention"][1]), ("C4",))

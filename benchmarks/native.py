@@ -46,7 +46,7 @@ SHORT = {
     "explicit": ("explicit", "sdpa_forward"),
     "forward": ("ours_forward", "sdpa_forward"),
     "training": ("ours_training", "sdpa_training"),
-    "solution": ("solution", "ours_forward"),
+    "solution": ("ours_solution", "ours_forward"),
     "forward tiled": ("ours_tiled_forward", "sdpa_forward"),
     "training tiled": ("ours_tiled_training", "sdpa_training"),
 }
@@ -170,7 +170,7 @@ def short(case: Case, *, repeats: int, max_seconds: float) -> Row:
         attentions["ours_tiled"] = partial(ours, impl="tiled")
     explicit = partial(equilibrium_attention, max_steps=0)
     functions: dict[str, Callable[[], Any]] = {"explicit": partial(explicit, data.queries, data.keys, values)}
-    functions["solution"] = partial(ours, data.queries, data.keys, values, return_solution=True)
+    functions["ours_solution"] = partial(ours, data.queries, data.keys, values, return_solution=True)
     found: dict[str, Any] = {
         "explicit": {"output_error": output_error(data, values, data.queries, functions["explicit"]())}
     }

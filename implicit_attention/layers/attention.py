@@ -18,7 +18,7 @@ from ..attention.read_out import PotentialFactory
 from ..failure_policy import Word
 from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut
-from .cache import Held, KeyValueCache, check_cache
+from .cache import CachedKeys, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
 from .remembering import Remembering
 from .sharding import head_shard, projected
@@ -371,7 +371,7 @@ class ImplicitAttention(Remembering):
         cache: KeyValueCache | None,
         k_proj: nn.Module | None,
         v_proj: nn.Module | None,
-    ) -> Held:
+    ) -> CachedKeys:
         """Keys and values (None if the state is read out) of what is attended to, and which of them exist.
 
         positions: of the tokens of x, for `rotary`.
@@ -395,7 +395,7 @@ class ImplicitAttention(Remembering):
         keys, read = keys.contiguous(), None
         if self.readout == "values":
             read = projected(v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
-        return Held(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
+        return CachedKeys(keys, read, key_mask) if cache is None else cache.with_new(keys, read, key_mask)
 
     # Housekeeping.
 

@@ -12,7 +12,7 @@ from .. import _validate
 from ..attention.masks import check_key_mask
 
 
-class Held(NamedTuple):
+class CachedKeys(NamedTuple):
     """Keys (*batch, Hkv, M, D), values (*batch, Hkv, M, E) or None, and which of them exist, (*batch, M) or None."""
 
     keys: Tensor
@@ -53,7 +53,7 @@ class KeyValueCache:
 
     def __init__(self, owner: object, *, warm_start: bool = False) -> None:
         self.owner, self.fixed, self.warm_start = owner, False, warm_start
-        self.held: Held | None = None
+        self.held: CachedKeys | None = None
         self.num_queries = 0
         self.state: Tensor | None = None
         self.num_evals: Tensor | None = None
@@ -63,7 +63,7 @@ class KeyValueCache:
         """The number of tokens held."""
         return 0 if self.held is None else self.held.keys.shape[-2]
 
-    def with_new(self, keys: Tensor, values: Tensor | None, key_mask: Tensor | None) -> Held:
+    def with_new(self, keys: Tensor, values: Tensor | None, key_mask: Tensor | None) -> CachedKeys:
         """Return the contents with new tokens added; `key_mask` says which of these, or of all tokens, exist."""
         rows, batch, old = keys.shape[-2], tuple(keys.shape[:-3]), self.held
         if old is not None:
@@ -71,7 +71,7 @@ class KeyValueCache:
             values = values if values is None or old.values is None else torch.cat([old.values, values], dim=-2)
         count, old_mask = keys.shape[-2], None if old is None else old.key_mask
         if key_mask is None and old_mask is None:
-            return Held(keys, values, None)
+            return CachedKeys(keys, values, None)
         of_all = isinstance(key_mask, Tensor) and key_mask.shape[-1:] == (count,)
         if key_mask is not None:
             check_key_mask(key_mask, batch, count if of_all else rows)
@@ -80,9 +80,9 @@ class KeyValueCache:
             parts = ((old_mask, count - rows), (key_mask, rows))
             key_mask = torch.cat([(every if m is None else m).expand(*batch, n) for m, n in parts], dim=-1)
         assert key_mask is not None
-        return Held(keys, values, key_mask.expand(*batch, count))
+        return CachedKeys(keys, values, key_mask.expand(*batch, count))
 
-    def commit(self, held: Held, state: Tensor, num_evals: Tensor) -> None:
+    def commit(self, held: CachedKeys, state: Tensor, num_evals: Tensor) -> None:
         """Keep what was attended to, the last token's equilibrium, and the evaluations (*batch, H, N) spent."""
         if not self.fixed:
             self.held = held
@@ -108,7 +108,7 @@ class KeyValueCache:
         if not (self.fixed and self.held.keys.shape[0] == 1):
             keys, values, key_mask = (None if t is None else t[index] for t in self.held)
             assert keys is not None
-            self.held = Held(keys, values, key_mask)
+            self.held = CachedKeys(keys, values, key_mask)
         self.state, self.num_evals = (None if t is None else t[index] for t in (self.state, self.num_evals))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueCache:

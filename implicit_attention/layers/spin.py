@@ -33,7 +33,7 @@ from ..spins import (
     magnetization,
 )
 from ..spins._nonfinite import nonfinite_sites
-from .cache import Held, KeyValueCache, check_cache
+from .cache import CachedKeys, KeyValueCache, check_cache
 from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
 from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta, check_sizes
@@ -312,7 +312,7 @@ class SpinAttention(Remembering):
 
     def _beside(
         self, field: Tensor, key_mask: Tensor | None, cache: KeyValueCache
-    ) -> tuple[Tensor, Tensor | None, Held]:
+    ) -> tuple[Tensor, Tensor | None, CachedKeys]:
         """Return the couplings of new tokens to all, (*batch, heads, N, M), which of them exist, and the contents."""
         seen = self._seen(field)
         held = cache.with_new(self.couplings.keys(seen, cache.length), None, key_mask)  # type: ignore[operator]

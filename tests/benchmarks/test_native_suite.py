@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import implicit_attention as ia
-from benchmarks import guard, measure, native, native_tables, problems, report
+from benchmarks import guard, measure, native, native_layers, native_tables, problems, report
 from benchmarks.environment import environment
 from benchmarks.problems import Setting, Shape
 from benchmarks.targets import NATIVE
@@ -26,6 +26,7 @@ CASES = [
     *(native.Case("SHORT", problem) for problem in (SMALL, WIDE, DECODE)),
     *(native.Case(metric, WIDE) for metric in ("THREADS", "CONTENDED", "NEIGHBOUR")),
     native.Case("SETS", WIDE, "off"),
+    native.Case("LAYER", SMALL),
 ]
 two_cores = pytest.mark.skipif(native.unable("THREADS") is not None, reason=str(native.unable("THREADS")))
 
@@ -91,6 +92,30 @@ def test_short_calls_are_compared_by_process_time(rows):
     for name, (above, below) in native.SHORT.items():
         assert row["ratios"][name] == pytest.approx(process[above] / process[below])
         assert row["wall_ratios"][name] == pytest.approx(wall[above] / wall[below])
+
+
+def test_layers_are_compared_with_the_same_layer_of_one_step(rows):
+    row = rows[7]
+    process, found = medians(row["process_seconds"]), row["evidence"]["ours"]
+    for name, (above, below) in native_layers.PAIRS.items():
+        assert row["ratios"][name] == pytest.approx(process[above] / process[below])
+    assert found["explicit_error"] < 1e-6
+    assert found["gradient_error"] < 1e-3
+    assert row["ratios"]["frames of a call"] <= 90
+
+
+def test_a_layer_that_answers_wrongly_is_not_timed(monkeypatch):
+    evidence = native_layers.evidence
+    monkeypatch.setattr(native_layers, "evidence", lambda ours, *given: evidence(wrong(ours), *given))
+
+    def wrong(layer):
+        with torch.no_grad():
+            layer.v_proj.weight += 0.1
+        return layer
+
+    (row,) = native.run([native.Case("LAYER", SMALL)], repeats=1, max_seconds=0.01)
+    assert set(row["ratios"].values()) == {None}
+    assert "wrong" in row["evidence"]["ours"]["error"]
 
 
 def test_a_row_leaves_the_threads_as_they_were(monkeypatch):
@@ -163,7 +188,7 @@ def test_where_there_is_one_core_threads_are_not_measured(monkeypatch):
 
 def test_what_is_red_is_not_timed_and_misses_its_targets(monkeypatch):
     monkeypatch.setattr(guard, "red", lambda tests: "not timed, its tests are red: FAILED x")
-    wanted = [case for case in native.settings_of(False) if case.metric in ("SHORT", "NEIGHBOUR")]
+    wanted = [case for case in native.settings_of(False) if case.metric in ("SHORT", "LAYER", "NEIGHBOUR")]
     made = native.run(wanted, repeats=1)
     assert {target.judge(made)["verdict"] for target in NATIVE} == {"missed"}
     assert not any(row["seconds"] for row in made)
@@ -339,22 +364,25 @@ def test_every_target_has_its_rows_in_the_full_run():
         }
         for case in native.settings_of(False)
     ]
-    assert [target.judge(made)["rows"] for target in NATIVE] == [1, 1, 1, 1, 1, 2, 1, 1, 1]
+    assert [target.judge(made)["rows"] for target in NATIVE] == [1, 1, 1, 1, 1, 2, 1, 3, 3, 3, 3, 6, 1, 1]
     assert {case.metric for case in native.settings_of(True)} == set(native.METRICS)
     assert len({case.name for case in native.settings_of(False)}) == len(native.settings_of(False))
     assert native.settings_of(False)[-1].native == "off"
 
 
 def test_the_tables_hold_what_was_measured(run, rows):
-    short, threads, sets = native_tables.tables(run)
+    short, layers, threads, sets = native_tables.tables(run)
     assert [line[0] for line in short.lines] == ["H 2, N = M = 12", "H 2, N = M = 72", "H 2, N 1, M 70"]
-    assert short.lines[1][1:6] == [report.number(rows[1]["ratios"][name]) for name in native.SHORT]
-    assert short.lines[0][4:6] == ["-", "-"]
-    assert short.lines[0][6] == report.number(rows[0]["wall_ratios"]["explicit"])
+    assert short.lines[1][1:7] == [report.number(rows[1]["ratios"][name]) for name in native.SHORT]
+    assert short.lines[0][5:7] == ["-", "-"]
+    assert short.lines[0][7] == report.number(rows[0]["wall_ratios"]["explicit"])
     assert [line[2:8] for line in threads.lines] == [
         [report.number(row["ratios"][label]) for label in native.THREADED] for row in rows[3:6]
     ]
     assert sets.lines[0][:2] == ["off", report.number(rows[6]["ratios"]["evaluation"])]
+    (layer,) = layers.lines
+    assert layer[0] == "H 2, N 12, width 16"
+    assert layer[1:10] == [report.number(rows[7]["ratios"][name]) for name in native_layers.NAMES]
     assert "avx2" in report.machine(run)
     assert json.loads(json.dumps(run)) == run
 
