@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, overload
 
 import torch
@@ -156,12 +157,12 @@ def equilibrium_attention(
     solve_options = None
     plain = attn_mask is None and type(is_causal) is bool and enable_gqa is False and type(return_solution) is bool
     if plain and potential is LogSumExp and type(dropout_p) in (float, int) and dropout_p == 0 and direct.eager():
-        solve_options = _DEFAULTS.override(**options)
+        solve_options = _options(options)
         first = query_offset if is_causal else None
         found = _directly(query, key, value, scale, anchor, first, solve_options, return_solution)
         if found is not None:
             return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
-    solve_options = solve_options or _DEFAULTS.override(**options)
+    solve_options = solve_options or _options(options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
@@ -200,6 +201,23 @@ def equilibrium_attention(
     )
     attended = attend(call)
     return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
+
+
+def _options(given: SolveKeywords) -> SolveOptions:
+    if not given:
+        return _DEFAULTS
+    # Equal policies count apart from each other.
+    if isinstance(given.get("on_failure", "warn"), str):
+        try:
+            return _known(**given)
+        except TypeError:
+            # Told below, or of a solver that has no hash.
+            pass
+    return _DEFAULTS.override(**given)
+
+
+#: Options of calls, which are many while their options are few.
+_known = functools.lru_cache(maxsize=256, typed=True)(_DEFAULTS.override)
 
 
 def _directly(
