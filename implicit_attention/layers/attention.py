@@ -234,9 +234,10 @@ class ImplicitAttention(Remembering):
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
         chosen = self.options.override(**options) if options else self.options
         beta = parts["beta"]()
-        # Values of an explicit step do not depend on the anchor, which they only have for its gradient.
+        # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
         eager = direct.eager()
-        unread = eager and not torch.is_grad_enabled() and read is not None and chosen.plan.explicit
+        measured = torch.is_grad_enabled() or return_solution or return_trajectory
+        unread = eager and not measured and read is not None and chosen.plan.explicit
         anchor = 1.0 if unread else parts["anchor"]()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)

@@ -641,3 +641,13 @@ def test_wrong_kinds_are_named():
         layer(readout="state")(tokens(), values=tokens())
     with pytest.raises(ValueError, match="`head_dim` must be even"):
         layer(head_dim=3, rotary=Rotary())(tokens())
+
+
+def test_an_explicit_step_measures_the_residual_of_its_own_anchor():
+    made, x = layer(anchor=0.3), tokens()
+    with torch.no_grad():
+        output, solution = made(x, max_steps=0, return_solution=True)
+        assert torch.equal(output, made(x, max_steps=0))
+    _, recorded = made(x, max_steps=0, return_solution=True)
+    assert torch.equal(solution.residual, recorded.residual)
+    assert bool((solution.residual > 0).all())
