@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attention import Anderson, EnergyTransformer, solve
-from implicit_attention.cli.measure import peak_memory
 from implicit_attention.energies import LegendreEnergy
 from implicit_attention.potentials import LayerNormPotential, Polynomial, TokenAttention, TokenMemory
+from implicit_attention.studies.measure import peak_memory
 
 from . import guard
 from .measure import interleaved, once

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from implicit_attention import Anderson, Implicit, Phantom, Picard, Unrolled
-from implicit_attention.cli.inpainting_data import harmonic, hidden_pixels, visible_mean
-from implicit_attention.cli.measure import peak_memory
 from implicit_attention.linear import CG
 from implicit_attention.models import ImageEnergyTransformer, scatter_mask
+from implicit_attention.studies.inpainting_data import harmonic, hidden_pixels, visible_mean
+from implicit_attention.studies.measure import peak_memory
 
 from .measure import interleaved
 from .targets import Row

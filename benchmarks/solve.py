@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from implicit_attention.cli.measure import peak_memory
+from implicit_attention.studies.measure import peak_memory
 
 from . import guard
 from .baselines import CONTENDERS, PicardCounts, picard_counts, unrolled

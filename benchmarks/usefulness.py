@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from implicit_attention.cli.measure import peak_memory
+from implicit_attention.studies.measure import peak_memory
 
 from . import guard, inpainting
 from .measure import interleaved

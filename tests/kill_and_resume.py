@@ -31,7 +31,7 @@ def log(folder, update, loss):
 
 def loaded(name):
     """Import what a training needs, once for all processes that are forked."""
-    digits = ("implicit_attention.cli.inpaint", "sklearn.datasets", "torch._dynamo")
+    digits = ("implicit_attention.studies.inpainting", "sklearn.datasets", "torch._dynamo")
     llama = ("transformers.trainer", "transformers.models.llama.modeling_llama", "torch._dynamo", "accelerate")
     for module in digits if name == "digits" else llama:
         importlib.import_module(module)
@@ -39,12 +39,12 @@ def loaded(name):
 
 def digits(folder):
     """The command `train inpaint` on its digits, with a small model; its weights."""
-    from implicit_attention.cli import inpaint, inpainting_data, training
+    from implicit_attention.cli.inpaint import Inpaint
     from implicit_attention.cli.progress import Progress
-    from implicit_attention.cli.settings import InpaintSettings
+    from implicit_attention.studies import inpainting, inpainting_data, training
 
-    inpaint.RECIPES["digits"] = inpaint.Recipe(8, 2, 4, 8, batch=4, rate=3e-3)
-    inpaint.QUICK_IMAGES = 6
+    inpainting.RECIPES["digits"] = inpainting.Recipe(8, 2, 4, 8, batch=4, rate=3e-3)
+    inpainting.QUICK_IMAGES = 6
     inpainting_data.ImageTask.epoch = 4 * EVERY["digits"]
     update, optimizer_of = training._update, training._optimizer
     schedules = []
@@ -62,9 +62,9 @@ def digits(folder):
     training._update, training._optimizer = logged, made
     resume = (folder / "checkpoint.pt").exists()
     length = {} if resume else {"updates": UPDATES["digits"]}
-    settings = InpaintSettings(quick=True, out=folder, resume=resume, mode="equilibrium", **length)
+    command = Inpaint(quick=True, out=folder, resume=resume, mode="equilibrium", **length)
     with Progress(lambda row: row["line"]) as progress:
-        inpaint.inpaint(settings, progress)
+        command.run(progress)
     return torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
 
 

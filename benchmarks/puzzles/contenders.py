@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from implicit_attention.cli.measure import peak_memory
+from implicit_attention.studies.measure import peak_memory
 
 from ..measure import interleaved
 from ..targets import Row, Target

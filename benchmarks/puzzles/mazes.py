@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attention import OneStep, RepeatedSelfAttention
-from implicit_attention.cli.mazes import FEATURES, WAYS
-from implicit_attention.cli.mazes import mazes as drawn_mazes
 from implicit_attention.solvers import TorchDEQ
+from implicit_attention.studies.mazes import FEATURES, WAYS
+from implicit_attention.studies.mazes import mazes as drawn_mazes
 
 from .contenders import Claim, Contender, Plan
 from .models import Block, Examples, Model, Shape, mask_of

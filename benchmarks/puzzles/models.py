@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from implicit_attention.cli.mazes import IGNORED as IGNORED
-from implicit_attention.cli.mazes import NONE as NONE
-from implicit_attention.cli.mazes import mask_of as mask_of
+from implicit_attention.studies.mazes import IGNORED as IGNORED
+from implicit_attention.studies.mazes import NONE as NONE
+from implicit_attention.studies.mazes import mask_of as mask_of
 
 
 class Examples(NamedTuple):

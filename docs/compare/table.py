@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from implicit_attention.cli.retrieval import summary
-from implicit_attention.cli.settings import CompareSettings
-from implicit_attention.cli.table import comparison_tables, retrieval_tables
+from implicit_attention.cli.compare import Compare
+from implicit_attention.cli.compare_solvers import retrieval_tables, solver_tables
+from implicit_attention.studies.retrieval import summary
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parent / "compare.md"
@@ -26,13 +26,11 @@ def table(path: Path) -> str:
     """What the command printed, from its JSON file."""
     run = json.loads(path.read_text())
     chosen = run["settings"]
-    settings = CompareSettings(
-        **{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")}
-    )
+    settings = Compare(**{name: chosen[name] for name in ("patterns", "beta", "anchor", "device", "dtype", "seed")})
     ran = {"threads": run["device"]["threads"], "native": run["device"].get("native")}
     comparison = SimpleNamespace(settings=settings, rows=run["rows"], **ran)
     console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-    for part in (*comparison_tables(comparison, 120), *retrieval_tables(run["retrieval"], 120)):
+    for part in (*solver_tables(comparison, 120), *retrieval_tables(run["retrieval"], 120)):
         console.print(part)
         console.print()
     console.print(summary(run["retrieval"], settings.beta))

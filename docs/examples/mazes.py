@@ -14,7 +14,7 @@ from _puzzles import arguments, compare, train
 from torch import Tensor, nn
 
 from implicit_attention import EquilibriumTransformer, Picard
-from implicit_attention.cli.mazes import FEATURES, Mazes, mazes
+from implicit_attention.studies.mazes import FEATURES, Mazes, mazes
 
 DIM, HEADS = 32, 2
 TRAINED, SIZES = 5, (5, 9, 13, 17)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from implicit_attention.cli.table import magnetization_columns, method_tables
+from implicit_attention.cli.magnetize import magnetization_columns
+from implicit_attention.cli.table import method_tables
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "magnetize.md"

@@ -11,11 +11,11 @@ import math
 import sys
 from pathlib import Path
 
-from implicit_attention.cli.maze import FRAMES, trained
-from implicit_attention.cli.maze_model import RTOL
-from implicit_attention.cli.mazes import mazes
-from implicit_attention.cli.settings import MazeSettings
+from implicit_attention.cli.maze import FRAMES, Maze
+from implicit_attention.cli.progress import Progress
 from implicit_attention.plotting import maze_figure, save_maze_gif, sizes_figure
+from implicit_attention.studies.maze_model import RTOL
+from implicit_attention.studies.mazes import mazes
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "examples" / "puzzles.json"
@@ -36,7 +36,9 @@ def sizes() -> None:
 
 def course() -> None:
     """One large maze while it is solved: as an animation, and in five pictures."""
-    model = trained(MazeSettings())
+    command = Maze()
+    with Progress(command.line) as progress:
+        model = command.run(progress)
     maze = mazes("depth-first", SIZE, 1, "to watch, 0")
     found = model.solved(maze)
     last = len(found.paths)

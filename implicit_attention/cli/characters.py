@@ -2,198 +2,86 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import platform
-import time
-from typing import Any, NamedTuple
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
+from typer import Option
 
-from ..layers import EnergyTransformer
-from .errors import writable
-from .progress import Progress, make_console
-from .report import options_of, write
-from .settings import CharactersSettings
-from .training import Trained, check_options, planned, train
+from .command import Files
+from .train import TrainCommand, numbers, updates
 
-DIM, HEADS, HEAD_DIM, MEMORIES = 64, 4, 16, 128
-STEPS, STEP_SIZE = 6, 0.3
-#: Characters that are read at once, windows of a batch, peak learning rate, updates between two checkpoints.
-LENGTH, BATCH, RATE, EPOCH = 64, 16, 3e-3, 100
-#: The last part of the text is held out; so many windows of it are asked for.
-HELD_OUT, WINDOWS, QUICK_WINDOWS = 0.1, 200, 20
-UNIGRAM, BIGRAM, MODEL = "frequencies of characters", "frequencies of pairs", "causal Energy Transformer"
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..studies.characters import Text
+    from ..studies.training import Trained
+    from .progress import Progress
 
 
-class Text(NamedTuple):
-    """Characters as numbers, and what identifies them.
-
-    Attributes:
-        train, held_out: the first nine tenths and the last one.
-        size: of the alphabet.
-        source: for the results. The text changes with the version of Python, so its hash is there.
-    """
-
-    train: Tensor
-    held_out: Tensor
-    size: int
-    source: dict[str, Any]
-
-
-def load() -> Text:
-    """`pydoc_data.topics`, all help texts in the order of their names."""
-    from pydoc_data.topics import topics
-
-    text = "\n".join(topics[name] for name in sorted(topics))
-    alphabet = sorted(set(text))
-    numbers = {character: index for index, character in enumerate(alphabet)}
-    codes = torch.tensor([numbers[character] for character in text])
-    train, held_out = codes.tensor_split([round((1 - HELD_OUT) * len(codes))])
-    source = {
-        "source": "pydoc_data.topics",
-        "python": platform.python_version(),
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "characters": len(text),
-        "alphabet": len(alphabet),
-        "held_out": len(held_out),
-    }
-    return Text(train, held_out, len(alphabet), source)
-
-
-def windows(codes: Tensor, count: int) -> Tensor:
-    """Windows (count, LENGTH + 1) at equal distances."""
-    begin = torch.linspace(0, len(codes) - LENGTH - 1, count).long()
-    return codes[begin[:, None] + torch.arange(LENGTH + 1)]
-
-
-def baselines(text: Text, asked: Tensor) -> dict[str, float]:
-    """Bits per character of the targets of windows, by counts of the text to train on, each count plus one."""
-    counts = torch.bincount(text.train, minlength=text.size).double() + 1
-    pairs = torch.bincount(text.train[:-1] * text.size + text.train[1:], minlength=text.size**2).double() + 1
-    likely = pairs.view(text.size, text.size)
-    before, after = asked[:, :-1], asked[:, 1:]
-    unigram = (counts / counts.sum())[after]
-    bigram = (likely / likely.sum(-1, keepdim=True))[before, after]
-    return {UNIGRAM: float(-unigram.log2().mean()), BIGRAM: float(-bigram.log2().mean())}
-
-
-class CharacterModel(nn.Module):
-    """Embedding and positions, a causal block, its layer norm, a linear head."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(size, DIM)
-        self.positions = nn.Parameter(torch.empty(LENGTH, DIM))
-        self.block = EnergyTransformer(
-            DIM,
-            HEADS,
-            HEAD_DIM,
-            MEMORIES,
-            mode="published",
-            causal=True,
-            steps=STEPS,
-            step_size=STEP_SIZE,
-            on_failure="ignore",
-        )
-        self.head = nn.Linear(DIM, size)
-        nn.init.normal_(self.positions, std=0.5)
-        for weight in (self.block.w_query, self.block.w_key, self.block.memories):
-            nn.init.normal_(weight, std=0.1)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Logits (count, N, size) of the next character, of codes (count, N), N <= LENGTH."""
-        tokens = self.embed(codes) + self.positions[: codes.shape[-1]]
-        logits: Tensor = self.head(self.block.norm(self.block(tokens)))
-        return logits
-
-
-def bits(model: nn.Module, asked: Tensor) -> Tensor:
-    """Bits per character of the targets of windows (count, N + 1)."""
-    logits = model(asked[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), asked[:, 1:].flatten()) / math.log(2)
-
-
-class Characters(NamedTuple):
+class CharactersRun(NamedTuple):
     """Everything that `train characters` measured."""
 
-    settings: CharactersSettings
     text: Text
     trained: Trained
     bits: dict[str, float]
-    seconds: float
 
 
-def run(settings: CharactersSettings) -> None:
-    """Train or go on, measure, write the file and print the bits."""
-    check_options(settings)
-    with writable(settings.out):
-        settings.out.mkdir(parents=True, exist_ok=True)
-    with torch.random.fork_rng(devices=[]), Progress(lambda row: row["line"]) as progress:
-        found = characters(settings, progress)
-    content = {
-        "command": "train characters",
-        "settings": options_of(settings, "resume"),
-        "data": found.text.source,
-        "training": {
-            **found.trained.plan._asdict(),
-            "resumed_after": found.trained.resumed_after,
-            "seconds": found.trained.seconds,
-            "losses": found.trained.losses,
-        },
-        "bits_per_character": found.bits,
-        "verdicts": [{"baseline": name, "holds": found.bits[MODEL] < found.bits[name]} for name in (UNIGRAM, BIGRAM)],
-        "threads": torch.get_num_threads(),
-        "seconds": found.seconds,
-    }
-    with writable(settings.out):
-        write(settings.out, "metrics.json", content, {})
-    console = make_console()
-    show(found, console)
-    console.print(f"metrics.json written to {settings.out} after {found.seconds:.1f} s", markup=False)
+@dataclasses.dataclass(frozen=True)
+class Characters(TrainCommand):
+    """Train a causal Energy Transformer on the help texts of Python, and compare it with counts of characters.
 
+    Reported are bits per character of held-out text, beside those of the frequencies of characters and of pairs.
+    """
 
-def characters(settings: CharactersSettings, progress: Progress) -> Characters:
-    begin = time.perf_counter()
-    text = load()
-    torch.manual_seed(settings.seed)
-    model = CharacterModel(text.size)
+    name: ClassVar[str] = "train characters"
 
-    def loss_of(trained: nn.Module, generator: torch.Generator) -> Tensor:
-        starts = torch.randint(len(text.train) - LENGTH, (BATCH, 1), generator=generator)
-        return bits(trained, text.train[starts + torch.arange(LENGTH + 1)])
+    out: Annotated[Path, Option(help="Folder for metrics.json and checkpoint.pt.")] = Path("characters")
 
-    rate = settings.rate or RATE
-    with writable(settings.out):
-        trained = train(
-            model,
-            loss_of,
-            lambda: planned(model, loss_of, settings, EPOCH, rate, progress),
-            progress,
-            generator=torch.Generator().manual_seed(settings.seed),
-            checkpoint=settings.out / "checkpoint.pt",
-            resume=settings.resume,
-            identity={"text": text.source["sha256"], "seed": settings.seed, "rate": rate},
-        )
-    progress.begin("held-out text")
-    asked = windows(text.held_out, QUICK_WINDOWS if settings.quick else WINDOWS)
-    with torch.no_grad():
-        mine = float(bits(model, asked))
-    return Characters(settings, text, trained, baselines(text, asked) | {MODEL: mine}, time.perf_counter() - begin)
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return ()
 
+    def run(self, progress: Progress) -> CharactersRun:
+        """Train or go on, and measure."""
+        from ..studies import characters
 
-def show(found: Characters, console: Console) -> None:
-    """The bits as a table."""
-    table = Table(title=f"held-out text, windows of {LENGTH} characters", title_justify="left")
-    table.add_column("predicted by")
-    table.add_column("bits per character", justify="right")
-    for name, value in found.bits.items():
-        table.add_row(name, f"{value:.3f}")
-    console.print(table)
-    plan, first = found.trained.plan, found.trained.resumed_after + 1
-    console.print(f"{plan.updates} updates, those from {first} on in {found.trained.seconds:.0f} s")
-    console.print(f"text {found.text.source['sha256'][:12]}")
+        text = characters.load()
+        torch.manual_seed(self.seed)
+        model, rate = characters.CharacterModel(text.size), self.rate or characters.RATE
+        identity = {"text": text.source["sha256"], "seed": self.seed, "rate": rate}
+        trained = self.train(model, characters.training_loss(text), characters.EPOCH, rate, progress, identity)
+        progress.begin("held-out text")
+        count = characters.QUICK_WINDOWS if self.quick else characters.WINDOWS
+        return CharactersRun(text, trained, characters.measured(text, model, count))
+
+    def files(self, found: CharactersRun) -> Files:
+        from ..studies.characters import BIGRAM, MODEL, UNIGRAM
+        from .report import options_of
+
+        bits = found.bits
+        content = {
+            "settings": options_of(self, "resume"),
+            "data": found.text.source,
+            "training": numbers(found.trained),
+            "bits_per_character": bits,
+            "verdicts": [{"baseline": name, "holds": bits[MODEL] < bits[name]} for name in (UNIGRAM, BIGRAM)],
+            "threads": torch.get_num_threads(),
+        }
+        return "metrics.json", content, {}
+
+    def show(self, found: CharactersRun, console: Console) -> None:
+        """The bits as a table."""
+        from rich.table import Table
+
+        from ..studies.characters import LENGTH
+
+        table = Table(title=f"held-out text, windows of {LENGTH} characters", title_justify="left")
+        table.add_column("predicted by")
+        table.add_column("bits per character", justify="right")
+        for name, value in found.bits.items():
+            table.add_row(name, f"{value:.3f}")
+        console.print(table)
+        console.print(updates(found.trained))
+        console.print(f"text {found.text.source['sha256'][:12]}")

@@ -1,26 +1,27 @@
-"""The commands. The work is done elsewhere, imported when a command runs."""
+"""The table of the commands, and the app that is made from it. The work is done elsewhere, imported when one runs."""
 
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from .errors import InputError
-from .settings import (
-    CharactersSettings,
-    CompareSettings,
-    InpaintSettings,
-    LandscapeSettings,
-    MagnetizeSettings,
-    MazeSettings,
-    Settings,
-)
+from ..studies.errors import InputError
+from .command import Command
 
-commands = typer.Typer(
-    name="implicit-attention", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+#: The commands, each `file:class`, in the order of the help. To add one: its file in this folder, and its line here.
+COMMANDS = (
+    "compare:Compare",
+    "magnetize:Magnetize",
+    "landscape:Landscape",
+    "maze:Maze",
+    "inpaint:Inpaint",
+    "characters:Characters",
 )
+#: Groups of commands, with their help.
+GROUPS = {"train": "Train an Energy Transformer on data that is installed."}
 
 
 def _version(wanted: bool) -> None:
@@ -31,7 +32,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@commands.callback()
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
@@ -40,30 +40,37 @@ def main(
     """Equilibrium attention: solve for fixed points of attention, with evidence."""
 
 
-def _add_command(settings: type[Settings], to: typer.Typer = commands) -> None:
-    """Add the command whose options are the fields of `settings`. An `InputError` is one line and exit code 2."""
+def _add(command: type[Command], to: typer.Typer) -> None:
+    """Add a command whose options are the fields of its class. An `InputError` is one line and exit code 2."""
 
-    def command(**options: Any) -> None:
-        from .run import run
-
+    def called(**options: Any) -> None:
         try:
-            run(settings(**options))
+            command(**options).execute()
         except InputError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
 
-    # Where typer looks for options.
-    vars(command)["__signature__"] = inspect.signature(settings, eval_str=True)
-    command.__annotations__ = get_type_hints(settings, include_extras=True)
-    to.command(settings.command, help=inspect.getdoc(settings))(command)
+    # Where typer looks for options. Fields of a base class are read with the names of its own file.
+    hints = get_type_hints(command, include_extras=True)
+    fields = inspect.signature(command).parameters.values()
+    vars(called)["__signature__"] = inspect.Signature([p.replace(annotation=hints[p.name]) for p in fields])
+    called.__annotations__ = hints
+    to.command(command.name.split()[-1], help=inspect.getdoc(command))(called)
 
 
-_add_command(CompareSettings)
-_add_command(MagnetizeSettings)
-_add_command(LandscapeSettings)
-_add_command(MazeSettings)
+def _app() -> typer.Typer:
+    app = typer.Typer(
+        name="implicit-attention", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    )
+    app.callback()(main)
+    groups = {name: typer.Typer(name=name, no_args_is_help=True, help=text) for name, text in GROUPS.items()}
+    for place in COMMANDS:
+        command: type[Command] = pkgutil.resolve_name(f"{__package__}.{place}")
+        group = command.name.split()[0]
+        _add(command, groups.get(group, app))
+    for added in groups.values():
+        app.add_typer(added)
+    return app
 
-train = typer.Typer(name="train", no_args_is_help=True, help="Train an Energy Transformer on data that is installed.")
-_add_command(InpaintSettings, train)
-_add_command(CharactersSettings, train)
-commands.add_typer(train)
+
+commands = _app()

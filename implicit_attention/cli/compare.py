@@ -1,184 +1,208 @@
-"""`implicit-attention compare`: every solver on the same retrieval task, with evidence."""
+"""`implicit-attention compare`: solvers, potentials or laws of tokens on the same task, with evidence."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typer import Option
 
-from .. import Solution
-from ..layers.temperature import separating_beta
-from ..ops import native_status
-from .contenders import contenders
-from .data import DataSample, draw, load_digits, noise_of
-from .errors import InputError
-from .evaluate import evaluate, prepare
-from .files import load_patterns
-from .potentials import SIMILARITIES, choice, inverse_temperature
-from .progress import Progress
-from .retrieval import FACTORS, Rates, examples, sweep
-from .settings import AUTO, CompareSettings
+from ..studies.errors import InputError
+from .command import Command, Files, seed_option
 
-DRAWS = 8
-#: Pairs of a pattern and a query from which on several threads are used.
-SHARED_FROM = 100_000
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .progress import Progress
+
+#: The potential of softmax attention.
+LOG_SUM_EXP = "log-sum-exp"
+#: The value of `--beta` that asks for one found from the patterns.
+AUTO = "auto"
+DEFAULT_PATTERNS = 200
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Everything that `compare` measured.
+class Compare(Command):
+    """Retrieve stored images from half-masked and noisy ones with every solver, and show what each of them costs.
 
-    Attributes:
-        settings: the options.
-        noise: standard deviation of the noise.
-        rows: for every solver, plain numbers.
-        retrieval: rates for every task, state and beta.
-        sample: the draw on which solvers are compared.
-        states: of its queries, by name, to look at.
-        solutions: by solver, for all that did not raise.
-        unusable: how many patterns hold NaN or infinity.
-        untrusted: how many queries have no exact fixed point.
-        threads: of torch.
-        native: the instruction set of the native operations, if any.
-        seconds: of everything.
-        auto: whether beta was found from the patterns.
+    Compares one step of softmax attention, unrolled gradient descent, Picard, Anderson, Broyden, Newton-Krylov and
+    torchdeq's Anderson and Broyden: evaluations, residual, saddles, retrieval, gradient error, time and memory. Then
+    retrieval at nine inverse temperatures, `--beta`/4 to 64 `--beta`, beside the nearest stored pattern.
+
+    `--suite retrieval` compares potentials in place of solvers: how many patterns each of them stores, from how far it
+    finds them, and the published bounds. `--suite distribution` needs no patterns: tokens as samples of a Gaussian
+    under repeated attention, and W_q^T W_k of layers trained on digits beside the inverse covariance.
     """
 
-    settings: CompareSettings
-    noise: float
-    rows: list[dict[str, Any]]
-    retrieval: Rates
-    sample: DataSample
-    states: dict[str, Tensor]
-    solutions: dict[str, Solution]
-    unusable: int
-    untrusted: int
-    threads: int
-    native: str | None
-    seconds: float
-    auto: bool
+    name: ClassVar[str] = "compare"
 
+    patterns: Annotated[
+        int | None,
+        Option(min=1, help="Number of patterns to store.", show_default="200, or as many as --data has"),
+    ] = None
+    beta: Annotated[
+        str | None,
+        Option(
+            help="Inverse temperature, > 0; it multiplies the scores <pattern, z>. 'auto' finds one for the scale of "
+            "the patterns.",
+            show_default="8 for log-sum-exp; else the potential's own; with --data auto where there is one",
+        ),
+    ] = None
+    anchor: Annotated[float, Option(help="Weight of the query in the energy, in [0, 1]; 0 is retrieval.")] = 0.0
+    device: Annotated[str, Option(help="cpu, cuda or cuda:N.")] = "cpu"
+    dtype: Annotated[Literal["float32", "float64", "bfloat16", "float16"], Option(help="Type of all numbers.")] = (
+        "float32"
+    )
+    seed: Annotated[int, seed_option("patterns and noise")] = 0
+    out: Annotated[Path, Option(help="Folder for compare.json, or SUITE.json, and pictures.")] = Path("compare")
+    quick: Annotated[bool, Option("--quick", help="Fewer queries and repeats, in a few seconds.")] = False
+    data: Annotated[
+        Path | None,
+        Option(help="Your patterns, .npy, .npz or .pt of shape (count, D), instead of scikit-learn's digits."),
+    ] = None
+    potential: Annotated[
+        str | None,
+        Option(
+            help="Whose equilibrium is solved for: softmax1, entmax, polynomial-2, ...; a wrong name lists all.",
+            show_default="log-sum-exp; all of them in --suite retrieval",
+        ),
+    ] = None
+    suite: Annotated[Literal["solvers", "retrieval", "distribution"], Option(help="What is compared; see above.")] = (
+        "solvers"
+    )
 
-def check(settings: CompareSettings) -> None:
-    """Raise `InputError` for the first option that cannot be used."""
-    choice(settings.potential_name)
-    if settings.suite == "distribution":
-        _refuse_unused(settings)
-    _check_beta(settings)
-    if not 0 <= settings.anchor <= 1:
-        raise InputError(f"`--anchor` must be in [0, 1], got {settings.anchor:g}; 0 is retrieval")
-    remedy = "use cpu, cuda or cuda:N"
-    try:
-        device = torch.device(settings.device)
-    except RuntimeError:
-        raise InputError(f"`--device` must name a device, got {settings.device!r}; {remedy}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"`--device` must be cpu or cuda, got {settings.device!r}; {remedy}")
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= count:
-        received = f"{settings.device!r} with {count} CUDA devices here"
-        raise InputError(f"`--device` must be present, got {received}; use --device cpu")
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return ("matplotlib", "sklearn") if self.data is None else ("matplotlib",)
 
+    @property
+    def potential_name(self) -> str:
+        """The potential whose equilibrium all solvers are asked for."""
+        return self.potential or LOG_SUM_EXP
 
-def _check_beta(settings: CompareSettings) -> None:
-    if settings.beta == AUTO:
-        names = " or ".join(SIMILARITIES)
-        if settings.suite != "solvers" or settings.potential_name not in SIMILARITIES:
-            what = settings.potential_name if settings.suite == "solvers" else f"--suite {settings.suite}"
-            raise InputError(f"`--beta` must be a number for {what}, got auto; auto is for solvers and {names}")
-        return
-    try:
-        beta = inverse_temperature(settings)
-    except ValueError:
-        raise InputError(f"`--beta` must be a number > 0 or auto, got {settings.beta!r}; try auto") from None
-    if not (beta > 0 and math.isfinite(beta)):
-        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; it is an inverse temperature, try 8")
+    @property
+    def other_potential(self) -> str:
+        """Return the potential for titles where it is not softmax attention's."""
+        return "" if self.potential_name == LOG_SUM_EXP else f"{self.potential_name}, "
 
+    @property
+    def stored(self) -> int:
+        """Return the number of patterns to store, if there are so many."""
+        return DEFAULT_PATTERNS if self.patterns is None else self.patterns
 
-def _refuse_unused(settings: CompareSettings) -> None:
-    """Raise `InputError` for an option that `--suite distribution` would ignore."""
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name not in ("suite", "seed", "out", "quick") and value != field.default:
-            required = "be left out in --suite distribution, which draws its own tokens in float64"
-            raise InputError(f"`--{field.name}` must {required}, got {value}; only --seed, --out and --quick are used")
+    @property
+    def queries(self) -> int:
+        """Queries of each task in the comparison of solvers."""
+        return min(self.stored, 50 if self.quick else 200)
 
+    @property
+    def descents(self) -> tuple[int, ...]:
+        """Step counts of unrolled gradient descent."""
+        return (5, 20) if self.quick else (5, 20, 50)
 
-def load(settings: CompareSettings) -> tuple[CompareSettings, Tensor]:
-    """All patterns that can be drawn from, (count, D) float64, and the options with the number of those to store."""
-    data = load_digits() if settings.data is None else load_patterns(settings.data)
-    if settings.patterns is None:
-        # Without any the message is that of a number that is too large.
-        settings = dataclasses.replace(settings, patterns=max(min(settings.stored, len(data)), 1))
-    if len(data) < settings.stored:
-        source = "the digits" if settings.data is None else f"`--data` {settings.data.name}"
-        required = f"<= {len(data)}, the rows of {source}"
-        raise InputError(f"`--patterns` must be {required}, got {settings.patterns}; lower --patterns")
-    return settings, data
+    @property
+    def repeats(self) -> int:
+        return 2 if self.quick else 5
 
+    @property
+    def max_seconds(self) -> float:
+        """After this time no further timed run of a method begins."""
+        return 0.3 if self.quick else 1.0
 
-@contextmanager
-def _threads(settings: CompareSettings) -> Iterator[int]:
-    """One thread for problems too small to share, for which threads mostly wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    if settings.stored * settings.queries <= SHARED_FROM and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
+    @property
+    def has_reference(self) -> bool:
+        """Whether retrieval rates of these settings were measured independently."""
+        softmax = self.potential_name == LOG_SUM_EXP and (self.beta is None or float(self.beta) == 8)
+        return self.data is None and softmax and (self.stored, self.anchor) == (DEFAULT_PATTERNS, 0.0)
 
+    @property
+    def inverse_temperature(self) -> float:
+        """`--beta`, once it is a number, or what suits the potential."""
+        from ..studies.potentials import POTENTIALS
 
-def run(settings: CompareSettings, progress: Progress) -> Comparison:
-    """Compare all solvers."""
-    begin = time.perf_counter()
-    settings, data = load(settings)
-    noise = noise_of(None if settings.data is None else data)
-    count, device = min(settings.stored, 200), torch.device(settings.device)
-    drawn = draw(data, patterns=settings.stored, queries=count, noise=noise, draws=DRAWS, seed=settings.seed)
-    # The betas of the potentials are for the scale of the digits.
-    unsaid = settings.data is not None and settings.beta is None and settings.potential_name in SIMILARITIES
-    auto = unsaid or settings.beta == AUTO
-    if auto:
-        known, similarity = drawn.keys[0][drawn.usable[0]], SIMILARITIES[settings.potential_name]
-        # A number read from its text is the same number. Without any pattern there is no scale.
-        found = repr(float(separating_beta(known, similarity))) if len(known) else None
-        settings = dataclasses.replace(settings, beta=found)
-        auto = found is not None
-    drawn = drawn.to(device, getattr(torch, settings.dtype))
-    sample = drawn.first(settings.queries)
-    name, beta = settings.potential_name, inverse_temperature(settings)
-    rows, solutions = [], {}
-    with _threads(settings) as threads:
-        methods = contenders(settings.descents)
-        if settings.other_potential:
-            methods = [dataclasses.replace(m, name=m.name.replace("one-step softmax", "one step")) for m in methods]
-        steps = len(methods) + 1
-        progress.begin("reference in float64", 0, steps)
+        return POTENTIALS[self.potential_name].beta if self.beta is None else float(self.beta)
+
+    def check(self) -> None:
+        from ..studies.potentials import POTENTIALS
+
+        name = self.potential_name
+        if name not in POTENTIALS:
+            raise InputError(f"`--potential` must be one of {', '.join(POTENTIALS)}, got {name!r}; choose one of these")
+        if self.suite == "distribution":
+            self._refuse_unused()
+        self._check_beta()
+        if not 0 <= self.anchor <= 1:
+            raise InputError(f"`--anchor` must be in [0, 1], got {self.anchor:g}; 0 is retrieval")
+        remedy = "use cpu, cuda or cuda:N"
         try:
-            task = prepare(sample, beta=beta, anchor=settings.anchor, potential=name, seed=settings.seed)
-        except ValueError as error:
-            remedy = "--suite retrieval tries a potential at every beta, and says at which it is refused"
-            raise InputError(f"`--potential {name}` at beta {beta:g} is refused: {error}; {remedy}") from None
-        for index, method in enumerate(methods):
-            progress.begin(method.name, index + 1, steps)
-            row, solution = evaluate(method, task, repeats=settings.repeats, max_seconds=settings.max_seconds)
-            progress.end(method.name, row)
-            rows.append(row)
-            if solution is not None:
-                solutions[method.name] = solution
-        progress.begin(f"retrieval at {len(FACTORS)} betas, {DRAWS} draws")
-        rates = sweep(drawn, settings, progress.part)
-        shown = examples(sample, rates, settings)
-    unusable = int((~sample.usable).sum())
-    untrusted = int((sample.finite & (task.weights == 0).all(-1)).sum())
-    seconds = time.perf_counter() - begin
-    own = (unusable, untrusted, threads, native_status().isa, seconds, auto)
-    return Comparison(settings, noise, rows, rates, sample, shown, solutions, *own)
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise InputError(f"`--device` must name a device, got {self.device!r}; {remedy}") from None
+        if device.type not in ("cpu", "cuda"):
+            raise InputError(f"`--device` must be cpu or cuda, got {self.device!r}; {remedy}")
+        count = torch.cuda.device_count() if device.type == "cuda" else 1
+        if (device.index or 0) >= count:
+            received = f"{self.device!r} with {count} CUDA devices here"
+            raise InputError(f"`--device` must be present, got {received}; use --device cpu")
+
+    def _check_beta(self) -> None:
+        from ..studies.potentials import SIMILARITIES
+
+        if self.beta == AUTO:
+            names = " or ".join(SIMILARITIES)
+            if self.suite != "solvers" or self.potential_name not in SIMILARITIES:
+                what = self.potential_name if self.suite == "solvers" else f"--suite {self.suite}"
+                raise InputError(f"`--beta` must be a number for {what}, got auto; auto is for solvers and {names}")
+            return
+        try:
+            beta = self.inverse_temperature
+        except ValueError:
+            raise InputError(f"`--beta` must be a number > 0 or auto, got {self.beta!r}; try auto") from None
+        if not (beta > 0 and math.isfinite(beta)):
+            raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; it is an inverse temperature, try 8")
+
+    def _refuse_unused(self) -> None:
+        """Raise `InputError` for an option that `--suite distribution` would ignore."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("suite", "seed", "out", "quick") and value != field.default:
+                required = f"be left out in --suite distribution, which draws its own tokens in float64, got {value}"
+                raise InputError(f"`--{field.name}` must {required}; only --seed, --out and --quick are used")
+
+    def load(self) -> tuple[Compare, Tensor]:
+        """The options with the number of patterns to store, and all that can be drawn from, (count, D) float64."""
+        from ..studies.data import load_digits
+        from .files import load_patterns
+
+        data = load_digits() if self.data is None else load_patterns(self.data)
+        # Without any the message is that of a number that is too large.
+        count = max(min(self.stored, len(data)), 1) if self.patterns is None else self.patterns
+        if len(data) < count:
+            source = "the digits" if self.data is None else f"`--data` {self.data.name}"
+            required = f"<= {len(data)}, the rows of {source}"
+            raise InputError(f"`--patterns` must be {required}, got {count}; lower --patterns")
+        return dataclasses.replace(self, patterns=count), data
+
+    @property
+    def _suite(self) -> Any:
+        """The module with `line`, `run`, `files` and `show` of `--suite`."""
+        return import_module(f".compare_{self.suite}", __package__)
+
+    def line(self, row: dict[str, Any]) -> str:
+        return str(self._suite.line(row))
+
+    def run(self, progress: Progress) -> Any:
+        return self._suite.run(self, progress)
+
+    def files(self, found: Any) -> Files:
+        files: Files = self._suite.files(found)
+        return files
+
+    def show(self, found: Any, console: Console) -> None:
+        self._suite.show(found, console)

@@ -1,4 +1,4 @@
-"""Errors of commands, each in one line."""
+"""Optional dependencies that are missing, and folders that cannot be written, each told in one line."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..studies.errors import InputError
+
 INSTALL = 'pip install -e ".[cli]"'
-#: Characters of a message that are shown. A file can hold thousands of names.
-LONGEST = 600
-
-
-def printable(text: str) -> str:
-    """`text` on one line, with escapes for what would act on a terminal."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST // 2]} ... {shown[-LONGEST // 2 :]}"
-
-
-class InputError(Exception):
-    """An argument or a file that cannot be used; the message is the one line that the user sees."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
 
 
 def missing(*modules: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from ..studies.errors import InputError
 
 if TYPE_CHECKING:
     from ..spins import SpinSystem

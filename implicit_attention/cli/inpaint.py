@@ -2,231 +2,109 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any, NamedTuple
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from typer import Option
 
-from ..adjoints import Implicit, Phantom
-from ..linear import CG
-from ..models.image import ImageEnergyTransformer
-from ..solvers import Anderson, Picard
-from . import inpainting_data
-from .errors import writable
-from .inpainting_data import ImageTask, harmonic, hidden_pixels, rmse, scattered, visible_mean
-from .progress import Progress
-from .settings import InpaintSettings
-from .training import Trained, planned, train
+from .command import Files
+from .train import TrainCommand, numbers, updates
 
-#: Steps of the published dynamics after which the picture shows the images; the last is where a training stops.
-SHOWN_STEPS = (1, 4, 12)
-STEP_SIZE = 0.2
-#: Images in the pictures.
-SHOWN = 6
-#: Held-out images that `--quick` looks at.
-QUICK_IMAGES = 48
-#: How an equilibrium is found of held-out images; and in training, where a hundredth is enough for a gradient.
-SOLVER = Anderson(rtol=1e-3, max_steps=200)
-TRAINING_SOLVER = Anderson(rtol=1e-2, max_steps=60)
-ADJOINT = Implicit(CG(rtol=1e-2), fallback=Phantom(5))
-MEAN, HARMONIC, EQUILIBRIUM = "visible mean", "harmonic", "equilibrium"
-#: What is asked of five minutes on two cores: errors that are at most this part of another method's.
-MARGINS = {"digits": {MEAN: 0.6, HARMONIC: 0.7}, "photos": {MEAN: 0.8, HARMONIC: 0.99}}
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..studies.inpainting import Inpainting
+    from .progress import Progress
 
 
-class Recipe(NamedTuple):
-    """Sizes of the model, images of a batch and the peak learning rate."""
+@dataclasses.dataclass(frozen=True)
+class Inpaint(TrainCommand):
+    """Train an Energy Transformer to fill in hidden patches of images, and compare it with two simple fillings.
 
-    dim: int
-    heads: int
-    head_dim: int
-    memories: int
-    batch: int
-    rate: float
-
-
-RECIPES = {"digits": Recipe(64, 4, 16, 64, 32, 3e-3), "photos": Recipe(64, 4, 16, 128, 8, 2e-3)}
-
-
-@torch.no_grad()
-def spread(model: ImageEnergyTransformer) -> None:
-    """Larger initial weights than the published ones, from which a few hundred updates learn nothing but a mean image.
-
-    Tokens that differ by their positions, and an attention that reads them, are there from the start. An equilibrium
-    begins with a weaker pull, where it is soon found.
-    """
-    block = model.block
-    pull = 0.1 if block.mode == "published" else 0.05
-    for weight in (block.w_query, block.w_key, block.memories):
-        nn.init.normal_(weight, std=pull)
-    nn.init.normal_(model.embedding.positions, std=0.5)
-    # What is answered begins near what it is added to.
-    nn.init.normal_(model.decoder.weight, std=0.01)
-
-
-class Inpainter(nn.Module):
-    """A model of the hidden pixels, for the images of a task.
-
-    Pixels of digits are seen, and answered, as differences from the mean of all digits: where ink may be is known. In a
-    photograph they are differences from the mean of its visible pixels, and what is answered is added to the harmonic
-    interpolation. The unit of both is the usual spread of the pixels.
+    Half of the patches of every image are hidden. Reported are root mean square errors over the hidden pixels of
+    held-out images, beside the mean of the visible pixels and harmonic interpolation. A training that was killed goes
+    on with --resume, and ends with the same weights to the bit.
     """
 
-    def __init__(self, task: ImageTask, recipe: Recipe, mode: str) -> None:
-        super().__init__()
-        dynamics: dict[str, Any] = {"mode": mode, "on_failure": "ignore"}
-        dynamics |= {"steps": SHOWN_STEPS[-1], "step_size": STEP_SIZE} if mode == "published" else {"solver": SOLVER}
-        channels = task.held_out.shape[1]
-        sizes = recipe.dim, recipe.heads, recipe.head_dim, recipe.memories
-        self.model = ImageEnergyTransformer(task.side, task.patch, channels, *sizes, **dynamics)
-        self.mode, self.patch = mode, task.patch
-        self.remainder, self.mean, self.scale = task.name == "photos", task.mean, task.scale
-        spread(self.model)
+    name: ClassVar[str] = "train inpaint"
 
-    def forward(self, images: Tensor, masked: Tensor, base: Tensor | None = None, **options: Any) -> Tensor:
-        """The images with the hidden patches (count, patches) filled in.
-
-        Args:
-            images: (count, channels, side, side).
-            masked: the hidden patches.
-            base: the harmonic interpolation, if it is known already.
-            **options: of the solve.
-        """
-        hidden = hidden_pixels(masked, images.shape[-1], self.patch)
-        answers: Tensor = self.model.images(self.model(self._seen(images, hidden), masked, **options))
-        added: Tensor | float = self.mean
-        if self.remainder:
-            added = harmonic(images, hidden) if base is None else base
-        return (added + self.scale * answers).where(hidden, images)
-
-    def energies(self, images: Tensor, masked: Tensor) -> Tensor:
-        """Return the energy of every image after every evaluation, (evaluations, count)."""
-        hidden = hidden_pixels(masked, images.shape[-1], self.patch)
-        _, found = self.model(self._seen(images, hidden), masked, return_energies=True)
-        return found  # type: ignore[no-any-return]
-
-    def _seen(self, images: Tensor, hidden: Tensor) -> Tensor:
-        return (images - (visible_mean(images, hidden) if self.remainder else self.mean)) / self.scale
-
-
-class Inpainting(NamedTuple):
-    """Everything that `train inpaint` measured.
-
-    Attributes:
-        settings, task, recipe, trained: what was run.
-        errors: by method, root mean square errors over the hidden pixels of all held-out images.
-        converged: the part of the held-out images whose equilibrium was found.
-        evaluations: of the solve, in the mean.
-        columns: (heading, images) for the picture.
-        hidden: pixels of these images.
-        energies: by dynamics, (steps + 1, images).
-        seconds: of everything in this process.
-    """
-
-    settings: InpaintSettings
-    task: ImageTask
-    recipe: Recipe
-    trained: Trained
-    errors: dict[str, float]
-    converged: float
-    evaluations: float
-    columns: list[tuple[str, Tensor]]
-    hidden: Tensor
-    energies: dict[str, Tensor]
-    seconds: float
+    data: Annotated[
+        Literal["digits", "photos"],
+        Option(help="scikit-learn's digits, or crops of its two photographs; the right third of both is held out."),
+    ] = "digits"
+    mode: Annotated[
+        Literal["published", "equilibrium"],
+        Option(help="Twelve steps down the energy, as published, or the minimum of the energy with its field."),
+    ] = "published"
+    out: Annotated[Path, Option(help="Folder for metrics.json, the pictures and checkpoint.pt.")] = Path("inpaint")
 
     @property
-    def answer(self) -> str:
-        """The method that was trained, of which verdicts are given."""
-        return EQUILIBRIUM if self.settings.mode == "equilibrium" else stage("published", SHOWN_STEPS[-1])
+    def modules(self) -> tuple[str, ...]:
+        return ("matplotlib", "sklearn", "scipy")
 
-    @property
-    def verdicts(self) -> list[dict[str, Any]]:
-        """Whether the errors are as small as is asked of a whole training."""
-        found = []
-        for baseline, margin in MARGINS[self.task.name].items():
-            part = self.errors[self.answer] / self.errors[baseline]
-            found.append({"baseline": baseline, "at_most": margin, "part": part, "holds": part <= margin})
-        return found
+    def run(self, progress: Progress) -> Inpainting:
+        """Train or go on, and measure."""
+        from ..studies import inpainting, inpainting_data
 
+        task, recipe = inpainting_data.load(self.data), inpainting.RECIPES[self.data]
+        if self.rate is not None:
+            recipe = recipe._replace(rate=self.rate)
+        torch.manual_seed(self.seed)
+        net = inpainting.Inpainter(task, recipe, self.mode)
+        epoch, loss = -(-task.epoch // recipe.batch), inpainting.training_loss(task, recipe)
+        identity = {"data": self.data, "mode": self.mode, "seed": self.seed, **recipe._asdict()}
+        trained = self.train(net, loss, epoch, recipe.rate, progress, identity)
+        progress.begin("held-out images")
+        count = inpainting.QUICK_IMAGES if self.quick else None
+        return inpainting.measured(task, recipe, trained, net, count)
 
-def stage(dynamics: str, steps: int) -> str:
-    return f"{dynamics}, {steps} step{'s' * (steps > 1)}"
+    def files(self, found: Inpainting) -> Files:
+        """Build the report: errors, verdicts, how they came about, and two figures."""
+        from ..plotting import energies_figure, reconstruction_figure
+        from .report import options_of
 
+        task = found.task
+        content = {
+            "settings": options_of(self, "resume"),
+            "data": task.source | {"held_out": len(task.held_out), "patch": task.patch},
+            "model": found.recipe._asdict(),
+            "training": numbers(found.trained),
+            "answer": found.answer,
+            "rmse": found.errors,
+            "verdicts": found.verdicts,
+            "equilibrium": {"converged": found.converged, "evaluations": found.evaluations},
+            "threads": torch.get_num_threads(),
+        }
+        headings = {name: f"{name}\n{error:.4f}" for name, error in found.errors.items()}
+        columns = [(headings.get(name, name), images) for name, images in found.columns]
+        title = f"Half of the patches hidden; trained: {found.answer}; root mean square errors of all held-out images"
+        figures = {
+            "reconstruction.png": reconstruction_figure(columns, found.hidden, title=title),
+            "energy.png": energies_figure(found.energies, title="Energy of every image on its way, the same weights"),
+        }
+        return "metrics.json", content, figures
 
-def inpaint(settings: InpaintSettings, progress: Progress) -> Inpainting:
-    begin = time.perf_counter()
-    task, recipe = inpainting_data.load(settings.data), RECIPES[settings.data]
-    if settings.rate is not None:
-        recipe = recipe._replace(rate=settings.rate)
-    torch.manual_seed(settings.seed)
-    net = Inpainter(task, recipe, settings.mode)
-    epoch = -(-task.epoch // recipe.batch)
+    def show(self, found: Inpainting, console: Console) -> None:
+        """The errors as a table, and the verdicts."""
+        from rich.table import Table
 
-    def loss_of(trained: nn.Module, generator: torch.Generator) -> Tensor:
-        images = task.draw(recipe.batch, generator)
-        return loss(trained, images, scattered(recipe.batch, task.patches, generator))
+        from ..studies.inpainting import HARMONIC, MEAN, QUICK_IMAGES
 
-    identity = {"data": settings.data, "mode": settings.mode, "seed": settings.seed, **recipe._asdict()}
-    with writable(settings.out):
-        trained = train(
-            net,
-            loss_of,
-            lambda: planned(net, loss_of, settings, epoch, recipe.rate, progress),
-            progress,
-            generator=torch.Generator().manual_seed(settings.seed),
-            checkpoint=settings.out / "checkpoint.pt",
-            resume=settings.resume,
-            identity=identity,
-        )
-    progress.begin("held-out images")
-    return measured(settings, task, recipe, trained, net, begin)
-
-
-def loss(net: nn.Module, images: Tensor, masked: Tensor) -> Tensor:
-    """Root mean square error over the hidden pixels of a batch."""
-    solved: dict[str, Any] = {"solver": TRAINING_SOLVER, "adjoint": ADJOINT} if net.mode == EQUILIBRIUM else {}
-    wrong: Tensor = net(images, masked, **solved) - images
-    # A norm has a gradient where nothing is wrong; visible pixels add 0.
-    scored: Tensor = masked.sum() * (images[0].numel() / masked.shape[-1])
-    error: Tensor = torch.linalg.vector_norm(wrong) / scored.sqrt()
-    return error
-
-
-@torch.no_grad()
-def measured(
-    settings: InpaintSettings, task: ImageTask, recipe: Recipe, trained: Trained, net: Inpainter, begin: float
-) -> Inpainting:
-    """The answers to held-out images, always with the same patches hidden."""
-    images = task.held_out[: QUICK_IMAGES if settings.quick else None]
-    masked = scattered(len(images), task.patches, torch.Generator().manual_seed(0))
-    hidden = hidden_pixels(masked, task.side, task.patch)
-    answers = {MEAN: visible_mean(images, hidden), HARMONIC: harmonic(images, hidden)}
-    nets = {mode: Inpainter(task, recipe, mode) for mode in ("published", EQUILIBRIUM)}
-    for same in nets.values():
-        same.load_state_dict(net.state_dict())
-    stages = [stage(settings.mode, steps) for steps in SHOWN_STEPS]
-    for name, steps in zip(stages, SHOWN_STEPS, strict=True):
-        plain = {"solver": Picard(max_steps=steps, rtol=0.0, atol=0.0)}
-        asked: dict[str, Any] = {"max_steps": steps} if settings.mode == "published" else plain
-        answers[name] = nets[settings.mode](images, masked, answers[HARMONIC], **asked)
-    answers[EQUILIBRIUM] = nets[EQUILIBRIUM](images, masked, answers[HARMONIC])
-    solve = nets[EQUILIBRIUM].model.block.last_solve
-    assert solve is not None
-    # From all over the held-out images: the first crops of a photograph are sky.
-    shown = torch.linspace(0, len(images) - 1, SHOWN).long()
-    columns = [("hidden", images), *((name, answers[name]) for name in (*stages, EQUILIBRIUM)), ("truth", images)]
-    return Inpainting(
-        settings=settings,
-        task=task,
-        recipe=recipe,
-        trained=trained,
-        errors={name: rmse(images, answer, hidden) for name, answer in answers.items()},
-        converged=float(solve.converged.double().mean()),
-        evaluations=float(solve.num_evals.double().mean()),
-        columns=[(name, pictures[shown]) for name, pictures in columns],
-        hidden=hidden[shown],
-        energies={name: same.energies(images[shown], masked[shown]) for name, same in nets.items()},
-        seconds=time.perf_counter() - begin,
-    )
+        count = len(found.task.held_out) if not self.quick else QUICK_IMAGES
+        table = Table(title=f"{count} held-out {self.data}, half of the patches hidden", title_justify="left")
+        table.add_column("filled in by")
+        for heading in ("root mean square error", f"against {MEAN}", f"against {HARMONIC}"):
+            table.add_column(heading, justify="right")
+        for name, error in found.errors.items():
+            parts = (f"{100 * (error / found.errors[baseline] - 1):+.0f} %" for baseline in (MEAN, HARMONIC))
+            table.add_row(name, f"{error:.4f}", *parts)
+        console.print(table)
+        console.print(f"trained: {found.answer}, {updates(found.trained)}", markup=False)
+        told = f"equilibria found: {100 * found.converged:.0f} %, {found.evaluations:.1f} evaluations in the mean"
+        console.print(told, markup=False)
+        for verdict in found.verdicts:
+            holds = "reached" if verdict["holds"] else "not reached"
+            asked = f"at most {verdict['at_most']:g} of the error of {verdict['baseline']}"
+            console.print(f"{asked}: {holds}, {verdict['part']:.3f}", markup=False)

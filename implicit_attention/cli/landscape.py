@@ -2,122 +2,140 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import io
+import math
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
-from rich.table import Table
+from typer import Option
 
-from . import landscape_points as energies
-from . import landscape_steps as steps
-from .errors import InputError, writable
-from .landscape_animation import write_gif
-from .landscape_page import page
-from .landscape_plane import Plane, PlaneScene, plane_of
-from .progress import Progress, make_console
-from .report import options_of, write
-from .settings import LandscapeSettings
+from ..studies.errors import InputError
+from .command import Command, Files, seed_option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from ..studies.landscape.plane import Plane, PlaneScene
+    from .progress import Progress
 
 #: Pixels per inch of the pictures, and their colours.
 DPI, COLOURS = 100, 200
 PAGE, CONTENT, ANIMATION = "index.html", "landscape.json", "descent.gif"
-SCENES: tuple[Callable[[Plane], PlaneScene], ...] = (
-    steps.one_step,
-    steps.small_steps,
-    steps.many_steps,
-    steps.higher_temperature,
-    steps.lower_temperature,
-    steps.critical,
-    steps.surface,
-    *(partial(energies.anchored, anchor=anchor) for anchor in energies.ANCHORS),
-    energies.by_distance,
-    energies.sparse,
-    energies.by_solver,
-    steps.with_maps,
-    steps.self_frozen,
-    steps.self_moving,
-    steps.norms,
-)
-QUICK = (SCENES[0], SCENES[2], SCENES[4], SCENES[8])
 
 
-def run(settings: LandscapeSettings) -> None:
-    """Make every scene, write the files and say what each of them shows.
+@dataclasses.dataclass(frozen=True)
+class Landscape(Command):
+    """Look at energies of attention in the plane: contours, where steps lead, which fixed points there are.
 
-    Raises:
-        InputError: an option or the file of patterns cannot be used, pillow is missing for `--animate`, the folder
-            cannot be written.
+    Seventeen scenes, from one step of softmax attention to basins of every solver, each a picture with a sentence, its
+    numbers and a description. Without a file: six patterns.
     """
-    begun = time.perf_counter()
-    plane = plane_of(settings)
-    if settings.animate and not _has_pillow():
-        raise InputError("`--animate` needs pillow, not installed here; pip install pillow")
-    out = settings.out
-    with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-    scenes = QUICK if settings.quick else SCENES
-    made: list[PlaneScene] = []
-    pictures: dict[str, bytes] = {}
-    with Progress(lambda row: row["line"]) as progress:
+
+    name: ClassVar[str] = "landscape"
+
+    patterns: Annotated[
+        Path | None,
+        Option(help="Your stored patterns, .npy, .npz or .pt of shape (M, 2).", show_default="six patterns"),
+    ] = None
+    seed: Annotated[int, seed_option("five of the eight queries, and of the maps")] = 0
+    beta: Annotated[
+        float | None,
+        Option(
+            help="Inverse temperature, > 0, of most scenes; the others have .2 to 10 times of it.",
+            show_default="1/sqrt 2; for your patterns by their size",
+        ),
+    ] = None
+    out: Annotated[Path, Option(help="Folder for landscape.json and the pictures.")] = Path("landscape")
+    html: Annotated[bool, Option("--html", help="Write everything as one page, index.html, too.")] = False
+    animate: Annotated[bool, Option("--animate", help="Write the descent as an animated GIF, too.")] = False
+    quick: Annotated[bool, Option("--quick", help="Four scenes.")] = False
+
+    @functools.cached_property
+    def plane(self) -> Plane:
+        """The plane that the options ask for.
+
+        Raises:
+            InputError: an inverse temperature or patterns that cannot be used.
+        """
+        from ..studies.landscape.plane import plane_of
+        from .files import load_patterns
+
+        if self.beta is not None and not 0 < self.beta < math.inf:
+            raise InputError(f"`--beta` must be > 0 and finite, got {self.beta:g}; leave it out for the default")
+        file = self.patterns
+        patterns, name = (None, "") if file is None else (load_patterns(file, "--patterns"), file.name)
+        return plane_of(patterns, f"`--patterns` {name}", beta=self.beta, seed=self.seed)
+
+    def check(self) -> None:
+        _ = self.plane
+        if self.animate and not _has_pillow():
+            raise InputError("`--animate` needs pillow, not installed here; pip install pillow")
+
+    def run(self, progress: Progress) -> dict[str, tuple[PlaneScene, bytes]]:
+        """Make every scene, and its picture."""
+        from ..studies.landscape import QUICK, SCENES
+
+        scenes, made = QUICK if self.quick else SCENES, {}
         for index, make in enumerate(scenes):
             since = time.perf_counter()
             progress.begin(f"scene {index + 1}", index, len(scenes))
-            scene = make(plane)
-            made.append(scene)
-            pictures[scene.name] = picture(scene.draw())
+            scene = make(self.plane)
+            made[scene.name] = scene, picture(scene.draw())
             progress.end(scene.name, {"line": f"{time.perf_counter() - since:.1f} s"})
-        progress.begin("files", len(scenes), len(scenes))
-        with writable(out):
-            content = content_of(settings, plane, made, time.perf_counter() - begun)
-            written = write(out, CONTENT, content, {})
-            for name, data in pictures.items():
-                (out / f"{name}.png").write_bytes(data)
-            if settings.animate:
-                write_gif(out / ANIMATION, plane)
-                written.append(ANIMATION)
-            if settings.html:
-                (out / PAGE).write_text(page(plane, made, pictures), encoding="utf-8")
-                written.append(PAGE)
-    console = make_console()
-    table = Table("scene", "what it shows", title="Energies of attention in the plane", title_justify="left")
-    for scene in made:
-        table.add_row(scene.name, scene.sentence)
-    console.print(table)
-    seconds = time.perf_counter() - begun
-    console.print(
-        f"{len(pictures)} pictures, {', '.join(written)} written to {out} after {seconds:.1f} s", markup=False
-    )
+        return made
 
+    def files(self, found: dict[str, tuple[PlaneScene, bytes]]) -> Files:
+        from ..studies.landscape.animation import write_gif
+        from ..studies.landscape.page import page
+        from .report import options_of
 
-def content_of(settings: LandscapeSettings, plane: Plane, scenes: list[PlaneScene], seconds: float) -> dict[str, Any]:
-    """Every number, for the JSON file."""
-    source = {} if settings.patterns is None else {"patterns": settings.patterns.name}
-    return {
-        "command": "landscape",
-        "settings": options_of(settings, "patterns") | source | {"beta": plane.beta},
-        "patterns": plane.patterns,
-        "queries": plane.queries,
-        "reach": plane.reach,
-        "scenes": {
-            scene.name: {
-                "title": scene.title,
-                "sentence": scene.sentence,
-                "description": scene.description,
-                "picture": f"{scene.name}.png",
-                **scene.numbers,
-            }
-            for scene in scenes
-        },
-        "threads": torch.get_num_threads(),
-        "seconds": seconds,
-    }
+        plane, source = self.plane, {} if self.patterns is None else {"patterns": self.patterns.name}
+        content: dict[str, Any] = {
+            "settings": options_of(self, "patterns") | source | {"beta": plane.beta},
+            "patterns": plane.patterns,
+            "queries": plane.queries,
+            "reach": plane.reach,
+            "scenes": {
+                scene.name: {
+                    "title": scene.title,
+                    "sentence": scene.sentence,
+                    "description": scene.description,
+                    "picture": f"{scene.name}.png",
+                    **scene.numbers,
+                }
+                for scene, _ in found.values()
+            },
+            "threads": torch.get_num_threads(),
+        }
+        pictures = {name: drawn for name, (_, drawn) in found.items()}
+        others: dict[str, Figure | bytes] = {f"{name}.png": drawn for name, drawn in pictures.items()}
+        if self.animate:
+            film = io.BytesIO()
+            write_gif(film, plane)
+            others[ANIMATION] = film.getvalue()
+        if self.html:
+            others[PAGE] = page(plane, [scene for scene, _ in found.values()], pictures).encode()
+        return CONTENT, content, others
+
+    def show(self, found: dict[str, tuple[PlaneScene, bytes]], console: Console) -> None:
+        """Print the sentence of every scene."""
+        from rich.table import Table
+
+        table = Table("scene", "what it shows", title="Energies of attention in the plane", title_justify="left")
+        for scene, _ in found.values():
+            table.add_row(scene.name, scene.sentence)
+        console.print(table)
+
+    def listed(self, names: list[str]) -> str:
+        """Return the number of pictures, and the names of the other files."""
+        others = [name for name in names if not name.endswith(".png")]
+        return f"{len(names) - len(others)} pictures, {', '.join(others)}"
 
 
 def _has_pillow() -> bool:

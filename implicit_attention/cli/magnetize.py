@@ -3,252 +3,323 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from typing import Any
+import functools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from typer import Argument, Option
 
-from ..spins import SpinSystem
-from ..spins.approximation import Approximation
-from ..spins.driven import DrivenPath
-from ..spins.sampling import Samples
-from . import spin_methods
-from .digits import Completions, Digits, complete, load, named
-from .errors import InputError
-from .files import load_fields, load_system, parse_radius, parse_sweep
-from .progress import Progress
-from .settings import DRIVEN, REFERENCES, MagnetizeSettings
-from .spin_methods import SCALARS, Entry
+from ..studies.errors import InputError, printable
+from . import table
+from .command import Command, Files, seed_option
+from .table import (
+    MISSING,
+    Column,
+    Row,
+    cut_tables,
+    exact_milliseconds,
+    method_tables,
+    short,
+    six_digits,
+    status,
+    tenths,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..spins import SpinSystem
+    from ..studies.magnetization import Magnetization
+    from .progress import Progress
+
+#: Digits of a number in a list with one for every spin, so that a file of many spins stays small.
+DIGITS = 8
+MAGNETIZATION = (
+    Column("F", "free energy, relative to the measure", "free_energy", six_digits, averaged=True),
+    Column("U", "internal energy", "internal_energy", six_digits, averaged=True),
+    Column("S", "entropy", "entropy", six_digits, averaged=True),
+    Column("C", "heat capacity", "heat_capacity", six_digits, averaged=True),
+    Column("sigma", "entropy production per synchronous step", "entropy_production", six_digits, averaged=True),
+    Column("|m|", "mean over sites of |m_i|/R", "mean_length", six_digits, averaged=True),
+    Column("|dm|", "root mean square distance of m/R from {reference}'s", "distance", short, averaged=True),
+    Column("named\n%", "held-out images whose own digit has the largest log p = -E - log Z", "named", tenths),
+    Column("lower\n%", "pixels of lower halves that are right, given the upper halves", "completed", tenths),
+    Column("steps\nmax", "of the solver", "steps_max", str),
+    Column("resid.\nmax", "largest residual", "residual_max", short),
+    Column("time\nms", "of all these derivatives of F together, once", "seconds", exact_milliseconds),
+    Column("status", "with counts where samples differ; the others are CONVERGED", "", status),
+)
+DRIVEN = (
+    Column("sigma", "entropy production per synchronous step", "entropy_production", six_digits),
+    Column("housek.", "its part that keeps spins out of equilibrium", "housekeeping", six_digits),
+    Column("change", "its part on the way to the stationary state of the momentary field", "field_change", six_digits),
+    Column("mismatch", "relative entropy of the state to that state", "mismatch", six_digits),
+    Column("relax.", "steps in which a small deviation from that state falls by 1/e", "relaxation_time", six_digits),
+    Column("|m|", "mean over sites of |m_i|/R", "mean_length", six_digits),
+)
+#: Steps of a driven path that are shown.
+SHOWN_STEPS = 24
+#: What F and S are relative to, as systems that a program makes are usually relative to the other measure for D = 1.
+MEASURES = {
+    "counting": "F and S count states: two per spin. SpinSystem(...) of a program counts them with measure='counting' "
+    "alone; else its F is higher by N log(2)/beta, and its S lower by N log 2",
+    "uniform": "F and S are relative to the uniform measure, as those of SpinSystem(...): S <= 0, and 0 at beta = 0",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Magnetization:
-    """Everything that `magnetize` found.
+class Magnetize(Command):
+    """Ask every method for the free energy and the magnetizations of a spin system, side by side, with evidence.
 
-    Attributes:
-        settings: the options.
-        system: all samples of it.
-        equilibrium: whether couplings are symmetric.
-        rows: for every method, plain numbers.
-        magnetizations: (*batch, N, D) by method, NaN for samples without an answer.
-        refused: by method, why it does not hold.
-        betas, sweep: inverse temperatures, and rows against them.
-        driven, paths: of every method that was driven, plain numbers by step, and its path if it has one.
-        samples: of the sampler, if one ran.
-        digits, completions: without a file, the images and what was made of their upper halves.
-        seconds: of everything.
+    Free energy, energy, entropy, heat capacity, magnetizations; for asymmetric couplings magnetizations and entropy
+    production of the synchronous dynamics. Without a file: Ising systems that are fitted to scikit-learn's digits.
     """
 
-    settings: MagnetizeSettings
-    system: SpinSystem
-    equilibrium: bool
-    rows: list[dict[str, Any]]
-    magnetizations: dict[str, Tensor]
-    refused: dict[str, str]
-    betas: Tensor | None
-    sweep: list[dict[str, Any]]
-    driven: list[dict[str, Any]]
-    paths: dict[str, DrivenPath]
-    samples: Samples | None
-    digits: Digits | None
-    completions: Completions | None
-    seconds: float
+    name: ClassVar[str] = "magnetize"
 
-    @property
-    def unreadable(self) -> str:
-        """A note on samples that hold no finite numbers; nothing where there are none."""
-        held, lost = not_finite(self.system)
-        return f"{int(lost.sum())} of {lost.numel()} systems get no answer: NaN or infinity in {held}" if held else ""
-
-    @property
-    def reference(self) -> str | None:
-        """The method that the others' magnetizations are compared with."""
-        return _reference(self.magnetizations)
-
-
-def check(settings: MagnetizeSettings) -> None:
-    """Raise `InputError` for the first option that cannot be used, or for a file that cannot be read."""
-    if settings.sweep is not None:
-        parse_sweep(settings.sweep)
-    parse_radius(settings.radius)
-    names = [entry.name for entry in spin_methods.ENTRIES]
-    for name in settings.chosen or []:
-        if name not in names:
-            raise InputError(f"`--methods` must list some of {', '.join(names)}, got {name!r}; try bethe")
-    if settings.drive is not None and settings.chosen is not None and not set(settings.chosen) & set(DRIVEN):
-        required = f"list {' or '.join(DRIVEN)} beside --drive"
-        raise InputError(f"`--methods` must {required}, got {settings.methods!r}; add one, or leave it out")
-    if settings.file is not None:
-        system = _load(settings)
-        if settings.drive is not None:
-            load_fields(settings.drive, system)
-        return
-    for option, value, usual in (
-        ("radius", settings.radius, "sqrt_dim"),
-        ("measure", settings.measure, None),
-        ("drive", settings.drive and str(settings.drive), None),
-    ):
-        if value != usual:
-            raise InputError(f"`--{option}` must come with a FILE, got {value!r}; the digits are Ising spins")
-
-
-def _load(settings: MagnetizeSettings) -> SpinSystem:
-    assert settings.file is not None
-    system = load_system(settings.file, radius=settings.radius, measure=settings.measure, dtype=settings.dtype)
-    held, lost = not_finite(system)
-    if held and bool(lost.all()):
-        where = f"{held} of every system" if lost.ndim else held
-        raise InputError(
-            f"`FILE` {settings.file.name} must hold finite numbers, got NaN or infinity in {where}; check the program "
-            "that wrote it"
-        )
-    return system
-
-
-def not_finite(system: SpinSystem) -> tuple[str, Tensor]:
-    """The names of the arrays that hold a NaN or an infinity, and which samples (*batch) read one."""
-    beta = torch.as_tensor(system.beta, dtype=system.field.dtype)
-    parts = {"J": (system.couplings, system.pair_axes), "h": (system.field, 2), "beta": (beta, 0)}
-    wrong = {name: ~(t.isfinite().flatten(t.ndim - k).all(-1) if k else t.isfinite()) for name, (t, k) in parts.items()}
-    lost = torch.zeros(system.batch, dtype=torch.bool)
-    for each in wrong.values():
-        lost = lost | each
-    return " and ".join(name for name, each in wrong.items() if bool(each.any())), lost
-
-
-def run(settings: MagnetizeSettings, progress: Progress) -> Magnetization:
-    """Ask all methods that hold for the system."""
-    begin = time.perf_counter()
-    images = None
-    if settings.needs_digits:
-        progress.begin("fitting the digits")
-        images = load(seed=settings.seed, dtype=getattr(torch, settings.dtype))
-    system = _load(settings) if images is None else images.system
-    spin_methods.warm_up(system)
-    equilibrium = spin_methods.in_equilibrium(system)
-    entries, refused = spin_methods.applicable(_chosen(settings, equilibrium), system)
-    if not entries:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise InputError(f"`--methods` must list one that holds for this system, got none ({reasons}); leave it out")
-    rows: list[dict[str, Any]] = []
-    found: dict[str, Tensor] = {}
-    samples = None
-    for entry in entries:
-        progress.begin(entry.name)
-        answer = spin_methods.evaluate(
-            entry,
-            system,
-            max_seconds=settings.max_seconds,
-            seed=settings.seed,
-            quick=settings.quick,
-            progress=progress.part,
-        )
-        progress.end(entry.name, answer.row)
-        rows.append(answer.row)
-        samples = answer.samples or samples
-        if answer.magnetization is not None:
-            failed = torch.as_tensor(answer.row.get("failed", False)).expand(system.batch)
-            found[entry.name] = answer.magnetization.masked_fill(failed[..., None, None], torch.nan)
-    _add_distances(rows, found, system)
-    _mark_averaged(rows, system)
-    approximations = [entry for entry in entries if isinstance(entry.method, Approximation)]
-    betas = None if settings.sweep is None else parse_sweep(settings.sweep).to(system.field.dtype)
-    against_beta = [] if betas is None else _sweep(approximations, system, betas, progress)
-    driven, paths = _drive(settings, system, progress)
-    completions = None
-    if images is not None:
-        progress.begin("completing digits")
-        completions = complete(images, approximations, seed=settings.seed, quick=settings.quick, progress=progress.part)
-        _add_rates(rows, images, completions)
-    seconds = time.perf_counter() - begin
-    return Magnetization(
-        settings=settings,
-        system=system,
-        equilibrium=equilibrium,
-        rows=rows,
-        magnetizations=found,
-        refused=refused,
-        betas=betas,
-        sweep=against_beta,
-        driven=driven,
-        paths=paths,
-        samples=samples,
-        digits=images,
-        completions=completions,
-        seconds=seconds,
+    file: Annotated[
+        Path | None,
+        Argument(
+            metavar="[FILE]",
+            help="An .npz file with the arrays J, (N, N), (B, N, N) or (N, N, D, D); h, (N,), (N, D) or (B, N, D); "
+            "beta, a number or (B,). E = -1/2 sum_ij s_i J_ij s_j - sum_i h_i s_i.",
+        ),
+    ] = None
+    sweep: Annotated[
+        str | None, Option(help="beta=LOW:HIGH:COUNT, draws the phase diagram; the file's beta is not used there.")
+    ] = None
+    drive: Annotated[
+        Path | None,
+        Option(
+            help="An .npy or .npz file with fields (T, N, D), one for every step of synchronous dynamics from m = 0, "
+            "asked of plefka-1 and gaussian-field; FILE's h is not used there.",
+            show_default=False,
+        ),
+    ] = None
+    radius: Annotated[str, Option(help="Length of a spin: sqrt_dim, bessel or a number.")] = "sqrt_dim"
+    measure: Annotated[
+        Literal["uniform", "counting"] | None,
+        Option(help="Uniform, or counting of states, which is usual for D = 1.", show_default=False),
+    ] = None
+    methods: Annotated[str | None, Option(help="Comma-separated names, such as bethe,adatap; else all that apply.")] = (
+        None
     )
+    dtype: Annotated[Literal["float64", "float32"], Option(help="Type of all numbers.")] = "float64"
+    seed: Annotated[int, seed_option("the samples")] = 0
+    out: Annotated[Path, Option(help="Folder for thermodynamics.json and the pictures.")] = Path("magnetize")
+    quick: Annotated[bool, Option("--quick", help="Fewer samples and repeats.")] = False
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return ("matplotlib", "sklearn") if self.file is None else ("matplotlib",)
+
+    @property
+    def source(self) -> str:
+        return "Ising systems fitted to scikit-learn's digits" if self.file is None else self.file.name
+
+    @property
+    def max_seconds(self) -> float:
+        """After this time no further timed run of a method begins."""
+        return 0.1 if self.quick else 1.0
+
+    @property
+    def chosen(self) -> list[str] | None:
+        """The names that `--methods` lists, or None for all."""
+        return None if self.methods is None else [name.strip() for name in self.methods.split(",")]
+
+    def check(self) -> None:
+        from ..studies.spin_methods import DRIVEN, ENTRIES
+        from .files import load_fields, parse_radius, parse_sweep
+
+        if self.sweep is not None:
+            parse_sweep(self.sweep)
+        parse_radius(self.radius)
+        names = [entry.name for entry in ENTRIES]
+        for name in self.chosen or []:
+            if name not in names:
+                raise InputError(f"`--methods` must list some of {', '.join(names)}, got {name!r}; try bethe")
+        if self.drive is not None and self.chosen is not None and not set(self.chosen) & set(DRIVEN):
+            required = f"list {' or '.join(DRIVEN)} beside --drive"
+            raise InputError(f"`--methods` must {required}, got {self.methods!r}; add one, or leave it out")
+        if self.file is not None:
+            if self.drive is not None:
+                load_fields(self.drive, self.system)
+            _ = self.system
+            return
+        for option, value, usual in (
+            ("radius", self.radius, "sqrt_dim"),
+            ("measure", self.measure, None),
+            ("drive", self.drive and str(self.drive), None),
+        ):
+            if value != usual:
+                raise InputError(f"`--{option}` must come with a FILE, got {value!r}; the digits are Ising spins")
+
+    @functools.cached_property
+    def system(self) -> SpinSystem:
+        """The system in the file."""
+        from ..studies.magnetization import not_finite
+        from .files import load_system
+
+        assert self.file is not None
+        system = load_system(self.file, radius=self.radius, measure=self.measure, dtype=self.dtype)
+        held, lost = not_finite(system)
+        if held and bool(lost.all()):
+            where = f"{held} of every system" if lost.ndim else held
+            raise InputError(
+                f"`FILE` {self.file.name} must hold finite numbers, got NaN or infinity in {where}; check the program "
+                "that wrote it"
+            )
+        return system
+
+    def line(self, row: Row) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in row["status"].items())
+        return f"{counts}, {exact_milliseconds(row['seconds'])} ms"
+
+    def run(self, progress: Progress) -> Magnetization:
+        """Ask all methods that hold for the system."""
+        from ..studies import digits, spin_methods
+        from ..studies.magnetization import ask
+        from .files import load_fields, parse_sweep
+
+        images = None
+        if self.file is None:
+            progress.begin("fitting the digits")
+            images = digits.load(seed=self.seed, dtype=getattr(torch, self.dtype))
+        system = self.system if images is None else images.system
+        equilibrium = spin_methods.in_equilibrium(system)
+        entries, chosen = spin_methods.ENTRIES, self.chosen
+        usual = [entry.name for entry in entries if (entry.equilibrium if equilibrium else entry.dynamics)]
+        driven = [name for name in spin_methods.DRIVEN if chosen is None or name in chosen]
+        return ask(
+            system,
+            [entry for entry in entries if entry.name in (usual if chosen is None else chosen)],
+            progress,
+            images=images,
+            betas=None if self.sweep is None else parse_sweep(self.sweep).to(system.field.dtype),
+            driven=[entry for entry in entries if entry.name in driven],
+            fields=None if self.drive is None else load_fields(self.drive, system),
+            max_seconds=self.max_seconds,
+            seed=self.seed,
+            quick=self.quick,
+        )
+
+    def files(self, found: Magnetization) -> Files:
+        """Build the report: everything that was found, and its figures."""
+        from ..studies.magnetization_figures import figures
+        from .report import options_of
+
+        system, drive = found.system, "" if self.drive is None else self.drive.name
+        content = {
+            "settings": options_of(self, "file", "drive")
+            | {
+                "source": self.source,
+                "sites": system.num_sites,
+                "dimensions": system.dim,
+                "batch": system.batch,
+                "radius": system.radius,
+                "measure": system.measure,
+                "beta": torch.as_tensor(system.beta, dtype=torch.float64),
+                "equilibrium": found.equilibrium,
+            },
+            "threads": torch.get_num_threads(),
+            "rows": [_with_magnetization(row, found) for row in found.rows],
+            "reference": found.reference,
+            "refused": found.refused,
+        }
+        if found.betas is not None:
+            content["sweep"] = {"beta": found.betas, "rows": found.sweep}
+        if drive:
+            content["drive"] = {"source": drive, "rows": found.driven}
+        if found.digits is not None and found.completions is not None:
+            tried = {"completed": len(found.completions.truth), "completions": found.completions.rows}
+            content["digits"] = found.digits.summary | tried
+        return "thermodynamics.json", content, figures(found, self.source, drive)
+
+    def show(self, found: Magnetization, console: Console) -> None:
+        """Print everything that `magnetize` found."""
+        system, samples = found.system, found.system.batch.numel()
+        beta = torch.as_tensor(system.beta, dtype=torch.float64).flatten()
+        betas = f"beta {float(beta.min()):g}" + (f" to {float(beta.max()):g}" if beta.min() < beta.max() else "")
+        title = (
+            f"{self.source}: {f'{samples} systems of ' if samples != 1 else ''}{system.num_sites} spins "
+            f"in {system.dim} dimension{'s' * (system.dim > 1)}, R = {system.radius:g}, {betas}, "
+            + (f"{system.measure} measure" if found.equilibrium else "asymmetric couplings, synchronous dynamics")
+            + f", {self.dtype}"
+        )
+        columns = magnetization_columns(found.rows, found.reference)
+        notes = table.meanings(columns)
+        if found.unreadable:
+            notes.append(found.unreadable)
+        if found.equilibrium:
+            notes.append(MEASURES[system.measure])
+        if samples > 1:
+            averaged = next(
+                (sum(torch.tensor(row["averaged"]).flatten().tolist()) for row in found.rows if "averaged" in row), 0
+            )
+            notes.append(
+                f"numbers are means over the {averaged} of {samples} samples to which all methods have an answer; "
+                "thermodynamics.json has every sample"
+            )
+        if found.completions is not None:
+            plain = found.completions.rows[0]
+            notes.append(f"lower %, without any physics: {tenths(plain['right'])} by the {plain['method']}")
+        notes += table.failures(found.rows)
+        for row in found.rows:
+            # So few, and the chains have hardly left where they were after the burn-in.
+            fewest = min(torch.tensor(row.get("effective_samples", math.inf)).flatten().tolist(), default=math.inf)
+            if fewest < 2 * row.get("chains", 0):
+                notes.append(f"{row['method']} is not to be trusted: its {row['chains']} chains hardly moved")
+        for row in found.sweep:
+            failed = torch.tensor(row.get("failed", False)).flatten()
+            if "error" in row:
+                notes.append(f"{row['method']} is not in the sweep: {row['message']}")
+            elif bool(failed.any()):
+                missing = f"{int(failed.sum())} of {len(failed)} points of the sweep"
+                notes.append(f"{row['method']} has no answer at {missing}, crosses there")
+        # One line each; what to use instead stands in the table, and all of it in the file.
+        refused = [f"{name} does not apply: {reason.split('; ')[0]}" for name, reason in found.refused.items()]
+        table.show(console, method_tables(title, columns, found.rows, console.width), notes, refused)
+        if found.driven:
+            self._show_driven(found, console)
+
+    def _show_driven(self, found: Magnetization, console: Console) -> None:
+        """Print the steps of every method that was driven: means over samples that have the number."""
+        assert self.drive is not None
+        source, tables, notes = printable(self.drive.name), [], table.meanings(DRIVEN)
+        for row in found.driven:
+            if "error" in row:
+                notes.append(f"{row['method']} is not driven: {row['message']}")
+                continue
+            steps = len(row["entropy_production"])
+            shown = range(0, steps, -(-steps // SHOWN_STEPS))
+            if len(shown) < steps:
+                notes.append(f"{len(shown)} of {steps} steps are shown; thermodynamics.json has all")
+            cells = []
+            for step in shown:
+                values = (torch.tensor(row[c.key][step], dtype=torch.float64).flatten() for c in DRIVEN)
+                means = [float(known.mean()) if len(known := value[~value.isnan()]) else None for value in values]
+                texts = (MISSING if v is None else c.form(v) for c, v in zip(DRIVEN, means, strict=True))
+                cells.append([str(step + 1), *texts])
+            headers = ["step", *(column.header for column in DRIVEN)]
+            title = f"{row['method']} in the {steps} fields of {source}, from m = 0; stationary states: {status(row)}"
+            tables += cut_tables(" ".join(title.split()), headers, cells, console.width)
+        table.show(console, tables, list(dict.fromkeys(notes)))
 
 
-def _chosen(settings: MagnetizeSettings, equilibrium: bool) -> list[Entry]:
-    if settings.chosen is not None:
-        return [entry for entry in spin_methods.ENTRIES if entry.name in settings.chosen]
-    return [entry for entry in spin_methods.ENTRIES if (entry.equilibrium if equilibrium else entry.dynamics)]
+def _with_magnetization(row: dict[str, Any], result: Magnetization) -> dict[str, Any]:
+    m = result.magnetizations.get(row["method"])
+    numbers = row if m is None else row | {"magnetization": m.tolist()}
+    long = ("magnetization", "magnetization_error")
+    return numbers | {name: _rounded(numbers[name]) for name in long if name in numbers}
 
 
-def _sweep(entries: list[Entry], system: SpinSystem, betas: Tensor, progress: Progress) -> list[dict[str, Any]]:
-    rows = []
-    # What is too large for all temperatures at once is left out here, with the reason.
-    fitting, refused = spin_methods.applicable(entries, spin_methods.at_all(system, betas))
-    for entry in fitting:
-        progress.begin(f"{entry.name} against beta")
-        rows.append(spin_methods.sweep(entry, system, betas))
-    return rows + [{"method": name, "error": "left out", "message": reason} for name, reason in refused.items()]
+def _rounded(value: Any) -> Any:
+    return [_rounded(item) for item in value] if isinstance(value, list) else float(f"{value:.{DIGITS}g}")
 
 
-def _drive(
-    settings: MagnetizeSettings, system: SpinSystem, progress: Progress
-) -> tuple[list[dict[str, Any]], dict[str, DrivenPath]]:
-    """The numbers of every method in the fields of `--drive`, or why it does not hold, and the paths."""
-    if settings.drive is None:
-        return [], {}
-    fields = load_fields(settings.drive, system)
-    wanted = [entry for entry in spin_methods.ENTRIES if entry.name in (settings.chosen or DRIVEN)]
-    entries, refused = spin_methods.applicable([entry for entry in wanted if entry.name in DRIVEN], system)
-    rows, paths = [], {}
-    for entry in entries:
-        progress.begin(f"{entry.name}, driven")
-        row, path = spin_methods.driven(entry, system, fields)
-        rows.append(row)
-        if path is not None:
-            paths[entry.name] = path
-    return rows + [{"method": name, "error": "left out", "message": reason} for name, reason in refused.items()], paths
-
-
-def _reference(found: dict[str, Tensor]) -> str | None:
-    return next((name for name in REFERENCES if name in found), None)
-
-
-def _add_distances(rows: list[dict[str, Any]], found: dict[str, Tensor], system: SpinSystem) -> None:
-    """The distance of magnetizations from the exact or sampled ones, root mean square over sites, in units of R."""
-    name = _reference(found)
-    for row in rows:
-        if name is not None and row["method"] in found and row["method"] != name:
-            apart = (found[row["method"]] - found[name]).square().sum(-1).mean(-1).sqrt() / system.radius
-            row |= {"distance": apart.tolist(), "distance_from": name}
-
-
-def _mark_averaged(rows: list[dict[str, Any]], system: SpinSystem) -> None:
-    """Mark the samples that means are over: those answered in every row, but for rows without any answer."""
-    averaged = torch.ones(system.batch, dtype=torch.bool)
-    answered = [row for row in rows if "mean_length" in row]
-    for row in answered:
-        known = ~torch.as_tensor(row.get("failed", False)).expand(system.batch)
-        for name in (*SCALARS, "entropy_production", "mean_length"):
-            if row.get(name) is not None:
-                known = known & torch.as_tensor(row[name], dtype=torch.float64).isfinite()
-        if bool(known.any()):
-            averaged = averaged & known
-    for row in answered:
-        row["averaged"] = averaged.tolist()
-
-
-def _add_rates(rows: list[dict[str, Any]], images: Digits, completions: Completions) -> None:
-    """Add to each method's row how often its log Z names images and its magnetizations complete halves."""
-    completed = {row["method"]: row["right"] for row in completions.rows}
-    for row in rows:
-        if "free_energy" in row:
-            log_partition = -torch.as_tensor(row["free_energy"], dtype=torch.float64)
-            row["named"] = named(images, log_partition.masked_fill(torch.as_tensor(row["failed"]), torch.nan))
-        if row["method"] in completed:
-            row["completed"] = completed[row["method"]]
+def magnetization_columns(rows: list[Row], reference: str | None) -> list[Column]:
+    """Those in which some method has something to say."""
+    kept = [c for c in MAGNETIZATION if c.header == "status" or any(c.text(row) != MISSING for row in rows)]
+    return [column._replace(note=column.note.format(reference=reference)) for column in kept]

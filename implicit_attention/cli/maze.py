@@ -2,88 +2,106 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 from torch import Tensor
+from typer import Option
 
-from .errors import InputError
-from .maze_model import RTOL, TRAIN_GENERATOR, TRAIN_SIZE, MazeModel, SolvedMaze, train
-from .mazes import Mazes, mazes
-from .progress import Progress, make_console
-from .settings import MazeSettings
+from ..studies.errors import InputError
+from ..studies.maze_model import RTOL, TRAIN_GENERATOR, TRAIN_SIZE, UPDATES, MazeModel, SolvedMaze, trained
+from ..studies.mazes import Mazes, mazes
+from ..studies.measure import one_thread
+from .command import Command, seed_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .progress import Progress
 
 SMALLEST, LARGEST = 3, 40
 #: Colours of the view: from "not on the path" to "on the path", and three marks.
 OFF, ON, WALL, START, GOAL = (238, 240, 242), (0, 114, 178), (27, 39, 51), (0, 158, 115), (213, 94, 0)
-#: Lines that the view needs beside the maze; updates between two that plain text tells of; most frames of a GIF.
-BESIDE, EVERY, FRAMES = 5, 100, 150
+#: Lines that the view needs beside the maze; most frames of a GIF.
+BESIDE, FRAMES = 5, 150
 
 Colour = tuple[int, int, int]
 
 
-def check(settings: MazeSettings) -> list[int]:
-    """The sizes that are asked for; raise `InputError` for the first option that cannot be used."""
-    sizes = []
-    for word in settings.size.split(","):
-        if not word.strip().isdecimal() or not SMALLEST <= int(word) <= LARGEST:
+@dataclasses.dataclass(frozen=True)
+class Maze(Command):
+    """Watch a maze while it is solved: a block, trained on 5 x 5 ones for a minute, is repeated until it settles.
+
+    The block is repeated as often as the maze asks for, and its residual says when the answer has settled. Where there
+    is no terminal, what was found is told in plain text.
+    """
+
+    name: ClassVar[str] = "maze"
+
+    size: Annotated[
+        str, Option(help="Cells along a side, 3 to 40; several, such as 9,17,25, are shown one after the other.")
+    ] = "17"
+    generator: Annotated[
+        Literal["depth-first", "Prim", "Wilson"],
+        Option(help="How mazes to solve are made; those to learn from are depth-first."),
+    ] = "depth-first"
+    seed: Annotated[int, seed_option("the maze")] = 0
+    gif: Annotated[Path | None, Option(help="Write an animated GIF to this file, too.", show_default=False)] = None
+    speed: Annotated[float, Option(min=0.1, max=1000, help="Evaluations shown in a second.")] = 10.0
+    quick: Annotated[bool, Option("--quick", help="Hardly train: a look at the command, with a wrong answer.")] = False
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return () if self.gif is None else ("matplotlib",)
+
+    @property
+    def updates(self) -> int:
+        return 10 if self.quick else UPDATES
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes that are asked for."""
+        words = self.size.split(",")
+        if not all(word.strip().isdecimal() and SMALLEST <= int(word) <= LARGEST for word in words):
             required = f"be whole numbers from {SMALLEST} to {LARGEST} with commas between them"
-            raise InputError(f"`--size` must {required}, got {settings.size!r}; try --size 9,17")
-        sizes.append(int(word))
-    if settings.gif is not None and settings.gif.suffix.lower() != ".gif":
-        raise InputError(f"`--gif` must end in .gif, got {settings.gif.name!r}; try --gif maze.gif")
-    if settings.gif is not None and not settings.gif.absolute().parent.is_dir():
-        folder = str(settings.gif.parent)
-        raise InputError(f"`--gif` must lie in a folder that exists, got {folder!r}; make it, or choose another")
-    return sizes
+            raise InputError(f"`--size` must {required}, got {self.size!r}; try --size 9,17")
+        return [int(word) for word in words]
+
+    def check(self) -> None:
+        _ = self.sizes
+        if self.gif is not None and self.gif.suffix.lower() != ".gif":
+            raise InputError(f"`--gif` must end in .gif, got {self.gif.name!r}; try --gif maze.gif")
+        if self.gif is not None and not self.gif.absolute().parent.is_dir():
+            folder = str(self.gif.parent)
+            raise InputError(f"`--gif` must lie in a folder that exists, got {folder!r}; make it, or choose another")
+
+    def run(self, progress: Progress) -> MazeModel:
+        # At these sizes threads wait for each other longer than they work.
+        with one_thread():
+            return trained(self.updates, progress)
+
+    def show(self, found: MazeModel, console: Console) -> None:
+        """Solve one maze of every size, and show it."""
+        with one_thread():
+            for size in self.sizes:
+                maze = mazes(self.generator, size, 1, f"to watch, {self.seed}")
+                solved = found.solved(maze)
+                show(console, maze, solved, self, size)
+                if self.gif is not None:
+                    name = f"{self.gif.stem}-{size}.gif" if len(self.sizes) > 1 else self.gif.name
+                    write_gif(self.gif.with_name(name), maze, solved, size)
+                    console.print(f"{name} written", markup=False)
 
 
-def run(settings: MazeSettings) -> None:
-    """Train, then show one maze of every size."""
-    sizes = check(settings)
-    console = make_console()
-    before = torch.get_num_threads()
-    # At these sizes threads wait for each other longer than they work.
-    torch.set_num_threads(1)
-    try:
-        model = trained(settings)
-        for size in sizes:
-            maze = mazes(settings.generator, size, 1, f"to watch, {settings.seed}")
-            found = model.solved(maze)
-            show(console, maze, found, settings, size)
-            if settings.gif is not None:
-                name = f"{settings.gif.stem}-{size}.gif" if len(sizes) > 1 else settings.gif.name
-                write_gif(settings.gif.with_name(name), maze, found, settings, size)
-                console.print(f"{name} written", markup=False)
-    finally:
-        torch.set_num_threads(before)
-
-
-def trained(settings: MazeSettings) -> MazeModel:
-    """The model, trained with a line of progress; always the same one, whatever `--seed`."""
-    with torch.random.fork_rng(devices=[]), Progress(lambda row: row["line"]) as progress:
-        torch.manual_seed(0)
-        model = MazeModel()
-        count = sum(p.numel() for p in model.parameters())
-        name = f"training {count} parameters on {TRAIN_SIZE} x {TRAIN_SIZE} mazes"
-        progress.begin(name, 0, settings.updates)
-
-        def told(update: int, loss: float) -> None:
-            progress.begin(f"{name}, loss {loss:.3f}", update, settings.updates)
-            if (update % EVERY == 0 and not progress.console.is_terminal) or update == settings.updates:
-                progress.end(name, {"line": f"update {update} of {settings.updates}, loss {loss:.3f}"})
-
-        train(model, settings.updates, told)
-    return model
-
-
-def show(console: Console, maze: Mazes, found: SolvedMaze, settings: MazeSettings, size: int) -> None:
+def show(console: Console, maze: Mazes, found: SolvedMaze, settings: Maze, size: int) -> None:
     """The maze while it is solved, where there is a terminal that holds it; else as text."""
+    from rich.console import Group
+    from rich.live import Live
+
     learnt = f"trained on {TRAIN_GENERATOR} ones of {TRAIN_SIZE} x {TRAIN_SIZE}"
     title = f"{settings.generator} maze of {size} x {size} ({learnt})"
     if not console.is_terminal:
@@ -183,7 +201,7 @@ def drawn(maze: Mazes, path: Tensor) -> list[str]:
     return ["".join(map(character, row)) for row in raster(maze, path)]
 
 
-def write_gif(file: Path, maze: Mazes, found: SolvedMaze, settings: MazeSettings, size: int) -> None:
+def write_gif(file: Path, maze: Mazes, found: SolvedMaze, size: int) -> None:
     """The same as an animated GIF."""
     from ..plotting import save_maze_gif
 

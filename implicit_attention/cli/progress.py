@@ -53,6 +53,11 @@ class Progress(progress.Progress):
         self.over = threading.Event()
         self.teller = None if console.is_terminal or console.quiet else threading.Thread(target=self._tell, daemon=True)
 
+    @property
+    def has_bar(self) -> bool:
+        """Whether a bar shows what has begun."""
+        return self.console.is_terminal
+
     def start(self) -> None:
         """Begin to show what goes on."""
         super().start()

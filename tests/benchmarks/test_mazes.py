@@ -28,7 +28,7 @@ from benchmarks.puzzles import contenders, mazes, solvers, suite, training  # no
 from benchmarks.puzzles import tables as puzzle_tables  # noqa: E402
 from benchmarks.puzzles.models import IGNORED, NONE, Examples, Model, flops, mask_of  # noqa: E402
 from benchmarks.puzzles.training import Answer, Fixed, Loop, Recipe, Solved, answered, scored  # noqa: E402
-from implicit_attention.cli.mazes import GENERATORS  # noqa: E402
+from implicit_attention.studies.mazes import GENERATORS  # noqa: E402
 
 NAMES = sorted(GENERATORS)
 

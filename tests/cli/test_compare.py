@@ -12,13 +12,13 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from implicit_attention import MemoryLookup
-from implicit_attention.cli import compare as compare_module
-from implicit_attention.cli import main, retrieval, table
-from implicit_attention.cli.contenders import Contender
-from implicit_attention.cli.data import draw
+from implicit_attention.cli import compare_solvers, main
+from implicit_attention.cli.compare import Compare
 from implicit_attention.cli.progress import Progress
-from implicit_attention.cli.settings import CompareSettings
 from implicit_attention.ops import native_status
+from implicit_attention.studies import retrieval
+from implicit_attention.studies.contenders import Contender
+from implicit_attention.studies.data import draw
 
 METHODS = [
     "one-step softmax",
@@ -283,21 +283,22 @@ def test_files_are_written_and_tell_nothing_of_the_machine_beyond_versions(digit
 
 @pytest.fixture(scope="module")
 def small():
-    return compare_module.run(
-        CompareSettings(patterns=5, quick=True), Progress(table.compare_line, Console(quiet=True))
-    )
+    command = Compare(patterns=5, quick=True)
+    return command.run(Progress(command.line, Console(quiet=True)))
 
 
 @pytest.mark.parametrize("width", [20, 60, 90])
 def test_narrow_terminals_get_several_tables_with_every_column(small, width, capsys):
     comparison = small
-    tables = table.comparison_tables(comparison, width)
-    assert [c.header for t in tables for c in t.columns if c.header != "method"] == [c.header for c in table.COMPARISON]
-    rates = table.retrieval_tables(comparison.retrieval, width)
+    tables = compare_solvers.solver_tables(comparison, width)
+    assert [c.header for t in tables for c in t.columns if c.header != "method"] == [
+        c.header for c in compare_solvers.COMPARISON
+    ]
+    rates = compare_solvers.retrieval_tables(comparison.retrieval, width)
     shown = [c.header for t in rates for c in t.columns if c.header not in ("queries", "state")]
     assert shown == ["best +- std", "at beta", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
     console = Console(width=width)
-    table.show_comparison(comparison, console)
+    compare_solvers.show(comparison, console)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= width
 
 
@@ -354,9 +355,9 @@ def test_a_method_that_raises_stays_in_the_table(tmp_path, patterns, monkeypatch
     def broken():
         raise RuntimeError("it broke\nin two lines")
 
-    real = compare_module.contenders
+    real = compare_solvers.contenders
     monkeypatch.setattr(
-        compare_module, "contenders", lambda descents: [Contender("breaks", broken), *real(descents)[:1]]
+        compare_solvers, "contenders", lambda descents: [Contender("breaks", broken), *real(descents)[:1]]
     )
     np.savez(tmp_path / "one.npz", patterns)
     result = invoke("--quick", "--data", tmp_path / "one.npz", "--patterns", 10, "--out", tmp_path)
@@ -414,4 +415,4 @@ def test_beta_of_the_digits_is_found_where_it_is_asked_for(tmp_path):
     assert content["settings"]["beta_auto"] is True
     assert content["settings"]["beta"] != 8
     assert "is auto: from the similarities" in result.stdout
-    assert CompareSettings(beta="auto").stored == 200
+    assert Compare(beta="auto").stored == 200

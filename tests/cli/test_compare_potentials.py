@@ -8,9 +8,11 @@ import torch
 from typer.testing import CliRunner
 
 from implicit_attention import energies, potentials, solve
-from implicit_attention.cli import main, suite_retrieval
-from implicit_attention.cli.potentials import POTENTIALS, energy_of
+from implicit_attention.cli import compare_retrieval, main
+from implicit_attention.cli.compare import Compare
 from implicit_attention.solvers import Anderson
+from implicit_attention.studies import bounds
+from implicit_attention.studies.potentials import POTENTIALS, energy_of
 from implicit_attention.testing.numerics import random
 
 
@@ -64,9 +66,9 @@ def suite(tmp_path_factory):
     out = tmp_path_factory.mktemp("suite")
     kept = {name: POTENTIALS[name] for name in ("log-sum-exp", "entmax", "exponential", "polynomial-2")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite_retrieval, "POTENTIALS", kept)
-        patch.setattr(suite_retrieval, "RATIOS", (0.5, 1.0))
-        patch.setattr(suite_retrieval, "THEOREM", suite_retrieval.THEOREM[:1])
+        patch.setattr(compare_retrieval, "POTENTIALS", kept)
+        patch.setattr(bounds, "RATIOS", (0.5, 1.0))
+        patch.setattr(bounds, "THEOREM", bounds.THEOREM[:1])
         result = invoke("--suite", "retrieval", "--quick", "--patterns", 30, "--out", out)
     assert result.exit_code == 0, result.output
     return result, out, json.loads((out / "retrieval.json").read_text())
@@ -98,11 +100,10 @@ def test_rates_are_those_of_solves_at_the_best_beta(suite):
         if (row["method"], row["data"], row["curve"]) == ("entmax", "digits", "capacity") and row["at"] == 30
     )
     assert row["mean"] == max(entry["mean"] for entry in row["tried"])
-    settings = suite_retrieval.CompareSettings(quick=True, patterns=30)
-    settings, data = suite_retrieval.load(settings)
+    settings, data = Compare(quick=True, patterns=30).load()
     (point,) = [
         point
-        for point in suite_retrieval._points(settings, "digits", data)
+        for point in compare_retrieval._points(settings, "digits", data)
         if (point.curve, point.at) == ("capacity", 30)
     ]
     sample = point.sample

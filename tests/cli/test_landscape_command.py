@@ -7,10 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from implicit_attention.cli import errors, landscape, landscape_points, landscape_steps, main
-from implicit_attention.cli.errors import InputError
-from implicit_attention.cli.landscape_plane import PATTERNS, plane_of
-from implicit_attention.cli.settings import LandscapeSettings
+from implicit_attention.cli import errors, landscape, main
+from implicit_attention.cli.landscape import Landscape
+from implicit_attention.studies.errors import InputError
+from implicit_attention.studies.landscape import SCENES
+from implicit_attention.studies.landscape import points as landscape_points
+from implicit_attention.studies.landscape import steps as landscape_steps
+from implicit_attention.studies.landscape.plane import PATTERNS
 
 ROOT = math.sqrt(2)
 X = torch.tensor(
@@ -33,7 +36,7 @@ def strict(path):
 
 @pytest.fixture(scope="module")
 def plane():
-    return plane_of(LandscapeSettings())
+    return Landscape().plane
 
 
 def close(found, wanted, *, atol=1e-8):
@@ -220,22 +223,22 @@ def test_step_norms_lie_between_the_quartiles_that_were_measured(plane):
 
 def test_beta_and_picture_follow_the_size_of_the_patterns(tmp_path, plane):
     np.save(tmp_path / "p.npy", 100 * np.array(PATTERNS))
-    large = plane_of(LandscapeSettings(patterns=tmp_path / "p.npy"))
+    large = Landscape(patterns=tmp_path / "p.npy").plane
     close(large.queries, 100 * plane.queries, atol=1e-10)
     assert large.reach == pytest.approx(200)
     assert large.beta == pytest.approx(plane.beta / 1e4)
     a, b = landscape_steps.critical(plane).numbers, landscape_steps.critical(large).numbers
     close(b["path"] / 100, a["path"])
     assert b["stationary_points"]["kind"].count("saddle") == 3
-    given = plane_of(LandscapeSettings(patterns=tmp_path / "p.npy", beta=3.0))
+    given = Landscape(patterns=tmp_path / "p.npy", beta=3.0).plane
     assert given.beta == 3
 
 
 @pytest.mark.parametrize("patterns", [np.zeros((1, 2)), np.array([[5.0, 0.0]]), np.tile([1.0, 2.0], (7, 1))])
 def test_patterns_that_are_all_alike_are_no_error(tmp_path, patterns):
     np.save(tmp_path / "p.npy", patterns)
-    plane = plane_of(LandscapeSettings(patterns=tmp_path / "p.npy"))
-    for make in landscape.SCENES[:-1]:
+    plane = Landscape(patterns=tmp_path / "p.npy").plane
+    for make in SCENES[:-1]:
         scene = make(plane)
         assert scene.sentence.endswith(".")
         assert "nan" not in scene.sentence + scene.description + str(scene.facts)
@@ -244,11 +247,11 @@ def test_patterns_that_are_all_alike_are_no_error(tmp_path, patterns):
 
 
 def test_the_seed_draws_queries_and_maps_and_leaves_those_that_are_given():
-    one, two = (plane_of(LandscapeSettings(seed=seed)) for seed in (1, 2))
+    one, two = (Landscape(seed=seed).plane for seed in (1, 2))
     close(one.queries[:3], two.queries[:3])
     assert not torch.equal(one.queries[3:], two.queries[3:])
     assert not torch.equal(one.maps, two.maps)
-    again = plane_of(LandscapeSettings(seed=1))
+    again = Landscape(seed=1).plane
     assert torch.equal(one.queries, again.queries)
     assert torch.equal(one.maps, again.maps)
 
@@ -281,7 +284,7 @@ def test_a_quick_run_writes_four_scenes_and_what_is_asked_for(tmp_path):
 def test_the_animation_follows_the_descent_to_its_end(tmp_path, plane, monkeypatch):
     from PIL import Image
 
-    from implicit_attention.cli import landscape_animation
+    from implicit_attention.studies.landscape import animation as landscape_animation
 
     monkeypatch.setattr(landscape_animation, "STEPS", 6)
     landscape_animation.write_gif(tmp_path / "d.gif", plane)
@@ -366,4 +369,4 @@ def test_without_pillow_the_line_that_installs_it(monkeypatch, tmp_path):
 def test_input_errors_name_the_option(tmp_path):
     np.save(tmp_path / "p.npy", np.zeros((4, 7)))
     with pytest.raises(InputError, match=r"`--patterns` p.npy must have shape \(M, 2\), got \(4, 7\)"):
-        plane_of(LandscapeSettings(patterns=tmp_path / "p.npy"))
+        Landscape(patterns=tmp_path / "p.npy").check()

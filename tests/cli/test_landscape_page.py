@@ -14,9 +14,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from implicit_attention import AnchoredEnergy, LogSumExp, Picard, solve
-from implicit_attention.cli import landscape, landscape_page, main
-from implicit_attention.cli.landscape_plane import plane_of
-from implicit_attention.cli.settings import LandscapeSettings
+from implicit_attention.cli import main
+from implicit_attention.cli.landscape import Landscape
+from implicit_attention.studies.landscape import SCENES
+from implicit_attention.studies.landscape import page as landscape_page
+from implicit_attention.studies.landscape.plane import PlaneScene
 
 NODE = shutil.which("node")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -94,8 +96,8 @@ def check(text, scenes):
 
 
 def test_the_page_of_all_scenes_is_one_file_with_every_picture_and_number(tmp_path):
-    page = check(made(tmp_path), len(landscape.SCENES))
-    assert len(landscape.SCENES) >= 12
+    page = check(made(tmp_path), len(SCENES))
+    assert len(SCENES) >= 12
     content = json.loads((tmp_path / "landscape.json").read_text())
     shown = "".join(page.text)
     assert len(page.all("section")) == len(content["scenes"])
@@ -130,8 +132,8 @@ def test_without_a_script_nothing_is_missing_but_the_scene_to_touch(quick):
 
 def test_names_of_files_and_texts_are_no_markup(tmp_path):
     # Nothing of the page comes from the user but numbers; a scene with such words would show them.
-    plane = plane_of(LandscapeSettings())
-    scene = landscape.PlaneScene("a", "<b>", "1 < 2 & 3", 'a "quoted" <i>', {"<u>": "&amp;"}, {}, lambda: None)
+    plane = Landscape().plane
+    scene = PlaneScene("a", "<b>", "1 < 2 & 3", 'a "quoted" <i>', {"<u>": "&amp;"}, {}, lambda: None)
     page = Page(landscape_page.page(plane, [scene], {"a": PNG}))
     assert page.all("img")[0]["alt"] == 'a "quoted" <i>'
     assert {"b", "i", "u"}.isdisjoint(tag for tag, _ in page.tags)
@@ -141,10 +143,10 @@ def test_names_of_files_and_texts_are_no_markup(tmp_path):
 
 def test_many_patterns_are_drawn_and_not_touched(tmp_path):
     numbers = {"query": torch.zeros(2), "beta": 1.0, "anchor": 0.3}
-    scene = landscape.PlaneScene(landscape_page.TOUCHED, "title", "sentence.", "description", {}, numbers, lambda: None)
+    scene = PlaneScene(landscape_page.TOUCHED, "title", "sentence.", "description", {}, numbers, lambda: None)
     for count in (landscape_page.MOST_TOUCHED, landscape_page.MOST_TOUCHED + 1):
         np.save(tmp_path / "many.npy", draw(count, 0).numpy())
-        plane = plane_of(LandscapeSettings(patterns=tmp_path / "many.npy"))
+        plane = Landscape(patterns=tmp_path / "many.npy").plane
         page = Page(landscape_page.page(plane, [scene], {scene.name: PNG}))
         touched = count == landscape_page.MOST_TOUCHED
         assert len(page.all("script")) == 2 * touched

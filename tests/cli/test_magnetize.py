@@ -10,15 +10,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from implicit_attention.cli import main, progress, spin_methods
-from implicit_attention.cli.digits import energies, load, named
+from implicit_attention.cli import main, progress
 from implicit_attention.cli.files import load_system, parse_sweep
-from implicit_attention.cli.magnetize import _mark_averaged
-from implicit_attention.cli.settings import MagnetizeSettings
-from implicit_attention.cli.spin_methods import Entry, Sampler, at_all, evaluate
+from implicit_attention.cli.magnetize import Magnetize
 from implicit_attention.cli.table import answered
 from implicit_attention.spins import Enumeration, MeanField, SaddlePoint, SpinSystem, thermodynamics
 from implicit_attention.spins.exact import stationary_law
+from implicit_attention.studies import spin_methods
+from implicit_attention.studies.digits import energies, load, named
+from implicit_attention.studies.magnetization import _mark_averaged
+from implicit_attention.studies.spin_methods import Entry, Sampler, at_all, evaluate
 from implicit_attention.testing.numerics import random
 
 STATIC = ["mean-field", "tap-2", "tap-3", "saddle-point", "one-loop", "spherical", "adatap", "bethe", "enumeration"]
@@ -558,8 +559,8 @@ def test_digits_are_named_by_the_largest_probability():
 
 
 def test_settings_say_where_the_numbers_come_from():
-    assert MagnetizeSettings().source == "Ising systems fitted to scikit-learn's digits"
-    assert MagnetizeSettings(methods="a, b").chosen == ["a", "b"]
+    assert Magnetize().source == "Ising systems fitted to scikit-learn's digits"
+    assert Magnetize(methods="a, b").chosen == ["a", "b"]
 
 
 def test_saddles_are_no_points_of_a_sweep():

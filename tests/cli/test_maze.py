@@ -7,9 +7,11 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from implicit_attention.cli import main, maze, maze_model
-from implicit_attention.cli.mazes import GENERATORS, IGNORED, NONE, Mazes, mazes
-from implicit_attention.cli.settings import MazeSettings
+from implicit_attention.cli import main, maze
+from implicit_attention.cli.maze import Maze
+from implicit_attention.cli.progress import Progress
+from implicit_attention.studies import maze_model
+from implicit_attention.studies.mazes import GENERATORS, IGNORED, NONE, Mazes, mazes
 
 
 def invoke(*arguments):
@@ -150,7 +152,7 @@ def shown(size, width, height):
     console = Console(file=io.StringIO(), width=width, height=height, **options)
     torch.manual_seed(0)
     drawn, found = answer(maze_model.MazeModel().eval(), size)
-    maze.show(console, drawn, found, MazeSettings(speed=1000), size)
+    maze.show(console, drawn, found, Maze(speed=1000), size)
     return found, console.file.getvalue()
 
 
@@ -184,11 +186,16 @@ def test_a_terminal_that_is_too_small_says_what_is_needed(width, height):
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_line_before_any_training(arguments, message, monkeypatch):
-    monkeypatch.setattr(maze, "trained", lambda settings: pytest.fail("trained"))
+    monkeypatch.setattr(maze, "trained", lambda *arguments: pytest.fail("trained"))
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert message in result.stderr
+
+
+def trained(command):
+    with Progress(command.line) as progress:
+        return command.run(progress)
 
 
 def test_training_learns_and_leaves_the_callers_random_numbers_alone():
@@ -196,7 +203,7 @@ def test_training_learns_and_leaves_the_callers_random_numbers_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    model = maze.trained(MazeSettings(quick=True))
+    model = trained(Maze(quick=True))
     assert torch.equal(torch.rand(3), expected)
     assert not model.training
     torch.manual_seed(0)
@@ -222,7 +229,7 @@ def test_the_loss_is_that_of_every_second_state_of_the_later_half_and_of_the_las
 
 
 def test_a_block_trained_on_small_mazes_solves_larger_ones():
-    model = maze.trained(MazeSettings())
+    model = trained(Maze())
     for size, share in ((5, 0.95), (9, 0.9), (17, 0.65)):
         held_out = mazes("depth-first", size, 100, "to test")
         with torch.no_grad():

@@ -7,8 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from implicit_attention.cli import main, suite_distribution, token_moments, trained_layer
-from implicit_attention.cli.token_moments import ATTENTION, RENORMALISED, RESIDUAL
+from implicit_attention.cli import compare_distribution, main
+from implicit_attention.studies import token_moments, trained_layer
+from implicit_attention.studies.token_moments import ATTENTION, RENORMALISED, RESIDUAL
 
 
 def double(*numbers):
@@ -91,8 +92,8 @@ def test_nearness_is_one_at_the_inverse_covariance_and_small_at_random():
 def suite(tmp_path_factory):
     out = tmp_path_factory.mktemp("suite")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite_distribution, "COUNTS", (50, 200))
-        patch.setattr(suite_distribution, "sizes", lambda settings: {"seeds": 3, "trainings": 2, "updates": 60})
+        patch.setattr(token_moments, "COUNTS", (50, 200))
+        patch.setattr(compare_distribution, "sizes", lambda settings: {"seeds": 3, "trainings": 2, "updates": 60})
         arguments = ["compare", "--suite", "distribution", "--quick", "--out", str(out)]
         result = CliRunner().invoke(main.app, arguments, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
@@ -102,7 +103,7 @@ def suite(tmp_path_factory):
 def test_the_suite_writes_numbers_and_a_picture(suite):
     result, out, content = suite
     assert (out / "distribution.png").stat().st_size > 20_000
-    assert len(content["rows"]) == 2 * 3 * 2 * (suite_distribution.STEPS + 1)
+    assert len(content["rows"]) == 2 * 3 * 2 * (token_moments.STEPS + 1)
     assert {row["matrix"] for row in content["layers"]} == set(trained_layer.COMPARED)
     assert len(content["layers"]) == 2 * len(trained_layer.COMPARED)
     assert all(row["accuracy"] > 0.2 for row in content["layers"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from implicit_attention.cli import characters, main
+from implicit_attention.cli import main
 from implicit_attention.models import load_checkpoint
+from implicit_attention.studies import characters
 
 
 def invoke(*arguments):

@@ -6,11 +6,12 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from implicit_attention.cli import inpaint, inpainting_data, main, training
-from implicit_attention.cli.inpainting_data import harmonic, hidden_pixels, rmse, scattered, visible_mean
+from implicit_attention.cli import main
+from implicit_attention.cli.inpaint import Inpaint
 from implicit_attention.cli.progress import Progress
-from implicit_attention.cli.settings import InpaintSettings
 from implicit_attention.models import load_checkpoint
+from implicit_attention.studies import inpainting, inpainting_data, training
+from implicit_attention.studies.inpainting_data import harmonic, hidden_pixels, rmse, scattered, visible_mean
 
 
 def invoke(*arguments):
@@ -21,8 +22,8 @@ def invoke(*arguments):
 def small(monkeypatch):
     """Models and batches of a size that trains in no time."""
     for name in ("digits", "photos"):
-        monkeypatch.setitem(inpaint.RECIPES, name, inpaint.Recipe(8, 2, 4, 8, batch=4, rate=3e-3))
-    monkeypatch.setattr(inpaint, "QUICK_IMAGES", 6)
+        monkeypatch.setitem(inpainting.RECIPES, name, inpainting.Recipe(8, 2, 4, 8, batch=4, rate=3e-3))
+    monkeypatch.setattr(inpainting, "QUICK_IMAGES", 6)
 
 
 # Data.
@@ -161,7 +162,7 @@ def test_the_error_is_that_of_hidden_pixels():
 def test_hidden_pixels_are_answered_without_being_read(small, data, mode):
     task = inpainting_data.load(data)
     torch.manual_seed(0)
-    net = inpaint.Inpainter(task, inpaint.RECIPES[data], mode)
+    net = inpainting.Inpainter(task, inpainting.RECIPES[data], mode)
     images = task.held_out[:3]
     masked = scattered(3, task.patches, torch.Generator().manual_seed(0))
     hidden = hidden_pixels(masked, task.side, task.patch)
@@ -173,7 +174,7 @@ def test_hidden_pixels_are_answered_without_being_read(small, data, mode):
     assert torch.equal(filled.where(~hidden, images), images)
     assert torch.equal(filled.masked_select(hidden), other.masked_select(hidden))
     error = rmse(images, filled, hidden)
-    told = float(inpaint.loss(net, images, masked).detach())
+    told = float(inpainting.loss(net, images, masked).detach())
     assert told == pytest.approx(error, rel=1e-5 if mode == "published" else 1e-2)
 
 
@@ -218,7 +219,7 @@ def test_the_command_writes_what_it_found(small, tmp_path, data, mode):
         assert f"at most {verdict['at_most']:g} of the error of {verdict['baseline']}" in result.stdout
     # The errors again, from the checkpoint alone.
     task = inpainting_data.load(data)
-    net = inpaint.Inpainter(task, inpaint.RECIPES[data], mode)
+    net = inpainting.Inpainter(task, inpainting.RECIPES[data], mode)
     step, _ = load_checkpoint(out / "checkpoint.pt", model=net)
     assert step == 3
     images = task.held_out[:6]
@@ -234,14 +235,14 @@ class Killed(BaseException):
 
 
 def weights(folder):
-    net = inpaint.Inpainter(inpainting_data.load("digits"), inpaint.RECIPES["digits"], "published")
+    net = inpainting.Inpainter(inpainting_data.load("digits"), inpainting.RECIPES["digits"], "published")
     step, held = load_checkpoint(folder / "checkpoint.pt", model=net)
     return step, held, net.state_dict()
 
 
 def run(out, **options):
     with Progress(lambda row: row["line"]) as progress:
-        return inpaint.inpaint(InpaintSettings(quick=True, out=out, **options), progress)
+        return Inpaint(quick=True, out=out, **options).run(progress)
 
 
 def test_a_killed_training_goes_on_to_the_same_bits(small, tmp_path, monkeypatch):
@@ -279,7 +280,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(small, tmp_path, monkeypatch
 
 
 def test_a_training_learns_and_its_rate_rises_and_falls(small, tmp_path, monkeypatch):
-    monkeypatch.setitem(inpaint.RECIPES, "digits", inpaint.Recipe(16, 2, 8, 16, batch=16, rate=1e-2))
+    monkeypatch.setitem(inpainting.RECIPES, "digits", inpainting.Recipe(16, 2, 8, 16, batch=16, rate=1e-2))
     found = run(tmp_path, updates=100)
     losses = found.trained.losses
     assert found.errors["published, 12 steps"] < 0.85 * found.errors["visible mean"], losses

@@ -6,9 +6,9 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgb
 
-from implicit_attention.cli.report import _graph
 from implicit_attention.plotting.spins import LINES, NOTHING, configuration_figure, phase_figure
 from implicit_attention.spins import LowRank, SpinSystem
+from implicit_attention.studies.magnetization_figures import _graph
 from implicit_attention.testing.numerics import random
 
 

@@ -1,4 +1,4 @@
-"""Images for `train inpaint`, what of them is hidden, and the answers of two methods that learn nothing."""
+"""Images to fill in, which patches of them are hidden, and the answers of two methods that learn nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training that the commands `train ...` share: the published recipe, progress, and checkpoints to resume from."""
+"""Training by the published recipe, with progress, and checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..models.checkpoint import load_checkpoint, save_checkpoint
 from .errors import InputError
-from .progress import Progress
+from .progress import Listener
 
 #: AdamW, gradient clipping and the shape of the learning rate as published (Hoover et al., 2023): a warm-up of 2 of 100
 #: epochs, then a cosine down to 1/1000 of the peak.
@@ -22,8 +22,6 @@ BETAS, WEIGHT_DECAY, CLIP, WARM_UP, LOWEST = (0.9, 0.99), 0.05, 1.0, 0.02, 1e-3
 #: To plan a training by its time at least so many updates are timed, for this part of it, as solves grow longer while
 #: weights grow; and the fewest that are planned.
 TIMED, TIMED_PART, FEWEST = 4, 0.05, 10
-#: Where nothing is said, and with --quick.
-MINUTES, QUICK_UPDATES = 5.0, 10
 #: Seconds between two lines where stderr is no terminal.
 TELL_EVERY = 10.0
 
@@ -61,31 +59,18 @@ class Trained(NamedTuple):
     seconds: float
 
 
-def check_options(settings: Any) -> None:
-    """Raise `InputError` for an option of a training that cannot be used."""
-    if settings.minutes is not None and settings.updates is not None:
-        raise InputError("`--minutes` must be left out beside --updates, got both; give one of them")
-    if settings.resume and (settings.minutes is not None or settings.updates is not None):
-        required = "be left out beside --resume, which ends as the earlier run was to end"
-        raise InputError(f"`--minutes` and `--updates` must {required}, got one of them; leave it out")
-    if settings.rate is not None and not 0 < settings.rate < math.inf:
-        raise InputError(f"`--rate` must be > 0 and finite, got {settings.rate:g}; leave it out for the usual one")
-
-
 def planned(
-    model: nn.Module, loss_of: Loss, settings: Any, epoch: int, rate: float, progress: Progress
+    model: nn.Module, loss_of: Loss, epoch: int, rate: float, *, minutes: float, progress: Listener
 ) -> TrainingPlan:
-    """Return the number of updates asked for, or that the minutes hold, from a few timed on a copy of the model.
+    """Return the number of updates that the minutes hold, from a few timed on a copy of the model.
 
     The number is kept in the checkpoint: a resumed training makes the updates that were planned at first.
     """
-    if settings.updates is not None or (settings.quick and settings.minutes is None):
-        return TrainingPlan(settings.updates or QUICK_UPDATES, epoch, rate)
     progress.begin("timing a few updates")
     trial, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     optimizer, _ = _optimizer(trial, TrainingPlan(TIMED, epoch, rate))
     _update(trial, loss_of, generator, optimizer)
-    seconds, begin, count, spent = 60 * (settings.minutes or MINUTES), time.perf_counter(), 0, 0.0
+    seconds, begin, count, spent = 60 * minutes, time.perf_counter(), 0, 0.0
     while count < TIMED or spent < TIMED_PART * seconds:
         _update(trial, loss_of, generator, optimizer)
         count, spent = count + 1, time.perf_counter() - begin
@@ -96,7 +81,7 @@ def train(
     model: nn.Module,
     loss_of: Loss,
     make_plan: Callable[[], TrainingPlan],
-    progress: Progress,
+    progress: Listener,
     *,
     generator: torch.Generator,
     checkpoint: Path,
@@ -157,7 +142,7 @@ def train(
                 extra={"identity": identity, "plan": plan._asdict(), "losses": losses},
             )
         now = time.perf_counter()
-        if update == plan.updates or (now - told > TELL_EVERY and not progress.console.is_terminal):
+        if update == plan.updates or (now - told > TELL_EVERY and not progress.has_bar):
             told = now
             progress.end(name, {"line": f"update {update} of {plan.updates}, loss {loss:.3f}, {now - begin:.0f} s"})
     model.eval()

@@ -28,8 +28,13 @@ from ..spins.sweep import at_all as at_all
 from ..spins.sweep import failed_of, mean_length, solved
 from ..status import Status
 from .measure import error_row, median_times
-from .settings import CHAIN, SAMPLER, SYNCHRONOUS
 
+#: Names of methods that are no approximations: Monte Carlo, and the exact law of a small chain.
+SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
+#: Names of methods that are asked in fields that change.
+DRIVEN = ("plefka-1", "gaussian-field")
+#: Magnetizations are compared with those of the first of these that is there.
+REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
 #: States that are added up for all samples together; more take minutes.
 LARGEST_ENUMERATION = 2**22
 #: Updates of a spin, by all chains and samples together, that the heat bath may spend; vectors cost several times more.

@@ -1,4 +1,4 @@
-"""The energies that `--potential` names. Adding one is a line of `POTENTIALS`."""
+"""The energies of retrieval, by name. Adding one is a line of `POTENTIALS`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from ..potentials import (
     SquaredScores,
     units_potential,
 )
-from .errors import InputError
-from .settings import LOG_SUM_EXP, CompareSettings
 
+#: The potential of softmax attention.
+LOG_SUM_EXP = "log-sum-exp"
 #: Random features of `PositiveFeatures`, and the seed of their directions.
 FEATURES, FEATURE_SEED = 256, 0
 #: Scores beyond this are cut by `SoftcapLogSumExp`.
@@ -111,25 +111,9 @@ POTENTIALS: dict[str, Choice] = {
 }
 
 
-def choice(name: str) -> Choice:
-    """The energy of this name.
-
-    Raises:
-        InputError: no energy has this name; the message lists all.
-    """
-    if name not in POTENTIALS:
-        raise InputError(f"`--potential` must be one of {', '.join(POTENTIALS)}, got {name!r}; choose one of these")
-    return POTENTIALS[name]
-
-
-def inverse_temperature(settings: CompareSettings) -> float:
-    """`--beta`, once it is a number, or what suits the potential."""
-    return choice(settings.potential_name).beta if settings.beta is None else float(settings.beta)
-
-
 def energy_of(
     keys: Tensor, queries: Tensor, usable: Tensor, *, beta: float, anchor: float, potential: str = LOG_SUM_EXP
 ) -> Energy:
     """The energy of retrieval; patterns that are not usable are masked, so that no query reads them."""
     mask = None if bool(usable.all()) else usable[..., None, :]
-    return choice(potential).energy(keys, queries, beta, anchor, mask)
+    return POTENTIALS[potential].energy(keys, queries, beta, anchor, mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from ..potentials import renormalise
 #: Attention alone, plus the token itself, and that moved back to the first mean and covariance.
 ATTENTION, RESIDUAL, RENORMALISED = "attention", "+ residual", "+ renormalise"
 WAYS = (ATTENTION, RESIDUAL, RENORMALISED)
+#: Numbers of tokens, and steps that they are moved.
+COUNTS, STEPS = (100, 400, 1600), 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,3 +110,62 @@ def entropy(eigenvalues: Tensor) -> Tensor:
     """1/2 log det(2 pi e C) in nats, from the eigenvalues of C; -inf where one of them is 0."""
     values: Tensor = (2 * math.pi * math.e * eigenvalues).log().sum(-1) / 2
     return values
+
+
+@torch.no_grad()
+def move(law: Law, way: str, count: int, seeds: int, seed: int) -> list[dict[str, Any]]:
+    """A row for every step from 0 on, over samples of `count` tokens."""
+    first = sample(law, seeds=seeds, count=count, seed=seed)
+    x, mean, variances, rows = first, *start(law), list[dict[str, Any]]()
+    for number in range(STEPS + 1):
+        if number:
+            # One sample after the other: a batch of them would hold all pairs of tokens at once.
+            x = torch.stack([step(law, one, way) for one in x])
+            mean, variances = closed_form(law, mean, variances, way)
+        means, covariances, eigenvalues = moments(x)
+        covariance = spread(law, variances)
+        measured = {
+            "mean_shift": (means - law.mean).norm(dim=-1),
+            "mean_error": (means - mean).norm(dim=-1),
+            "covariance_error": torch.linalg.matrix_norm(covariances - covariance)
+            / torch.linalg.matrix_norm(covariance),
+            "entropy": entropy(eigenvalues),
+            # Of the width of the tokens.
+            "moved": ((x - first).square().sum(-1).mean(-1) / law.covariance.trace()).sqrt(),
+        }
+        place = {"law": law.name, "way": way, "tokens": count, "step": number}
+        closed = {
+            "closed_mean_shift": float((mean - law.mean).norm()),
+            "closed_eigenvalues": sorted(variances.tolist(), reverse=True),
+            "closed_entropy": float(entropy(variances)),
+        }
+        rows.append(place | summary(measured) | {"eigenvalues": eigenvalues.mean(0).tolist()} | closed)
+    return rows
+
+
+def summary(measured: dict[str, Tensor]) -> dict[str, float]:
+    """Means over seeds, and as NAME_std standard deviations."""
+    means = {name: float(values.mean()) for name, values in measured.items()}
+    return means | {f"{name}_std": float(values.std()) for name, values in measured.items()}
+
+
+def gain(law: Law, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """From the law's own entropy to that after one step with residual, of the largest sample."""
+    before, after = [row for row in rows if row["way"] == RESIDUAL and row["tokens"] == COUNTS[-1]][:2]
+    factors = torch.linalg.eigvalsh(law.sigma).square() * start(law)[1]
+    return {
+        "law": law.name,
+        "tokens": COUNTS[-1],
+        "measured": after["entropy"] - before["closed_entropy"],
+        "std": after["entropy_std"],
+        "closed": float(factors.log1p().sum()),
+    }
+
+
+def slope(law: Law, way: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The exponent of N in the error of the covariance after one step; where that is set, of the tokens' way."""
+    quantity = "moved" if way == RENORMALISED else "covariance_error"
+    errors = [row[quantity] for row in rows if (row["way"], row["step"]) == (way, 1)]
+    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (COUNTS, errors))
+    x = x - x.mean()
+    return {"law": law.name, "way": way, "quantity": quantity, "slope": float((x * y).sum() / x.square().sum())}

@@ -1,4 +1,4 @@
-"""Time and memory of a computation, measured the same way everywhere."""
+"""Time, memory and threads of a computation, measured and set the same way everywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,18 @@ def median_times(
         if late:
             break
     return [statistics.median(stage) for stage in zip(*runs, strict=True)]
+
+
+@contextmanager
+def one_thread(wanted: bool = True) -> Iterator[int]:
+    """One thread for problems too small to share, if it is `wanted`; the number of threads is yielded."""
+    before = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(1)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
 
 
 def _now(device: torch.device) -> float:

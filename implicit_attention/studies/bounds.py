@@ -6,9 +6,18 @@ The separation of pattern i is k_i . k_i - max_{j != i} k_j . k_i. Keys are (*ba
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .. import LogSumExp
+
+#: Separation over its threshold.
+RATIOS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+#: (beta, K, d, p): two examples of theorem 3 in Ramsauer et al. (2020), and shorter patterns
+#: of which nothing is proved.
+THEOREM = ((1.0, 3.0, 20, 0.001), (1.0, 1.0, 75, 0.001), (1.0, 0.8, 20, 0.001))
 
 
 def separations(keys: Tensor) -> Tensor:
@@ -101,3 +110,74 @@ def random_patterns(sets: int, count: int, dim: int, *, length: float, spread: f
     )
     patterns: Tensor = length * keys / keys.norm(dim=-1, keepdim=True)
     return patterns
+
+
+def measure_bounds(*, sets: int, seed: int) -> dict[str, Any]:
+    """Log-sum-exp beside what is proved of it: fixed points and steps near the threshold, and random patterns."""
+    return {
+        "near_threshold": [ratio_row(ratio, sets=sets, seed=seed) for ratio in RATIOS],
+        "capacity": [_stored(*case, sets=20 * sets, seed=seed) for case in THEOREM],
+    }
+
+
+@torch.no_grad()
+def ratio_row(ratio: float, *, sets: int, seed: int) -> dict[str, Any]:
+    """Patterns whose separation is `ratio` times the threshold: every measured length over its bound.
+
+    A ratio above 1 is a violation. Fixed points are those that the map reaches from the pattern; steps start on the
+    sphere of radius 1/(beta N M) around it.
+    """
+    fixed, step, contraction, own_error = [], [], [], []
+    for index, (count, dim, spread) in enumerate([(2, 3, 1.0), (5, 8, 1.0), (5, 8, 0.3), (20, 10, 1.0)]):
+        sphere = random_patterns(sets, count, dim, length=2.0, spread=spread, seed=seed + index)
+        betas = at_ratio(sphere, ratio)
+        kept = betas.isfinite()
+        keys = sphere[:, None].expand(-1, count, -1, -1)[kept]
+        own = sphere[kept][:, None]
+        beta, length, separation = betas[kept], longest(keys), separations(sphere)[kept]
+        potential = LogSumExp(keys, beta)
+        z = own
+        for _ in range(1000):
+            z = potential.mean(z)
+        distance = (z - own).norm(dim=-1)[:, 0]
+        allowed = 1 / (beta * count * length)
+        fixed.append(distance / allowed)
+        direction = torch.randn(own.shape, generator=torch.Generator().manual_seed(seed), dtype=own.dtype)
+        start = own + allowed[:, None, None] * direction / direction.norm(dim=-1, keepdim=True)
+        farthest = torch.maximum((start - own).norm(dim=-1)[:, 0], distance)
+        stepped = potential.mean(start)
+        step.append((stepped - own).norm(dim=-1)[:, 0] / step_bound(beta, count, length, separation, farthest))
+        shrunk = (stepped - z).norm(dim=-1)[:, 0] / (start - z).norm(dim=-1)[:, 0]
+        contraction.append(shrunk / contraction_bound(beta, count, length, separation, farthest))
+        own_error.append(distance / pattern_bound(beta, count, length, separation))
+    measured = {"fixed_point": fixed, "step": step, "contraction": contraction, "pattern": own_error}
+    return {"ratio": ratio, "patterns": sum(map(len, fixed))} | {
+        name: {
+            "worst": float(torch.cat(parts).max()),
+            "median": float(torch.cat(parts).median()),
+            "violations": int((torch.cat(parts) > 1 + 1e-9).sum()),
+        }
+        for name, parts in measured.items()
+    }
+
+
+@torch.no_grad()
+def _stored(beta: float, factor: float, dim: int, failure: float, *, sets: int, seed: int) -> dict[str, Any]:
+    """The share of random sets all of whose patterns are stored: each has a fixed point of its own, in its own ball.
+
+    The balls end half-way to the nearest other pattern.
+    """
+    promised, c = capacity(beta, factor, dim, failure)
+    proved = [] if promised is None else [math.floor(promised)]
+    counts = sorted({*proved, *(2**power for power in range(1, 11))})
+    shares = []
+    for count in counts:
+        repeats = max(sets * 4 // count, 10)
+        keys = random_patterns(repeats, count, dim, length=factor * math.sqrt(dim - 1), spread=1.0, seed=seed)
+        z, potential = keys, LogSumExp(keys, beta)
+        for _ in range(30):
+            z = potential.mean(z)
+        gaps = torch.cdist(keys, keys).masked_fill(torch.eye(count, dtype=torch.bool), torch.inf).amin(-1)
+        inside = (z - keys).norm(dim=-1) < gaps / 2
+        shares.append({"count": count, "sets": repeats, "all_stored": float(inside.all(-1).double().mean())})
+    return {"beta": beta, "K": factor, "dim": dim, "p": failure, "promised": promised, "c": c, "shares": shares}

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from implicit_attention import LogSumExp
-from implicit_attention.cli.bounds import (
+from implicit_attention.potentials import Entmax
+from implicit_attention.studies.bounds import (
     at_ratio,
     capacity,
     contraction_bound,
     longest,
     pattern_bound,
     random_patterns,
+    ratio_row,
     separation_threshold,
     separations,
     step_bound,
 )
-from implicit_attention.cli.suite_retrieval import ratio_row
-from implicit_attention.potentials import Entmax
 
 BOUNDS = ("fixed_point", "step", "contraction", "pattern")
 

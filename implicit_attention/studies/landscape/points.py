@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from .. import solve
-from ..energies import AnchoredEnergy
-from ..plotting import basins, basins_figure, landscape_figure
-from ..potentials import LogSumExp, Potential
-from ..potentials.distance import DistanceLogSumExp
-from ..potentials.entmax import Entmax
-from ..solvers import Anderson, Picard, Solver
-from .landscape_plane import (
+from ... import solve
+from ...energies import AnchoredEnergy
+from ...plotting import basins, basins_figure, landscape_figure
+from ...potentials import LogSumExp, Potential
+from ...potentials.distance import DistanceLogSumExp
+from ...potentials.entmax import Entmax
+from ...solvers import Anderson, Picard, Solver
+from .plane import (
     Plane,
     PlaneScene,
     descend,
@@ -26,7 +26,7 @@ from .landscape_plane import (
     square,
     stationary,
 )
-from .landscape_steps import COLD, VALLEYS, seen, stationary_numbers, told, ways
+from .steps import COLD, VALLEYS, seen, stationary_numbers, told, ways
 
 ANCHORS = (0.1, 0.3, 0.7)
 #: Starts along a side, and steps, of basins.

@@ -1,4 +1,4 @@
-"""The model of `maze`: one weight-tied block that is iterated until the path through a maze has settled."""
+"""The model that solves mazes: one weight-tied block that is iterated until the path through a maze has settled."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import EquilibriumTransformer, Picard, Solution
 from .mazes import FEATURES, IGNORED, Mazes, mazes
+from .progress import Listener
 
 DIM, HEADS = 32, 2
 #: Mazes to learn from, of one size and one generator; and so many more that have a crossing, which are rare.
@@ -26,6 +27,8 @@ STEPS, EVERY = range(8, 17), 2
 #: states come to rest before they answer anything.
 SETTLE = 0.5
 RTOL, RATE = 1e-3, 2e-3
+#: Updates of a whole training, and between two that a line tells of.
+UPDATES, TOLD_EVERY = 600, 100
 
 
 class SolvedMaze(NamedTuple):
@@ -73,6 +76,24 @@ class MazeModel(nn.Module):
         residuals = [float((after - z).norm() / after.norm()) for z, after in itertools.pairwise(states)]
         paths = [self.head(z)[0, : maze.cells].softmax(-1)[:, 1] for z in (*states[1:-1], state)]
         return SolvedMaze(solution, paths, residuals)
+
+
+def trained(updates: int, progress: Listener) -> MazeModel:
+    """The model, trained with a line of progress: always the same one, whatever torch's generator would draw."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MazeModel()
+        count = sum(p.numel() for p in model.parameters())
+        name = f"training {count} parameters on {TRAIN_SIZE} x {TRAIN_SIZE} mazes"
+        progress.begin(name, 0, updates)
+
+        def told(update: int, loss: float) -> None:
+            progress.begin(f"{name}, loss {loss:.3f}", update, updates)
+            if (update % TOLD_EVERY == 0 and not progress.has_bar) or update == updates:
+                progress.end(name, {"line": f"update {update} of {updates}, loss {loss:.3f}"})
+
+        train(model, updates, told)
+    return model
 
 
 def loss_of(model: MazeModel, batch: tuple[Tensor, Tensor, Tensor], steps: int, settle: float) -> Tensor:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import Solution, solve
-from ..diagnostics import StationaryPoints
-from ..energies import AnchoredEnergy, RepeatedSelfAttention
-from ..plotting import landscape_figure, step_norm_figure, step_norms
-from ..potentials import LogSumExp
-from ..solvers import Picard
-from .landscape_plane import (
+from ... import Solution, solve
+from ...diagnostics import StationaryPoints
+from ...energies import AnchoredEnergy, RepeatedSelfAttention
+from ...plotting import landscape_figure, step_norm_figure, step_norms
+from ...potentials import LogSumExp
+from ...solvers import Picard
+from .plane import (
     Plane,
     PlaneScene,
     descend,

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import Solution, solve
-from ..diagnostics import StationaryPoints, stationary_points
-from ..energies import AnchoredEnergy
-from ..potentials import Potential
-from ..solvers import GradientDescent
-from .errors import InputError
-from .files import load_patterns
-from .settings import LandscapeSettings
+from ... import Solution, solve
+from ...diagnostics import StationaryPoints, stationary_points
+from ...energies import AnchoredEnergy
+from ...potentials import Potential
+from ...solvers import GradientDescent
+from ..errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,24 +75,24 @@ class PlaneScene:
     draw: Callable[[], Figure]
 
 
-def plane_of(settings: LandscapeSettings) -> Plane:
-    """The scene that the options ask for.
+def plane_of(patterns: Tensor | None, name: str, *, beta: float | None, seed: int) -> Plane:
+    """The plane of the six patterns, or of a user's, with queries and maps drawn from a seed.
+
+    Args:
+        patterns: (M, 2) float64, or None for the six.
+        name: of the patterns in messages.
+        beta: inverse temperature; None for the one that suits the size of the patterns.
+        seed: of what is drawn.
 
     Raises:
-        InputError: an inverse temperature or patterns that cannot be used.
+        InputError: patterns that cannot be used.
     """
-    beta = settings.beta
-    if beta is not None and not 0 < beta < math.inf:
-        raise InputError(f"`--beta` must be > 0 and finite, got {beta:g}; leave it out for the default")
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(seed)
     drawn = HALF_SIDE * (2 * torch.rand(DRAWN, 2, generator=generator, dtype=torch.float64) - 1)
     maps = _maps(torch.rand(3, 2, generator=generator, dtype=torch.float64))
     queries = torch.cat([torch.tensor(QUERIES, dtype=torch.float64), drawn])
-    if settings.patterns is None:
-        patterns, size = torch.tensor(PATTERNS, dtype=torch.float64), 1.0
-    else:
-        patterns = load_patterns(settings.patterns, "--patterns")
-        size = _size(patterns, f"`--patterns` {settings.patterns.name}")
+    size = 1.0 if patterns is None else _size(patterns, name)
+    patterns = torch.tensor(PATTERNS, dtype=torch.float64) if patterns is None else patterns
     # beta multiplies products of two coordinates.
     return Plane(patterns, size * queries, maps, BETA / size**2 if beta is None else beta, size * REACH)
 

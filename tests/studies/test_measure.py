@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from implicit_attention.cli.measure import median_times, peak_memory
+from implicit_attention.studies.measure import median_times, peak_memory
 
 CPU = torch.device("cpu")
 MIB = 2**18  # float32 numbers in a mebibyte

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ..plotting import landscape_figure
-from ..plotting.style import BAD
-from .landscape_plane import Plane
-from .landscape_steps import COLD, moved
+from ...plotting import landscape_figure
+from ...plotting.style import BAD
+from .plane import Plane
+from .steps import COLD, moved
 
 #: Steps of the descent and their size; for how many milliseconds a frame stays, and the last one.
 STEPS, STEP_SIZE, STAYS, LAST_STAYS = 40, 0.15, 100, 2000
 DPI, COLOURS = 90, 200
 
 
-def write_gif(file: Path, plane: Plane) -> None:
+def write_gif(file: Path | BinaryIO, plane: Plane) -> None:
     """Write the descent of the queries, step by step, to `file`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image

@@ -14,8 +14,7 @@ from ..solvers import Anderson
 from .contenders import STOP
 from .data import TASKS, DataSample
 from .evaluate import SUCCESS, relative_error
-from .potentials import energy_of, inverse_temperature
-from .settings import LOG_SUM_EXP, CompareSettings
+from .potentials import LOG_SUM_EXP, energy_of
 
 #: Multiples of `--beta` at which retrieval is tried.
 FACTORS = tuple(2.0**power for power in range(-2, 7))
@@ -68,13 +67,24 @@ def _scores(sample: DataSample) -> Iterator[Tensor]:
         yield weight @ keys.square().mT - 2 * (weight * queries) @ keys.mT
 
 
-def sweep(drawn: DataSample, settings: CompareSettings, part: Callable[[int, int], None]) -> Rates:
+def sweep(
+    drawn: DataSample,
+    part: Callable[[int, int], None],
+    *,
+    beta: float,
+    anchor: float,
+    potential: str,
+    reference: bool,
+) -> Rates:
     """Retrieval rates of every method at every beta, with mean and standard deviation over the draws.
 
     Args:
         drawn: all draws.
-        settings: the options.
         part: is told how many of how many betas are done.
+        beta: inverse temperature that `FACTORS` multiply.
+        anchor: weight of the query in the energy.
+        potential: one of `POTENTIALS`.
+        reference: whether rates at `beta` are put beside `REFERENCE`.
     """
     found: list[tuple[str, float | None, Tensor]] = []
     refused: dict[float | None, str] = {}
@@ -84,13 +94,12 @@ def sweep(drawn: DataSample, settings: CompareSettings, part: Callable[[int, int
 
     for done, factor in enumerate(FACTORS):
         part(done, len(FACTORS))
-        beta = factor * inverse_temperature(settings)
         try:
-            add(states(drawn, beta=beta, anchor=settings.anchor, potential=settings.potential_name), beta)
+            add(states(drawn, beta=factor * beta, anchor=anchor, potential=potential), factor * beta)
         except ValueError as error:
             # An energy without a lower bound has no answer: nothing is retrieved.
-            refused[beta] = str(error)
-            add(dict.fromkeys((ONE, TWO, EQUILIBRIUM), torch.full_like(drawn.queries, torch.nan)), beta)
+            refused[factor * beta] = str(error)
+            add(dict.fromkeys((ONE, TWO, EQUILIBRIUM), torch.full_like(drawn.queries, torch.nan)), factor * beta)
     add(nearest(drawn), None)
     entries = []
     for task, rows in zip(TASKS, drawn.parts, strict=True):
@@ -100,7 +109,7 @@ def sweep(drawn: DataSample, settings: CompareSettings, part: Callable[[int, int
             entry = {"task": task, "state": name, "beta": sharpness, "rates": rates.tolist(), "mean": mean, "std": std}
             if sharpness in refused:
                 entry["refused"] = refused[sharpness]
-            if settings.has_reference and sharpness == inverse_temperature(settings) and (task, name) in REFERENCE:
+            if reference and sharpness == beta and (task, name) in REFERENCE:
                 expected, deviation = REFERENCE[task, name]
                 deviations = (mean - expected) / deviation
                 entry |= {"reference_mean": expected, "reference_std": deviation}
@@ -114,19 +123,18 @@ def retrieved(z: Tensor, sample: DataSample) -> Tensor:
     return relative_error(z, sample.targets) < SUCCESS
 
 
-def examples(sample: DataSample, entries: Rates, settings: CompareSettings) -> dict[str, Tensor]:
-    """States (N, D) of one draw to look at: one step at `--beta`, and methods at their own best betas."""
+def examples(sample: DataSample, entries: Rates, *, beta: float, anchor: float, potential: str) -> dict[str, Tensor]:
+    """States (N, D) of one draw to look at: one step at `beta`, and methods at their own best betas."""
 
     def at(beta: float, state: str) -> Tensor:
-        return states(sample, beta=beta, anchor=settings.anchor, potential=settings.potential_name)[state]
+        return states(sample, beta=beta, anchor=anchor, potential=potential)[state]
 
     def at_best(state: str) -> Tensor:
         rows = zip(TASKS, sample.parts, strict=True)
         return torch.cat([at(best(entries, task, state)["beta"], state)[part] for task, part in rows])
 
-    own = inverse_temperature(settings)
     return {
-        f"{ONE},\nbeta {own:g}": at(own, ONE),
+        f"{ONE},\nbeta {beta:g}": at(beta, ONE),
         f"{ONE},\nbest beta": at_best(ONE),
         f"{EQUILIBRIUM},\nbest beta": at_best(EQUILIBRIUM),
         "nearest,\nknown entries": nearest(sample)[NEAREST[-1]],

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..spins import SpinSystem
 from ..spins.inverse import fit_ising
 from ..spins.sampling import heat_bath
-from .settings import SAMPLER
-from .spin_methods import Entry, applicable, evaluate
+from .spin_methods import SAMPLER, Entry, applicable, evaluate
 
 SIDE, CLASSES = 8, 10
 HALF = SIDE * SIDE // 2

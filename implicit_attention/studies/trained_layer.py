@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor, nn
 
 from .. import _matrices
 from .data import load_digits
+from .token_moments import summary
 
 DIM, HEADS, BATCH, RATE = 16, 2, 64, 3e-3
 TRAINED, INITIAL, ROTATED, IDENTITY = "trained", "before training", "rotated at random", "identity matrix"
 COMPARED = (TRAINED, INITIAL, ROTATED, IDENTITY)
 TRAIN = 1397
+#: Numbers that tell how near score matrices are to the inverse covariance.
+NEARNESS = ("alignment", "distance", "whitened_alignment")
 
 
 class DigitsClassifier(nn.Module):
@@ -121,3 +125,21 @@ def train(seed: int, *, steps: int) -> list[dict[str, Any]]:
 @torch.no_grad()
 def _covariance(model: DigitsClassifier, patches: Tensor) -> Tensor:
     return model.tokens(patches).double().flatten(0, 1).mT.cov(correction=0)
+
+
+def nearness(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Nearness of the matrices in the mean over seeds, and of the trained less the rotated ones."""
+
+    def column(matrix: str, name: str) -> Tensor:
+        return torch.tensor([row[name] for row in layers if row["matrix"] == matrix], dtype=torch.float64)
+
+    def excess(name: str) -> dict[str, float]:
+        less = column(TRAINED, name) - column(ROTATED, name)
+        return {"mean": float(less.mean()), "standard_error": float(less.std() / math.sqrt(len(less)))}
+
+    return {
+        "matrices": [
+            {"matrix": matrix} | summary({name: column(matrix, name) for name in NEARNESS}) for matrix in COMPARED
+        ],
+        "trained_less_rotated": {name: excess(name) for name in NEARNESS},
+    }

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from .landscape_plane import Plane, PlaneScene, number, points
+from .plane import Plane, PlaneScene, number, points
 
 #: The part of the page that a reader can touch; beside this file, so that tests can run it alone.
 SCRIPT = Path(__file__).with_name("landscape.js")

@@ -1,0 +1,95 @@
+"""A command: its options, what it does, prints and writes, and the one way in which every command runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+from typer import Option
+
+from .errors import require_modules, writable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from .progress import Progress
+
+#: The name of the JSON file, its content, and by name the pictures and other files.
+Files: TypeAlias = "tuple[str, Mapping[str, Any], Mapping[str, Figure | bytes]]"
+
+
+def seed_option(of: str) -> Any:
+    return Option(min=0, max=2**63 - 2, help=f"Seed of {of}.")
+
+
+class Command:
+    """A command with its options, which are the fields of a subclass: a frozen dataclass whose docstring is the help.
+
+    Attributes:
+        name: in the terminal; that of a command in a group begins with the group.
+        out: the folder of the files, of a command that writes some.
+    """
+
+    name: ClassVar[str]
+    out: Path | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the optional dependencies that these options need."""
+        return ("matplotlib",)
+
+    def check(self) -> None:
+        """Raise `InputError` for the first option that cannot be used."""
+
+    def line(self, row: dict[str, Any]) -> str:
+        """Return the line that is printed when a part of the work has ended with this row of numbers."""
+        return str(row["line"])
+
+    def run(self, progress: Progress) -> Any:
+        """Do the work."""
+        raise NotImplementedError
+
+    def files(self, found: Any) -> Files:
+        """Build the files from what `run` returned; the command's name and its time are added to the JSON file."""
+        raise NotImplementedError
+
+    def show(self, found: Any, console: Console) -> None:
+        """Print what `run` returned."""
+
+    def listed(self, names: list[str]) -> str:
+        """Return the list of the files that were written."""
+        return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+    def execute(self) -> None:
+        """Check the options, work with progress, write the files, print what was found.
+
+        Raises:
+            InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
+        """
+        require_modules("rich", *self.modules)
+        from .progress import Progress, make_console
+        from .report import write
+
+        self.check()
+        names: list[str] = []
+        if self.out is not None:
+            with writable(self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+        with torch.random.fork_rng(devices=[]), Progress(self.line) as progress:
+            begin = time.perf_counter()
+            found = self.run(progress)
+            seconds = time.perf_counter() - begin
+            if self.out is not None:
+                progress.begin("figures")
+                name, content, others = self.files(found)
+                with writable(self.out):
+                    names = write(self.out, name, {"command": self.name, **content, "seconds": seconds}, others)
+        console = make_console()
+        self.show(found, console)
+        if names:
+            text = f"{self.listed(names)} written to {self.out} after {seconds:.1f} s"
+            console.print(text, markup=False)

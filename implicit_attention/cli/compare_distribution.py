@@ -1,0 +1,134 @@
+"""`implicit-attention compare --suite distribution`: what attention makes of the law of its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ..plotting import distribution_figure
+from ..studies import token_moments, trained_layer
+from ..studies.token_moments import WAYS
+from .command import Files
+from .compare import Compare
+from .table import cut_tables, print_tables
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributionSuite:
+    """Everything that `--suite distribution` measured.
+
+    Attributes:
+        settings: the options.
+        rows: for every law, way, number of tokens and step, moments of samples beside the closed form.
+        gains: of every law, the entropy gained by a first step with residual, measured and log det(I + Sigma).
+        slopes: of every law and way, the exponent of the error of one step in the number of tokens.
+        layers: for every seed and matrix, how near it is to the inverse covariance.
+        nearness: the same as mean and standard deviation over seeds, and the trained less the rotated matrix.
+    """
+
+    settings: Compare
+    rows: list[dict[str, Any]]
+    gains: list[dict[str, Any]]
+    slopes: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
+    nearness: dict[str, Any]
+
+
+def sizes(settings: Compare) -> dict[str, int]:
+    """The sizes of the measurement."""
+    quick = settings.quick
+    return {"seeds": 8 if quick else 32, "trainings": 3 if quick else 8, "updates": 200 if quick else 600}
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return the line that is printed when a law or a training has finished."""
+    if "accuracy" in row:
+        return f"{row['accuracy']:.1%} of held-out digits, alignment with the inverse covariance {row['alignment']:.3f}"
+    return (
+        f"entropy gain of a step with residual {row['measured']:.3f} +- {row['std']:.3f}, infinite {row['closed']:.3f}"
+    )
+
+
+def run(settings: Compare, progress: Progress) -> DistributionSuite:
+    """Move the tokens of every law in every way, and train the layers."""
+    size = sizes(settings)
+    rows, gains, slopes, layers = [], [], [], []
+    laws = token_moments.laws(settings.seed)
+    total = len(laws) + size["trainings"]
+    for index, law in enumerate(laws):
+        progress.begin(law.name, index, total)
+        seeds, seed, counts = size["seeds"], settings.seed, token_moments.COUNTS
+        mine = [row for way in WAYS for n in counts for row in token_moments.move(law, way, n, seeds, seed)]
+        rows += mine
+        gains.append(token_moments.gain(law, mine))
+        slopes += [token_moments.slope(law, way, mine) for way in WAYS]
+        progress.end(law.name, gains[-1])
+    for index in range(size["trainings"]):
+        name = f"training {index + 1}"
+        progress.begin(name, len(laws) + index, total)
+        found = trained_layer.train(settings.seed + index, steps=size["updates"])
+        layers += found
+        progress.end(name, found[0])
+    return DistributionSuite(settings, rows, gains, slopes, layers, trained_layer.nearness(layers))
+
+
+def files(suite: DistributionSuite) -> Files:
+    """Everything that was measured, and one picture."""
+    settings, size = suite.settings, sizes(suite.settings)
+    title = (
+        "Tokens as samples of a Gaussian under repeated attention; dashed: infinitely many tokens, in closed form\n"
+        f"Error bars: standard deviation over {size['seeds']} samples, and over {size['trainings']} trainings"
+    )
+    figure = distribution_figure(suite.rows, suite.slopes, suite.nearness["matrices"], title=title)
+    content = {
+        "settings": {"suite": settings.suite, "seed": settings.seed, "quick": settings.quick, **size},
+        "rows": suite.rows,
+        "entropy_gains": suite.gains,
+        "slopes": suite.slopes,
+        "layers": suite.layers,
+        "nearness": suite.nearness,
+    }
+    return "distribution.json", content, {"distribution.png": figure}
+
+
+def show(suite: DistributionSuite, console: Console) -> None:
+    """Print the moments of the largest samples, and how near the score matrices are."""
+    headers = ["method", "step", "entropy", "closed form", "mean shift", "closed form", "eigenvalues", "moved"]
+    for law in dict.fromkeys(row["law"] for row in suite.rows):
+        cells = [
+            [
+                row["way"],
+                str(row["step"]),
+                f"{row['entropy']:.2f} +- {row['entropy_std']:.2f}",
+                f"{row['closed_entropy']:.2f}",
+                f"{row['mean_shift']:.2f} +- {row['mean_shift_std']:.2f}",
+                f"{row['closed_mean_shift']:.2f}",
+                f"{row['eigenvalues'][0]:.2g} .. {row['eigenvalues'][-1]:.2g}",
+                f"{row['moved']:.2f}",
+            ]
+            for row in suite.rows
+            if row["law"] == law and row["tokens"] == token_moments.COUNTS[-1]
+        ]
+        print_tables(console, cut_tables(f"{law}, {token_moments.COUNTS[-1]} tokens", headers, cells, console.width))
+    names = ["method", "cosine", "distance at the best scale", "cosine, whitened"]
+    cells = [
+        [row["matrix"], *(f"{row[name]:.3f} +- {row[f'{name}_std']:.3f}" for name in trained_layer.NEARNESS)]
+        for row in suite.nearness["matrices"]
+    ]
+    title = "W_q^T W_k and the inverse covariance of its tokens"
+    print_tables(console, cut_tables(title, names, cells, console.width))
+    for gain in suite.gains:
+        text = f"{gain['law']}: {line(gain)}"
+        console.print(text, style="bold", markup=False)
+    for slope in suite.slopes:
+        text = f"{slope['law']}, {slope['way']}: {slope['quantity']} ~ N^{slope['slope']:.2f}"
+        console.print(text, style="dim", markup=False)
+    less = suite.nearness["trained_less_rotated"]["alignment"]
+    text = f"cosine of trained less rotated matrices: {less['mean']:.3f}, standard error {less['standard_error']:.3f}"
+    console.print(text, style="bold", markup=False)
+    console.print()
