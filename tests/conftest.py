@@ -1,6 +1,9 @@
 """Settings of the whole suite, and which of its tests are slow."""
 
+import collections
+import itertools
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -55,16 +58,101 @@ SLOW = (
     r"spins/test_stability.py::test_nothing_is_reliable_beyond_the_at_line",
     r"spins/test_stability.py::test_the_at_number_of_blocks_is_that_of_numbers_in_a_field_too",
     r"spins/test_coupling_function.py::test_what_stands_where_there_is_no_site_changes_no_bit\[(?!turned)",
+    # Runs of whole suites of benchmarks, whose contenders train; those of the other suites stay in the fast suite.
+    r"benchmarks/test_train_suite.py::",
+    r"benchmarks/test_mazes.py::test_a_training_that_ends_with_an_error_is_told_and_stops_no_other",
+    r"benchmarks/test_potentials_suite.py::test_every_target_has_its_ratio",
+    r"benchmarks/test_spin_layers.py::test_every_target_has_its_ratio",
+    r"benchmarks/test_attention_suite.py::test_(unrolled_memory_grows_by_what_a_step_keeps|a_process_that_breaks_off)",
+    r"benchmarks/test_scale_suite.py::test_every_case_has_times_of_all_processes",
+    r"benchmarks/test_usefulness.py::test_processes_find_what_one_process_finds",
+    # Commands run to their end by other tests of the same file, with fewer contenders.
+    r"cli/test_compare.py::test_(rates_of_own_data_do_not_depend_on_their_unit|numbers_that_do_not_exist_are_null)",
+    r"cli/test_maze.py::test_(plain_text_where_there_is_no_terminal|training_learns_and_leaves_the_callers)",
+    r"cli/test_landscape_page.py::test_the_page_of_all_scenes_is_one_file",
+    r"plotting/test_maze_pictures.py::test_a_gif_has_the_frames",
+    # Derivatives of other kinds of spins than those of the contract.
+    r"spins/test_low_rank.py::test_answers_are_differentiated_exactly",
+    r"spins/test_adaptive_tap.py::test_derivatives_for_other_priors",
+    r"spins/test_bethe.py::test_derivatives_of_every_output",
+    r"spins/test_driven_calls.py::test_derivatives_through_the_steps",
+    r"spins/test_contracts.py::Test(AdaTAP|TAP)::test_(magnetization_has_derivatives|derivatives_of_every_output)",
+    r"spins/test_contracts.py::TestTAP::test_a_sample_does_not_depend_on_its_company",
+    r"spins/test_contracts.py::TestTAPOfThirdOrder::test_(second_derivatives|derivatives_of_every_output)",
+    r"spins/test_accuracy_table.py::test_a_row_is_measured_again",
+    # One function through the kernels from end to end; what each kernel does is in the fast suite.
+    r"ops/test_triton_end_to_end.py::test_the_function_and_the_layer_equal_the_products_written_out",
+    r"ops/test_native.py::test_no_matrix_of_queries_by_keys_is_stored",
+    # Samplers whose laws others of the same file know by a few moments.
+    r"potentials/test_boltzmann_enumerated.py::test_samples_have_the_enumerated_law",
+    # Compiled layers and solves with other potentials than the one of the fast suite.
+    r"potentials/test_(distance|spherical_interface).py::test_(a_layer_compiles|compiles_without_graph_breaks)",
+    r"potentials/test_softcap.py::test_gradients_of_an_equilibrium",
+    # Engines one by one: of compiled models the fast suite watches one.
+    r"integrations/test_transformers_watching.py::test_a_compiled_model_(has_the_graphs|with_checkpoints)",
+    r"training/test_watch_engines.py::test_(the_watch_adds|a_compiled_layer_inside|watched_after|layers_compiled)",
+    # The contract of methods for numbers is asked of each method once.
+    r"spins/test_contracts.py::Test\w+OfIsingSpins::test_(magnetization_has|derivatives|second|outputs_are|a_sample)",
 )
+
+#: Full products of parameters, of which the fast suite asks one case in so many, and `pytest -m slow` the others.
+THINNED = {
+    r"ops/test_hopfield_solve.py::test_the_course_is_that_of_the_solvers_loop\[": 5,
+    r"ops/test_hopfield_adjoint.py::test_it_is_the_dense_solve_of_the_derivative\[": 4,
+    r"ops/test_hopfield_adjoint.py::test_tiles_change_nothing\[": 4,
+    r"potentials/test_spherical.py::test_first_and_second_derivatives_also_at_zero_field\[": 5,
+    r"potentials/test_spherical.py::test_derivatives_of_inverse_and_entropy\[": 4,
+    r"potentials/test_readout.py::test_first_and_second_derivatives\[": 3,
+    r"potentials/test_bessel.py::test_derivatives_of_\w+\[": 4,
+    r"potentials/test_kernel.py::test_gradients_reach_what_the_sum_is_made_of\[": 3,
+    r"layers/test_(spin|spin_transformer|mean_field_attention).py::test_\w+_are_differentiated_exactly\[": 4,
+    r"layers/test_(spin_transformer|mean_field_attention).py::test_half_precision_autocast_\w+\[": 4,
+    r"layers/test_spin_transformer.py::test_(the_parts_add_up_to_the_answer_in_total|a_block_without_couplings)": 4,
+    r"layers/test_spin_cache.py::test_token_by_token_is_one_call_of_all\[": 3,
+    r"layers/test_half_known.py::test_gradients_are_the_derivatives\[": 4,
+    r"layers/test_energy_transformer.py::test_tokens_gradients_and_energies_are_those_of_loops\[": 3,
+    r"spins/test_branches.py::test_a_solution_is_its_own_start\[": 4,
+    r"spins/test_thermodynamics.py::test_(first|second)_derivatives\[": 3,
+    r"spins/test_gaussian_closure.py::test_where_steps_are_said_to_contract_no_state_has_a_steeper_step\[": 3,
+    r"spins/test_saddle_point_derivatives.py::test_\w+_have_their_gradients\[": 3,
+    r"spins/test_driven_calls.py::test_derivatives_of_what_is_asked_of_stationary_states\[": 2,
+    r"spins/test_driven.py::test_a_field_that_stays_leads_to_the_stationary_state\[": 2,
+    r"spins/test_support.py::test_a_method_supports_what_the_table_says\[": 3,
+    r"ops/test_native.py::test_(a_query_has_the_same_bits_among_others_and_among_few|sizes)\[": 4,
+    r"ops/test_hopfield_solve.py::test_what_is_returned_is_true_of_the_state\[": 4,
+    r"ops/test_flash.py::test_\w+\[": 3,
+    r"ops/test_registration.py::test_(vmap_is_a_loop|opcheck)\[": 3,
+    r"potentials/test_query_offset.py::test_all_numbers_are_those_of_the_mask\[": 4,
+    r"potentials/test_readout.py::test_(it_is_scaled_dot_product_attention_with_its_gradients|leading_axes)": 4,
+    r"potentials/test_blocks_of_pairs.py::test_blocks_are_the_whole\[": 4,
+    r"potentials/test_grouped_keys.py::test_keys_\w+\[": 3,
+    r"energies/test_unbounded.py::test_squares_\w+\[": 3,
+    r"energies/test_legendre.py::test_first_and_second_derivatives": 2,
+    r"adjoints/test_adjoints.py::test_implicit_gradient_equals_600_unrolled_steps\[": 4,
+    r"solvers/test_solvers.py::test_clustered_keys_every_query_converges_and_none_on_a_saddle\[": 4,
+    r"distributed/test_(sharded|learned_anchors).py::test_\w+_one_process": 3,
+    r"test_nonfinite_cotangents.py::test_it_is_told_by_nothing_but_the_gradient\[": 4,
+    r"test_saved_tensor_hooks.py::test_gradients_are_those_without_hooks\[": 3,
+    r"test_matrices.py::test_batches_of_large_systems_are_answered_on_two_threads\[": 2,
+    r"test_export.py::test_(a_budget_is_exported_as_plain_operations_of_any_size|half_precision_is_exported)": 3,
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    matched = set()
+    matched: set[str] = set()
+    places: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
     for item in items:
         for pattern in SLOW:
             if re.search(pattern, item.nodeid):
                 item.add_marker(pytest.mark.slow)
                 matched.add(pattern)
-    if config.args == config.getini("testpaths") and (stale := set(SLOW) - matched):
+        for pattern, count in THINNED.items():
+            if re.search(pattern, item.nodeid):
+                matched.add(pattern)
+                # The first of every function, and then one in so many.
+                place = places[item.nodeid.partition("[")[0]]
+                if next(place) % count:
+                    item.add_marker(pytest.mark.slow)
+    if config.args == config.getini("testpaths") and (stale := {*SLOW, *THINNED} - matched):
         raise pytest.UsageError(f"tests/conftest.py: nothing is called {sorted(stale)}")

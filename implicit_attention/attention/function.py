@@ -162,7 +162,7 @@ def equilibrium_attention(
         found = _directly(query, key, value, scale, anchor, first, solve_options, return_solution)
         if found is not None:
             return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
-    solve_options = solve_options or _options(options)
+    solve_options = solve_options or _DEFAULTS.override(**options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
         _validate.check_float_tensor(name, tensor, min_ndim=3 if enable_gqa else 2)
