@@ -25,7 +25,7 @@ from .sharding import head_shard, projected
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from .calls import AttentionCall
+    from .calls import plain
 
 Readout: TypeAlias = Literal["values", "state"]
 
@@ -97,9 +97,6 @@ class ImplicitAttention(Remembering):
     Not for heads that are projected already: use `equilibrium_attention`. Inside a model of another library use that
     library's module in `integrations`.
     """
-
-    if TYPE_CHECKING:
-        __call__: AttentionCall
 
     def __init__(
         self,
@@ -268,6 +265,10 @@ class ImplicitAttention(Remembering):
         if return_weights:
             results.append(found.weights)
         return tuple(results) if len(results) > 1 else output
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def new_cache(
         self, context: Tensor | None = None, *, key_mask: Tensor | None = None, warm_start: bool = False
