@@ -43,7 +43,7 @@ def plain(forward: Callable[Concatenate[Any, P], Any]) -> PlainCall[P]:
 
 
 class StepKeywords(TypedDict, total=False):
-    """What a call of `Equilibrium` replaces."""
+    """Options of one call of `Equilibrium`."""
 
     steps: int | range | None
     solver: Solver | None
