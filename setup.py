@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import runpy
 import sys
 from pathlib import Path
 
@@ -18,6 +19,9 @@ X86 = {
     "avx512": "-mavx512f -mavx512vl -mavx512dq -mavx512bw -mprefer-vector-width=512 -Wno-uninitialized",
     "avx2": "-mavx2 -mfma",
 }
+# Numbers that the package's Python code has, too: names in capitals of a file that imports nothing.
+NUMBERS = str(FOLDER.parents[1] / "_safeguard.py")
+MACROS = [(name, repr(value)) for name, value in runpy.run_path(NUMBERS).items() if name.isupper()]
 # A library for each instruction set of the processor's family; which one answers is chosen when it is loaded.
 SETS = {"x86_64": X86, "aarch64": {"neon": ""}, "arm64": {"neon": ""}}
 
@@ -50,7 +54,8 @@ def library(isa, flags):
     return Extension(
         f"implicit_attention.ops.native.{isa}",
         sources=[str(FOLDER / "kernels.cpp")],
-        depends=["setup.py", *sorted(str(path) for path in FOLDER.glob("*.h"))],
+        depends=["setup.py", NUMBERS, *sorted(str(path) for path in FOLDER.glob("*.h"))],
+        define_macros=MACROS,
         extra_compile_args=[*FLAGS.split(), *flags.split(), f'-DIA_ISA="{isa}"'],
         language="c++",
         # Without a compiler the package is installed all the same, and says so where it matters.

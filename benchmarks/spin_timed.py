@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy
-from implicit_attention.spins._newton import Multipliers
+from implicit_attention.spins._multipliers import Multipliers
 
 from . import spin_baseline as baseline
 from .measure import interleaved, once

@@ -13,7 +13,7 @@ import implicit_attention
 PACKAGE = Path(implicit_attention.__file__).parent
 
 # Part of the package -> the parts that it may import. Leaves are free for all.
-LEAVES = {"status", "errors", "failure_policy", "_fused_rule", "_types"}
+LEAVES = {"status", "errors", "failure_policy", "_fused_rule", "_safeguard", "_types"}
 LEAVES |= {"_validate", "_declared", "_autograd", "_matrices", "_norm"}
 ALLOWED = {
     "linear": {"solution"},

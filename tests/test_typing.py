@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 from typing_extensions import get_overloads
 
 import implicit_attention
@@ -59,23 +60,40 @@ def call(
     assert_type(attention(x, x, key_mask=x, max_steps=0), Tensor)
     assert_type(attention(x, return_weights=True), Any)
     assert_type(attention(x, return_solution=True), Any)
+    assert_type(attention(x, return_trajectory=True), Any)
     assert_type(block(x, x, steps=3), Tensor)
     assert_type(block((x, x)), Any)
     assert_type(block(x, return_solution=True), Any)
     assert_type(transformer(x, x, steps=3), Tensor)
+    assert_type(transformer(x, x, return_solution=True), Any)
     assert_type(memory(x), Tensor)
     assert_type(memory(x, return_solution=True), Any)
     assert_type(spins(x, mask=x), Tensor)
     assert_type(spins(x, return_answer=True), Any)
     assert_type(spin_block(x), Tensor)
+    assert_type(spin_block(x, return_state=True), Any)
     assert_type(spin_transformer(x), Tensor)
+    assert_type(spin_transformer(x, return_state=True), Any)
     assert_type(mean_field(x), Tensor)
     assert_type(mean_field(x, return_state=True), Any)
     assert_type(energy(x, order="tokens"), Tensor)
     assert_type(energy(x, return_energies=True), Any)
     assert_type(images(x, x), Tensor)
+    assert_type(images(x, x, return_energies=True), Any)
     assert_type(classifier(x), Tensor)
+    assert_type(classifier(x, return_solution=True), Any)
     assert_type(nodes(x, x), Tensor)
+    assert_type(nodes(x, x, return_solution=True), Any)
+    block(x, no_such_option=1)  # expected error
+    memory(x, no_such_option=1)  # expected error
+    spins(x, initial=1)  # expected error
+    spin_block(x, no_such_option=1)  # expected error
+    spin_transformer(x, initial=x)  # expected error
+    mean_field(x, no_such_option=1)  # expected error
+    energy(x, order="no such order")  # expected error
+    images(x)  # expected error
+    classifier(x, no_such_option=1)  # expected error
+    nodes(x, "x")  # expected error
     attention(x, no_such_option=1)  # expected error
     attention("x")  # expected error
 
@@ -101,50 +119,41 @@ def test_a_type_checker_knows_what_calls_return(tmp_path):
     assert sorted({int(line.split(":")[1]) for line in told}) == expected, found.stdout + found.stderr
 
 
-PROTOCOLS = {
-    "AttentionCall": layers.ImplicitAttention,
-    "LookupCall": layers.MemoryLookup,
-    "EquilibriumCall": layers.Equilibrium,
-    "TransformerCall": layers.EquilibriumTransformer,
-    "SpinCall": layers.SpinAttention,
-    "MeanFieldCall": layers.MeanFieldAttention,
-    "SpinTransformerCall": layers.SpinTransformer,
-    "EnergyCall": layers.EnergyTransformer,
-    "ImageCall": models.ImageEnergyTransformer,
-    "ClassifierCall": models.ImageClassifier,
-    "NodeCall": models.NodeClassifier,
-}
+LAYERS = [
+    getattr(module, name)
+    for module in (layers, models)
+    for name in module.__all__
+    if isinstance(getattr(module, name), type) and issubclass(getattr(module, name), nn.Module)
+]
 
 
-def parameters(function):
-    return {name: (p.kind, p.default is p.empty) for name, p in inspect.signature(function).parameters.items()}
+def asked(function):
+    """The parameters that ask for more than a tensor."""
+    return {name for name in inspect.signature(function).parameters if name.startswith("return_")}
 
 
-def overloads_of(protocol):
-    """Those of its `__call__`, which are kept by the name of what they declare."""
+def test_calls_know_all_that_is_asked_for():
+    def plain_call(): ...
 
-    def named(): ...
-
-    named.__module__, named.__qualname__ = calls.__name__, f"{protocol}.__call__"
-    return get_overloads(named)
-
-
-def test_every_protocol_is_of_a_layer():
-    assert set(PROTOCOLS) == {name for name in vars(calls) if name.endswith("Call")}
-    assert parameters(layers.SpinTransformerBlock.forward) == parameters(layers.MeanFieldAttention.forward)
+    plain_call.__module__, plain_call.__qualname__ = calls.__name__, "PlainCall.__call__"
+    known = [asked(one) for one in get_overloads(plain_call)]
+    expected = set().union(*(asked(layer.forward) for layer in LAYERS))
+    assert sorted(map(sorted, known)) == [[], *([one] for one in sorted(expected))]
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_protocols_have_the_arguments_of_forward(name):
-    declared = overloads_of(name)
-    expected = parameters(PROTOCOLS[name].forward)
-    if name == "TransformerCall":
-        expected["return_solution"] = parameters(layers.Equilibrium.forward)["return_solution"]
-    assert [parameters(one) for one in declared] == [expected, expected]
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_of_several_answers_declares_its_call(layer):
+    assert not asked(layer.forward) or "__call__" in inspect.getsource(layer)
+
+
+def test_keywords_of_an_equilibrium_are_those_of_its_forward():
+    of_forward = inspect.signature(layers.Equilibrium.forward).parameters.values()
+    names = [one.name for one in of_forward if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert names == [*calls.StepKeywords.__annotations__, "return_solution"]
 
 
 def test_declarations_cost_no_wrapper():
-    for layer in (*PROTOCOLS.values(), layers.EnergyLayerNorm, layers.Rotary):
+    for layer in LAYERS:
         assert "__call__" not in vars(layer)
     declared = get_overloads(equilibrium_attention)
     names = list(inspect.signature(equilibrium_attention).parameters)

@@ -26,7 +26,7 @@ from .sharding import head_shard, projected
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from .calls import AttentionCall
+    from .calls import plain
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -101,9 +101,6 @@ class ImplicitAttention(Remembering):
     Not for heads that are projected already: use `equilibrium_attention`. Inside a model of another library use that
     library's module in `integrations`.
     """
-
-    if TYPE_CHECKING:
-        __call__: AttentionCall
 
     def __init__(
         self,
@@ -282,6 +279,10 @@ class ImplicitAttention(Remembering):
         if return_weights:
             results.append(found.weights)
         return tuple(results)
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def new_cache(
         self, context: Tensor | None = None, *, key_mask: Tensor | None = None, warm_start: bool = False

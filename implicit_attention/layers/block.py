@@ -26,7 +26,7 @@ from .block_map import BlockMap, Draws, DrawsNumbers, Frame, StateLayout, check_
 from .remembering import Remembering
 
 if TYPE_CHECKING:
-    from .calls import EquilibriumCall
+    from .calls import StateCall
 
 Start: TypeAlias = Literal["zeros", "input", "random"] | Any
 Steps: TypeAlias = int | range | None
@@ -115,7 +115,7 @@ class Equilibrium(Remembering):
     """
 
     if TYPE_CHECKING:
-        __call__: EquilibriumCall
+        __call__: StateCall
 
     def __init__(
         self,

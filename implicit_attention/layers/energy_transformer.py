@@ -34,7 +34,7 @@ from .reference_weights import Layout, read_reference
 from .remembering import Remembering
 
 if TYPE_CHECKING:
-    from .calls import EnergyCall
+    from .calls import plain
 
 Mode: TypeAlias = Literal["equilibrium", "published"]
 Memory: TypeAlias = Literal["rectified", "softmax"] | PotentialFactory
@@ -116,9 +116,6 @@ class EnergyTransformer(Remembering):
 
     Not for attention that reads values: use `ImplicitAttention`. Not for any block of one's own: use `Equilibrium`.
     """
-
-    if TYPE_CHECKING:
-        __call__: EnergyCall
 
     def __init__(
         self,
@@ -292,6 +289,10 @@ class EnergyTransformer(Remembering):
         if return_solution:
             results.append(solution)
         return tuple(results) if len(results) > 1 else results[0]
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     # Parts of the forward.
 

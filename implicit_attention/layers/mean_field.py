@@ -39,7 +39,7 @@ from .remembering import Remembering
 from .sharding import check_whole
 
 if TYPE_CHECKING:
-    from .calls import MeanFieldCall
+    from .calls import plain
 
 Mixing: TypeAlias = Literal["softmax", "free", "blocks", "mixer"] | Callable[[Tensor], Tensor]
 Correction: TypeAlias = Literal["exact", "learned"] | Callable[[Tensor], Tensor] | None
@@ -128,9 +128,6 @@ class MeanFieldAttention(Remembering):
         >>> torch.allclose(linear(x), torch.linalg.solve(torch.eye(5) - couplings, x), atol=1e-4)
         True
     """
-
-    if TYPE_CHECKING:
-        __call__: MeanFieldCall
 
     def __init__(
         self,
@@ -225,6 +222,10 @@ class MeanFieldAttention(Remembering):
         if nothing is not None:
             output, value = nothing.in_output(output), nothing.fill(value, torch.nan)
         return (output, value.detach()) if return_state else output
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         """J as it is in the map: scaled, and 0 for pairs that are masked.

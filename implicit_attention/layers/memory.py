@@ -23,7 +23,7 @@ from .remembering import Remembering
 from .temperature import separating_beta
 
 if TYPE_CHECKING:
-    from .calls import LookupCall
+    from .calls import plain
 
 
 class MemoryLookup(Remembering):
@@ -84,9 +84,6 @@ class MemoryLookup(Remembering):
     patterns: Tensor
     targets: Tensor | None
     found_beta: Tensor
-
-    if TYPE_CHECKING:
-        __call__: LookupCall
 
     def __init__(
         self,
@@ -263,6 +260,10 @@ class MemoryLookup(Remembering):
         """Look up the targets, (*batch, N, target_dim), of queries (*batch, N, dim). Arguments as in `retrieve`."""
         values = self.patterns if self.targets is None else self.targets
         return self._ask(queries, values, return_solution, options, known, clamp)
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     @in_own_precision
     def energy(self, queries: Tensor) -> Tensor:

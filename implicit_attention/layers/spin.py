@@ -41,7 +41,7 @@ from .remembering import Remembering
 from .sharding import check_whole
 
 if TYPE_CHECKING:
-    from .calls import SpinCall
+    from .calls import plain
 
 
 class SpinAttention(Remembering):
@@ -97,9 +97,6 @@ class SpinAttention(Remembering):
         >>> bool((layer(x, initial=state) - output).abs().max() < 1e-2), bool(layer.last_solve.num_evals.max() <= 2)
         (True, True)
     """
-
-    if TYPE_CHECKING:
-        __call__: SpinCall
 
     def __init__(
         self,
@@ -219,6 +216,10 @@ class SpinAttention(Remembering):
         if return_answer:
             results.append(answer)
         return tuple(results) if len(results) > 1 else output
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def new_cache(self, *, warm_start: bool = False) -> KeyValueCache:
         """An empty cache for decoding: what is read of the tokens so far, and the state that they settled in.

@@ -22,7 +22,7 @@ from ..spins import Decomposition, DynamicalMethod, SaddlePoint, decompose
 from .spin import SpinAttention
 
 if TYPE_CHECKING:
-    from .calls import MeanFieldCall, SpinTransformerCall
+    from .calls import plain
 
 
 class SpinTransformerBlock(nn.Module):
@@ -79,9 +79,6 @@ class SpinTransformerBlock(nn.Module):
         >>> torch.allclose(alone(0.4 * x), 0.4 * x, atol=1e-6)
         True
     """
-
-    if TYPE_CHECKING:
-        __call__: MeanFieldCall
 
     def __init__(
         self,
@@ -150,6 +147,10 @@ class SpinTransformerBlock(nn.Module):
         if lost is not None:
             y = y.masked_fill(lost[..., None], torch.nan)
         return (y, state) if return_state else y
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def decompose(
         self,
@@ -253,9 +254,6 @@ class SpinTransformer(nn.Module):
         True
     """
 
-    if TYPE_CHECKING:
-        __call__: SpinTransformerCall
-
     def __init__(self, dim: int, heads: int, *, blocks: int, **options: Any) -> None:
         super().__init__()
         count = _validate.check_integer("blocks", blocks, low=1)
@@ -294,6 +292,10 @@ class SpinTransformer(nn.Module):
             x, state = block(x, mask=mask, key_mask=key_mask, initial=start, return_state=True)
             states.append(state)
         return (x, states) if return_state else x
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def decompose(
         self,

@@ -22,7 +22,7 @@ from .projections import Rotary
 from .sharding import check_whole
 
 if TYPE_CHECKING:
-    from .calls import TransformerCall
+    from .calls import PlainCall
 
 Injection: TypeAlias = Literal["add", "concat", "film"]
 Norm: TypeAlias = Literal["post", "pre"]
@@ -170,9 +170,6 @@ class EquilibriumTransformer(Equilibrium):
     Not for keys that do not move with the state: use `ImplicitAttention`. Not for a pretrained model: see `tie`.
     """
 
-    if TYPE_CHECKING:
-        __call__: TransformerCall  # type: ignore[assignment]
-
     def __init__(
         self,
         dim: int,
@@ -235,6 +232,9 @@ class EquilibriumTransformer(Equilibrium):
         fits = x.shape[-1] == self.dim
         _validate.require(fits, "x", f"have width {self.dim} on its last axis", f"shape {tuple(x.shape)}")
         return super().forward(x, self._merged(x, mask, key_mask), **options)
+
+    if TYPE_CHECKING:
+        __call__: PlainCall[...]
 
     def _merged(self, x: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> PerSample | Shared | None:
         """All masks as one, made once for all steps."""

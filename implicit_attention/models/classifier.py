@@ -12,7 +12,7 @@ from ..options import SolveKeywords
 from .image import ImageEnergyTransformer
 
 if TYPE_CHECKING:
-    from ..layers.calls import ClassifierCall
+    from ..layers.calls import plain
 
 
 class ImageClassifier(nn.Module):
@@ -49,9 +49,6 @@ class ImageClassifier(nn.Module):
     Not for a label of every patch: read `block.norm` of the tokens that `block` returns.
     """
 
-    if TYPE_CHECKING:
-        __call__: ClassifierCall
-
     def __init__(self, image_model: ImageEnergyTransformer, classes: int, hidden: int | None = None) -> None:
         super().__init__()
         given: object = image_model
@@ -81,6 +78,10 @@ class ImageClassifier(nn.Module):
             return self._logits(self.block(tokens, **options))
         settled, solution = self.block(tokens, return_solution=True, **options)
         return self._logits(settled), solution
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def _logits(self, tokens: Tensor) -> Tensor:
         return self.head(self.block.norm(tokens)[..., 0, :])  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from ..layers import EnergyTransformer
 from ..options import SolveKeywords
 
 if TYPE_CHECKING:
-    from ..layers.calls import NodeCall
+    from ..layers.calls import plain
 
 
 class NodeClassifier(nn.Module):
@@ -61,9 +61,6 @@ class NodeClassifier(nn.Module):
 
     Not for graphs with many thousands of nodes: scores are dense, (N, N) for each head.
     """
-
-    if TYPE_CHECKING:
-        __call__: NodeCall
 
     def __init__(
         self,
@@ -133,6 +130,10 @@ class NodeClassifier(nn.Module):
         if node_mask is not None:
             logits = logits.masked_fill(~node_mask[..., None], 0.0)
         return (logits, *evidence) if evidence else logits
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def _encoded_positions(
         self, positions: Tensor | None, edges: Tensor, node_mask: Tensor | None, tokens: Tensor

@@ -18,7 +18,7 @@ from ..layers.reference_weights import Layout, read_reference
 from ..options import SolveKeywords
 
 if TYPE_CHECKING:
-    from ..layers.calls import ImageCall
+    from ..layers.calls import plain
 
 
 class PatchEmbedding(nn.Module):
@@ -164,9 +164,6 @@ class ImageEnergyTransformer(nn.Module):
     Not for labels of images: use `ImageClassifier`, which may take over a trained model's parts.
     """
 
-    if TYPE_CHECKING:
-        __call__: ImageCall
-
     def __init__(
         self,
         image_size: int | tuple[int, int],
@@ -227,6 +224,10 @@ class ImageEnergyTransformer(nn.Module):
             tokens, return_energies=return_energies, return_solution=return_solution, **options
         )
         return (self._decoded(settled), *evidence)
+
+    if TYPE_CHECKING:
+        _call = plain(forward)
+        __call__ = _call
 
     def reconstruct(self, images: Tensor, masked: Tensor, **options: Unpack[SolveKeywords]) -> Tensor:
         """The images (*batch, C, H, W): visible patches as they are, masked ones as predicted."""

@@ -14,12 +14,6 @@ from torch import Tensor
 from .._fused_rule import FusedRule
 from ..solution import Record
 
-# As in `solvers/safeguard.py`, where each is explained.
-DESCENT = 0.25
-ENERGY_SLACK = 4.0
-STRETCH = 4.0
-SLOPE = 0.5
-LONGEST = 30.0
 #: Relative tolerance of the adjoint solve: tighter than any forward tolerance in use, and within reach of the precision
 #: in which products are formed.
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

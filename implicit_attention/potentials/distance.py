@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._autograd import at_least_single, host_may_look, sum_to_shape
 from .log_sum_exp import LogSumExp, OverLogSumExp
+from .masked_keys import Masks
 
 #: Scores beta |k|^2 beyond which weights in float32 lose their fifth digit.
 LARGEST = 256.0
@@ -64,11 +66,9 @@ class DistanceLogSumExp(OverLogSumExp):
         self,
         keys: Float[Tensor, "*batch M D"],
         beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        **masks: Unpack[Masks],
     ) -> None:
-        super().__init__(LogSumExp(keys, beta, mask=mask, bias=bias))
+        super().__init__(LogSumExp(keys, beta, **masks))
 
     def whole(self) -> LogSumExp:
         """Log-sum-exp with the bias -beta |k_j|^2/2 of every key, made of the keys as they are now.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import at_least_single, exact_precision, sum_to_shape
@@ -13,7 +14,7 @@ from .._declared import Withdrawn
 from ._entmax import by_order, entmax, maximum, slopes
 from .base import CovarianceMap
 from .log_sum_exp import LogSumExp
-from .masked_keys import Read, in_blocks
+from .masked_keys import Masks, Read, in_blocks
 from .scored_keys import ScoredKeys, in_double
 
 
@@ -87,10 +88,9 @@ class Entmax(ScoredKeys):
         beta: float | Float[Tensor, "*#batch"],
         *,
         alpha: float | Float[Tensor, "*#batch"] = 1.5,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        **masks: Unpack[Masks],
     ) -> None:
-        super().__init__(keys, beta, mask=mask, bias=bias)
+        super().__init__(keys, beta, **masks)
         # Torch's kernels weigh by softmax.
         self._dense = True
         self.alpha: float | Tensor

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, TypedDict
 
 from .. import _validate
 from .._autograd import host_may_look, is_plain, sum_to_shape
@@ -30,6 +30,13 @@ BLOCK = 2**18
 _OWN_AXES = {"keys": 2, "mask": 2, "bias": 2}
 # Scores below half of this are lost in rounding beside a bias of this / eps.
 LOST = 64.0
+
+
+class Masks(TypedDict, total=False):
+    """Which pairs there are: the keyword arguments of every potential whose keys are masked."""
+
+    mask: Bool[Tensor, "..."] | None
+    bias: Float[Tensor, "..."] | None
 
 
 class KeyPotential(Potential):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import _validate
 from .base import CovarianceMap
-from .masked_keys import MaskedKeys, Read, in_blocks
+from .masked_keys import MaskedKeys, Masks, Read, in_blocks
 
 
 class NormalisedScores(MaskedKeys):
@@ -66,11 +67,10 @@ class NormalisedScores(MaskedKeys):
         keys: Float[Tensor, "*batch M D"],
         beta: float | Float[Tensor, "*#batch"],
         *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
         eps: float = 1e-5,
+        **masks: Unpack[Masks],
     ) -> None:
-        super().__init__(keys, beta, mask=mask, bias=bias)
+        super().__init__(keys, beta, **masks)
         self.eps: float = _validate.check_number("eps", eps, low=0.0)
 
     @in_blocks

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import _validate
 from .log_sum_exp import LogSumExp
-from .masked_keys import Read
+from .masked_keys import Masks, Read
 from .scored_keys import ScoredKeys
 
 
@@ -59,11 +60,9 @@ class SoftcapLogSumExp(ScoredKeys):
         keys: Float[Tensor, "*batch M D"],
         beta: float | Float[Tensor, "*#batch"],
         cap: float,
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        **masks: Unpack[Masks],
     ) -> None:
-        super().__init__(keys, beta, mask=mask, bias=bias)
+        super().__init__(keys, beta, **masks)
         # Torch's kernels do not cap scores.
         self._dense = True
         self.cap: float = _validate.check_number("cap", cap, low=0.0, open_low=True)

@@ -8,13 +8,14 @@ from typing import Protocol
 
 from jaxtyping import Bool, Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._rays import Ray, faster_ray, quadratic_ray
 from .base import CovarianceMap
 from .laws import units_ray
-from .masked_keys import MaskedKeys, Read, in_blocks
+from .masked_keys import MaskedKeys, Masks, Read, in_blocks
 from .unit import Units, check_units
 
 
@@ -163,10 +164,9 @@ class Polynomial(SummedScores):
         beta: float | Float[Tensor, "*#batch"],
         *,
         degree: int = 2,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        **masks: Unpack[Masks],
     ) -> None:
-        super().__init__(keys, beta, mask=mask, bias=bias)
+        super().__init__(keys, beta, **masks)
         self.degree: int = _validate.check_integer("degree", degree, low=2, remedy="degree 1 pulls all alike")
 
     def linearize(self, z: Tensor) -> CovarianceMap | None:
@@ -271,11 +271,9 @@ class UnitScores(SummedScores):
         keys: Float[Tensor, "*batch M D"],
         beta: float | Float[Tensor, "*#batch"],
         units: Units,
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        **masks: Unpack[Masks],
     ) -> None:
-        super().__init__(keys, beta, mask=mask, bias=bias)
+        super().__init__(keys, beta, **masks)
         self.units = units
 
     def bounded_below(self, scale: float) -> bool | None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import _validate
+from .._safeguard import STRETCH
 from ..linear import CG, GMRES
 from ..problem import Problem
 from ._rows import flat, rows_where, unflat
 from .iterate import Iteration
-from .safeguard import STRETCH, Proposal, Safeguarded
+from .safeguard import Proposal, Safeguarded
 
 
 @dataclasses.dataclass(frozen=True)

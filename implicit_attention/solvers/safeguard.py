@@ -11,18 +11,13 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look
 from .._norm import norm, resolves
+from .._safeguard import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH
 from ..problem import Problem
 from ._rows import rows_where, unflat
 from .iterate import Iteration, Solver, Update
 
 Guard: TypeAlias = Literal["auto", "energy", "residual", "none"]
 
-# An accelerated step must lower E by this part of |r|^2; a plain one of a convex potential lowers it by 1/2.
-DESCENT = 0.25
-# E is known to this many units of rounding.
-ENERGY_SLACK = 4.0
-# Where the last step met negative curvature, extrapolation would climb to a saddle: go this many plain steps at once.
-STRETCH = 4.0
 # Steps shorter than this part of the proposed one are given up.
 SHORTEST = 2.0**-24
 
@@ -140,10 +135,9 @@ class Safeguarded(Solver):
 
     #: Whether a rejected accelerated step is shortened rather than replaced by the plain one.
     backtracks: ClassVar[bool] = False
-    #: An accelerated step s is not evaluated unless <r, s> >= slope |r|^2, and it is cut to longest |r|. (Near a fold
-    #: the true step is that long; refusing it there would leave hundreds of plain steps.)
-    slope: ClassVar[float] = 0.5
-    longest: ClassVar[float] = 30.0
+    #: An accelerated step s is not evaluated unless <r, s> >= slope |r|^2, and it is cut to longest |r|.
+    slope: ClassVar[float] = SLOPE
+    longest: ClassVar[float] = LONGEST
     #: For maps that are no gradient: how much |r| may grow in one step.
     growth: ClassVar[float] = 20.0
 

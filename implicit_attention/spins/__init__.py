@@ -22,7 +22,7 @@ from .dynamics import DynamicalMethod, StationaryState, stationary_state
 from .enumeration import Enumeration
 from .exact import StationaryLaw, stationary_law
 from .gaussian_closure import GaussianClosure
-from .inverse import fit_ising, fit_ising_moments
+from .inverse_ising import fit_ising, fit_ising_moments
 from .kinetic_plefka import KineticPlefka
 from .low_rank import LowRank
 from .mean_field import MeanField

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import _matrices
-from ._inverse import forward_mode
-from ._newton import Multipliers
+from ._matrix_inverse import forward_mode
+from ._multipliers import Multipliers
 
 
 class Minimum:

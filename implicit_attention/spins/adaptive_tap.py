@@ -15,7 +15,7 @@ from ..problem import widened
 from ..solution import Remedies, Solution, SolveReport
 from ..solvers import NewtonKrylov, Solver
 from ..status import Status
-from ._adaptive_tap import SiteEquations, descended, guarded_inverse
+from ._expectation_consistency import SiteEquations, descended, guarded_inverse
 from ._request import closed_form
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
 from .low_rank import woodbury

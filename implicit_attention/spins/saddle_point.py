@@ -13,9 +13,9 @@ from .. import _validate
 from ..potentials import SaddlePointResponse, SphericalLaw
 from ..solution import Remedies, SolveReport
 from ..status import Status
-from ._inverse import inverse_and_logdet
+from ._matrix_inverse import inverse_and_logdet
 from ._minimum import Minimum
-from ._newton import Multipliers, minimise
+from ._multipliers import Multipliers, minimise
 from .approximation import Answer, Approximation, Check, LogPartition
 from .system import SpinSystem
 

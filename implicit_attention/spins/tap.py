@@ -13,7 +13,7 @@ from ..potentials import SphereUnits
 from ..solution import Remedies
 from ..status import Status
 from ._curvature import covariance_roots, exceeds_one
-from ._plefka import Expansion, IsingExpansion, VectorExpansion
+from ._plefka_expansion import Expansion, IsingExpansion, VectorExpansion
 from .approximation import FixedPointApproximation, ResponseApproximation
 from .system import SpinSystem, mirrored
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..spins import SpinSystem
-from ..spins.inverse import fit_ising
+from ..spins.inverse_ising import fit_ising
 from ..spins.sampling import heat_bath
 from .spin_methods import SAMPLER, Entry, applicable, evaluate
 

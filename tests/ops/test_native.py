@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from implicit_attention import AnchoredEnergy, LogSumExp, Status, UnsupportedImplementation, solve
+from implicit_attention import AnchoredEnergy, LogSumExp, Status, UnsupportedImplementation, _safeguard, solve
 from implicit_attention.adjoints.native import is_finite
 from implicit_attention.ops import dispatch, hopfield_adjoint, hopfield_solve
 from implicit_attention.ops.native import library
@@ -24,6 +24,8 @@ from implicit_attention.testing.numerics import random, relative_error
 
 SETS = library.SETS.get(platform.machine(), ())
 SOURCE = Path(library.__file__).parent / "kernels.cpp"
+#: As setup.py defines them.
+MACROS = [f"-D{name}={value}" for name, value in vars(_safeguard).items() if name.isupper()]
 
 
 @pytest.fixture(autouse=True, params=SETS)
@@ -413,7 +415,7 @@ def test_sanitizers_find_nothing(instruction_set, tmp_path):
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
     command = f"g++ -O1 -g -std=c++17 -ffp-contract=off -fPIC -shared {flags[instruction_set]} {sanitizers}".split()
     target = tmp_path / f"{instruction_set}.library"
-    subprocess.run([*command, f'-DIA_ISA="{instruction_set}"', str(SOURCE), "-o", str(target)], check=True)
+    subprocess.run([*command, f'-DIA_ISA="{instruction_set}"', *MACROS, str(SOURCE), "-o", str(target)], check=True)
     made = target.read_bytes()
     # As setup.py writes it.
     target.write_bytes(made + hashlib.sha256(made).digest())

@@ -7,7 +7,7 @@ from layouts import MATRICES, Layouts
 
 from implicit_attention import Status, solve
 from implicit_attention.energies import LegendreEnergy
-from implicit_attention.potentials import LayerNormPotential, TokenAttention, _token_pairs
+from implicit_attention.potentials import LayerNormPotential, TokenAttention, token_attention
 from implicit_attention.testing.numerics import random
 from implicit_attention.testing.potential import Allocations, PotentialContract
 
@@ -52,7 +52,7 @@ class TestTiled(TestMasked):
 
     @pytest.fixture(autouse=True)
     def _tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_token_pairs, "DENSE_TOKENS", 1)
+        monkeypatch.setattr(token_attention, "DENSE_TOKENS", 1)
 
 
 def looped(
@@ -95,7 +95,7 @@ def case(mask: str, exclude: bool, beta: int) -> tuple[TokenAttention, torch.Ten
 def test_value_and_derivatives_are_those_of_a_loop(
     mask: str, exclude: bool, beta: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_token_pairs, "DENSE_TOKENS", tile)
+    monkeypatch.setattr(token_attention, "DENSE_TOKENS", tile)
     attention, betas, given = case(mask, exclude, beta)
     z, v = random(2, 6, 5, seed=3).requires_grad_(), random(2, 6, 5, seed=4)
     per_sample = [None, None] if given is None else list(given.expand(2, 6, 6))

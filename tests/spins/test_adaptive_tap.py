@@ -20,7 +20,7 @@ from implicit_attention.spins import (
     magnetization,
     thermodynamics,
 )
-from implicit_attention.spins._adaptive_tap import SiteEquations, descended, guarded_inverse
+from implicit_attention.spins._expectation_consistency import SiteEquations, descended, guarded_inverse
 from implicit_attention.spins.adaptive_tap import AdaTAP
 from implicit_attention.spins.approximation import physics_solver
 from implicit_attention.testing.numerics import dense_jacobian, random

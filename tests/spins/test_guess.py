@@ -7,7 +7,7 @@ import torch
 
 from implicit_attention import Status
 from implicit_attention.spins import SaddlePoint, SpinSystem, free_energy
-from implicit_attention.spins._newton import Multipliers
+from implicit_attention.spins._multipliers import Multipliers
 from implicit_attention.testing.numerics import random
 
 

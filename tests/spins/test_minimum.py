@@ -10,7 +10,7 @@ import torch
 from implicit_attention import Status
 from implicit_attention.spins import SaddlePoint, SpinSystem, magnetization
 from implicit_attention.spins._minimum import Minimum
-from implicit_attention.spins._newton import minimise
+from implicit_attention.spins._multipliers import minimise
 from implicit_attention.testing.numerics import random
 
 METHODS = [SaddlePoint(shared=shared, one_loop=loop) for shared in (False, True) for loop in (False, True)]

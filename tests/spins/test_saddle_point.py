@@ -9,7 +9,7 @@ import torch
 
 from implicit_attention import Status
 from implicit_attention.spins import SpinSystem, free_energy, magnetization, thermodynamics
-from implicit_attention.spins._newton import Multipliers
+from implicit_attention.spins._multipliers import Multipliers
 from implicit_attention.spins.saddle_point import SaddlePoint
 from implicit_attention.testing.numerics import random
 

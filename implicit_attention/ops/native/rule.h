@@ -1,8 +1,11 @@
-// How a solve ends, and what it is allowed: codes and constants of `status.py` and `ops/rule.py`, which a test compares.
+// How a solve ends, and what it is allowed: codes of `status.py`, which a test compares, and the numbers of
+// `_safeguard.py`, which setup.py defines.
 #pragma once
 
 #include <cstdint>
 
 constexpr int8_t CONVERGED = 0, EXPLICIT = 1, BUDGET = 2, UNSTABLE = 3, MAX_STEPS = 4, STALLED = 5, DIVERGED = 6,
                  NONFINITE = 7;
-constexpr double DESCENT = 0.25, ENERGY_SLACK = 4.0, STRETCH = 4.0, SLOPE = 0.5, LONGEST = 30.0;
+#if !defined(DESCENT) || !defined(ENERGY_SLACK) || !defined(STRETCH) || !defined(SLOPE) || !defined(LONGEST)
+#error "define the numbers of implicit_attention/_safeguard.py, as setup.py does"
+#endif

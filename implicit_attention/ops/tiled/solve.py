@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..._fused_rule import FusedRule
 from ..._norm import norm, resolves
+from ..._safeguard import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH
 from ...status import Status
 from ..problem import Hopfield
-from ..rule import DESCENT, ENERGY_SLACK, LONGEST, SLOPE, STRETCH, Solved
+from ..rule import Solved
 from .rows import TiledRows, dot
 
 # Steps between two looks at whether all are finished, each of which makes the host wait for an accelerator.

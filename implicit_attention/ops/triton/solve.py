@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import _safeguard
 from ..._fused_rule import FusedRule
 from ...status import Status
-from .. import rule, trust
+from .. import trust
 from ..problem import Hopfield
 from ..rule import Solved
 from .kernels import attend, batch_offset, query_tile
@@ -21,11 +22,11 @@ from .layout import KernelLayout, in_memory, in_order, launch, offset_of, placed
 CONVERGED = tl.constexpr(int(Status.CONVERGED))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
 NONFINITE = tl.constexpr(int(Status.NONFINITE))
-DESCENT = tl.constexpr(rule.DESCENT)
-ENERGY_SLACK = tl.constexpr(rule.ENERGY_SLACK)
-STRETCH = tl.constexpr(rule.STRETCH)
-SLOPE = tl.constexpr(rule.SLOPE)
-LONGEST = tl.constexpr(rule.LONGEST)
+DESCENT = tl.constexpr(_safeguard.DESCENT)
+ENERGY_SLACK = tl.constexpr(_safeguard.ENERGY_SLACK)
+STRETCH = tl.constexpr(_safeguard.STRETCH)
+SLOPE = tl.constexpr(_safeguard.SLOPE)
+LONGEST = tl.constexpr(_safeguard.LONGEST)
 EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Squares of shorter vectors have lost digits to underflow; times POWER these are far from that.

@@ -11,8 +11,8 @@ from .._autograd import uncompiled
 from .._types import LinearMap
 from ..potentials import SiteLaw
 from ..problem import Linearization, pullback
-from ._inverse import inverse_and_logdet
-from ._newton import Multipliers, minimise, where_samples
+from ._matrix_inverse import inverse_and_logdet
+from ._multipliers import Multipliers, minimise, where_samples
 from .approximation import SampleProblem
 
 #: A step must lower G by at least this part of what its slope predicts (Armijo's rule).

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from .._autograd import at_least_single, host_may_look, in_own_precision
-from ._inverse import inverse_and_logdet
+from ._matrix_inverse import inverse_and_logdet
 from .system import SpinSystem
 
 InverseMethod: TypeAlias = Literal["mean_field", "tap", "adaptive_tap"]

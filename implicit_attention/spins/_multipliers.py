@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from .._autograd import exact_precision, looks_every, uncompiled
 from ..solution import Record, SolveReport
 from ..status import Status
-from ._inverse import inverse_and_logdet
+from ._matrix_inverse import inverse_and_logdet
 
 #: A step must lower phi by at least this part of what its slope predicts (Armijo's rule).
 ARMIJO = 0.1
