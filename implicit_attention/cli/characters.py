@@ -39,10 +39,6 @@ class Characters(TrainCommand):
 
     out: Annotated[Path, Option(help="Folder for metrics.json and checkpoint.pt.")] = Path("characters")
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return ()
-
     def run(self, progress: Progress) -> CharactersRun:
         """Train or go on, and measure."""
         from ..studies import characters

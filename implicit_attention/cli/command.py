@@ -39,8 +39,8 @@ class Command:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the optional dependencies that these options need."""
-        return ("matplotlib",)
+        """Return the optional dependencies, beside rich and typer, that these options need."""
+        return ()
 
     def check(self) -> None:
         """Raise `InputError` for the first option that cannot be used."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..plotting import distribution_figure
 from ..studies import token_moments, trained_layer
@@ -18,25 +17,8 @@ if TYPE_CHECKING:
     from .progress import Progress
 
 
-@dataclasses.dataclass(frozen=True)
-class DistributionSuite:
-    """Everything that `--suite distribution` measured.
-
-    Attributes:
-        settings: the options.
-        rows: for every law, way, number of tokens and step, moments of samples beside the closed form.
-        gains: of every law, the entropy gained by a first step with residual, measured and log det(I + Sigma).
-        slopes: of every law and way, the exponent of the error of one step in the number of tokens.
-        layers: for every seed and matrix, how near it is to the inverse covariance.
-        nearness: the same as mean and standard deviation over seeds, and the trained less the rotated matrix.
-    """
-
-    settings: Compare
-    rows: list[dict[str, Any]]
-    gains: list[dict[str, Any]]
-    slopes: list[dict[str, Any]]
-    layers: list[dict[str, Any]]
-    nearness: dict[str, Any]
+#: The options, and what was measured, by the names of the JSON file.
+Measured: TypeAlias = tuple[Compare, dict[str, Any]]
 
 
 def sizes(settings: Compare) -> dict[str, int]:
@@ -54,7 +36,7 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def run(settings: Compare, progress: Progress) -> DistributionSuite:
+def run(settings: Compare, progress: Progress) -> Measured:
     """Move the tokens of every law in every way, and train the layers."""
     size = sizes(settings)
     rows, gains, slopes, layers = [], [], [], []
@@ -74,32 +56,31 @@ def run(settings: Compare, progress: Progress) -> DistributionSuite:
         found = trained_layer.train(settings.seed + index, steps=size["updates"])
         layers += found
         progress.end(name, found[0])
-    return DistributionSuite(settings, rows, gains, slopes, layers, trained_layer.nearness(layers))
+    nearness = trained_layer.nearness(layers)
+    return settings, {"rows": rows, "entropy_gains": gains, "slopes": slopes, "layers": layers, "nearness": nearness}
 
 
-def files(suite: DistributionSuite) -> Files:
+def files(found: Measured) -> Files:
     """Everything that was measured, and one picture."""
-    settings, size = suite.settings, sizes(suite.settings)
+    settings, measured = found
+    size = sizes(settings)
     title = (
         "Tokens as samples of a Gaussian under repeated attention; dashed: infinitely many tokens, in closed form\n"
         f"Error bars: standard deviation over {size['seeds']} samples, and over {size['trainings']} trainings"
     )
-    figure = distribution_figure(suite.rows, suite.slopes, suite.nearness["matrices"], title=title)
+    figure = distribution_figure(measured["rows"], measured["slopes"], measured["nearness"]["matrices"], title=title)
     content = {
         "settings": {"suite": settings.suite, "seed": settings.seed, "quick": settings.quick, **size},
-        "rows": suite.rows,
-        "entropy_gains": suite.gains,
-        "slopes": suite.slopes,
-        "layers": suite.layers,
-        "nearness": suite.nearness,
+        **measured,
     }
     return "distribution.json", content, {"distribution.png": figure}
 
 
-def show(suite: DistributionSuite, console: Console) -> None:
+def show(found: Measured, console: Console) -> None:
     """Print the moments of the largest samples, and how near the score matrices are."""
+    _, measured = found
     headers = ["method", "step", "entropy", "closed form", "mean shift", "closed form", "eigenvalues", "moved"]
-    for law in dict.fromkeys(row["law"] for row in suite.rows):
+    for law in dict.fromkeys(row["law"] for row in measured["rows"]):
         cells = [
             [
                 row["way"],
@@ -111,24 +92,24 @@ def show(suite: DistributionSuite, console: Console) -> None:
                 f"{row['eigenvalues'][0]:.2g} .. {row['eigenvalues'][-1]:.2g}",
                 f"{row['moved']:.2f}",
             ]
-            for row in suite.rows
+            for row in measured["rows"]
             if row["law"] == law and row["tokens"] == token_moments.COUNTS[-1]
         ]
         print_tables(console, cut_tables(f"{law}, {token_moments.COUNTS[-1]} tokens", headers, cells, console.width))
     names = ["method", "cosine", "distance at the best scale", "cosine, whitened"]
     cells = [
         [row["matrix"], *(f"{row[name]:.3f} +- {row[f'{name}_std']:.3f}" for name in trained_layer.NEARNESS)]
-        for row in suite.nearness["matrices"]
+        for row in measured["nearness"]["matrices"]
     ]
     title = "W_q^T W_k and the inverse covariance of its tokens"
     print_tables(console, cut_tables(title, names, cells, console.width))
-    for gain in suite.gains:
+    for gain in measured["entropy_gains"]:
         text = f"{gain['law']}: {line(gain)}"
         console.print(text, style="bold", markup=False)
-    for slope in suite.slopes:
+    for slope in measured["slopes"]:
         text = f"{slope['law']}, {slope['way']}: {slope['quantity']} ~ N^{slope['slope']:.2f}"
         console.print(text, style="dim", markup=False)
-    less = suite.nearness["trained_less_rotated"]["alignment"]
+    less = measured["nearness"]["trained_less_rotated"]["alignment"]
     text = f"cosine of trained less rotated matrices: {less['mean']:.3f}, standard error {less['standard_error']:.3f}"
     console.print(text, style="bold", markup=False)
     console.print()

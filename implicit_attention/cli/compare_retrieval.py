@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..plotting import potentials_figure
 from ..studies.bounds import measure_bounds
 from ..studies.capacity import BASIN, CAPACITY, COUNTS, NOISES, RetrievalPoint, measure, points, trivial
 from ..studies.contenders import STOP
+from ..studies.data import DataSample, draw
 from ..studies.evaluate import SUCCESS
 from ..studies.potentials import POTENTIALS
 from ..studies.retrieval import FACTORS
@@ -28,19 +28,8 @@ if TYPE_CHECKING:
     from .progress import Progress
 
 
-@dataclasses.dataclass(frozen=True)
-class RetrievalSuite:
-    """Everything that `--suite retrieval` measured.
-
-    Attributes:
-        settings: the options.
-        rows: for every potential, data set, curve and point, plain numbers.
-        bounds: of theorems 3 to 5 beside what was measured.
-    """
-
-    settings: Compare
-    rows: list[dict[str, Any]]
-    bounds: dict[str, Any]
+#: The options with the number of patterns, and what was measured, by the names of the JSON file.
+Measured: TypeAlias = tuple[Compare, dict[str, Any]]
 
 
 def sizes(settings: Compare) -> dict[str, Any]:
@@ -64,7 +53,7 @@ def line(row: dict[str, Any]) -> str:
     return f"best rate {row['mean']:.3f} of {row['curve']}, {row['data']}, at beta {row['beta']:.3g}"
 
 
-def run(settings: Compare, progress: Progress) -> RetrievalSuite:
+def run(settings: Compare, progress: Progress) -> Measured:
     """Measure the curves of all potentials, and the bounds."""
     settings, own = settings.load()
     own = own[own.isfinite().all(-1)]
@@ -86,13 +75,19 @@ def run(settings: Compare, progress: Progress) -> RetrievalSuite:
     for point in points:
         rows += trivial(point)
     progress.begin("bounds of log-sum-exp", len(names), len(names) + 1)
-    return RetrievalSuite(settings, rows, measure_bounds(sets=sizes(settings)["sets"], seed=settings.seed))
+    bounds = measure_bounds(sets=sizes(settings)["sets"], seed=settings.seed)
+    return settings, {"rows": rows, "bounds": bounds}
 
 
 def _points(settings: Compare, name: str, patterns: Tensor) -> list[RetrievalPoint]:
-    size = {key: value for key, value in sizes(settings).items() if key in ("draws", "queries", "counts", "noises")}
-    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-    return points(name, patterns, stored=settings.stored, seed=settings.seed, device=device, dtype=dtype, **size)
+    size, scale = sizes(settings), float(patterns.square().mean().sqrt())
+
+    def take(count: int, noise: float) -> DataSample:
+        shared = {"draws": size["draws"], "seed": settings.seed, "noise": noise * scale}
+        drawn = draw(patterns, patterns=count, queries=min(count, size["queries"]), **shared)
+        return drawn.to(torch.device(settings.device), getattr(torch, settings.dtype))
+
+    return points(name, take, stored=settings.stored, counts=size["counts"], noises=size["noises"])
 
 
 def _measure(settings: Compare, name: str, point: RetrievalPoint) -> dict[str, Any]:
@@ -102,13 +97,13 @@ def _measure(settings: Compare, name: str, point: RetrievalPoint) -> dict[str, A
     return measure(name, point, betas, anchor=settings.anchor, max_steps=size["steps"])
 
 
-def files(suite: RetrievalSuite) -> Files:
+def files(found: Measured) -> Files:
     """Everything that was measured, and one picture."""
-    settings = suite.settings
+    settings, measured = found
     panels = {}
-    for data in dict.fromkeys(row["data"] for row in suite.rows):
+    for data in dict.fromkeys(row["data"] for row in measured["rows"]):
         for curve in (CAPACITY, BASIN):
-            rows = [row for row in suite.rows if (row["data"], row["curve"]) == (data, curve)]
+            rows = [row for row in measured["rows"] if (row["data"], row["curve"]) == (data, curve)]
             panels[_title(settings, data, curve)] = rows
     size = sizes(settings)
     title = (
@@ -116,18 +111,11 @@ def files(suite: RetrievalSuite) -> Files:
         f"{size['draws']} draws\nin brackets, where none is: states whose nearest pattern by angle is the right one; "
         "x: every solve failed there. Below: log-sum-exp and its published bounds"
     )
-    figure = potentials_figure(panels, suite.bounds, title=title)
+    figure = potentials_figure(panels, measured["bounds"], title=title)
     options = options_of(settings, "data", "beta")
-    measured = {
-        "success": SUCCESS,
-        **{k: v for k, v in size.items() if k != "factors"},
-        "factors": list(size["factors"]),
-    }
-    content = {
-        "settings": options | {"beta": None if settings.beta is None else float(settings.beta)} | measured,
-        "rows": suite.rows,
-        "bounds": suite.bounds,
-    }
+    beta = {"beta": None if settings.beta is None else float(settings.beta)}
+    asked = {"success": SUCCESS, **{k: v for k, v in size.items() if k != "factors"}, "factors": size["factors"]}
+    content = {"settings": options | beta | asked, **measured}
     return "retrieval.json", content, {"potentials.png": figure}
 
 
@@ -138,10 +126,11 @@ def _title(settings: Compare, data: str, curve: str) -> str:
     return f"{what}, {settings.stored} stored\nnoise / root mean square"
 
 
-def show(suite: RetrievalSuite, console: Console) -> None:
+def show(found: Measured, console: Console) -> None:
     """Print the rates of every potential, and how often a bound was broken."""
-    for data in dict.fromkeys(row["data"] for row in suite.rows):
-        mine = [row for row in suite.rows if row["data"] == data]
+    _, measured = found
+    for data in dict.fromkeys(row["data"] for row in measured["rows"]):
+        mine = [row for row in measured["rows"] if row["data"] == data]
         cells, headers = [], ["method"]
         for name in dict.fromkeys(row["method"] for row in mine):
             own = [row for row in mine if row["method"] == name]
@@ -156,9 +145,9 @@ def show(suite: RetrievalSuite, console: Console) -> None:
             cells.append([name, *rates, status])
         title = f"{data}: share retrieved, and in brackets of states whose nearest pattern by angle is the right one"
         print_tables(console, cut_tables(title, headers, cells, console.width))
-    for name, reason in {row["method"]: row["refused"] for row in suite.rows if "refused" in row}.items():
+    for name, reason in {row["method"]: row["refused"] for row in measured["rows"] if "refused" in row}.items():
         console.print(f"  {name} refused: {reason}", style="dim", markup=False)
-    above = [row for row in suite.bounds["near_threshold"] if row["ratio"] >= 1]
+    above = [row for row in measured["bounds"]["near_threshold"] if row["ratio"] >= 1]
     broken = sum(row[name]["violations"] for row in above for name in ("fixed_point", "step", "contraction", "pattern"))
     tried = 4 * sum(row["patterns"] for row in above)
     console.print(

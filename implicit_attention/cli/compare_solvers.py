@@ -14,44 +14,19 @@ from .. import Solution
 from ..layers.temperature import separating_beta
 from ..ops import native_status
 from ..plotting import convergence_figure, rates_figure, retrieval_figure
+from ..studies import retrieval
 from ..studies.contenders import STEP_SIZE, STOP, contenders
 from ..studies.data import TASKS, DataSample, draw, noise_of
 from ..studies.errors import InputError, printable
 from ..studies.evaluate import SUCCESS, evaluate, prepare
 from ..studies.measure import one_thread
 from ..studies.potentials import SIMILARITIES
-from ..studies.retrieval import (
-    EQUILIBRIUM,
-    FACTORS,
-    NEAREST,
-    ONE,
-    TWO,
-    Rates,
-    best,
-    betas_of,
-    examples,
-    of,
-    retrieved,
-    summary,
-    sweep,
-)
+from ..studies.retrieval import EQUILIBRIUM, NEAREST, ONE, TWO, Rates
 from . import table
 from .command import Files
 from .compare import AUTO, Compare
 from .report import options_of
-from .table import (
-    MISSING,
-    Column,
-    Row,
-    cut_tables,
-    evaluations,
-    mebibytes,
-    method_tables,
-    milliseconds,
-    percent,
-    short,
-    status,
-)
+from .table import MISSING, Column, Row, evaluations, mebibytes, milliseconds, percent, short, status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,10 +140,10 @@ def run(settings: Compare, progress: Progress) -> Comparison:
             rows.append(row)
             if solution is not None:
                 solutions[method.name] = solution
-        progress.begin(f"retrieval at {len(FACTORS)} betas, {DRAWS} draws")
+        progress.begin(f"retrieval at {len(retrieval.FACTORS)} betas, {DRAWS} draws")
         asked: dict[str, Any] = {"beta": beta, "anchor": anchor, "potential": name}
-        rates = sweep(drawn, progress.part, reference=settings.has_reference, **asked)
-        shown = examples(sample, rates, **asked)
+        rates = retrieval.sweep(drawn, progress.part, reference=settings.has_reference, **asked)
+        shown = retrieval.examples(sample, rates, **asked)
     unusable = int((~sample.usable).sum())
     untrusted = int((sample.finite & (task.weights == 0).all(-1)).sum())
     own = (unusable, untrusted, threads, native_status().isa, auto)
@@ -196,21 +171,21 @@ def solver_tables(comparison: Comparison, width: int) -> list[Table]:
         f"{settings.other_potential}one tolerance for all: |f(z) - z| <= {STOP['atol']:g} + {STOP['rtol']:g} |f(z)|, "
         f"at most {STOP['max_steps']} steps{threads}"
     )
-    return method_tables(title, COMPARISON, comparison.rows, width)
+    return table.method_tables(title, COMPARISON, comparison.rows, width)
 
 
 def retrieval_tables(entries: Rates, width: int) -> list[Table]:
     """Rates of every method at every beta and at its own best one, cut into as many tables as the width asks for."""
-    betas = betas_of(entries)
+    betas = retrieval.betas_of(entries)
     rows = []
     for task, state in dict.fromkeys((e["task"], e["state"]) for e in entries):
-        rates = {e["beta"]: f"{e['mean']:.3f}".removeprefix("0") for e in of(entries, task, state)}
-        top = best(entries, task, state)
+        rates = {e["beta"]: f"{e['mean']:.3f}".removeprefix("0") for e in retrieval.of(entries, task, state)}
+        top = retrieval.best(entries, task, state)
         own = MISSING if top["beta"] is None else f"{top['beta']:.3g}"
         rows.append([task, state, f"{top['mean']:.3f} +- {top['std']:.3f}", own, *(rates.get(b, "") for b in betas)])
     headers = ["queries", "state", "best +- std", "at beta", *(f"{beta:.3g}" for beta in betas)]
     title = f"retrieval rate over {len(entries[0]['rates'])} draws: best, and at each beta"
-    return cut_tables(title, headers, rows, width)
+    return table.cut_tables(title, headers, rows, width)
 
 
 def retrieval_notes(entries: Rates) -> list[str]:
@@ -246,7 +221,7 @@ def show(comparison: Comparison, console: Console) -> None:
     table.show(console, solver_tables(comparison, console.width), notes)
     entries, beta = comparison.retrieval, comparison.settings.inverse_temperature
     table.show(console, retrieval_tables(entries, console.width), retrieval_notes(entries))
-    console.print(summary(entries, beta), style="bold", markup=False)
+    console.print(retrieval.summary(entries, beta), style="bold", markup=False)
     console.print()
 
 
@@ -277,7 +252,7 @@ def files(comparison: Comparison) -> Files:
         },
         "rows": comparison.rows,
         "retrieval": comparison.retrieval,
-        "summary": summary(comparison.retrieval, settings.inverse_temperature),
+        "summary": retrieval.summary(comparison.retrieval, settings.inverse_temperature),
         "status_counts": {row["method"]: row.get("status", {"ERROR": 1}) for row in comparison.rows},
         "unusable_patterns": comparison.unusable,
         "queries_without_exact_gradient": comparison.untrusted,
@@ -302,7 +277,7 @@ def _convergence(comparison: Comparison, what: str) -> Figure:
 def _retrieval(comparison: Comparison, what: str) -> Figure:
     """Queries, what methods make of them, and the truth."""
     sample = comparison.sample
-    right = {name: retrieved(z, sample) for name, z in comparison.states.items()}
+    right = {name: retrieval.retrieved(z, sample) for name, z in comparison.states.items()}
     rows = []
     for part in sample.parts:
         candidates = torch.arange(len(sample.queries), device=sample.queries.device)[part]
@@ -321,12 +296,12 @@ def _rates(comparison: Comparison) -> Figure:
     def rates(found: list[dict[str, Any]]) -> Tensor:
         return torch.tensor([entry["rates"] for entry in found], dtype=torch.float64)
 
-    curves = {task: {s: rates(of(entries, task, s)) for s in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
-    levels = {task: {state: rates(of(entries, task, state))[0] for state in NEAREST} for task in TASKS}
+    curves = {task: {s: rates(retrieval.of(entries, task, s)) for s in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
+    levels = {task: {state: rates(retrieval.of(entries, task, state))[0] for state in NEAREST} for task in TASKS}
     source = "scikit-learn's digits" if settings.data is None else settings.data.name
     what = f"Retrieval of {settings.stored} patterns ({source})"
     title = f"{what}; {settings.other_potential}stars: each method's own best beta"
-    return rates_figure(torch.tensor(betas_of(entries)), curves, levels, title=title)
+    return rates_figure(torch.tensor(retrieval.betas_of(entries)), curves, levels, title=title)
 
 
 def _choose(rows: Tensor, right: list[Tensor]) -> list[int]:

@@ -56,6 +56,10 @@ class Landscape(Command):
     animate: Annotated[bool, Option("--animate", help="Write the descent as an animated GIF, too.")] = False
     quick: Annotated[bool, Option("--quick", help="Four scenes.")] = False
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return ("matplotlib",)
+
     @functools.cached_property
     def plane(self) -> Plane:
         """The plane that the options ask for.

@@ -13,7 +13,6 @@ from torch import Tensor
 from typer import Option
 
 from ..studies.errors import InputError
-from ..studies.maze_model import RTOL, TRAIN_GENERATOR, TRAIN_SIZE, UPDATES, MazeModel, SolvedMaze, trained
 from ..studies.mazes import Mazes, mazes
 from ..studies.measure import one_thread
 from .command import Command, seed_option
@@ -21,6 +20,7 @@ from .command import Command, seed_option
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..studies.maze_model import MazeModel, SolvedMaze
     from .progress import Progress
 
 SMALLEST, LARGEST = 3, 40
@@ -60,7 +60,7 @@ class Maze(Command):
 
     @property
     def updates(self) -> int:
-        return 10 if self.quick else UPDATES
+        return 10 if self.quick else 600
 
     @property
     def sizes(self) -> list[int]:
@@ -80,6 +80,8 @@ class Maze(Command):
             raise InputError(f"`--gif` must lie in a folder that exists, got {folder!r}; make it, or choose another")
 
     def run(self, progress: Progress) -> MazeModel:
+        from ..studies.maze_model import trained
+
         # At these sizes threads wait for each other longer than they work.
         with one_thread():
             return trained(self.updates, progress)
@@ -101,6 +103,8 @@ def show(console: Console, maze: Mazes, found: SolvedMaze, settings: Maze, size:
     """The maze while it is solved, where there is a terminal that holds it; else as text."""
     from rich.console import Group
     from rich.live import Live
+
+    from ..studies.maze_model import TRAIN_GENERATOR, TRAIN_SIZE
 
     learnt = f"trained on {TRAIN_GENERATOR} ones of {TRAIN_SIZE} x {TRAIN_SIZE}"
     title = f"{settings.generator} maze of {size} x {size} ({learnt})"
@@ -145,6 +149,8 @@ def wrong_cells(maze: Mazes, path: Tensor) -> int:
 
 def verdict(maze: Mazes, found: SolvedMaze) -> str:
     """Return the outcome: settled or not, right or not."""
+    from ..studies.maze_model import RTOL
+
     solution = found.solution
     wrong, length = wrong_cells(maze, found.paths[-1]), int((maze.targets == 1).sum())
     name = "settled" if bool(solution.converged) else "not settled"
@@ -204,6 +210,7 @@ def drawn(maze: Mazes, path: Tensor) -> list[str]:
 def write_gif(file: Path, maze: Mazes, found: SolvedMaze, size: int) -> None:
     """The same as an animated GIF."""
     from ..plotting import save_maze_gif
+    from ..studies.maze_model import RTOL, TRAIN_SIZE
 
     try:
         save_maze_gif(

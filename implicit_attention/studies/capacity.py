@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from .. import solve
 from ..comparison import status_counts
 from ..solvers import Anderson
 from .contenders import STOP
-from .data import TASKS, DataSample, draw
+from .data import TASKS, DataSample
 from .potentials import energy_of
 from .retrieval import nearest, retrieved
 
@@ -41,30 +41,20 @@ class RetrievalPoint:
 
 
 def points(
-    name: str,
-    patterns: Tensor,
-    *,
-    stored: int,
-    counts: list[int],
-    noises: tuple[float, ...],
-    queries: int,
-    draws: int,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    name: str, take: Callable[[int, float], DataSample], *, stored: int, counts: list[int], noises: tuple[float, ...]
 ) -> list[RetrievalPoint]:
-    """The points of both curves of one data set: `counts` of patterns, and `noises` with `stored` patterns."""
-    scale = float(patterns.square().mean().sqrt())
+    """The points of both curves of one data set.
+
+    Args:
+        name: of the data.
+        take: draws so many patterns, with queries of so much noise in units of the patterns' own.
+        stored: the number of patterns beside `noises`.
+        counts: numbers of patterns.
+        noises: of the queries.
+    """
 
     def point(curve: str, at: float, count: int, noise: float) -> RetrievalPoint:
-        drawn = draw(
-            patterns,
-            patterns=count,
-            queries=min(count, queries),
-            noise=noise * scale,
-            draws=draws,
-            seed=seed,
-        ).to(device, dtype)
+        drawn = take(count, noise)
         part = drawn.parts[TASKS.index("half-masked" if curve == CAPACITY else "noisy")]
         kept = DataSample(drawn.keys, drawn.queries[:, part], drawn.targets[:, part])
         found = {IDENTITY: kept.queries} | {known: z[:, part] for known, z in nearest(drawn).items()}

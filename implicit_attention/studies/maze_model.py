@@ -27,8 +27,8 @@ STEPS, EVERY = range(8, 17), 2
 #: states come to rest before they answer anything.
 SETTLE = 0.5
 RTOL, RATE = 1e-3, 2e-3
-#: Updates of a whole training, and between two that a line tells of.
-UPDATES, TOLD_EVERY = 600, 100
+#: Updates between two that a line tells of.
+TOLD_EVERY = 100
 
 
 class SolvedMaze(NamedTuple):

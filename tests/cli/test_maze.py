@@ -186,7 +186,7 @@ def test_a_terminal_that_is_too_small_says_what_is_needed(width, height):
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_line_before_any_training(arguments, message, monkeypatch):
-    monkeypatch.setattr(maze, "trained", lambda *arguments: pytest.fail("trained"))
+    monkeypatch.setattr(maze_model, "trained", lambda *arguments: pytest.fail("trained"))
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1

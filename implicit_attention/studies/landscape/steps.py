@@ -136,6 +136,14 @@ def _moved(plane: Plane, factor: float, step_size: float, steps: int) -> Moved:
     return moved(plane.patterns, plane.queries, plane.starts, factor * plane.beta, step_size, steps)
 
 
+def _apart(it: Moved) -> float:
+    """The largest distance between ends, noted among the numbers and the facts."""
+    apart = float(torch.pdist(it.ends).max())
+    it.numbers["largest_distance_between_ends"] = apart
+    it.facts["ends"] = f"at most {apart:.2g} apart"
+    return apart
+
+
 def one_step(plane: Plane) -> PlaneScene:
     it = _moved(plane, 1.0, 1.0, 1)
     softmax = (plane.beta * plane.queries @ plane.patterns.mT).softmax(-1) @ plane.patterns
@@ -164,9 +172,7 @@ def small_steps(plane: Plane) -> PlaneScene:
 
 def many_steps(plane: Plane) -> PlaneScene:
     it = _moved(plane, 1.0, 1.0, 10)
-    apart = float(torch.pdist(it.ends).max())
-    it.numbers["largest_distance_between_ends"] = apart
-    it.facts["ends"] = f"at most {apart:.2g} apart"
+    apart = _apart(it)
     minima = number(len(it.minima), "minimum", "minima")
     said = f"Ten big steps lead to {minima}: queries end at most {apart:.2g} apart, wherever they began."
     return scene("many-steps", "Many steps forget the query", said, plane, it)
@@ -174,9 +180,7 @@ def many_steps(plane: Plane) -> PlaneScene:
 
 def higher_temperature(plane: Plane) -> PlaneScene:
     it = _moved(plane, HOT, 1.0, 1)
-    apart = float(torch.pdist(it.ends).max())
-    it.numbers["largest_distance_between_ends"] = apart
-    it.facts["ends"] = f"at most {apart:.2g} apart"
+    _apart(it)
     said = f"At beta {it.numbers['beta']:.3g} one step brings every query near the mean of all patterns."
     return scene("higher-temperature", "Higher temperature: one bowl", said, plane, it)
 
