@@ -13,7 +13,6 @@ from .._autograd import at_least_single, host_may_look, transforms_active, uncom
 from .._solve import solve
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
-from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_key_mask, for_heads, pairs_that_read
 from ..fixed_point_map import FixedPointMap, PerSample, Shared
 from ..options import SolveOptions
@@ -34,9 +33,7 @@ from .mean_field_map import (
     watch,
     within,
 )
-from .projections import check_sizes
-from .remembering import Remembering
-from .sharding import check_whole
+from .token_mixing import TokenMixing
 
 if TYPE_CHECKING:
     from .calls import plain
@@ -52,7 +49,7 @@ DEFAULT_SOLVER = Anderson(history=2, rtol=1e-5)
 CAUSAL_SOLVER = Anderson(history=1, rtol=1e-5, plain_steps=8)
 
 
-class MeanFieldAttention(Remembering):
+class MeanFieldAttention(TokenMixing):
     r"""A fixed point as a layer: token mixing, self-correction, residual.
 
     ```math
@@ -150,12 +147,9 @@ class MeanFieldAttention(Remembering):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes(dim, heads, head_dim, bare)
-        self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
+        super().__init__(dim, heads, head_dim, causal=causal, bare=bare)
         self.contraction = _validate.check_number("contraction", contraction, low=0.0, high=1.0, open_low=True)
         _validate.require(self.contraction < 1, "contraction", "be < 1", contraction, "at 1 there may be no solution")
-        self.causal, self.bare = causal, bare
         self.symmetric = correction == "exact" if symmetric is None else bool(symmetric)
         #: The limits of the slopes of mixing and f; that of "exact" depends on the couplings.
         self.limit = self.contraction if correction in (None, "exact") else self.contraction / 2
@@ -175,10 +169,7 @@ class MeanFieldAttention(Remembering):
             given = getattr(self.options, option)
             _validate.require(given is None, option, "be None beside steps, which are plain ones", given)
         self._watched = False
-        self.in_proj = self.out_proj = None
-        if not bare:
-            self.in_proj = nn.Linear(dim, heads * self.head_dim, False, **made)
-            self.out_proj = nn.Linear(heads * self.head_dim, dim, False, **made)
+        self._make_projections(made)
 
     def forward(
         self,
@@ -217,10 +208,8 @@ class MeanFieldAttention(Remembering):
                 weights = self._weights(field, mask, key_mask)
         value, report, nothing = _solved(self, field, live, *weights, initial, order, lost)
         self._remember(report)
-        output = merge_heads(value.to(field.dtype))
-        output = output if self.out_proj is None else self.out_proj(output)
-        if nothing is not None:
-            output, value = nothing.in_output(output), nothing.fill(value, torch.nan)
+        output = self._output(value.to(field.dtype), nothing)
+        value = value if nothing is None else nothing.fill(value, torch.nan)
         return (output, value.detach()) if return_state else output
 
     if TYPE_CHECKING:
@@ -273,8 +262,7 @@ class MeanFieldAttention(Remembering):
     def _field(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x projected, (*batch, heads, N, D), and which sites exist, (*batch, 1, N, 1); of a causal layer also which
         tokens, (*batch, heads, N), were not finite and are 0 there."""
-        _validate.check_float_tensor("x", x, min_ndim=2)
-        _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
+        self._check_tokens(x)
         required = f"have as many tokens as sites={self.sites}, which have weights of their own"
         remedy = "make the layer for that length, or use mixing='softmax'"
         fits = self.sites in (None, x.shape[-2])
@@ -288,9 +276,7 @@ class MeanFieldAttention(Remembering):
         lost = None
         if self.causal:
             x, lost = without_nonfinite(x)
-        if self.in_proj is not None:
-            x = check_whole("in_proj", self.in_proj(x), self.heads * self.head_dim)
-        field = split_heads(x, self.heads)
+        field = self._in_heads(x)
         if lost is not None:
             field, strong = without_nonfinite(field)
             lost = lost[..., None, :] | strong

@@ -14,7 +14,6 @@ from .._autograd import at_least_single, host_may_look, uncompiled
 from .._reporting import without_gradient
 from .._types import OnFailure
 from ..adjoints import Adjoint, Unrolled
-from ..attention.heads import merge_heads, split_heads
 from ..attention.masks import check_key_mask, for_heads, pairs_that_read
 from ..options import SolveOptions
 from ..potentials import AmosResponse, SphericalLaw
@@ -36,15 +35,14 @@ from ..spins._nonfinite import nonfinite_sites
 from .cache import CachedKeys, KeyValueCache, check_cache
 from .causal_tokens import Lost, lost_tokens, without_nonfinite
 from .couplings import CouplingChoice, GivenCouplings, SoftmaxCouplings, chosen
-from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta, check_sizes
-from .remembering import Remembering
-from .sharding import check_whole
+from .projections import LearnedBeta, Rotary, Scalar, anchor_or_beta
+from .token_mixing import TokenMixing
 
 if TYPE_CHECKING:
     from .calls import plain
 
 
-class SpinAttention(Remembering):
+class SpinAttention(TokenMixing):
     """Magnetizations of a spin system as a layer: the tokens are its field, and couplings may be made of them.
 
     Per head, with the field h = norm(W_v x) and couplings J, which may depend on h:
@@ -120,10 +118,8 @@ class SpinAttention(Remembering):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes(dim, heads, head_dim, bare)
-        self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
-        self.causal, self.bare, self.steps = causal, bare, steps
+        super().__init__(dim, heads, head_dim, causal=causal, bare=bare)
+        self.steps = steps
         _validate.check_choice("derivative", derivative, ("explicit", "total"))
         _validate.check_choice("field_norm", field_norm, ("rms", None))
         if rotary is not None:
@@ -138,10 +134,7 @@ class SpinAttention(Remembering):
         self.method = self._method(method, not causal and bool(self.couplings.symmetric))
         self.beta = anchor_or_beta("beta", beta, LearnedBeta((heads,), 0.5, **made))
         self.norm = nn.RMSNorm(self.head_dim, **made) if field_norm == "rms" and not bare else None
-        self.in_proj = self.out_proj = None
-        if not bare:
-            self.in_proj = nn.Linear(dim, heads * self.head_dim, False, **made)
-            self.out_proj = nn.Linear(heads * self.head_dim, dim, False, **made)
+        self._make_projections(made)
         # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
         self._identity = object()
 
@@ -207,9 +200,7 @@ class SpinAttention(Remembering):
             cache.commit(
                 held._replace(values=_with_held(cache, state)), answer.magnetization, answer.report.num_evals[..., None]
             )
-        output = merge_heads(m.to(x.dtype))
-        output = output if self.out_proj is None else self.out_proj(output)
-        output = output if nothing is None else nothing.in_output(output)
+        output = self._output(m.to(x.dtype), nothing)
         results = [output]
         if return_state:
             results.append(answer.magnetization.detach())
@@ -265,8 +256,7 @@ class SpinAttention(Remembering):
 
     def _live(self, x: Tensor, key_mask: Tensor | None, cache: KeyValueCache | None = None) -> Tensor:
         """x, checked, and zero where there is no token."""
-        _validate.check_float_tensor("x", x, min_ndim=2)
-        _validate.require(x.shape[-1] == self.dim, "x", f"have width {self.dim} on its last axis", tuple(x.shape))
+        self._check_tokens(x)
         count, before = x.shape[-2], 0
         if cache is not None:
             check_cache(cache, self._identity, tuple(x.shape[:-2]))
@@ -279,8 +269,7 @@ class SpinAttention(Remembering):
         return x.masked_fill(~key_mask[..., -count:, None], 0.0)
 
     def _field(self, x: Tensor) -> Tensor:
-        width = self.heads * self.head_dim
-        field = split_heads(x if self.in_proj is None else check_whole("in_proj", self.in_proj(x), width), self.heads)
+        field = self._in_heads(x)
         return field if self.norm is None else self.norm(field.to(self.norm.weight.dtype))
 
     def _seen(self, field: Tensor) -> Tensor:

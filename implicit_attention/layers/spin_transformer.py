@@ -203,15 +203,13 @@ class SpinTransformerBlock(nn.Module):
         self, x: Tensor, key_mask: Tensor | None, on_failure: OnFailure
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """x, what the spins read, which tokens they have, and which tokens there are that no field gives."""
-        _validate.check_float_tensor("x", x, min_ndim=2)
-        dim, heads = self.spins.dim, self.spins.heads
-        _validate.require(x.shape[-1] == dim, "x", f"have width {dim} on its last axis", tuple(x.shape))
+        self.spins._check_tokens(x)
         if key_mask is not None:
             check_key_mask(key_mask, x.shape[:-2], x.shape[-2])
             x = x.masked_fill(~key_mask[..., None], 0.0)
         if self.norm is not None:
             return x, self.norm(x), key_mask, None
-        parts = at_least_single(split_heads(x, heads))
+        parts = at_least_single(split_heads(x, self.spins.heads))
         radius = math.sqrt(self.spins.head_dim)
         if self.clip is not None:
             parts = _cut(parts, self.clip * radius)
