@@ -31,8 +31,8 @@ class DistanceLogSumExp(OverLogSumExp):
     Args:
         keys: (*batch, M, D), as in `LogSumExp`.
         beta: inverse temperature, as in `LogSumExp`.
-        mask: as in `LogSumExp`; a query whose keys are all masked has value 0 and mean 0.
-        bias: added to the scaled scores, as in `LogSumExp`; the squares of the keys are not a part of it.
+        **masks: `mask`, as in `LogSumExp`; a query whose keys are all masked has value 0 and mean 0; `bias`, added to
+            the scaled scores, as in `LogSumExp`; the squares of the keys are not a part of it.
 
     Raises:
         TypeError, ValueError: as `LogSumExp`.

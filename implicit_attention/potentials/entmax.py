@@ -42,8 +42,8 @@ class Entmax(ScoredKeys):
         keys: stored patterns, (*batch, M, D).
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
         alpha: in (1, 2], a float or a tensor that broadcasts to *batch, which may be learned.
-        mask: boolean, broadcasts to (*batch, N, M); True = the query attends to the key.
-        bias: added to the scaled scores, broadcasts to (*batch, N, M); -inf masks.
+        **masks: `mask`, boolean, broadcasts to (*batch, N, M); True = the query attends to the key; `bias`, added to
+            the scaled scores, broadcasts to (*batch, N, M); -inf masks.
 
     A query that attends to no key has value 0 and mean 0, with zero gradients. What a masked key holds, a NaN too, does
     not reach the queries that do not attend to it.

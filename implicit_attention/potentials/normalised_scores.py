@@ -31,9 +31,8 @@ class NormalisedScores(MaskedKeys):
     Args:
         keys: (*batch, M, D).
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
-        mask: boolean, broadcasts to (*batch, N, M); True = the query reads the key. A query that reads no key, or but
-            one, has mean 0.
-        bias: added to the scores, broadcasts to (*batch, N, M); -inf masks.
+        **masks: `mask`, boolean, broadcasts to (*batch, N, M); True = the query reads the key. A query that reads no
+            key, or but one, has mean 0; `bias`, added to the scores, broadcasts to (*batch, N, M); -inf masks.
         eps: >= 0, added to the variance. At 0 a query whose scores are all the same, where Phi has a kink, has mean 0.
 
     Raises:

@@ -31,8 +31,8 @@ class SoftcapLogSumExp(ScoredKeys):
         keys: stored patterns, (*batch, M, D).
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
         cap: > 0, the largest absolute score.
-        mask: boolean, broadcasts to (*batch, N, M); True = the query attends to the key.
-        bias: added to the capped scores, broadcasts to (*batch, N, M); -inf masks.
+        **masks: `mask`, boolean, broadcasts to (*batch, N, M); True = the query attends to the key; `bias`, added to
+            the capped scores, broadcasts to (*batch, N, M); -inf masks.
 
     Raises:
         TypeError, ValueError: as `LogSumExp`; cap <= 0.

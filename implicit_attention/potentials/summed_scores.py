@@ -130,8 +130,8 @@ class Polynomial(SummedScores):
         keys: (*batch, M, D).
         beta: > 0, a float or a tensor that broadcasts to *batch (one per head: shape (H,)).
         degree: n, an integer >= 2.
-        mask: boolean, broadcasts to (*batch, N, M); True = the query reads the key. A masked key adds nothing.
-        bias: added to the scores beta <k_j, z>, broadcasts to (*batch, N, M); -inf masks.
+        **masks: `mask`, boolean, broadcasts to (*batch, N, M); True = the query reads the key. A masked key adds
+            nothing; `bias`, added to the scores beta <k_j, z>, broadcasts to (*batch, N, M); -inf masks.
 
     Raises:
         TypeError, ValueError: as `LogSumExp`; a degree that is no integer >= 2.
