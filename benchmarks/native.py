@@ -72,9 +72,6 @@ NOTES = (
     "anchor .5, D 64, medians of process time over turns of 10 ms each; `wall` is the same by the clock, "
     "and `spread` is between quartiles. `tiled`: impl='tiled', torch's attention kernels, which take 64 "
     "keys or more. Training steps: gradients for queries, keys and values.",
-    "Runs scatter: over eight the training step at N = M = 64 is 5.2 to 5.65. Of its 2.95 ms (SDPA's: .57) "
-    "the solve is .92, the backward solve .93, both at four fifths of the processor's multiplications, torch's kernels "
-    "for the read-out .44, and .66 are Python, autograd and evidence in some 60 small operations.",
     "LAYER: `ImplicitAttention(dim, heads)` over the same layer of SDPA with four projections (`packed`: with one for "
     "queries, keys and values), both without autograd, their training steps, and loops of 16 tokens over a cache, by "
     "medians of process time on one thread; and how many frames of Python a call makes.",
