@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -39,6 +40,26 @@ class Attended(NamedTuple):
         return found.num_evals
 
 
+class Learned(NamedTuple):
+    """Numbers of the heads that a formula makes of a parameter.
+
+    numbers: (H,), without a graph.
+    parameter: (H,), of the same precision.
+    formula: makes the numbers of the parameter.
+    pull: the gradient of the parameter by that of the numbers.
+    """
+
+    numbers: Tensor
+    parameter: Tensor
+    formula: Callable[[Tensor], Tensor]
+    pull: Callable[[Tensor], Tensor]
+
+
+def recorded(number: Any) -> Any:
+    """The numbers with the graph that leads to their parameter, where they are `Learned`; others as they are."""
+    return number.formula(number.parameter) if type(number) is Learned else number
+
+
 class Call(NamedTuple):
     """The inputs and options of an attention call.
 
@@ -46,7 +67,7 @@ class Call(NamedTuple):
         query: (*batch, N, D), or (*batch, H, N, D) with heads.
         keys: (*batch, M, D), or (*batch, Hkv, M, D).
         values: (*batch, M, E) to read softmax attention out, None to return the state.
-        beta, anchor: numbers, or tensors that broadcast to the leading axes of `query`.
+        beta, anchor: numbers, tensors that broadcast to the leading axes of `query`, or `Learned`, one for each head.
         options: how the equilibria are found and differentiated.
         mask, bias: boolean and additive, each None or broadcasting to (*batch, N, M).
         first: None, or beside them: query i attends to keys up to first + i only.
@@ -65,8 +86,8 @@ class Call(NamedTuple):
     query: Tensor
     keys: Tensor
     values: Tensor | None
-    beta: float | Tensor
-    anchor: float | Tensor
+    beta: Any
+    anchor: Any
     options: SolveOptions
     mask: Tensor | None = None
     bias: Tensor | None = None
@@ -80,6 +101,12 @@ class Call(NamedTuple):
     return_weights: bool = False
     unbounded: Word = "raise"
     site: FailureSite | None = None
+
+    def recorded(self) -> Call:
+        """Return the call with `recorded` numbers."""
+        if type(self.beta) is not Learned and type(self.anchor) is not Learned:
+            return self
+        return self._replace(beta=recorded(self.beta), anchor=recorded(self.anchor))
 
     @property
     def on_failure(self) -> Any:

@@ -40,7 +40,7 @@ from ..solvers import Picard
 from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
 from ..status import OF_ATTENTION, Status, advice
 from . import direct
-from .call import Attended, Call
+from .call import Attended, Call, Learned, recorded
 from .heads import group_size, split_groups
 from .masks import check_whole, triangle
 from .read_out import made_by, read_out, reads_out
@@ -84,7 +84,7 @@ def attend(call: Call, *, eager: bool | None = None) -> Attended:
         call = call if call.first is None else _with_triangle(call)
         return _by_groups(call, _answer, in_graph=False)  # type: ignore[return-value]
     check_whole()
-    call = _with_triangle(call)
+    call = _with_triangle(call.recorded())
     in_graph = torch.compiler.is_compiling()
     if torch.compiler.is_exporting():
         return _exported(call)
@@ -170,7 +170,7 @@ def _by_groups(call: Call, answer: Callable[[Call, bool], Attended | None], *, i
     if not call.grouped or call.query.shape[-3] == call.keys.shape[-3] != 0:
         return answer(call, in_graph)
     groups = group_size(call.query, call.keys)
-    found = answer(_split(call, groups), in_graph)
+    found = answer(_split(call.recorded(), groups), in_graph)
     if found is None:
         return None
     output, state, report, solution, weights = found
@@ -229,6 +229,7 @@ def _answer(given: Call, in_graph: bool, *, eager: bool = True) -> Attended | No
     call = _in_single(given)
     if eager and not empty and (found := _directly(call, given.query.dtype)) is not None:
         return found
+    call, given = call.recorded(), given.recorded()
     potential = _potential(call)
     unbounded = "ignore" if call.options.explicit else call.unbounded
     energy = AnchoredEnergy(potential, call.query, call.anchor, unbounded=unbounded)
@@ -268,8 +269,11 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         return None
     if type(on_failure) is not str and policy_of(on_failure).forward == "explicit":
         return None
-    pairs = call.mask if call.bias is None else call.bias
-    problem = Hopfield(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
+    pairs, sources = call.mask if call.bias is None else call.bias, (call.beta, call.anchor)
+    if plan.explicit and torch.is_grad_enabled():
+        sources = recorded(call.beta), recorded(call.anchor)
+    beta, anchor = (t.numbers if type(t) is Learned else t for t in sources)
+    problem = Hopfield(call.query, call.keys, beta, anchor, pairs, call.first)
     if plan.explicit:
         # In half precision nothing is widened to read out.
         fits = dtype not in HALF and call.values is not None and options.impl == "auto"
@@ -286,7 +290,7 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
     initial = call.query if call.initial is None else call.initial
     if type(on_failure) is not str:
         on_failure, site = located(call.on_failure)
-    found = direct.solved(problem, call.values, initial, plan, on_failure, site, solution=call.return_solution)
+    found = direct.solved(problem, call.values, initial, plan, on_failure, site, sources, solution=call.return_solution)
     return found if found is None or dtype not in HALF else found._replace(output=found.output.to(dtype))
 
 
@@ -304,7 +308,8 @@ def _with_masked_key(call: Call) -> Call:
 
 def _in_single(call: Call) -> Call:
     """The call in the precision of the solve: float32 where it came in half precision."""
-    dtype, beta, anchor = call.query.dtype, call.beta, call.anchor
+    dtype = call.query.dtype
+    beta, anchor = (t.numbers if type(t) is Learned else t for t in (call.beta, call.anchor))
     if (
         dtype not in HALF
         and call.keys.dtype == dtype
@@ -318,7 +323,8 @@ def _in_single(call: Call) -> Call:
     query, keys, values, bias, initial = map(
         at_least_single, (call.query, call.keys, call.values, call.bias, call.initial)
     )
-    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
+    beta, anchor = map(recorded, (call.beta, call.anchor))
+    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
     return call._replace(query=query, keys=keys, values=values, bias=bias, initial=initial, beta=beta, anchor=anchor)
 
 

@@ -31,7 +31,7 @@ from ..options import Plan
 from ..solution import AdjointReport, Solution, SolveReport
 from ..solvers import Outcome
 from ..status import of_attention
-from .call import Attended
+from .call import Attended, Learned, recorded
 from .read_out import LINE, is_laid_out, read_out, read_out_plain
 from .training import read_out_at
 
@@ -66,12 +66,14 @@ def solved(
     plan: Plan,
     on_failure: Any,
     site: FailureSite | None = None,
+    sources: tuple[Any, Any] | None = None,
     *,
     report: bool = True,
     solution: bool = False,
 ) -> Attended | None:
     """Solve and read out, and report as `solve` does; None where it is left to `core`. Call while `eager`.
 
+    sources: where beta and anchor come from if not from the problem, `Learned`.
     report, solution: whether these are asked for.
     """
     if not is_native(problem, plan.impl, values):
@@ -81,7 +83,9 @@ def solved(
     ):
         return None
     assert plan.rule is not None
-    differentiated = is_differentiated(*problem)
+    sources = (problem.beta, problem.anchor) if sources is None else sources
+    beta, anchor = (t.parameter if type(t) is Learned else t for t in sources)
+    differentiated = is_differentiated(problem.field, problem.keys, beta, anchor, problem.mask)
     counts = type(on_failure) is not str and policy_of(on_failure).counts
     told = report or differentiated or counts
     answer = solve_natively(problem, initial, plan.rule, plan.impl, mean=differentiated, evidence=told)
@@ -90,15 +94,16 @@ def solved(
     state, mean, evidence, failed = answer
     if failed and evidence is None:
         # Nobody wanted evidence before.
-        return solved(problem, values, initial, plan, on_failure, site)
+        return solved(problem, values, initial, plan, on_failure, site, sources)
     output, made, known = None, None, None
     if evidence is not None:
         adjoint = AdjointReport(on_failure=on_failure, site=site)
         if mean is not None:
             solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0).expecting(evidence.residual)
             if values is not None and not (failed or solution or counts) and _is_whole(problem, values):
-                output = read_out_at(state, mean, values, problem, solve)
+                output = read_out_at(state, mean, values, problem, solve, sources)
             if output is None:
+                problem = problem._replace(beta=recorded(sources[0]), anchor=recorded(sources[1]))
                 state = solve.states(problem, state, mean)
         energy, later = functools.partial(_energy, problem), {"record": lambda: evidence.record}
         if failed or counts:

@@ -11,13 +11,18 @@ from .._autograd import applied, are_plain, exact_precision, unobserved
 from ..adjoints.native import NativeSolve, native_gradients
 from ..ops.attention import flash_gradients, is_flash_for_cpu, with_logsumexp
 from ..ops.problem import Hopfield
+from .call import Learned
 from .read_out import read_out_plain
 
 
-def read_out_at(state: Tensor, mean: Tensor, values: Tensor, problem: Hopfield, solve: NativeSolve) -> Tensor | None:
+def read_out_at(
+    state: Tensor, mean: Tensor, values: Tensor, problem: Hopfield, solve: NativeSolve, sources: tuple[Any, Any]
+) -> Tensor | None:
     """The values read out at native equilibria, differentiable; None where torch's kernel for the CPU does not read.
 
     The tensors are laid out as that kernel takes them, and all queries have answers.
+
+    sources: beta and anchor of the problem, or the `Learned` ones that they come from.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         # Hooks are to see all that is kept.
@@ -25,7 +30,21 @@ def read_out_at(state: Tensor, mean: Tensor, values: Tensor, problem: Hopfield, 
     query, scale = scaled(state, problem.beta)
     if not is_flash_for_cpu(query, problem.keys, values, None, scale):
         return None
-    return applied(_ReadOutAtEquilibrium, solve, (state, mean, query), scale, values, *problem)
+    field, keys, beta, anchor, *pairs = problem
+    beta, anchor = (t.parameter if type(t) is Learned else t for t in sources)
+    return applied(
+        _ReadOutAtEquilibrium,
+        solve,
+        (state, mean, query, problem),
+        scale,
+        sources,
+        values,
+        field,
+        keys,
+        beta,
+        anchor,
+        *pairs,
+    )
 
 
 def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
@@ -36,23 +55,34 @@ def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
 
 
 class _ReadOutAtEquilibrium(torch.autograd.Function):
-    """(solve, (state, mean, scaled state), scale, values, *problem) -> the values read out at the state."""
+    """(solve, (state, mean, scaled state, problem), scale, sources, values, *inputs) -> the values at the state.
+
+    The inputs are the problem, with the parameters of beta and anchor in their place where these are learned.
+    """
 
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
     @staticmethod
-    def forward(ctx: Any, solve: NativeSolve, found: Any, scale: float, values: Tensor, *problem: Any) -> Tensor:
-        state, mean, query = found
-        ctx.solve, ctx.scale = solve, scale
-        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in problem]
-        ctx.save_for_backward(state, mean, values, *[t for t in problem if isinstance(t, Tensor)])
-        ctx.kept = _kept(query, values, Hopfield._make(problem), scale)
+    def forward(
+        ctx: Any, solve: NativeSolve, found: Any, scale: float, sources: Any, values: Tensor, *inputs: Any
+    ) -> Tensor:
+        state, mean, query, problem = found
+        ctx.solve, ctx.scale, ctx.sources = solve, scale, sources
+        ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in inputs]
+        ctx.save_for_backward(state, mean, values, *[t for t in inputs if isinstance(t, Tensor)])
+        ctx.kept = _kept(query, values, problem, scale)
         return ctx.kept[0].detach()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         state, mean, values, *tensors = ctx.saved_tensors
-        held = iter(tensors)
-        problem = Hopfield._make([next(held) if part is Tensor else part for part in ctx.parts])
+        saved = iter(tensors)
+        inputs = Hopfield._make([next(saved) if part is Tensor else part for part in ctx.parts])
+        of_beta, of_anchor = ctx.sources
+        problem = inputs
+        if type(of_beta) is Learned:
+            problem = problem._replace(beta=of_beta.numbers)
+        if type(of_anchor) is Learned:
+            problem = problem._replace(anchor=of_anchor.numbers)
         kept, ctx.kept = ctx.kept, None
         plain = not torch.is_grad_enabled() and unobserved()
         if plain and are_plain(state.dtype, cotangent, state, mean, values, problem.field, problem.keys):
@@ -62,7 +92,7 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
             found = _by_kernels(ctx, problem, state, mean, values, kept, cotangent)
             if found is not None:
                 return found
-        return _by_parts(ctx, problem, state, mean, values, cotangent)
+        return _by_parts(ctx, inputs, state, mean, values, cotangent)
 
 
 def _kept(query: Tensor, values: Tensor, problem: Hopfield, scale: float) -> tuple[Tensor, Tensor, int, Tensor]:
@@ -91,23 +121,32 @@ def _by_kernels(
     # In memory that nobody else reads, laid out as autograd would have the sum: bits of what follows depend on that.
     by_keys = by_keys.add_(keys_too)
     by_beta = None if by_beta is None or beta_here is None else by_beta + beta_here
-    return None, None, None, by_values, by_field, by_keys, by_beta, by_anchor, None, None
+    of_beta, of_anchor = ctx.sources
+    if type(of_beta) is Learned and by_beta is not None:
+        by_beta = of_beta.pull(by_beta)
+    if type(of_anchor) is Learned and by_anchor is not None:
+        by_anchor = of_anchor.pull(by_anchor)
+    return None, None, None, None, by_values, by_field, by_keys, by_beta, by_anchor, None, None
 
 
 def _by_parts(
-    ctx: Any, problem: Hopfield, state: Tensor, mean: Tensor, values: Tensor, cotangent: Tensor
+    ctx: Any, inputs: Hopfield, state: Tensor, mean: Tensor, values: Tensor, cotangent: Tensor
 ) -> tuple[Any, ...]:
     """The same by functions of their own for the solve and the read-out, which have every derivative."""
-    inputs: tuple[Any, ...] = (values, *problem)
-    asked = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+    asked = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
     with exact_precision(cotangent), torch.enable_grad():
+        beta, anchor = (
+            source.formula(given) if type(source) is Learned else given
+            for source, given in zip(ctx.sources, inputs[2:4], strict=True)
+        )
+        problem = inputs._replace(beta=beta, anchor=anchor)
         z = ctx.solve.states(problem, state, mean)
         output = read_out_plain(z, problem.keys, values, problem.beta, problem.first)
     recorded = torch.is_grad_enabled()
-    asked_for = [inputs[i] for i in asked]
+    asked_for = [(values, *inputs)[i] for i in asked]
     with exact_precision(cotangent):
         found = torch.autograd.grad(output, asked_for, cotangent, create_graph=recorded, allow_unused=True)
-    gradients: list[Tensor | None] = [None] * 10
+    gradients: list[Tensor | None] = [None] * 11
     for i, gradient in zip(asked, found, strict=True):
-        gradients[3 + i] = gradient
+        gradients[4 + i] = gradient
     return tuple(gradients)

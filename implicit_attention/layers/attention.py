@@ -230,12 +230,13 @@ class ImplicitAttention(Remembering):
                 mask = mask.unsqueeze(-3)
             pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
         chosen = self.options.override(**options) if options else self.options
-        beta = parts["beta"]()
         # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
         eager = direct.eager()
         measured = torch.is_grad_enabled() or return_solution or return_trajectory
         unread = eager and not measured and read is not None and chosen.plan.explicit
-        anchor = 1.0 if unread else parts["anchor"]()
+        by_numbers = eager and shard is None
+        beta = parts["beta"].read() if by_numbers else parts["beta"]()
+        anchor = 1.0 if unread else parts["anchor"].read() if by_numbers else parts["anchor"]()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
         if self.values_inside:

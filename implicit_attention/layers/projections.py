@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import abc
+import ctypes
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from .. import _validate
-from .._autograd import HALF, at_least_single
+from .._autograd import HALF, are_plain, at_least_single
+from ..attention.call import Learned
 
 Scalar: TypeAlias = float | Literal["learned"]
 
 # A learned anchor stays this far from 0 and 1, where a gradient would end for good.
 MARGIN = 1e-4
+# A learned temperature stays within e to this power, either way, of the initial one.
+MOST_LOG = 20.0
 
 
 class Fixed(nn.Module):
@@ -33,11 +39,75 @@ class Fixed(nn.Module):
     def forward(self) -> float | Tensor:
         return at_least_single(self.value)  # type: ignore[no-any-return]
 
+    def read(self) -> float | Tensor:
+        """Return the number or the buffer."""
+        return self.forward()
+
     def extra_repr(self) -> str:
         return f"{self.value:g}" if not isinstance(self.value, Tensor) else f"({len(self.value)},)"
 
 
-class LearnedAnchor(nn.Module):
+def is_called_plainly(module: nn.Module) -> bool:
+    """Whether nothing but its `forward` happens when a module is called: no hooks, no other method in its place."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+    )
+
+
+class LearnedNumbers(nn.Module):
+    """Numbers that a formula makes of one parameter: the base of `LearnedAnchor` and `LearnedBeta`."""
+
+    #: Name of the parameter.
+    source: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: tuple[bytes, Learned] | None = None
+
+    @abc.abstractmethod
+    def formula(self, parameter: Tensor) -> Tensor:
+        """Return the numbers for a parameter."""
+
+    @abc.abstractmethod
+    def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the map from gradients of the numbers to those of the parameter, by the steps that autograd takes."""
+
+    def forward(self) -> Tensor:
+        return self.formula(getattr(self, self.source))
+
+    def read(self) -> Tensor | Learned:
+        """The numbers, computed anew only if the parameter holds other numbers than before; call while `eager`.
+
+        They have a graph where something observes the module, or changes the parameter.
+        """
+        parameter = self._parameters.get(self.source)
+        if type(parameter) is not nn.Parameter or not is_called_plainly(self):
+            return self()  # type: ignore[no-any-return]
+        dtype = parameter.dtype
+        if dtype in HALF or not (are_plain(dtype, parameter) and parameter.is_contiguous()):
+            return self()  # type: ignore[no-any-return]
+        # Not by a version, which writes to `parameter.data` leave as it is.
+        held = ctypes.string_at(parameter.data_ptr(), parameter.nbytes)
+        if self._known is None or self._known[0] != held or self._known[1].parameter is not parameter:
+            with torch.inference_mode(False), torch.no_grad():
+                numbers, pull = self.formula(parameter), self.derivative(parameter)
+            self._known = held, Learned(numbers, parameter, self.formula, pull)
+        return self._known[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}
+
+
+class LearnedAnchor(LearnedNumbers):
     """Anchors in (0, 1): a sigmoid that is kept off both ends.
 
     Args:
@@ -45,15 +115,20 @@ class LearnedAnchor(nn.Module):
         **made: device and dtype.
     """
 
+    source = "logit"
+
     def __init__(self, shape: tuple[int, ...], **made: Any) -> None:
         super().__init__()
         # A sigmoid of 0 is the anchor 1/2.
         self.logit = nn.Parameter(torch.zeros(shape, **made))
 
-    def forward(self) -> Tensor:
+    def formula(self, parameter: Tensor) -> Tensor:
         # Also in a half-precision model: a whole solve depends on this one number per head.
-        logit = self.logit
-        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(logit.float() if logit.dtype in HALF else logit)
+        return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(parameter))
+
+    def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        sigmoid = torch.sigmoid(parameter)
+        return lambda gradient: torch.ops.aten.sigmoid_backward(gradient * (1 - 2 * MARGIN), sigmoid)
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -66,7 +141,7 @@ class LearnedAnchor(nn.Module):
         self.logit.fill_(math.log(inner / (1 - inner)))
 
 
-class LearnedBeta(nn.Module):
+class LearnedBeta(LearnedNumbers):
     """Inverse temperatures initial * exp(log_scale): weight decay pulls them to the initial one.
 
     Args:
@@ -75,15 +150,23 @@ class LearnedBeta(nn.Module):
         **made: device and dtype.
     """
 
+    source = "log_scale"
+
     def __init__(self, shape: tuple[int, ...], initial: float, **made: Any) -> None:
         super().__init__()
         self.initial = initial
         self.log_scale = nn.Parameter(torch.zeros(shape, **made))
 
-    def forward(self) -> Tensor:
+    def formula(self, parameter: Tensor) -> Tensor:
         # In float32 also in a half-precision model. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
-        scale = self.log_scale
-        return self.initial * torch.exp((scale.float() if scale.dtype in HALF else scale).clamp(-20.0, 20.0))
+        return self.initial * torch.exp(at_least_single(parameter).clamp(-MOST_LOG, MOST_LOG))
+
+    def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        initial, scale = self.initial, parameter.clamp(-MOST_LOG, MOST_LOG).exp()
+        clamped = parameter.abs() > MOST_LOG
+        if not clamped.any():
+            return lambda gradient: gradient * initial * scale
+        return lambda gradient: (gradient * initial * scale).masked_fill(clamped, 0.0)
 
     @torch.no_grad()
     def set(self, value: float) -> None:
