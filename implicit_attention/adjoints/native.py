@@ -82,11 +82,11 @@ def energy_of(problem: Hopfield) -> AnchoredEnergy:
     return AnchoredEnergy(potential_of(problem), problem.field, problem.anchor, unbounded="ignore")
 
 
-def is_native(problem: Hopfield, impl: Impl, values: Any = None) -> bool:
-    """Whether a problem `is_plain`, and the native operations solve it as it is."""
+def is_native(problem: Hopfield, impl: Impl, values: Any = None, *, numbers: bool = False) -> bool:
+    """Whether a problem `is_plain`, and the native operations solve it as it is; `numbers` as there."""
     query, keys, _, anchor, pairs, first = problem
     wanted = query.dtype in dispatch.NATIVE_DTYPES or impl == "native"
-    if not (wanted and problem.is_plain(values) and carries(query.dtype, anchor)):
+    if not (wanted and problem.is_plain(values, numbers=numbers) and carries(query.dtype, anchor)):
         return False
     # Keys that are not finite are kept from the queries that do not attend to them.
     return (pairs is None and first is None) or is_finite(keys)

@@ -55,9 +55,19 @@ class Learned(NamedTuple):
     pull: Callable[[Tensor], Tensor]
 
 
-def recorded(number: Any) -> Any:
-    """The numbers with the graph that leads to their parameter, where they are `Learned`; others as they are."""
-    return number.formula(number.parameter) if type(number) is Learned else number
+class Sources(NamedTuple):
+    """Where the beta and the anchor of a call come from, each `Learned`, or None where it is given as it is."""
+
+    beta: Learned | None
+    anchor: Learned | None
+
+    def recorded(self, beta: Any, anchor: Any) -> tuple[Any, Any]:
+        """Return both, with the graphs that lead to their parameters."""
+        return _recorded(self.beta, beta), _recorded(self.anchor, anchor)
+
+
+def _recorded(source: Learned | None, number: Any) -> Any:
+    return number if source is None else source.formula(source.parameter)
 
 
 class Call(NamedTuple):
@@ -67,7 +77,7 @@ class Call(NamedTuple):
         query: (*batch, N, D), or (*batch, H, N, D) with heads.
         keys: (*batch, M, D), or (*batch, Hkv, M, D).
         values: (*batch, M, E) to read softmax attention out, None to return the state.
-        beta, anchor: numbers, tensors that broadcast to the leading axes of `query`, or `Learned`, one for each head.
+        beta, anchor: numbers, or tensors that broadcast to the leading axes of `query`.
         options: how the equilibria are found and differentiated.
         mask, bias: boolean and additive, each None or broadcasting to (*batch, N, M).
         first: None, or beside them: query i attends to keys up to first + i only.
@@ -81,13 +91,14 @@ class Call(NamedTuple):
         return_weights: whether the attention weights are asked for.
         unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
         site: the layer that asks.
+        sources: where beta and anchor come from, if they are learned and have no graph.
     """
 
     query: Tensor
     keys: Tensor
     values: Tensor | None
-    beta: Any
-    anchor: Any
+    beta: float | Tensor
+    anchor: float | Tensor
     options: SolveOptions
     mask: Tensor | None = None
     bias: Tensor | None = None
@@ -101,12 +112,14 @@ class Call(NamedTuple):
     return_weights: bool = False
     unbounded: Word = "raise"
     site: FailureSite | None = None
+    sources: Sources | None = None
 
     def recorded(self) -> Call:
-        """Return the call with `recorded` numbers."""
-        if type(self.beta) is not Learned and type(self.anchor) is not Learned:
+        """Return the call with graphs of all that is learned."""
+        if self.sources is None:
             return self
-        return self._replace(beta=recorded(self.beta), anchor=recorded(self.anchor))
+        beta, anchor = self.sources.recorded(self.beta, self.anchor)
+        return self._replace(beta=beta, anchor=anchor, sources=None)
 
     @property
     def on_failure(self) -> Any:

@@ -40,7 +40,7 @@ from ..solvers import Picard
 from ..solvers.exported import check_budget, check_no_evidence, is_budget, stepped
 from ..status import OF_ATTENTION, Status, advice
 from . import direct
-from .call import Attended, Call, Learned, recorded
+from .call import Attended, Call
 from .heads import group_size, split_groups
 from .masks import check_whole, triangle
 from .read_out import made_by, read_out, reads_out
@@ -269,15 +269,14 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
         return None
     if type(on_failure) is not str and policy_of(on_failure).forward == "explicit":
         return None
-    pairs, sources = call.mask if call.bias is None else call.bias, (call.beta, call.anchor)
     if plan.explicit and torch.is_grad_enabled():
-        sources = recorded(call.beta), recorded(call.anchor)
-    beta, anchor = (t.numbers if type(t) is Learned else t for t in sources)
-    problem = Hopfield(call.query, call.keys, beta, anchor, pairs, call.first)
+        call = call.recorded()
+    pairs, sources = call.mask if call.bias is None else call.bias, call.sources
+    problem = Hopfield(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
     if plan.explicit:
         # In half precision nothing is widened to read out.
         fits = dtype not in HALF and call.values is not None and options.impl == "auto"
-        output = direct.explicit(problem, call.values) if fits else None
+        output = direct.explicit(problem, call.values, sources) if fits else None
         if output is None:
             return None
         # The report must not keep the queries.
@@ -308,8 +307,7 @@ def _with_masked_key(call: Call) -> Call:
 
 def _in_single(call: Call) -> Call:
     """The call in the precision of the solve: float32 where it came in half precision."""
-    dtype = call.query.dtype
-    beta, anchor = (t.numbers if type(t) is Learned else t for t in (call.beta, call.anchor))
+    dtype, beta, anchor = call.query.dtype, call.beta, call.anchor
     if (
         dtype not in HALF
         and call.keys.dtype == dtype
@@ -320,11 +318,11 @@ def _in_single(call: Call) -> Call:
         and (not isinstance(anchor, Tensor) or anchor.dtype == dtype)
     ):
         return call
+    call = call.recorded()
     query, keys, values, bias, initial = map(
         at_least_single, (call.query, call.keys, call.values, call.bias, call.initial)
     )
-    beta, anchor = map(recorded, (call.beta, call.anchor))
-    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (beta, anchor))
+    beta, anchor = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (call.beta, call.anchor))
     return call._replace(query=query, keys=keys, values=values, bias=bias, initial=initial, beta=beta, anchor=anchor)
 
 

@@ -31,9 +31,9 @@ from ..options import Plan
 from ..solution import AdjointReport, Solution, SolveReport
 from ..solvers import Outcome
 from ..status import of_attention
-from .call import Attended, Learned, recorded
+from .call import Attended, Sources
 from .read_out import LINE, is_laid_out, read_out, read_out_plain
-from .training import read_out_at
+from .training import inputs_of, read_out_at
 
 
 def eager() -> bool:
@@ -41,10 +41,10 @@ def eager() -> bool:
     return F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention and unobserved()
 
 
-def explicit(problem: Hopfield, values: Any) -> Tensor | None:
+def explicit(problem: Hopfield, values: Any, sources: Sources | None = None) -> Tensor | None:
     """The values read out at the query; None where it is left to `core`. Call while `eager`."""
     query, keys, beta, anchor, pairs, first = problem
-    if pairs is not None or not problem.is_plain(values):
+    if pairs is not None or not problem.is_plain(values, numbers=sources is not None):
         return None
     query = query.contiguous()
     # What a query that is not finite reads is NaN, which kernels do not always find.
@@ -66,26 +66,24 @@ def solved(
     plan: Plan,
     on_failure: Any,
     site: FailureSite | None = None,
-    sources: tuple[Any, Any] | None = None,
+    sources: Sources | None = None,
     *,
     report: bool = True,
     solution: bool = False,
 ) -> Attended | None:
     """Solve and read out, and report as `solve` does; None where it is left to `core`. Call while `eager`.
 
-    sources: where beta and anchor come from if not from the problem, `Learned`.
+    sources: where beta and anchor come from, if they are learned and have no graph.
     report, solution: whether these are asked for.
     """
-    if not is_native(problem, plan.impl, values):
+    if not is_native(problem, plan.impl, values, numbers=sources is not None):
         return None
     if initial is not problem.field and not (
         are_plain(problem.field.dtype, initial) and initial.shape == problem.field.shape
     ):
         return None
     assert plan.rule is not None
-    sources = (problem.beta, problem.anchor) if sources is None else sources
-    beta, anchor = (t.parameter if type(t) is Learned else t for t in sources)
-    differentiated = is_differentiated(problem.field, problem.keys, beta, anchor, problem.mask)
+    differentiated = is_differentiated(*(problem if sources is None else inputs_of(problem, sources)))
     counts = type(on_failure) is not str and policy_of(on_failure).counts
     told = report or differentiated or counts
     answer = solve_natively(problem, initial, plan.rule, plan.impl, mean=differentiated, evidence=told)
@@ -103,7 +101,9 @@ def solved(
             if values is not None and not (failed or solution or counts) and _is_whole(problem, values):
                 output = read_out_at(state, mean, values, problem, solve, sources)
             if output is None:
-                problem = problem._replace(beta=recorded(sources[0]), anchor=recorded(sources[1]))
+                if sources is not None:
+                    beta, anchor = sources.recorded(problem.beta, problem.anchor)
+                    problem = problem._replace(beta=beta, anchor=anchor)
                 state = solve.states(problem, state, mean)
         energy, later = functools.partial(_energy, problem), {"record": lambda: evidence.record}
         if failed or counts:

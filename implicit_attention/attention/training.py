@@ -11,18 +11,18 @@ from .._autograd import applied, are_plain, exact_precision, unobserved
 from ..adjoints.native import NativeSolve, native_gradients
 from ..ops.attention import flash_gradients, is_flash_for_cpu, with_logsumexp
 from ..ops.problem import Hopfield
-from .call import Learned
+from .call import Sources
 from .read_out import read_out_plain
 
 
 def read_out_at(
-    state: Tensor, mean: Tensor, values: Tensor, problem: Hopfield, solve: NativeSolve, sources: tuple[Any, Any]
+    state: Tensor, mean: Tensor, values: Tensor, problem: Hopfield, solve: NativeSolve, sources: Sources | None
 ) -> Tensor | None:
     """The values read out at native equilibria, differentiable; None where torch's kernel for the CPU does not read.
 
     The tensors are laid out as that kernel takes them, and all queries have answers.
 
-    sources: beta and anchor of the problem, or the `Learned` ones that they come from.
+    sources: where beta and anchor come from, if they are learned and have no graph.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         # Hooks are to see all that is kept.
@@ -30,21 +30,16 @@ def read_out_at(
     query, scale = scaled(state, problem.beta)
     if not is_flash_for_cpu(query, problem.keys, values, None, scale):
         return None
-    field, keys, beta, anchor, *pairs = problem
-    beta, anchor = (t.parameter if type(t) is Learned else t for t in sources)
-    return applied(
-        _ReadOutAtEquilibrium,
-        solve,
-        (state, mean, query, problem),
-        scale,
-        sources,
-        values,
-        field,
-        keys,
-        beta,
-        anchor,
-        *pairs,
-    )
+    inputs = problem if sources is None else inputs_of(problem, sources)
+    return applied(_ReadOutAtEquilibrium, solve, (state, mean, query, problem), scale, sources, values, *inputs)
+
+
+def inputs_of(problem: Hopfield, sources: Sources) -> Hopfield:
+    """The problem with the parameters of learned numbers in their place: the tensors to differentiate by."""
+    field, keys, beta, anchor, mask, first = problem
+    of_beta, of_anchor = sources
+    beta = beta if of_beta is None else of_beta.parameter
+    return Hopfield(field, keys, beta, anchor if of_anchor is None else of_anchor.parameter, mask, first)
 
 
 def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
@@ -54,10 +49,14 @@ def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
     return z.contiguous(), beta
 
 
+#: Of numbers that are given as they are.
+NONE = Sources(None, None)
+
+
 class _ReadOutAtEquilibrium(torch.autograd.Function):
     """(solve, (state, mean, scaled state, problem), scale, sources, values, *inputs) -> the values at the state.
 
-    The inputs are the problem, with the parameters of beta and anchor in their place where these are learned.
+    The inputs are those of `inputs_of`.
     """
 
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
@@ -77,12 +76,10 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
         state, mean, values, *tensors = ctx.saved_tensors
         saved = iter(tensors)
         inputs = Hopfield._make([next(saved) if part is Tensor else part for part in ctx.parts])
-        of_beta, of_anchor = ctx.sources
-        problem = inputs
-        if type(of_beta) is Learned:
-            problem = problem._replace(beta=of_beta.numbers)
-        if type(of_anchor) is Learned:
-            problem = problem._replace(anchor=of_anchor.numbers)
+        of_beta, of_anchor = ctx.sources or NONE
+        beta = inputs.beta if of_beta is None else of_beta.numbers
+        anchor = inputs.anchor if of_anchor is None else of_anchor.numbers
+        problem = Hopfield(inputs.field, inputs.keys, beta, anchor, inputs.mask, inputs.first)
         kept, ctx.kept = ctx.kept, None
         plain = not torch.is_grad_enabled() and unobserved()
         if plain and are_plain(state.dtype, cotangent, state, mean, values, problem.field, problem.keys):
@@ -121,11 +118,9 @@ def _by_kernels(
     # In memory that nobody else reads, laid out as autograd would have the sum: bits of what follows depend on that.
     by_keys = by_keys.add_(keys_too)
     by_beta = None if by_beta is None or beta_here is None else by_beta + beta_here
-    of_beta, of_anchor = ctx.sources
-    if type(of_beta) is Learned and by_beta is not None:
-        by_beta = of_beta.pull(by_beta)
-    if type(of_anchor) is Learned and by_anchor is not None:
-        by_anchor = of_anchor.pull(by_anchor)
+    of_beta, of_anchor = ctx.sources or NONE
+    by_beta = by_beta if of_beta is None else of_beta.pull(by_beta)
+    by_anchor = by_anchor if of_anchor is None else of_anchor.pull(by_anchor)
     return None, None, None, None, by_values, by_field, by_keys, by_beta, by_anchor, None, None
 
 
@@ -135,10 +130,9 @@ def _by_parts(
     """The same by functions of their own for the solve and the read-out, which have every derivative."""
     asked = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
     with exact_precision(cotangent), torch.enable_grad():
-        beta, anchor = (
-            source.formula(given) if type(source) is Learned else given
-            for source, given in zip(ctx.sources, inputs[2:4], strict=True)
-        )
+        of_beta, of_anchor = ctx.sources or NONE
+        beta = inputs.beta if of_beta is None else of_beta.formula(inputs.beta)
+        anchor = inputs.anchor if of_anchor is None else of_anchor.formula(inputs.anchor)
         problem = inputs._replace(beta=beta, anchor=anchor)
         z = ctx.solve.states(problem, state, mean)
         output = read_out_plain(z, problem.keys, values, problem.beta, problem.first)

@@ -20,6 +20,7 @@ from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp, ReadsOut
 from .cache import CachedKeys, KeyValueCache, check_cache
 from .projections import Fixed, LearnedAnchor, LearnedBeta, Rotary, Scalar, anchor_or_beta
+from .projections import read as read_numbers
 from .remembering import Remembering
 from .sharding import head_shard, projected
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+# The anchor of a step that does not depend on it.
+_UNREAD = Fixed(1.0)
 
 Readout: TypeAlias = Literal["values", "state"]
 
@@ -234,9 +238,11 @@ class ImplicitAttention(Remembering):
         eager = direct.eager()
         measured = torch.is_grad_enabled() or return_solution or return_trajectory
         unread = eager and not measured and read is not None and chosen.plan.explicit
-        by_numbers = eager and shard is None
-        beta = parts["beta"].read() if by_numbers else parts["beta"]()
-        anchor = 1.0 if unread else parts["anchor"].read() if by_numbers else parts["anchor"]()
+        anchor, sources = _UNREAD if unread else parts["anchor"], None
+        if eager and shard is None:
+            beta, anchor, sources = read_numbers(parts["beta"], anchor, self.heads)
+        else:
+            beta, anchor = parts["beta"](), anchor()
         if shard is not None:
             beta, anchor, pairs, bias = shard.own(beta), shard.own(anchor), shard.own(pairs, -3), shard.own(bias, -3)
         if self.values_inside:
@@ -256,6 +262,7 @@ class ImplicitAttention(Remembering):
             potential=self.potential,
             unbounded=self.unbounded,
             site=self._site,
+            sources=sources,
             dropout_p=self.dropout if self.training else 0.0,
             grouped=True,
             initial=None if cache is None else cache.start(query),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import ctypes
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -14,7 +13,8 @@ from torch.nn.modules import module as torch_module
 
 from .. import _validate
 from .._autograd import HALF, are_plain, at_least_single
-from ..attention.call import Learned
+from ..attention.call import Learned, Sources
+from ..ops.problem import MOST_NUMBERS
 
 Scalar: TypeAlias = float | Literal["learned"]
 
@@ -38,10 +38,6 @@ class Fixed(nn.Module):
 
     def forward(self) -> float | Tensor:
         return at_least_single(self.value)  # type: ignore[no-any-return]
-
-    def read(self) -> float | Tensor:
-        """Return the number or the buffer."""
-        return self.forward()
 
     def extra_repr(self) -> str:
         return f"{self.value:g}" if not isinstance(self.value, Tensor) else f"({len(self.value)},)"
@@ -71,7 +67,7 @@ class LearnedNumbers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: tuple[bytes, Learned] | None = None
+        self._known: tuple[Any, Learned] | None = None
 
     @abc.abstractmethod
     def formula(self, parameter: Tensor) -> Tensor:
@@ -84,24 +80,27 @@ class LearnedNumbers(nn.Module):
     def forward(self) -> Tensor:
         return self.formula(getattr(self, self.source))
 
-    def read(self) -> Tensor | Learned:
-        """The numbers, computed anew only if the parameter holds other numbers than before; call while `eager`.
+    def known(self) -> Learned | None:
+        """The numbers without a graph, computed anew only if the parameter has changed; call while `eager`.
 
-        They have a graph where something observes the module, or changes the parameter.
+        None where a call of the module is more than its formula, and where the numbers are not plain or not finite.
         """
         parameter = self._parameters.get(self.source)
         if type(parameter) is not nn.Parameter or not is_called_plainly(self):
-            return self()  # type: ignore[no-any-return]
+            return None
         dtype = parameter.dtype
-        if dtype in HALF or not (are_plain(dtype, parameter) and parameter.is_contiguous()):
-            return self()  # type: ignore[no-any-return]
-        # Not by a version, which writes to `parameter.data` leave as it is.
-        held = ctypes.string_at(parameter.data_ptr(), parameter.nbytes)
-        if self._known is None or self._known[0] != held or self._known[1].parameter is not parameter:
-            with torch.inference_mode(False), torch.no_grad():
-                numbers, pull = self.formula(parameter), self.derivative(parameter)
-            self._known = held, Learned(numbers, parameter, self.formula, pull)
-        return self._known[1]
+        if dtype in HALF or not are_plain(dtype, parameter) or parameter.numel() > MOST_NUMBERS:
+            return None
+        # By its numbers, as writes to `parameter.data` leave its version as it is.
+        numbers, known = parameter.tolist(), self._known
+        if known is None or known[0] != numbers or known[1].parameter is not parameter:
+            known = self._known = numbers, self._computed(parameter)
+        return known[1]
+
+    def _computed(self, parameter: nn.Parameter) -> Learned | None:
+        with torch.inference_mode(False), torch.no_grad():
+            numbers, pull = self.formula(parameter), self.derivative(parameter)
+        return Learned(numbers, parameter, self.formula, pull) if bool(numbers.isfinite().all()) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": None}
@@ -187,6 +186,25 @@ def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
         name, given, low=0.0, high=1.0 if name == "anchor" else math.inf, open_low=name == "beta"
     )
     return Fixed(float(given))
+
+
+def read(beta: nn.Module, anchor: nn.Module, heads: int) -> tuple[Any, Any, Sources | None]:
+    """The beta and the anchor of so many heads, and where they come from if they have no graph; call while `eager`."""
+    of_beta, of_anchor = _known(beta, heads), _known(anchor, heads)
+    if of_beta is None or of_anchor is None:
+        return beta(), anchor(), None
+    first, second = type(of_beta) is Learned, type(of_anchor) is Learned
+    sources = Sources(of_beta if first else None, of_anchor if second else None)
+    return of_beta.numbers if first else of_beta, of_anchor.numbers if second else of_anchor, sources
+
+
+def _known(module: nn.Module, heads: int) -> Any:
+    """The number of `Fixed`, or the `Learned` numbers of a module; None where it must be called."""
+    if isinstance(module, LearnedNumbers):
+        found = module.known()
+        return found if found is not None and found.numbers.shape == (heads,) else None
+    value = module.__dict__.get("value")
+    return value if type(module) is Fixed and type(value) is float and is_called_plainly(module) else None
 
 
 class Rotary(nn.Module):

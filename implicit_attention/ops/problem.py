@@ -59,10 +59,11 @@ class Hopfield(NamedTuple):
     def detached(self) -> Hopfield:
         return Hopfield(*(t.detach() if isinstance(t, Tensor) else t for t in self))  # type: ignore[arg-type]
 
-    def is_plain(self, values: Any = None) -> bool:
+    def is_plain(self, values: Any = None, *, numbers: bool = False) -> bool:
         """Whether all tensors are plain and fit each other, and numbers are in their range, while `unobserved`.
 
         values: what is read out, (*#batch, M, E), if anything.
+        numbers: whether tensors of beta and anchor are known to be so.
         """
         query, keys, beta, anchor, mask, _ = self
         dtype = query.dtype
@@ -73,9 +74,9 @@ class Hopfield(NamedTuple):
         if not _fit(query.shape, keys.shape, None if values is None else values.shape):
             return False
         # Written out for the most frequent kind.
-        if not (0.0 <= anchor <= 1.0 if type(anchor) is float else _is_number_in(anchor, query, 0.0, 1.0)):
+        if not (0.0 <= anchor <= 1.0 if type(anchor) is float else numbers or _is_number_in(anchor, query, 0.0, 1.0)):
             return False
-        if not (LEAST <= beta <= MOST if type(beta) is float else _is_number_in(beta, query, LEAST, MOST)):
+        if not (LEAST <= beta <= MOST if type(beta) is float else numbers or _is_number_in(beta, query, LEAST, MOST)):
             return False
         if mask is None:
             return True
