@@ -390,4 +390,7 @@ def jvp_by_vjp(function: Callable[..., Tensor], primals: Sequence[Tensor], tange
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Undo a broadcast: the gradient of an expanded tensor."""
-    return tensor.sum_to_size(shape) if tensor.shape != shape else tensor
+    if tensor.shape == shape:
+        return tensor
+    # A sum over axes of size 1 is a copy.
+    return tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor.sum_to_size(shape)

@@ -265,7 +265,7 @@ def _natively(request: Request, adjoint: Adjoint) -> tuple[Outcome, int] | None:
     assert told is not None
     record = told.record
     if mean is not None:
-        native = NativeSolve(solver, impl, request.report, failed == 0).expecting(record.residual)
+        native = NativeSolve(solver, impl, request.report, failed == 0, told)
         value = native.states(problem, value, mean)
     return Outcome(value, record), failed
 

@@ -108,8 +108,35 @@ class Trace(NamedTuple):
     value: Tensor
 
 
+def _none() -> Any:
+    """A default that is no attribute of the class, where it would be found before a field that is deferred."""
+    return dataclasses.field(default_factory=type(None))
+
+
+class Deferred:
+    """Base of dataclasses some of whose fields are made when they are read first."""
+
+    @classmethod
+    def deferred(cls, later: dict[str, Callable[[], Any]], **fields: Any) -> Self:
+        """The dataclass with the fields `later` made when they are read; the others have no defaults."""
+        made = object.__new__(cls)
+        made.__dict__.update(fields, _later=later)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks this only for names that `__dict__` does not have.
+        later = self.__dict__.get("_later", {})
+        if name not in later:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        made = self.__dict__[name] = later[name]()
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+
 @dataclasses.dataclass(repr=False)
-class AdjointReport:
+class AdjointReport(Deferred):
     """The report of the linear solves behind a gradient, per problem; empty until a backward pass has run.
 
     Not for the forward solve: see `SolveReport`.
@@ -150,19 +177,25 @@ class AdjointReport:
         [0, 0, 0]
     """
 
-    status: Tensor | None = None
-    residual: Tensor | None = None
-    tolerance: Tensor | None = None
-    num_steps: Tensor | None = None
-    negative_curvature: Tensor | None = None
-    gradient_error: Tensor | None = None
-    state_residual: Tensor | None = None
-    unsolved: Tensor | None = None
+    status: Tensor | None = _none()
+    residual: Tensor | None = _none()
+    tolerance: Tensor | None = _none()
+    num_steps: Tensor | None = _none()
+    negative_curvature: Tensor | None = _none()
+    gradient_error: Tensor | None = _none()
+    state_residual: Tensor | None = _none()
+    unsolved: Tensor | None = _none()
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
     site: FailureSite | None = None
     awaited: bool = False
     in_graph: bool = False
+
+    def fill(self, later: dict[str, Callable[[], Any]]) -> None:
+        """Replace fields by deferred ones."""
+        for name in later:
+            self.__dict__.pop(name, None)
+        self.__dict__["_later"] = {**self.__dict__.get("_later", {}), **later}
 
     @property
     def failed(self) -> Tensor | None:
@@ -186,28 +219,10 @@ class AdjointReport:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Recorded:
+class Recorded(Deferred):
     """Base of results that carry a `Record`: its fields by name."""
 
     record: Record
-
-    @classmethod
-    def deferred(cls, later: dict[str, Callable[[], Any]], **fields: Any) -> Self:
-        """The same with fields that are made when they are read first; all fields must be given."""
-        made = object.__new__(cls)
-        made.__dict__.update(fields, _later=later)
-        return made
-
-    def __getattr__(self, name: str) -> Any:
-        # Asked only for what is not there.
-        later = self.__dict__.get("_later", {})
-        if name not in later:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        made = self.__dict__[name] = later[name]()
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def status(self) -> Tensor:

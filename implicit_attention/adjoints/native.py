@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._autograd import applied, are_plain, backward_running, sum_to_shape, unobserved
+from .._autograd import applied, are_plain, sum_to_shape, unobserved
 from .._fused_rule import FusedRule
 from .._types import Impl
 from ..energies import AnchoredEnergy
@@ -25,7 +25,7 @@ from ..ops import dispatch, trust
 from ..ops.native import checks
 from ..ops.native.adjoint import adjoints
 from ..ops.native.library import library
-from ..ops.native.solve import Equilibria, equilibria
+from ..ops.native.solve import Equilibria, Evidence, equilibria
 from ..ops.problem import Hopfield, carries
 from ..ops.rule import AdjointRule
 from ..potentials import LogSumExp
@@ -129,18 +129,14 @@ class NativeSolve(NamedTuple):
     """The non-tensor arguments of the backward pass of a native solve.
 
     answered: whether every query has an answer, so that no number is NaN that must not reach others.
+    evidence: of the solve.
     """
 
     solver: Solver
     impl: Impl
     report: AdjointReport
     answered: bool
-
-    def expecting(self, residual: Tensor) -> NativeSolve:
-        """The same, whose report will be filled by a backward pass at states with these residuals."""
-        self.report.awaited = not backward_running()
-        self.report.state_residual = None if self.report.on_failure == "ignore" else residual
-        return self
+    evidence: Evidence
 
     def states(self, problem: Hopfield, state: Tensor, mean: Tensor) -> Tensor:
         """The states of a solve, where the keys have this mean, differentiable; the backward solve reports."""
@@ -184,39 +180,50 @@ def native_gradients(
     query, _, beta, anchor, _, _ = problem
     method = conjugate_gradients(state.dtype)
     rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
-    report, moved = how.report, how.report.state_residual
+    report = how.report
+    moved = 0 if report.on_failure == "ignore" else how.evidence.addresses()[1]
     least = least_size(how.solver, state.shape[-1])
     run = partial(adjoints, problem, state, mean, cotangent, rule, moved=moved, least=least)
     native = _trusted("hopfield_adjoint", how.impl, problem, run)
     if native is None:
         return None
-    found, failed, error, doubtful = native
+    value, by_beta, by_keys, evidence, failed, doubtful = native
     if failed and policy_of(report.on_failure).backward == "zero":
         return None
-    if failed:
+    found = native.answer if failed else None
+    if found is not None:
         held = problem.detached()
         energy = energy_of(held)
         packed = Lowered(energy, energy.potential, None, how.impl).packed()  # type: ignore[arg-type]
         found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
-    by_beta = sum_to_shape(found.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
+        value, by_beta, by_keys = found.value, found.by_beta, found.by_keys
+    by_number = sum_to_shape(by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
     by_anchor = None
     if isinstance(anchor, Tensor):
-        by_anchor = sum_to_shape((found.value * (query - mean)).sum((-1, -2)), anchor.shape)
-
-    def mapped() -> Tensor:
-        return energy_of(problem.detached()).fixed_point_map(state)
-
-    first = moved is not None and report.status is None and report.lead is None
+        by_anchor = sum_to_shape((value * (query - mean)).sum((-1, -2)), anchor.shape)
     watched = not isinstance(report.on_failure, str) or (report.site is not None and report.site.tally is not None)
-    if failed or doubtful or watched or not first:
+    if failed or doubtful or watched or not moved or report.status is not None or report.lead is not None:
+
+        def mapped() -> Tensor:
+            return energy_of(problem.detached()).fixed_point_map(state)
+
+        found = native.answer if found is None else found
         report_adjoint(report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
     else:
-        # There is nothing to tell, and nothing to add to.
-        _, report.status, report.residual, report.tolerance, report.num_steps, report.negative_curvature, _, _ = found
-        report.gradient_error = error
+        # There is nothing to warn of, and nothing to add to.
+        report.fill(
+            {
+                "status": lambda: evidence.status,
+                "residual": lambda: evidence.number(0),
+                "tolerance": lambda: evidence.number(1),
+                "num_steps": lambda: evidence.steps,
+                "negative_curvature": lambda: evidence.flags,
+                "gradient_error": lambda: evidence.number(2),
+            }
+        )
     # In the memory of u, which nobody else reads.
-    by_query = found.value.mul_(anchor.view(*anchor.shape, 1, 1) if isinstance(anchor, Tensor) else anchor)
-    return by_query, found.by_keys, by_beta, by_anchor
+    by_query = value.mul_(anchor.view(*anchor.shape, 1, 1) if isinstance(anchor, Tensor) else anchor)
+    return by_query, by_keys, by_number, by_anchor
 
 
 def _by_implicit(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._autograd import are_plain, unobserved
+from .._autograd import are_plain, backward_running, unobserved
 from .._solve import concluded
 from ..adjoints.native import (
     NativeSolve,
@@ -97,7 +97,11 @@ def solved(
     if evidence is not None:
         adjoint = AdjointReport(on_failure=on_failure, site=site)
         if mean is not None:
-            solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0).expecting(evidence.residual)
+            adjoint.awaited = not backward_running()
+            adjoint.fill({"unsolved": lambda: evidence.record.failed})
+            if on_failure != "ignore":
+                adjoint.fill({"state_residual": lambda: evidence.residual})
+            solve = NativeSolve(plan.solver, plan.impl, adjoint, failed == 0, evidence)
             if values is not None and not (failed or solution or counts) and _is_whole(problem, values):
                 output = read_out_at(state, mean, values, problem, solve, sources)
             if output is None:
@@ -118,8 +122,6 @@ def solved(
             )
             state, known = made.value, made.report
         else:
-            if mean is not None:
-                adjoint.unsolved = torch.zeros(evidence.rows, dtype=torch.bool)
             fields: dict[str, Any] = {"adjoint": adjoint, "remedies": plan.remedies}
             # Nobody may ever read them.
             known = SolveReport.deferred(later, **fields)

@@ -18,6 +18,8 @@ from ..ops.problem import MOST_NUMBERS
 
 Scalar: TypeAlias = float | Literal["learned"]
 
+_SIGMOID_BACKWARD = torch.ops.aten.sigmoid_backward.default
+
 # A learned anchor stays this far from 0 and 1, where a gradient would end for good.
 MARGIN = 1e-4
 # A learned temperature stays within e to this power, either way, of the initial one.
@@ -127,7 +129,7 @@ class LearnedAnchor(LearnedNumbers):
 
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         sigmoid = torch.sigmoid(parameter)
-        return lambda gradient: torch.ops.aten.sigmoid_backward(gradient * (1 - 2 * MARGIN), sigmoid)
+        return lambda gradient: _SIGMOID_BACKWARD(gradient * (1 - 2 * MARGIN), sigmoid)
 
     @torch.no_grad()
     def set(self, value: float) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...solution import UNSURE
@@ -14,6 +13,30 @@ from ..rule import AdjointAnswer, AdjointRule
 from ..trust import empty
 from .library import library
 from .operands import Operands
+from .solve import Evidence
+
+
+class Adjoints(NamedTuple):
+    """The solutions u of adjoint systems, (*batch, N, D), what they add to gradients, and the evidence.
+
+    failed: how many queries failed.
+    doubtful: how many estimates of the error of a gradient, which the third number of the evidence holds, are large or
+        uncertain; 0 where none was asked for.
+    """
+
+    value: Tensor
+    by_beta: Tensor
+    by_keys: Tensor
+    evidence: Evidence
+    failed: int
+    doubtful: int
+
+    @property
+    def answer(self) -> AdjointAnswer:
+        """Return the answer as all implementations give it."""
+        told = self.evidence
+        found = (self.value, told.status, told.number(0), told.number(1), told.steps, told.flags)
+        return AdjointAnswer(*found, self.by_beta, self.by_keys)
 
 
 def adjoints(
@@ -23,22 +46,17 @@ def adjoints(
     cotangent: Tensor,
     rule: AdjointRule,
     *,
-    evidence: bool = True,
     by_bias: Tensor | None = None,
-    moved: Tensor | None = None,
+    moved: int = 0,
     least: float = 0.0,
-) -> tuple[AdjointAnswer, int, Tensor | None, int]:
+) -> Adjoints:
     """Solve A u = cotangent at every state, where the mean of the keys is `mean`, all (*batch, N, D).
 
-    A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients. Without
-    `evidence` its fields are None.
+    A query that stalled, at a saddle above all, has the status STALLED and adds nothing to the gradients.
 
     by_bias: zeros (*batch, M), contiguous, to which the gradient of a bias of every key is added.
-    moved: the residuals of the states, (*batch, N), contiguous, from which the error of the gradient is estimated, for
-        states that count as no smaller than `least`.
-
-    Returns:
-        The answer, how many failed, the estimates (*batch, N), and how many of these are large or uncertain.
+    moved: the address of the residuals of the states, (*batch, N), from which the error of the gradient is estimated,
+        for states that count as no smaller than `least`; 0 for no estimate.
     """
     _, keys, beta, anchor, mask, first = problem
     loaded = library()
@@ -48,19 +66,13 @@ def adjoints(
     rows = shape[:-1]
     value, by_beta = empty(shape, dtype=dtype, device=device), empty(rows, dtype=dtype, device=device)
     by_keys = empty(keys.shape, dtype=dtype, device=device)
-    residual = tolerance = status = steps = negative = error = None
-    if evidence:
-        residual, tolerance, error = empty((3, *rows), dtype=dtype, device=device).unbind()
-        error = None if moved is None else error
-        status = empty(rows, dtype=torch.int8, device=device)
-        steps = empty(rows, dtype=torch.int32, device=device)
-        negative = empty(rows, dtype=torch.bool, device=device)
-    wanted = (value, by_beta, by_keys, by_bias, residual, tolerance, status, steps, negative, moved, error)
+    evidence = Evidence(rows, dtype, device, flags=True)
+    residual, tolerance, error, status, steps, negative = evidence.addresses()
     numbers = [rule.rtol, rule.max_steps, math.sqrt(max(shape[-1], 1)), least, UNSURE]
-    outputs = [0 if t is None else t.data_ptr() for t in wanted]
+    outputs = [value.data_ptr(), by_beta.data_ptr(), by_keys.data_ptr(), 0 if by_bias is None else by_bias.data_ptr()]
+    outputs += (residual, tolerance, status, steps, negative, moved, error if moved else 0)
     counts = operands.call(loaded.adjoint, dtype.itemsize, numbers, outputs, loaded.parallel_for)
-    found: Any = (value, status, residual, tolerance, steps, negative, by_beta, by_keys)
-    return AdjointAnswer._make(found), counts & 0xFFFFFFFF, error, counts >> 32
+    return Adjoints(value, by_beta, by_keys, evidence, counts & 0xFFFFFFFF, counts >> 32)
 
 
 def solve_adjoint(
@@ -73,4 +85,4 @@ def solve_adjoint(
     by_bias: Tensor | None = None,
 ) -> AdjointAnswer:
     """Solve the adjoint systems of a problem whose tensors are all of one dtype."""
-    return adjoints(problem, state, mean, cotangent, rule, by_bias=by_bias)[0]
+    return adjoints(problem, state, mean, cotangent, rule, by_bias=by_bias).answer

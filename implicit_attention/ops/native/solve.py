@@ -17,37 +17,58 @@ from .operands import MOST_STEPS, Operands
 
 
 class Evidence:
-    """The evidence of a solve in two pieces of memory, of which tensors are made when they are read."""
+    """The evidence of a solve, or of an adjoint solve, in one piece of memory, of which tensors are made when read.
 
-    __slots__ = ("codes", "numbers", "rows")
+    Three numbers a query (`number`), its steps in four bytes, its status in one, and with `flags` one byte more.
+    """
 
-    def __init__(self, rows: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = rows
-        self.numbers = empty((3, *rows), dtype=dtype, device=device)
-        # Steps in four bytes, a status in one.
-        self.codes = empty((5 * rows.numel(),), dtype=torch.uint8, device=device)
+    __slots__ = ("count", "dtype", "memory", "rows")
 
-    def addresses(self) -> tuple[int, ...]:
-        """Return where logsumexp, residual, tolerance, status and steps are."""
-        count, start, steps = self.rows.numel(), self.numbers.data_ptr(), self.codes.data_ptr()
-        size = count * self.numbers.itemsize
-        return start, start + size, start + 2 * size, steps + 4 * count, steps
+    def __init__(self, rows: torch.Size, dtype: torch.dtype, device: torch.device, *, flags: bool = False) -> None:
+        self.rows, self.dtype, self.count = rows, dtype, rows.numel()
+        size = self.count * (3 * dtype.itemsize + (6 if flags else 5))
+        self.memory = empty((size,), dtype=torch.uint8, device=device)
+
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """Return where the three numbers, status, steps and flags are."""
+        count, start = self.count, self.memory.data_ptr()
+        size = count * self.dtype.itemsize
+        steps = start + 3 * size
+        return start, start + size, start + 2 * size, steps + 4 * count, steps, steps + 5 * count
+
+    def number(self, index: int) -> Tensor:
+        size = self.count * self.dtype.itemsize
+        return self._part(index * size, size, self.dtype)
 
     @property
-    def logsumexp(self) -> Tensor:
-        return self.numbers[0]
+    def steps(self) -> Tensor:
+        return self._part(3 * self.count * self.dtype.itemsize, 4 * self.count, torch.int32)
+
+    @property
+    def status(self) -> Tensor:
+        return self._part(self.count * (3 * self.dtype.itemsize + 4), self.count, torch.int8)
+
+    @property
+    def flags(self) -> Tensor:
+        return self._part(self.count * (3 * self.dtype.itemsize + 5), self.count, torch.bool)
 
     @property
     def residual(self) -> Tensor:
-        return self.numbers[1]
+        """Return the residuals of a solve."""
+        return self.number(1)
 
     @property
     def record(self) -> Record:
-        """Return the report of the solve."""
-        count = self.rows.numel()
-        steps = self.codes[: 4 * count].view(torch.int32).view(self.rows)
-        status = self.codes[4 * count :].view(torch.int8).view(self.rows)
-        return Record(status, self.numbers[1], self.numbers[2], steps, steps + 1)
+        """Return the report of a solve."""
+        steps = self.steps
+        return Record(self.status, self.number(1), self.number(2), steps, steps + 1)
+
+    def _part(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        return self.memory[start : start + size].view(dtype).view(self.rows)
+
+
+# Addresses at which nothing is written.
+_NOWHERE = (0,) * 5
 
 
 class Equilibria(NamedTuple):
@@ -75,7 +96,7 @@ def equilibria(
     means = empty(shape, dtype=dtype, device=device) if mean else None
     told = Evidence(shape[:-1], dtype, device) if evidence else None
     outputs = [state.data_ptr(), 0 if means is None else means.data_ptr()]
-    outputs += (0,) * 5 if told is None else told.addresses()
+    outputs += _NOWHERE if told is None else told.addresses()
     steps_of_rule = (min(rule.max_steps, MOST_STEPS), min(rule.plain_steps, MOST_STEPS + 1))
     numbers_of_rule = [rule.rtol, rule.atol, *steps_of_rule]
     failed = operands.call(loaded.solve, dtype.itemsize, numbers_of_rule, outputs, loaded.parallel_for)
@@ -87,4 +108,4 @@ def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: boo
     state, mean, told, _ = equilibria(problem, initial, rule, mean=keep_mean)
     assert told is not None
     mean = state.new_empty(0, state.shape[-1]) if mean is None else mean
-    return Solved(state, mean, told.logsumexp, *told.record)
+    return Solved(state, mean, told.number(0), *told.record)
