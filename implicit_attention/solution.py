@@ -108,11 +108,6 @@ class Trace(NamedTuple):
     value: Tensor
 
 
-def _none() -> Any:
-    """A default that is no attribute of the class, where it would be found before a field that is deferred."""
-    return dataclasses.field(default_factory=type(None))
-
-
 class Deferred:
     """Base of dataclasses some of whose fields are made when they are read first."""
 
@@ -177,14 +172,14 @@ class AdjointReport(Deferred):
         [0, 0, 0]
     """
 
-    status: Tensor | None = _none()
-    residual: Tensor | None = _none()
-    tolerance: Tensor | None = _none()
-    num_steps: Tensor | None = _none()
-    negative_curvature: Tensor | None = _none()
-    gradient_error: Tensor | None = _none()
-    state_residual: Tensor | None = _none()
-    unsolved: Tensor | None = _none()
+    status: Tensor | None = None
+    residual: Tensor | None = None
+    tolerance: Tensor | None = None
+    num_steps: Tensor | None = None
+    negative_curvature: Tensor | None = None
+    gradient_error: Tensor | None = None
+    state_residual: Tensor | None = None
+    unsolved: Tensor | None = None
     lead: torch.Size | None = None
     on_failure: OnFailure = "raise"
     site: FailureSite | None = None
@@ -216,6 +211,12 @@ class AdjointReport(Deferred):
         if self.unsolved is not None and (count := int(self.unsolved.sum())):
             told += f"; {count} at states that are no solution, where it is wrong"
         return f"AdjointReport({summarize(self.status, self.residual, self.num_steps)}{told})"
+
+
+for _field in dataclasses.fields(AdjointReport):
+    # The default of a class would be found before a field that is deferred.
+    if _field.default is None:
+        delattr(AdjointReport, _field.name)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)

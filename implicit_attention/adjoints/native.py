@@ -21,6 +21,7 @@ from .._types import Impl
 from ..energies import AnchoredEnergy
 from ..failure_policy import policy_of
 from ..fused import Adjoined, Lowered
+from ..linear import CG
 from ..ops import dispatch, trust
 from ..ops.native import checks
 from ..ops.native.adjoint import adjoints
@@ -171,6 +172,13 @@ class _Equilibrium(torch.autograd.Function):
         return (None, None, *_by_implicit(problem, ctx.solve, state, cotangent, ctx.needs_input_grad[2:]))
 
 
+@functools.lru_cache(maxsize=256)
+def _adjoint_rule(solver: Solver, dtype: torch.dtype, dim: int) -> tuple[CG, AdjointRule, float]:
+    """The method of the backward solve, its rule, and the size below which a state counts as zero."""
+    method = conjugate_gradients(dtype)
+    return method, AdjointRule(method.rtol, method.default_max_steps(dim)), least_size(solver, dim)
+
+
 def native_gradients(
     problem: Hopfield, how: NativeSolve, state: Tensor, mean: Tensor, cotangent: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
@@ -178,11 +186,9 @@ def native_gradients(
     if not how.answered:
         return None
     query, _, beta, anchor, _, _ = problem
-    method = conjugate_gradients(state.dtype)
-    rule = AdjointRule(method.rtol, method.default_max_steps(state.shape[-1]))
+    method, rule, least = _adjoint_rule(how.solver, state.dtype, state.shape[-1])
     report = how.report
     moved = 0 if report.on_failure == "ignore" else how.evidence.addresses()[1]
-    least = least_size(how.solver, state.shape[-1])
     run = partial(adjoints, problem, state, mean, cotangent, rule, moved=moved, least=least)
     native = _trusted("hopfield_adjoint", how.impl, problem, run)
     if native is None:

@@ -44,12 +44,14 @@ class Learned(NamedTuple):
     """Numbers of the heads that a formula makes of a parameter.
 
     numbers: (H,), without a graph.
+    columns: the same, (H, 1, 1).
     parameter: (H,), of the same precision.
     formula: makes the numbers of the parameter.
     pull: the gradient of the parameter by that of the numbers.
     """
 
     numbers: Tensor
+    columns: Tensor
     parameter: Tensor
     formula: Callable[[Tensor], Tensor]
     pull: Callable[[Tensor], Tensor]

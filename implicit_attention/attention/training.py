@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .._autograd import applied, are_plain, exact_precision, unobserved
 from ..adjoints.native import NativeSolve, native_gradients
-from ..ops.attention import flash_gradients, is_flash_for_cpu, with_logsumexp
+from ..ops.attention import flash_gradients, torch_chooses_flash, with_logsumexp
 from ..ops.problem import Hopfield
-from .call import Sources
+from .call import Learned, Sources
 from .read_out import read_out_plain
 
 
@@ -27,8 +27,8 @@ def read_out_at(
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         # Hooks are to see all that is kept.
         return None
-    query, scale = scaled(state, problem.beta)
-    if not is_flash_for_cpu(query, problem.keys, values, None, scale):
+    query, scale = scaled(state, problem.beta, sources)
+    if not torch_chooses_flash(query, problem.keys, values, None, scale):
         return None
     inputs = problem if sources is None else inputs_of(problem, sources)
     return applied(_ReadOutAtEquilibrium, solve, (state, mean, query, problem), scale, sources, values, *inputs)
@@ -42,11 +42,16 @@ def inputs_of(problem: Hopfield, sources: Sources) -> Hopfield:
     return Hopfield(field, keys, beta, anchor if of_anchor is None else of_anchor.parameter, mask, first)
 
 
-def scaled(z: Tensor, beta: float | Tensor) -> tuple[Tensor, float]:
+def scaled(z: Tensor, beta: float | Tensor, sources: Sources | None) -> tuple[Tensor, float]:
     """Queries and their scale, a number, for attention at the states z."""
     if isinstance(beta, Tensor):
-        return (beta.detach().view(*beta.shape, 1, 1) * z).contiguous(), 1.0
+        return (columns_of(beta, None if sources is None else sources.beta) * z).contiguous(), 1.0
     return z.contiguous(), beta
+
+
+def columns_of(number: Tensor, source: Learned | None) -> Tensor:
+    """The numbers of heads with two more axes, without a graph."""
+    return number.detach().view(*number.shape, 1, 1) if source is None else source.columns
 
 
 #: Of numbers that are given as they are.
@@ -82,10 +87,10 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
         problem = Hopfield(inputs.field, inputs.keys, beta, anchor, inputs.mask, inputs.first)
         kept, ctx.kept = ctx.kept, None
         plain = not torch.is_grad_enabled() and unobserved()
-        if plain and are_plain(state.dtype, cotangent, state, mean, values, problem.field, problem.keys):
+        if plain and are_plain(state.dtype, cotangent, values, problem.field, problem.keys):
             if kept is None or kept[0]._version != kept[2]:
                 # It was used up, or its output was written to.
-                kept = _kept(scaled(state, problem.beta)[0], values, problem, ctx.scale)
+                kept = _kept(scaled(state, problem.beta, ctx.sources)[0], values, problem, ctx.scale)
             found = _by_kernels(ctx, problem, state, mean, values, kept, cotangent)
             if found is not None:
                 return found
@@ -106,19 +111,19 @@ def _by_kernels(
     by_query, by_keys, by_values = flash_gradients(
         cotangent, query, problem.keys, values, output, logsumexp, None, ctx.scale, problem.first
     )
+    of_beta, of_anchor = ctx.sources or NONE
     beta, beta_here = problem.beta, None
     if isinstance(beta, Tensor):
-        unsqueezed = beta.view(*beta.shape, 1, 1)
-        beta_here = (by_query * state).sum_to_size(unsqueezed.shape).reshape(beta.shape)
-        by_query = by_query * unsqueezed
+        columns = columns_of(beta, of_beta)
+        beta_here = (by_query * state).sum_to_size(columns.shape).reshape(beta.shape)
+        by_query = by_query.mul_(columns)
     found = native_gradients(problem, ctx.solve, state, mean, by_query)
     if found is None:
         return None
     by_field, keys_too, by_beta, by_anchor = found
     # In memory that nobody else reads, laid out as autograd would have the sum: bits of what follows depend on that.
     by_keys = by_keys.add_(keys_too)
-    by_beta = None if by_beta is None or beta_here is None else by_beta + beta_here
-    of_beta, of_anchor = ctx.sources or NONE
+    by_beta = None if by_beta is None or beta_here is None else beta_here.add_(by_beta)
     by_beta = by_beta if of_beta is None else of_beta.pull(by_beta)
     by_anchor = by_anchor if of_anchor is None else of_anchor.pull(by_anchor)
     return None, None, None, None, by_values, by_field, by_keys, by_beta, by_anchor, None, None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import _validate
-from .._autograd import HALF, are_plain, at_least_single
+from .._autograd import HALF, at_least_single
 from ..attention.call import Learned, Sources
 from ..ops.problem import MOST_NUMBERS
 
@@ -90,8 +90,7 @@ class LearnedNumbers(nn.Module):
         parameter = self._parameters.get(self.source)
         if type(parameter) is not nn.Parameter or not is_called_plainly(self):
             return None
-        dtype = parameter.dtype
-        if dtype in HALF or not are_plain(dtype, parameter) or parameter.numel() > MOST_NUMBERS:
+        if not parameter.is_cpu or parameter.dtype in HALF or parameter.numel() > MOST_NUMBERS:
             return None
         # By its numbers, as writes to `parameter.data` leave its version as it is.
         numbers, known = parameter.tolist(), self._known
@@ -102,7 +101,9 @@ class LearnedNumbers(nn.Module):
     def _computed(self, parameter: nn.Parameter) -> Learned | None:
         with torch.inference_mode(False), torch.no_grad():
             numbers, pull = self.formula(parameter), self.derivative(parameter)
-        return Learned(numbers, parameter, self.formula, pull) if bool(numbers.isfinite().all()) else None
+        if not bool(numbers.isfinite().all()):
+            return None
+        return Learned(numbers, numbers[..., None, None], parameter, self.formula, pull)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": None}
@@ -128,8 +129,9 @@ class LearnedAnchor(LearnedNumbers):
         return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(parameter))
 
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        sigmoid = torch.sigmoid(parameter)
-        return lambda gradient: _SIGMOID_BACKWARD(gradient * (1 - 2 * MARGIN), sigmoid)
+        # A product with a tensor takes a third of the time of one with a number.
+        sigmoid, width = torch.sigmoid(parameter), torch.full_like(parameter, 1 - 2 * MARGIN)
+        return lambda gradient: _SIGMOID_BACKWARD(gradient * width, sigmoid)
 
     @torch.no_grad()
     def set(self, value: float) -> None:
@@ -163,7 +165,7 @@ class LearnedBeta(LearnedNumbers):
         return self.initial * torch.exp(at_least_single(parameter).clamp(-MOST_LOG, MOST_LOG))
 
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        initial, scale = self.initial, parameter.clamp(-MOST_LOG, MOST_LOG).exp()
+        initial, scale = torch.full_like(parameter, self.initial), parameter.clamp(-MOST_LOG, MOST_LOG).exp()
         clamped = parameter.abs() > MOST_LOG
         if not clamped.any():
             return lambda gradient: gradient * initial * scale
