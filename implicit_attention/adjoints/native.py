@@ -20,7 +20,8 @@ from .._fused_rule import FusedRule
 from .._types import Impl
 from ..energies import AnchoredEnergy
 from ..failure_policy import policy_of
-from ..fused import Adjoined, Lowered
+from ..fused import hopfield_of
+from ..linear import LinearSolution
 from ..ops import dispatch, trust
 from ..ops.native import checks
 from ..ops.native.adjoint import adjoints
@@ -32,7 +33,7 @@ from ..potentials import LogSumExp
 from ..solution import AdjointReport
 from ..solvers import Anderson, Picard, Solver
 from .base import Adjoint, Request
-from .implicit import Implicit, SolveCall, gradients_at
+from .implicit import Implicit, gradients_at
 from .linear_system import conjugate_gradients, least_size, report_adjoint
 
 _R = TypeVar("_R")
@@ -194,9 +195,8 @@ def native_gradients(
     if failed and policy_of(report.on_failure).backward == "zero":
         return None
     if failed:
-        held = problem.detached()
-        energy = energy_of(held)
-        packed = Lowered(energy, energy.potential, None, how.impl).packed()  # type: ignore[arg-type]
+        energy = energy_of(problem.detached())
+        packed = hopfield_of(energy, energy.potential)  # type: ignore[arg-type]
         found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
     by_beta = sum_to_shape(found.by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
     by_anchor = None
@@ -209,7 +209,8 @@ def native_gradients(
     first = moved is not None and report.status is None and report.lead is None
     watched = not isinstance(report.on_failure, str) or (report.site is not None and report.site.tally is not None)
     if failed or doubtful or watched or not first:
-        report_adjoint(report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
+        solution = LinearSolution(found.record, found.value, found.negative_curvature)
+        report_adjoint(report, how.solver, method, solution, True, state, cotangent, mapped)
     else:
         # There is nothing to tell, and nothing to add to.
         _, report.status, report.residual, report.tolerance, report.num_steps, report.negative_curvature, _, _ = found
@@ -227,9 +228,7 @@ def _by_implicit(
     request = Request(energy, state, how.solver, how.impl, False, how.report)
     # Keys, beta, pairs, query, anchor: the order of `energy.tensors()`.
     order = [i for i in (1, 2, 4, 0, 3) if isinstance(problem[i], Tensor)]
-    found = gradients_at(
-        SolveCall(energy, None, request), state, energy.tensors(), cotangent, [needed[i] for i in order]
-    )
+    found = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])
     gradients: list[Tensor | None] = [None] * len(problem)
     for i, gradient in zip(order, found, strict=True):
         gradients[i] = gradient
