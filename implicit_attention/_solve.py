@@ -27,7 +27,7 @@ from .adjoints.native import NativeSolve, is_differentiated, is_native, native_r
 from .failure_policy import FailurePolicy, located, policy_of
 from .fused import lower, written_out
 from .problem import Problem, randomness, widened
-from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution, Trace
+from .solution import NO_GRADIENT, AdjointReport, Record, Remedies, Solution
 from .solvers import Anderson, Outcome, Solver
 from .solvers.exported import check_budget, check_no_evidence, stepped
 from .solvers.iterate import Callback
@@ -195,10 +195,8 @@ def _exported(problem: Problem, initial: Tensor, solver: Solver, trace: bool) ->
     problem.check_solver(solver)
     problem, (initial,) = widened(problem.settled(), initial)
     value = stepped(solver, written_out(problem), initial)
-    lead = value.sum(tuple(range(-problem.event_ndim, 0))) if problem.event_ndim else value
-    return Solution(
-        Record.unmeasured(lead, solver.exhausted), AdjointReport(in_graph=True), solver.remedies, value=value
-    )
+    record = Record.unmeasured(value, solver.exhausted, problem.event_ndim)
+    return Solution(record, AdjointReport(in_graph=True), solver.remedies, value=value)
 
 
 def concluded(
@@ -228,7 +226,7 @@ def concluded(
         report,
         adjoint.advice(advice(solver.remedies)),
         value=value,
-        trace=_trace(outcome.trace),
+        trace=outcome.trace,
         course=course,
         energy_function=energy_function,
     )
@@ -294,10 +292,3 @@ def _judged(problem: Problem, value: Tensor, record: Record) -> Record:
     if outside is None:
         return record
     return record._replace(status=record.status.masked_fill(record.converged & outside, int(Status.OUT_OF_RANGE)))
-
-
-def _trace(kept: tuple[Tensor, ...]) -> Trace | None:
-    if not kept:
-        return None
-    residual, *energy, num_evals, value = kept
-    return Trace(residual, energy[0] if energy else None, num_evals, value)

@@ -7,7 +7,6 @@ the solvers' loop and by linear solvers.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,28 +20,13 @@ from .errors import UnsupportedImplementation
 from .failure_policy import FailureSite, text_of
 from .ops import dispatch, registration
 from .ops.problem import Hopfield, carries
-from .ops.rule import THERE, Solved
+from .ops.rule import THERE, AdjointAnswer, Solved
 from .potentials import LogSumExp, Potential
 from .potentials._read import surely_finite, without_nan, without_nan_before
 from .potentials.log_sum_exp import OverLogSumExp, as_log_sum_exp
 from .problem import Problem
 from .solution import Record
 from .solvers.iterate import Solver
-
-
-class Adjoined(NamedTuple):
-    """u with (I - J^T) u = cotangent, (*lead, *event), how its solve went, (*lead), and what u gives.
-
-    gradients: (df/dt)^T u for each declared tensor, or nothing where only u was asked for.
-    """
-
-    value: Tensor
-    status: Tensor
-    residual: Tensor
-    tolerance: Tensor
-    num_steps: Tensor
-    negative_curvature: Tensor
-    gradients: tuple[Tensor | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +66,10 @@ class Lowered:
         found = Solved(*registration.solve_op(*problem, _poisoned(initial, poison), *self.rule, impl, *told))
         return found.state, found.record
 
-    def there(self) -> tuple[Tensor, Tensor]:
-        """Mean of the potential and log-sum-exp of its scores at the field, in one sweep over the keys."""
-        found = dispatch.solve(self.packed(), self.energy.field, THERE, self.impl)
-        return found.mean, found.logsumexp
-
-    def adjoint(self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int) -> Adjoined | None:
-        """The adjoint solve at z by conjugate gradients; None for a gradient of the bias that it has not.
+    def adjoint(
+        self, z: Tensor, cotangent: Tensor, rtol: float, max_steps: int
+    ) -> tuple[tuple[Tensor | None, ...], AdjointAnswer] | None:
+        """The gradients of the energy's tensors, by conjugate gradients at z; None for that of a bias that it has not.
 
         It has that of a bias per key, which is the same for all queries.
 
@@ -102,10 +83,10 @@ class Lowered:
                 return None
             by_bias = z.new_zeros(*z.shape[:-2], potential.keys.shape[-2])
         impl = dispatch.checked(self.impl, problem)
-        found = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, impl, by_bias=by_bias)
-        by_potential: list[Tensor | None] = [found.by_keys]
+        answer = dispatch.solve_adjoint(problem, z, cotangent, rtol, max_steps, impl, by_bias=by_bias)
+        by_potential: list[Tensor | None] = [answer.by_keys]
         if isinstance(potential.beta, Tensor):
-            by_potential.append(sum_to_shape(found.by_beta.sum(-1), potential.beta.shape))
+            by_potential.append(sum_to_shape(answer.by_beta.sum(-1), potential.beta.shape))
         if potential.mask is not None:
             by_potential.append(None)
         if potential.bias is not None:
@@ -114,9 +95,8 @@ class Lowered:
             by_potential = list(energy.potential.own_gradients(tuple(by_potential)))
         if own is not None and by_potential[-1] is not None:
             by_potential[-1] = sum_to_shape(by_potential[-1], own.shape)
-        gradients = by_potential
-        gradients += energy._by_own(found.value, lambda: dispatch.solve(problem, z, THERE, impl).mean)
-        return Adjoined(*found[:6], gradients=tuple(gradients))
+        by_own = energy._by_own(answer.value, lambda: dispatch.solve(problem, z, THERE, impl).mean)
+        return (*by_potential, *by_own), answer
 
     @property
     def _own(self) -> LogSumExp:
@@ -126,21 +106,9 @@ class Lowered:
         assert isinstance(found, LogSumExp)
         return found
 
-    def packed(self) -> Hopfield:
-        """The problem as the operations take it, which is made of views."""
-        potential, field = self.potential, self.energy.field
-        pairs = potential.mask if potential.bias is None else potential.bias
-        if potential.bias is not None and potential.mask is not None:
-            pairs = potential.bias.where(potential.mask, -torch.inf)
-        # Where the host does not look, what lies outside of its range becomes NaN.
-        beta, anchor = potential.beta, self.energy.anchor
-        beta = _validate.inside(beta, low=0.0, open_low=True) if isinstance(beta, Tensor) else beta
-        anchor = _validate.inside(anchor, low=0.0, high=1.0) if isinstance(anchor, Tensor) else anchor
-        return Hopfield(field, potential.keys, beta, anchor, pairs, potential.query_offset).packed()
-
     def _isolated(self) -> tuple[Hopfield, Tensor | None]:
         """The same with keys that are not finite read as 0, and NaN for the queries that attend to such a key."""
-        problem = self.packed()
+        problem = hopfield_of(self.energy, self.potential)
         if (problem.mask is None and problem.first is None) or surely_finite(problem.keys):
             return problem, None
         dtype = problem.field.dtype
@@ -152,6 +120,23 @@ class Lowered:
         attended = problem.mask if problem.mask.dtype == torch.bool else torch.ne(problem.mask, -torch.inf)
         (keys, _), poison = without_nan([problem.keys, problem.keys], attended, dtype)
         return problem._replace(keys=keys), poison
+
+
+def hopfield_of(energy: AnchoredEnergy, potential: LogSumExp) -> Hopfield:
+    """The problem as the operations take it, made of views; `potential` is that of the energy, or computes it."""
+    pairs = potential.mask if potential.bias is None else potential.bias
+    if potential.bias is not None and potential.mask is not None:
+        pairs = potential.bias.where(potential.mask, -torch.inf)
+    # Where the host does not look, a number outside of its range becomes NaN.
+    beta = _validate.inside(potential.beta, low=0.0, open_low=True)
+    anchor = _validate.inside(energy.anchor, low=0.0, high=1.0)
+    return Hopfield(energy.field, potential.keys, beta, anchor, pairs, potential.query_offset).packed()
+
+
+def mean_and_logsumexp(energy: AnchoredEnergy, potential: LogSumExp) -> tuple[Tensor, Tensor]:
+    """Mean of the potential and log-sum-exp of its scores at the field, in one sweep over the keys."""
+    solved = dispatch.solve(hopfield_of(energy, potential), energy.field, THERE, "auto")
+    return solved.mean, solved.logsumexp
 
 
 def _poisoned(initial: Tensor, poison: Tensor | None) -> Tensor:
@@ -181,7 +166,7 @@ def lower(problem: Problem, solver: Solver | None, impl: Impl, *, every_step: bo
     if lowered is None or reason is not None:
         return None
     if insists:
-        dispatch.checked(impl, lowered.packed())
+        dispatch.checked(impl, hopfield_of(lowered.energy, lowered.potential))
     if torch.compiler.is_compiling() or is_fake(lowered.energy.field):
         # As a part of a graph the operations take tensors of transforms, and shapes that are not known yet.
         return lowered

@@ -52,9 +52,9 @@ class Record(NamedTuple):
     num_evals: Tensor
 
     @classmethod
-    def unmeasured(cls, like: Tensor, status: Status) -> Record:
-        """The record of problems of which the status alone is known; `like` has their leading axes, (*lead)."""
-        unknown = like.detach().new_full(like.shape, torch.nan)
+    def unmeasured(cls, states: Tensor, status: Status, event_ndim: int = 0) -> Record:
+        """The record of problems with these states (*lead, *event), of which the status alone is known."""
+        unknown = states.detach().new_full(states.shape[: states.ndim - event_ndim], torch.nan)
         none = torch.zeros_like(unknown, dtype=torch.int32)
         return cls(torch.full_like(none, int(status), dtype=torch.int8), unknown, unknown, none, none)
 
@@ -106,6 +106,12 @@ class Trace(NamedTuple):
     energy: Tensor | None
     num_evals: Tensor
     value: Tensor
+
+    @classmethod
+    def of(cls, residual: Tensor, *others: Tensor) -> Trace:
+        """The course by its fields, of which the energy may be left out."""
+        *energy, num_evals, value = others
+        return cls(residual, energy[0] if energy else None, num_evals, value)
 
 
 class Deferred:

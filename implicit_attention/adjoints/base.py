@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._types import Impl
 from ..fused import lower
+from ..linear import LinearSolver
 from ..problem import Problem
 from ..solution import AdjointReport, Remedies
 from ..solvers import Outcome, Solver
@@ -24,7 +26,7 @@ class Request:
     Examples:
         >>> from implicit_attention.adjoints import Request
         >>> [field for field in Request.__dataclass_fields__]
-        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback']
+        ['problem', 'initial', 'solver', 'impl', 'trace', 'report', 'callback', 'linear_solver']
     """
 
     problem: Problem
@@ -34,6 +36,14 @@ class Request:
     trace: bool
     report: AdjointReport
     callback: Callback | None = None
+    #: The method of the backward solve, where the adjoint names one.
+    linear_solver: LinearSolver[Any] | None = None
+
+    def without_tensors(self) -> Request:
+        """The request as a graph keeps it, in which tensors have to be saved so that hooks see them."""
+        # One for each: modules would take equal ones for a parameter that they share.
+        empty = self.problem.replace(*(torch.empty(0) for _ in self.problem.tensors()))
+        return dataclasses.replace(self, problem=empty, initial=torch.empty(0))
 
     def solved(self, problem: Problem, initial: Tensor) -> Outcome:
         """The outcome for `problem` without a graph, by a fused operation where `impl` has or wants one."""

@@ -29,7 +29,7 @@ from .._declared import first_of
 from .._reporting import stays_out
 from ..linear import LinearSolver
 from ..problem import Problem, isolated, pullback
-from ..solution import Record, Remedies
+from ..solution import Record, Remedies, Trace
 from ..solvers._rows import maps_alone
 from ..solvers.iterate import Outcome
 from ..status import Status
@@ -117,9 +117,7 @@ class Implicit(Adjoint):
             )
 
     def run(self, request: Request) -> Outcome:
-        # The solution does not depend on the initial state, whose graph would only be kept alive.
-        request = dataclasses.replace(request, initial=request.initial.detach())
-        outcome = fixed_point(request, self.linear_solver, request.initial, request.problem.tensors())
+        outcome = fixed_point(request, request.problem.tensors(), self.linear_solver)
         if self.fallback is None or not (outcome.value.requires_grad or transforms_active()):
             return outcome
         return outcome._replace(value=_fallen_back(self.fallback, request.problem, outcome))
@@ -158,16 +156,17 @@ def _separates(problem: Problem, index: Tensor, failed: Tensor, value: Tensor) -
 
 
 def fixed_point(
-    request: Request, linear_solver: LinearSolver[Any] | None, initial: Tensor, tensors: tuple[Tensor, ...]
+    request: Request, tensors: tuple[Tensor, ...], linear_solver: LinearSolver[Any] | None = None
 ) -> Outcome:
     """The outcome of the solver, its value differentiable with respect to `tensors`."""
-    call = SolveCall(request.problem, linear_solver, request)
-    value, *found = _apply(_FixedPoint, call, initial, *tensors)
-    return Outcome(value, Record(*found[:5]), tuple(found[5:]))
+    # The solution does not depend on the initial state, whose graph would only be kept alive.
+    request = dataclasses.replace(request, initial=request.initial.detach(), linear_solver=linear_solver)
+    value, *fields = _apply(_FixedPoint, request, request.initial, *tensors)
+    return Outcome(value, Record(*fields[:5]), Trace.of(*fields[5:]) if request.trace else None)
 
 
 def gradients_at(
-    call: SolveCall, z: Tensor, tensors: Sequence[Tensor], cotangent: Tensor, needed: Sequence[bool]
+    request: Request, z: Tensor, tensors: Sequence[Tensor], cotangent: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """(df/dt)^T (I - J^T)^{-1} cotangent at the solution z for each of the problem's tensors that is `needed`.
 
@@ -177,7 +176,7 @@ def gradients_at(
         raise RuntimeError(
             "the adjoint solve cannot run with is_grads_batched=True or vectorize=True; use torch.func.jacrev"
         )
-    problem = call.problem
+    problem = request.problem
     # A problem that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
     plain = not torch.is_grad_enabled() and not transforms_active()
     if not (host_may_look(z) and bool(torch.isfinite(z.sum()))):
@@ -187,51 +186,37 @@ def gradients_at(
     with exact_precision(z):
         if plain:
             problem = problem.replace(*(t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)))
-            return adjoint_gradients(call.request, call.linear_solver, problem, z.detach(), cotangent)
+            return adjoint_gradients(request, problem, z.detach(), cotangent)
         problem = problem.replace(*tensors)
-        u = _apply(_AdjointSolve, call, True, z, cotangent, *tensors)
-        u = stays_out(call.request.report.on_failure, u, cotangent, problem.event_ndim)
+        u = _apply(_AdjointSolve, request, True, z, cotangent, *tensors)
+        u = stays_out(request.report.on_failure, u, cotangent, problem.event_ndim)
         return pullback(problem, z, u, needed)
 
 
-@dataclasses.dataclass(frozen=True)
-class SolveCall:
-    """The non-tensor arguments of the autograd functions."""
-
-    problem: Problem
-    linear_solver: LinearSolver[Any] | None
-    request: Request
-
-    def without_tensors(self) -> SolveCall:
-        """The same call to be kept in a graph, where tensors have to be saved so that hooks see them."""
-        # One for each: modules would take equal ones for a parameter that they share.
-        problem = self.problem.replace(*(torch.empty(0) for _ in self.problem.tensors()))
-        request = dataclasses.replace(self.request, problem=problem, initial=torch.empty(0))
-        return dataclasses.replace(self, problem=problem, request=request)
-
-    def lifted(
-        self, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]
-    ) -> tuple[SolveCall, tuple[Tensor, ...]]:
-        """The same call with one more leading axis, for vmap."""
-        moved = tuple(t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True))
-        dims = tuple(None if d is None else 0 for d in in_dims)
-        return dataclasses.replace(self, problem=VmappedProblem(self.problem, moved, dims)), moved
+def _lifted(
+    request: Request, tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...]
+) -> tuple[Request, tuple[Tensor, ...]]:
+    """The request and the tensors with one more leading axis, for vmap."""
+    moved = tuple(t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True))
+    dims = tuple(None if d is None else 0 for d in in_dims)
+    return dataclasses.replace(request, problem=VmappedProblem(request.problem, moved, dims)), moved
 
 
 class _FixedPoint(torch.autograd.Function):
-    """(call, initial, *tensors) -> (value, status, residual, tolerance, num_steps, num_evals, *trace)."""
+    """(request, initial, *tensors) -> (value, status, residual, tolerance, num_steps, num_evals, *trace)."""
 
     @staticmethod
-    def forward(call: SolveCall, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(request: Request, initial: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         with exact_precision(initial):
-            outcome = call.request.solved(call.problem.replace(*tensors), initial)
+            outcome = request.solved(request.problem.replace(*tensors), initial)
+        fields = (outcome.value, *outcome.record, *(outcome.trace or ()))
         # Forward mode cannot attach tangents to outputs that are views.
-        return tuple(t.clone() if t._is_view() else t for t in (outcome.value, *outcome.record, *outcome.trace))
+        return tuple(t.clone() if t._is_view() else t for t in fields if t is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        call, _, *tensors = inputs
-        ctx.call = call.without_tensors()
+        request, _, *tensors = inputs
+        ctx.request = request.without_tensors()
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(output[0], *tensors)
         ctx.save_for_forward(output[0], *tensors)
@@ -242,63 +227,61 @@ class _FixedPoint(torch.autograd.Function):
         z, *tensors = ctx.saved_tensors
         if cotangents[0] is None:
             return (None,) * (2 + len(tensors))
-        gradients = gradients_at(cast(SolveCall, ctx.call), z, tensors, cotangents[0], _needed(ctx, tensors))
+        gradients = gradients_at(ctx.request, z, tensors, cotangents[0], _needed(ctx, tensors))
         return (None, None, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
         z, *tensors = ctx.saved_tensors
-        call = cast(SolveCall, ctx.call)
+        request = cast(Request, ctx.request)
         with exact_precision(z):
-            forcing = _pushforward(call.problem, z, tensors, tangents[2:])
-            dz = z * 0 if forcing is None else _apply(_AdjointSolve, call, False, z, forcing, *tensors)
-        return (dz, *(None,) * (5 + (_trace_length(call))))
+            forcing = _pushforward(request.problem, z, tensors, tangents[2:])
+            dz = z * 0 if forcing is None else _apply(_AdjointSolve, request, False, z, forcing, *tensors)
+        return (dz, *(None,) * (5 + (3 + request.problem.has_energy if request.trace else 0)))
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: SolveCall, initial: Tensor, *tensors: Tensor
+        info: Any, in_dims: tuple[Any, ...], request: Request, initial: Tensor, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        lifted, moved = call.lifted(tensors, in_dims[2:])
+        lifted, moved = _lifted(request, tensors, in_dims[2:])
         start = _batched_first(initial, in_dims[1], info.batch_size)
         output = _apply(_FixedPoint, lifted, start, *moved)
         return output, (0,) * 6 + (1,) * (len(output) - 6)
 
 
 class _AdjointSolve(torch.autograd.Function):
-    """(call, transpose, z, rhs, *tensors) -> x with (I - J^T) x = rhs, or (I - J) x = rhs without `transpose`."""
+    """(request, transpose, z, rhs, *tensors) -> x with (I - J^T) x = rhs, or (I - J) x = rhs without `transpose`."""
 
     @staticmethod
-    def forward(call: SolveCall, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor) -> Tensor:
-        problem = call.problem.replace(*tensors)
-        return solve_system(call.request, call.linear_solver, problem, z, rhs, transpose=transpose)
+    def forward(request: Request, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor) -> Tensor:
+        return solve_system(request, request.problem.replace(*tensors), z, rhs, transpose=transpose)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        call, ctx.transpose, z, _, *tensors = inputs
-        ctx.call = call.without_tensors()
+        request, ctx.transpose, z, _, *tensors = inputs
+        ctx.request = request.without_tensors()
         ctx.save_for_backward(z, output, *tensors)
         ctx.save_for_forward(z, output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         z, x, *tensors = ctx.saved_tensors
-        call = cast(SolveCall, ctx.call)
         with exact_precision(z):
-            v = _apply(_AdjointSolve, call, not ctx.transpose, z, cotangent, *tensors)
+            v = _apply(_AdjointSolve, ctx.request, not ctx.transpose, z, cotangent, *tensors)
             left, right = (x, v) if ctx.transpose else (v, x)
-            by_z, *by_tensors = _bilinear_gradient(call.problem, z, tensors, left, right, _needed(ctx, tensors))
+            by_z, *by_tensors = _bilinear_gradient(ctx.request.problem, z, tensors, left, right, _needed(ctx, tensors))
         return (None, None, by_z, v, *by_tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         z, x, *tensors = ctx.saved_tensors
-        call = cast(SolveCall, ctx.call)
+        request = cast(Request, ctx.request)
         _, _, dz, drhs, *dtensors = tangents
         transpose = ctx.transpose
         where = [i for i, t in enumerate(tensors) if t.is_floating_point() and dtensors[i] is not None]
 
         def product(z: Tensor, *floating: Tensor) -> Tensor:
-            problem = call.problem.replace(*_filled(tensors, where, floating))
+            problem = request.problem.replace(*_filled(tensors, where, floating))
             if transpose:
                 return cast(Tensor, vjp(problem.fixed_point_map, z)[1](x)[0])
             return jvp_by_vjp(problem.fixed_point_map, (z,), (x,))
@@ -308,13 +291,19 @@ class _AdjointSolve(torch.autograd.Function):
             given = (dz, *(dtensors[i] for i in where))
             change = jvp_by_vjp(product, primals, [_or_zeros(d, p) for d, p in zip(given, primals, strict=True)])
             rhs = change if drhs is None else change + drhs
-            return cast(Tensor, _apply(_AdjointSolve, call, transpose, z, rhs, *tensors))
+            return cast(Tensor, _apply(_AdjointSolve, request, transpose, z, rhs, *tensors))
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: SolveCall, transpose: bool, z: Tensor, rhs: Tensor, *tensors: Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        request: Request,
+        transpose: bool,
+        z: Tensor,
+        rhs: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, int]:
-        lifted, moved = call.lifted(tensors, in_dims[4:])
+        lifted, moved = _lifted(request, tensors, in_dims[4:])
         z, rhs = (_batched_first(t, d, info.batch_size) for t, d in ((z, in_dims[2]), (rhs, in_dims[3])))
         return _apply(_AdjointSolve, lifted, transpose, z, rhs, *moved), 0
 
@@ -385,9 +374,3 @@ def _or_zeros(tangent: Tensor | None, primal: Tensor) -> Tensor:
 
 def _batched_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _trace_length(call: SolveCall) -> int:
-    if not call.request.trace:
-        return 0
-    return 4 if call.problem.has_energy else 3

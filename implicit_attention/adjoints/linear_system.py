@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from .._norm import length, norm
 from .._reporting import left_out, lost, report_gradients
 from .._types import LinearMap
 from ..failure_policy import policy_of
-from ..fused import Adjoined, lower
-from ..linear import CG, GMRES, MINRES, LinearSolver
+from ..fused import lower
+from ..linear import CG, GMRES, MINRES, LinearSolution, LinearSolver
 from ..linear._solution import forgiven
 from ..linear._vectors import ORDINARY, normalised
 from ..problem import Linearization, Problem
@@ -25,7 +26,7 @@ from ..solution import UNSURE, AdjointReport, Record
 from ..solvers import Solver
 from ..status import Status
 from .base import Request
-from .tape import Tape
+from .tape import Gradients, Tape
 
 # Problems solved together: the attention weights of a tile stay in the processor's cache. At least so many rows of each
 # batch entry, so that the matrix products are worth their call.
@@ -35,80 +36,68 @@ TILE_ROWS = 64
 SCALE = 1e-4
 
 
-def solve_system(
-    request: Request, method: LinearSolver[Any] | None, problem: Problem, z: Tensor, rhs: Tensor, *, transpose: bool
-) -> Tensor:
+def solve_system(request: Request, problem: Problem, z: Tensor, rhs: Tensor, *, transpose: bool) -> Tensor:
     """x with (I - J) x = rhs, or (I - J^T) x = rhs; the evidence goes to the request's report."""
+
+    def mapped() -> Tensor:
+        return problem.fixed_point_map(z)
+
     with torch.no_grad():
-        method = method or _default_method(problem, z.dtype)
+        method = request.linear_solver or _default_method(problem, z.dtype)
         answer = _solve(method, problem, problem.linearize(z), z, rhs, transpose)
-        report_adjoint(
-            request.report,
-            request.solver,
-            method,
-            answer,
-            problem.symmetric,
-            z,
-            rhs,
-            lambda: problem.fixed_point_map(z),
-        )
+        report_adjoint(request.report, request.solver, method, answer, problem.symmetric, z, rhs, mapped)
         if policy_of(request.report.on_failure).backward == "zero":
             failed = (answer.status > Status.UNSTABLE) & ~lost(answer.status, rhs)
             return torch.where(failed.reshape((*failed.shape, *(1,) * problem.event_ndim)), 0.0, answer.value)
     return answer.value
 
 
-def adjoint_gradients(
-    request: Request, method: LinearSolver[Any] | None, problem: Problem, z: Tensor, cotangent: Tensor
-) -> tuple[Tensor | None, ...]:
+def adjoint_gradients(request: Request, problem: Problem, z: Tensor, cotangent: Tensor) -> Gradients:
     """(df/dt)^T u for every tensor t of the problem, with (I - J^T) u = cotangent; without a graph.
 
     The tensors are leaves that nobody else holds: those of which a gradient is asked for require grad.
     A fused operation does it where the problem has one. Otherwise one linearisation serves the solve and the gradient;
     where the problem can be restricted, it is worked off in tiles of rows, so that no (N, M) matrix is held.
     """
-    answer, tape, chosen = _gradients(request, method, problem, z, cotangent)
+    method = request.linear_solver or _default_method(problem, z.dtype)
+    gradients, answer, tape = _gradients(request, method, problem, z, cotangent)
 
     def mapped() -> Tensor:
         return problem.fixed_point_map(z) if tape is None else tape.mapped
 
-    report_adjoint(request.report, request.solver, chosen, answer, problem.symmetric, z, cotangent, mapped)
+    report_adjoint(request.report, request.solver, method, answer, problem.symmetric, z, cotangent, mapped)
     rest = left_out(request.report.on_failure, answer.status, cotangent)
     if rest is not None:
         for tensor in problem.tensors():
             tensor.grad = None
-        return _gradients(request, method, problem, z, rest)[0].gradients
-    return answer.gradients
+        gradients, _, _ = _gradients(request, method, problem, z, rest)
+    return gradients
 
 
 def _gradients(
-    request: Request, method: LinearSolver[Any] | None, problem: Problem, z: Tensor, cotangent: Tensor
-) -> tuple[Adjoined, Tape | None, LinearSolver[Any]]:
-    """The answer with its gradients, what was recorded for it, and the method."""
-    chosen = method or _default_method(problem, z.dtype)
-    answer, tape = None, None
-    if method is None and isinstance(chosen, CG) and (lowered := lower(problem, None, request.impl)) is not None:
-        steps = chosen.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
+    request: Request, method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor
+) -> tuple[Gradients, LinearSolution, Tape | None]:
+    """The gradients, the answer of the linear system behind them, and what was recorded for it."""
+    default = request.linear_solver is None and isinstance(method, CG)
+    if default and (lowered := lower(problem, None, request.impl)) is not None:
+        steps = method.default_max_steps(z.shape[z.ndim - problem.event_ndim :].numel())
         with torch.no_grad():
-            answer = lowered.adjoint(z, cotangent, chosen.rtol, steps)
-    if answer is None:
-        answer, tape = _by_rows(chosen, problem, z, cotangent, _tiles(problem, z))
-    return answer, tape, chosen
+            fused = lowered.adjoint(z, cotangent, method.rtol, steps)
+        if fused is not None:
+            gradients, answer = fused
+            return gradients, LinearSolution(answer.record, answer.value, answer.negative_curvature), None
+    return _by_rows(method, problem, z, cotangent)
 
 
 def _by_rows(
-    method: LinearSolver[Any],
-    problem: Problem,
-    z: Tensor,
-    cotangent: Tensor,
-    tiles: Iterable[Tensor | None],
-) -> tuple[Adjoined, Tape | None]:
-    """The answer and its gradients from the rows of each tile (None: all of them), one linearisation at a time.
+    method: LinearSolver[Any], problem: Problem, z: Tensor, cotangent: Tensor
+) -> tuple[Gradients, LinearSolution, Tape | None]:
+    """The gradients and the answer, from the rows of one tile after another, one linearisation at a time.
 
-    With it comes the tape of all rows, where they are one tile that was recorded.
+    The tape is that of all rows, where they are one tile that was recorded.
     """
     answers = []
-    for index in tiles:
+    for index in _tiles(problem, z):
         with torch.enable_grad():
             part = problem if index is None else problem.select(index)
         assert part is not None
@@ -118,17 +107,18 @@ def _by_rows(
             answer = _solve(
                 method, part, linear, rows_of(z, index), rows_of(cotangent, index), transpose=True, tape=tape
             )
-            gradients = answer.gradients or linear.vjp_tensors(answer.value)
+            gradients = tape.gradients if tape and answer.checked else linear.vjp_tensors(answer.value)
         if index is None:
-            return answer._replace(gradients=gradients), tape
+            return gradients, answer, tape
         answers.append(answer)
         # Restricting to rows is differentiable: this adds the gradients of the tile up in the whole tensors.
         pairs = [(t, g) for t, g in zip(part.tensors(), gradients, strict=True) if t.requires_grad and g is not None]
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     last = z.ndim - problem.event_ndim - 1
-    fields = zip(*(answer[:6] for answer in answers), strict=True)
-    whole = [torch.cat(parts, dim=last) for parts in fields]
-    return Adjoined._make((*whole, tuple(t.grad for t in problem.tensors()))), None
+    fields = zip(*((*answer.record, answer.value, answer.negative_curvature) for answer in answers), strict=True)
+    *record, value, negative_curvature = (torch.cat(parts, dim=last) for parts in fields)
+    gradients = tuple(t.grad for t in problem.tensors())
+    return gradients, LinearSolution(Record(*record), value, negative_curvature), None
 
 
 def _tiles(problem: Problem, z: Tensor) -> Iterator[Tensor | None]:
@@ -193,7 +183,9 @@ class _AdjointSystem(NamedTuple):
         return lambda v: v - self.product(v.reshape(shape)).reshape(v.shape), flat
 
 
-def _together(method: LinearSolver[Any], problem: Problem, system: _AdjointSystem, apart: Adjoined) -> Adjoined:
+def _together(
+    method: LinearSolver[Any], problem: Problem, system: _AdjointSystem, apart: LinearSolution
+) -> LinearSolution:
     """The answer of all problems as one where that is nearer: they may read each other, as in batch normalisation.
 
     A Krylov method that takes them one by one need not converge then.
@@ -208,7 +200,8 @@ def _together(method: LinearSolver[Any], problem: Problem, system: _AdjointSyste
     status = torch.where(residual <= apart.tolerance, int(Status.CONVERGED), whole.status.reshape(()))
     steps = apart.num_steps + whole.num_steps.reshape(())
     status, steps = status.to(apart.status.dtype), steps.to(apart.num_steps.dtype)
-    return apart._replace(value=value.reshape(shape), status=status, residual=residual, num_steps=steps, gradients=())
+    record = apart.record._replace(status=status, residual=residual, num_steps=steps)
+    return replace(apart, record=record, value=value.reshape(shape), checked=False)
 
 
 def _solve(
@@ -219,38 +212,28 @@ def _solve(
     rhs: Tensor,
     transpose: bool,
     tape: Tape | None = None,
-) -> Adjoined:
-    """The answer; with its gradients where the last product with a `tape` gave them."""
+) -> LinearSolution:
+    """The answer, `checked` where the last product with the `tape` gave its gradients, too."""
     system = _AdjointSystem.of(method, problem, linear, z, rhs, transpose)
     both = None if tape is None else system._replace(product=tape.vjp_both).flat(problem)[0]
-    solution = method.solve(*system.flat(problem), check=both)
-    size = _norm(system.rhs, problem.event_ndim)
-    tolerance = method.atol + method.rtol * size
-    answer = Adjoined(
-        solution.value.reshape(rhs.shape),
-        solution.status,
-        solution.residual,
-        tolerance,
-        solution.num_steps,
-        solution.negative_curvature,
-        tape.gradients if tape is not None and solution.checked else (),
-    )
+    answer = method.solve(*system.flat(problem), check=both)
+    answer = replace(answer, value=answer.value.reshape(rhs.shape))
     if not problem.separates and host_may_look(answer.status) and bool((answer.status > Status.UNSTABLE).any()):
         answer = _together(method, problem, system, answer)
-    if isinstance(method, CG) and bool(solution.negative_curvature.any()):
+    if isinstance(method, CG) and bool(answer.negative_curvature.any()):
         answer = _finish_with_minres(method, problem, z, rhs, transpose, system, answer)
     stalled = answer.status == Status.STALLED
     if not (host_may_look(stalled) and not bool(stalled.any())):
         # There is something to forgive.
-        found = _norm(answer.value, problem.event_ndim)
-        status, tolerance = forgiven(*answer[1:4], answer.negative_curvature, found, size)
-        answer = answer._replace(status=status, tolerance=tolerance)
-    return answer._replace(value=system.lift(answer.value))
+        sizes = (_norm(t, problem.event_ndim) for t in (answer.value, system.rhs))
+        status, tolerance = forgiven(*answer.record[:3], answer.negative_curvature, *sizes)
+        answer = answer.amended(status=status, tolerance=tolerance)
+    return replace(answer, value=system.lift(answer.value))
 
 
 def _finish_with_minres(
-    method: CG, problem: Problem, z: Tensor, rhs: Tensor, transpose: bool, system: _AdjointSystem, first: Adjoined
-) -> Adjoined:
+    method: CG, problem: Problem, z: Tensor, rhs: Tensor, transpose: bool, system: _AdjointSystem, first: LinearSolution
+) -> LinearSolution:
     """Solve again, with MINRES, the few problems in which CG met negative curvature; the others keep their answer."""
     saddle = first.negative_curvature
     again = MINRES(rtol=method.rtol, atol=method.atol, max_steps=method.max_steps, check_every=method.check_every)
@@ -268,13 +251,13 @@ def _finish_with_minres(
     status = torch.where(second.converged, int(Status.UNSTABLE), second.status.to(torch.int64)).to(torch.int8)
 
     num_steps = rows_of(first.num_steps, index) + second.num_steps
-    return first._replace(
-        value=merged(index, chosen, first.value, second.value),
+    record = first.record._replace(
         status=merged(index, chosen, first.status, status),
         residual=merged(index, chosen, first.residual, second.residual),
         num_steps=merged(index, chosen, first.num_steps, num_steps),
-        gradients=(),
     )
+    value = merged(index, chosen, first.value, second.value)
+    return replace(first, record=record, value=value, checked=False)
 
 
 def _default_method(problem: Problem, dtype: torch.dtype) -> LinearSolver[Any]:
@@ -303,7 +286,7 @@ def _norm(states: Tensor, event_ndim: int) -> Tensor:
 def _gradient_error(
     report: AdjointReport,
     solver: Solver,
-    answer: Adjoined,
+    answer: LinearSolution,
     symmetric: bool,
     z: Tensor,
     rhs: Tensor,
@@ -364,15 +347,14 @@ def report_adjoint(
     report: AdjointReport,
     solver: Solver,
     method: LinearSolver[Any],
-    answer: Adjoined,
+    answer: LinearSolution,
     symmetric: bool,
     z: Tensor,
     rhs: Tensor,
     mapped: Callable[[], Tensor],
 ) -> None:
     """Keep the evidence in the report of the request, and tell of gradients that are wrong or unsure."""
-    fields = answer._asdict()
-    del fields["value"], fields["gradients"]
+    fields = answer.record._asdict() | {"negative_curvature": answer.negative_curvature}
     error, doubtful = _gradient_error(report, solver, answer, symmetric, z, rhs, mapped)
     if error is not None:
         fields["gradient_error"] = error
@@ -384,8 +366,8 @@ def report_adjoint(
     elif report.lead is not None and answer.status.shape[-len(report.lead) or answer.status.ndim :] == report.lead:
         fields = _worst(fields, answer.status.ndim - len(report.lead))
     without = fields.pop("lost", None)
-    steps = fields["num_steps"]
-    told = Record(fields["status"], fields["residual"], fields["tolerance"], steps, steps)
+    told = Record(*(fields[name] for name in Record._fields))
+    del fields["num_evals"]
     if watched is not None:
         watched.add_backward(*told[:4], without)
     status, error, before = fields["status"], fields.get("gradient_error"), report.gradient_error

@@ -20,8 +20,8 @@ from .._fused_rule import FusedRule
 from .._types import Impl
 from ..energies import AnchoredEnergy
 from ..failure_policy import policy_of
-from ..fused import Adjoined, Lowered
-from ..linear import CG
+from ..fused import hopfield_of
+from ..linear import CG, LinearSolution
 from ..ops import dispatch, trust
 from ..ops.native import checks
 from ..ops.native.adjoint import adjoints
@@ -33,7 +33,7 @@ from ..potentials import LogSumExp
 from ..solution import AdjointReport
 from ..solvers import Anderson, Picard, Solver
 from .base import Adjoint, Request
-from .implicit import Implicit, SolveCall, gradients_at
+from .implicit import Implicit, gradients_at
 from .linear_system import conjugate_gradients, least_size, report_adjoint
 
 _R = TypeVar("_R")
@@ -198,9 +198,8 @@ def native_gradients(
         return None
     found = native.answer if failed else None
     if found is not None:
-        held = problem.detached()
-        energy = energy_of(held)
-        packed = Lowered(energy, energy.potential, None, how.impl).packed()  # type: ignore[arg-type]
+        energy = energy_of(problem.detached())
+        packed = hopfield_of(energy, energy.potential)  # type: ignore[arg-type]
         found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
         value, by_beta, by_keys = found.value, found.by_beta, found.by_keys
     by_number = sum_to_shape(by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
@@ -214,7 +213,8 @@ def native_gradients(
             return energy_of(problem.detached()).fixed_point_map(state)
 
         found = native.answer if found is None else found
-        report_adjoint(report, how.solver, method, Adjoined(*found[:6]), True, state, cotangent, mapped)
+        solution = LinearSolution(found.record, found.value, found.negative_curvature)
+        report_adjoint(report, how.solver, method, solution, True, state, cotangent, mapped)
     else:
         # There is nothing to warn of, and nothing to add to.
         report.fill(
@@ -240,9 +240,7 @@ def _by_implicit(
     request = Request(energy, state, how.solver, how.impl, False, how.report)
     # Keys, beta, pairs, query, anchor: the order of `energy.tensors()`.
     order = [i for i in (1, 2, 4, 0, 3) if isinstance(problem[i], Tensor)]
-    found = gradients_at(
-        SolveCall(energy, None, request), state, energy.tensors(), cotangent, [needed[i] for i in order]
-    )
+    found = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])
     gradients: list[Tensor | None] = [None] * len(problem)
     for i, gradient in zip(order, found, strict=True):
         gradients[i] = gradient

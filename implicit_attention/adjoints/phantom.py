@@ -48,7 +48,7 @@ class Phantom(Adjoint):
 
     def run(self, request: Request) -> Outcome:
         tensors = tuple(t.detach() for t in request.problem.tensors())
-        outcome = fixed_point(request, None, request.initial.detach(), tensors)
+        outcome = fixed_point(request, tensors)
         return outcome._replace(value=self.through(request.problem, outcome.value.detach()))
 
     def through(self, problem: Problem, value: Tensor) -> Tensor:

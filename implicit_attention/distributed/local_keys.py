@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._autograd import sum_to_shape
 from ..energies import AnchoredEnergy
-from ..fused import Lowered
+from ..fused import mean_and_logsumexp
 from ..potentials import LogSumExp
 from ..potentials.log_sum_exp import CUTOFF
 from ..potentials.masked_keys import Read
@@ -25,7 +25,7 @@ def read_local(local: LogSumExp, z: Tensor, values: Tensor | None) -> tuple[Tens
     """The read-out of the local values (None: keys) and log-sum-exp, -inf for a query that attends to none of them."""
     if values is None and local.mask is None and local.bias is None:
         # One sweep for both, by the operation that solves: with anchor 0 its map is the mean.
-        return Lowered(AnchoredEnergy(local, z, 0.0), local, None, "auto").there()
+        return mean_and_logsumexp(AnchoredEnergy(local, z, 0.0), local)
     return local.readout_with_logsumexp(z, local.keys if values is None else values)
 
 

@@ -14,7 +14,6 @@ from .._reporting import forgiven, left_out, lost, report_failures
 from ..errors import UnsupportedImplementation
 from ..failure_policy import FailureSite, of_text
 from ..linear import CG
-from ..solution import Record
 from . import dispatch
 from .problem import Hopfield
 from .rule import MAX_STEPS, AdjointAnswer, Solved
@@ -48,7 +47,7 @@ def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     if dispatch.may_look(found.status):
         # Here, because this runs where a compiled graph does: nobody else sees what a backward pass did in there.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
-        told = forgiven(Record(*found[1:5], num_evals=found.num_steps), cotangent)
+        told = forgiven(found.record, cotangent)
         report_failures(on_failure, what, told, CG.remedies, site=site, side="backward")
     if (rest := left_out(on_failure, found.status, cotangent)) is not None:
         again = dispatch.solve_adjoint(problem, given[0], rest, *given[2:])

@@ -102,6 +102,11 @@ class AdjointAnswer(NamedTuple):
     by_beta: Tensor
     by_keys: Tensor
 
+    @property
+    def record(self) -> Record:
+        """Return the report of the solve."""
+        return Record(self.status, self.residual, self.tolerance, self.num_steps, self.num_steps)
+
     @classmethod
     def allocated(
         cls, empty: Callable[..., Tensor], shape: torch.Size, keys: torch.Size, dtype: torch.dtype

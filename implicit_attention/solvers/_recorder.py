@@ -14,7 +14,7 @@ from .. import _validate
 from .._autograd import is_batched, transforms_active
 from .._norm import norm
 from ..problem import Problem, evaluate_pure
-from ..solution import Record
+from ..solution import Record, Trace
 from ..status import Status
 from ._rows import flat
 from .iterate import Outcome, Solver
@@ -163,10 +163,10 @@ class Recorder:
         record = Record(status, self.residual, self.tolerance, self.num_steps, self.num_evals)
         return Outcome(self.value.reshape(self.shape), record.map(lambda t: t.reshape(self.lead)), self._trace())
 
-    def _trace(self) -> tuple[Tensor, ...]:
+    def _trace(self) -> Trace | None:
         """One row per evaluation; a problem with fewer evaluations than others repeats its last entry."""
         if self.events is None:
-            return ()
+            return None
         length = int(self.num_evals.max()) if len(self.num_evals) else 1
         residual, value = self.residual.repeat(length, 1), self.value.repeat(length, 1, 1)
         energy = None if self.energy is None else self.energy.repeat(length, 1)
@@ -179,7 +179,7 @@ class Recorder:
             count[rows] += 1
         spent = torch.arange(1, length + 1, dtype=torch.int32, device=residual.device)[:, None].minimum(self.num_evals)
         per_problem = [t.reshape(length, *self.lead) for t in (residual, energy, spent) if t is not None]
-        return (*per_problem, value.reshape(length, *self.shape))
+        return Trace.of(*per_problem, value.reshape(length, *self.shape))
 
 
 class Options(Mapping[str, Any]):

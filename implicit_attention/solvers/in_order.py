@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from .._autograd import is_batched
 from .._norm import norm
 from ..problem import Problem, TokenOrder
-from ..solution import Record
+from ..solution import Record, Trace
 from ..status import Status
 
 
@@ -71,10 +69,10 @@ class Tokens(Problem):
             num_evals=record.num_evals.amax(axes),
         )
 
-    def course(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(residual, num_evals, value) of all tokens at every step, (steps, *lead), as those of the whole problems."""
-        if not kept:
-            return kept
-        residual, num_evals, value = kept
-        start = -(self.inner.event_ndim - 1)
-        return norm(residual.flatten(start)), num_evals.flatten(start).amax(-1), value
+    def course(self, trace: Trace | None) -> Trace | None:
+        """The course of the whole problems, from that of all tokens."""
+        if trace is None:
+            return None
+        start = 1 - self.inner.event_ndim
+        residual, num_evals = norm(trace.residual.flatten(start)), trace.num_evals.flatten(start).amax(-1)
+        return trace._replace(residual=residual, num_evals=num_evals)

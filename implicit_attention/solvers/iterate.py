@@ -19,7 +19,7 @@ from .._autograd import host_may_look, looks_every, transforms_active
 from .._fused_rule import FusedRule
 from .._norm import length, norm
 from ..problem import Problem, check_kept, evaluate_pure, share_memory
-from ..solution import Record, Remedies
+from ..solution import Record, Remedies, Trace
 from ..status import CONTRACT, Status
 from ._rows import Best, Rows, flat, rows_where, unflat
 from .in_order import Tokens
@@ -57,8 +57,8 @@ class Outcome(NamedTuple):
 
     Not for users of `solve`, which returns a `Solution`.
 
-    `trace` holds (residual, energy if there is one, num_evals, value), or nothing; `states` the values after every step
-    with their graph, where both were asked for.
+    `trace` is the course of the solve, if it was asked for; `states` are the values after every step with their graph,
+    where both were asked for.
 
     Examples:
         >>> import torch
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
     value: Tensor
     record: Record
-    trace: tuple[Tensor, ...] = ()
+    trace: Trace | None = None
     states: tuple[Tensor, ...] = ()
 
 
@@ -254,9 +254,10 @@ def _iterated(
         value, record = rows.all(best)
         if share_memory(value, initial):
             value = value.clone()
-        kept = tuple(rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)) if trace else ()
+        kept = [rows.unpadded(torch.stack(t).detach(), 1) for t in zip(*traced, strict=True)]
         states = tuple(rows.unpadded(course[-1], 0) for course in traced) if keep else ()
-        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), kept, states)
+        course = Trace.of(*kept) if trace else None
+        return Outcome(value.reshape(initial.shape), record.map(torch.Tensor.detach), course, states)
 
 
 def _loop(
