@@ -33,7 +33,7 @@ from ..solvers import Outcome
 from ..status import of_attention
 from .call import Attended, Sources
 from .read_out import LINE, is_laid_out, read_out, read_out_plain
-from .training import inputs_of, read_out_at
+from .training import columns_of, inputs_of, read_out_at
 
 
 def eager() -> bool:
@@ -55,7 +55,7 @@ def explicit(problem: Hopfield, values: Any, sources: Sources | None = None) -> 
         return None
     if first is not None and not is_finite(values):
         return None
-    output = read_out_plain(query, keys, values, beta, first)
+    output = read_out_plain(query, keys, values, beta, first, columns_of(sources))
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output
 
 
@@ -136,7 +136,8 @@ def solved(
     elif failed or pairs is not None or (first is not None and not is_finite(values)):
         output = read_out(potential_of(problem), state, values, 0.0)
     else:
-        output = read_out_plain(state, problem.keys, values, problem.beta, first)
+        columns = None if differentiated else columns_of(sources)
+        output = read_out_plain(state, problem.keys, values, problem.beta, first, columns)
     return Attended(output, state, known, made)
 
 

@@ -68,9 +68,16 @@ def reads_out(potential: Potential) -> ReadsOut:
     )
 
 
-def read_out_plain(z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor, first: int | None) -> Tensor:
-    """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it."""
-    query, scale = (beta.unsqueeze(-1).unsqueeze(-1) * z, 1.0) if isinstance(beta, Tensor) else (z, beta)
+def read_out_plain(
+    z: Tensor, keys: Tensor, values: Tensor, beta: float | Tensor, first: int | None, columns: Tensor | None = None
+) -> Tensor:
+    """softmax(beta z K^T) V of finite states and keys, as `LogSumExp.readout` has it.
+
+    columns: beta with two more axes, where that is at hand.
+    """
+    query, scale = z, beta
+    if isinstance(beta, Tensor):
+        query, scale = (beta.unsqueeze(-1).unsqueeze(-1) if columns is None else columns) * z, 1.0
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     if is_laid_out(z.shape, keys.shape, values.shape):
         # What `attend` does where there is nothing to lay out anew.

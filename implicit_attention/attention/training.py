@@ -11,7 +11,7 @@ from .._autograd import applied, are_plain, exact_precision, unobserved
 from ..adjoints.native import NativeSolve, native_gradients
 from ..ops.attention import flash_gradients, torch_chooses_flash, with_logsumexp
 from ..ops.problem import Hopfield
-from .call import Learned, Sources
+from .call import Sources
 from .read_out import read_out_plain
 
 
@@ -45,13 +45,14 @@ def inputs_of(problem: Hopfield, sources: Sources) -> Hopfield:
 def scaled(z: Tensor, beta: float | Tensor, sources: Sources | None) -> tuple[Tensor, float]:
     """Queries and their scale, a number, for attention at the states z."""
     if isinstance(beta, Tensor):
-        return (columns_of(beta, None if sources is None else sources.beta) * z).contiguous(), 1.0
+        columns = columns_of(sources)
+        return ((beta.detach().view(*beta.shape, 1, 1) if columns is None else columns) * z).contiguous(), 1.0
     return z.contiguous(), beta
 
 
-def columns_of(number: Tensor, source: Learned | None) -> Tensor:
-    """The numbers of heads with two more axes, without a graph."""
-    return number.detach().view(*number.shape, 1, 1) if source is None else source.columns
+def columns_of(sources: Sources | None) -> Tensor | None:
+    """A learned beta with two more axes; None for one that is given."""
+    return None if sources is None or sources.beta is None else sources.beta.columns
 
 
 #: Of numbers that are given as they are.
@@ -114,7 +115,7 @@ def _by_kernels(
     of_beta, of_anchor = ctx.sources or NONE
     beta, beta_here = problem.beta, None
     if isinstance(beta, Tensor):
-        columns = columns_of(beta, of_beta)
+        columns = beta.view(*beta.shape, 1, 1) if of_beta is None else of_beta.columns
         beta_here = (by_query * state).sum_to_size(columns.shape).reshape(beta.shape)
         by_query = by_query.mul_(columns)
     found = native_gradients(problem, ctx.solve, state, mean, by_query)

@@ -216,7 +216,7 @@ class ImplicitAttention(Remembering):
         first, rotary = 0 if cache is None else cache.num_queries, self.rotary
         # Past the search of `nn.Module` for attributes.
         parts: dict[str, Any] = self._modules
-        projections = q_proj, k_proj, v_proj, out_proj = [parts.get(name) for name in _PROJECTIONS]
+        projections = q_proj, k_proj, v_proj, out_proj = tuple(map(parts.get, _PROJECTIONS))
         query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads)
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,8 @@ ARGUMENTS: Any = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)
 _Place: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
+# Of a tensor, without a frame of Python.
+_SHAPE = attrgetter("shape")
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 
@@ -76,7 +79,7 @@ class Operands:
             (keys.shape, keys.stride()),
             *where,
             place,
-            *[(t.shape, t.stride()) for t in others],
+            *zip(map(_SHAPE, others), map(Tensor.stride, others), strict=True),
         )
         at = own.buffer_info()[0]
         for i in range(2):
@@ -84,7 +87,7 @@ class Operands:
                 start[i] = at
                 at += own.itemsize
         masked = 0 if mask is None else mask.data_ptr()
-        self._addresses = [like.data_ptr(), keys.data_ptr(), *start, masked, *[t.data_ptr() for t in others]]
+        self._addresses = [like.data_ptr(), keys.data_ptr(), *start, masked, *map(Tensor.data_ptr, others)]
         self._kept = like, keys, beta, anchor, mask, others, own
 
     def call(self, function: Any, bytes_: int, numbers: list[float], outputs: list[int], parallel_for: int) -> int:
