@@ -40,7 +40,7 @@ _R = TypeVar("_R")
 
 
 def native_rule(solver: Solver, adjoint: Adjoint, impl: Impl) -> FusedRule | None:
-    """The rule by which the native operation is this solver; None where it is not, or ends at no solution."""
+    """The rule by which the native operation is this solver; None for other solvers and fixed budgets."""
     exact = type(adjoint) is Implicit and adjoint.linear_solver is None and adjoint.fallback is None
     if not exact or impl not in ("auto", "native") or type(solver) not in (Anderson, Picard):
         return None
@@ -55,7 +55,7 @@ def _rule_of(solver: Solver) -> FusedRule | None:
 
 
 def problem_of(energy: Any) -> Hopfield | None:
-    """`AnchoredEnergy` of `LogSumExp` by its tensors; None for any other, and for one that computes or holds more."""
+    """The tensors of `AnchoredEnergy` of `LogSumExp`; None for other energies, and for subclasses that change it."""
     if type(energy) is not AnchoredEnergy or not energy._has_only("potential", "field", "anchor"):
         return None
     potential = energy.potential
@@ -79,7 +79,7 @@ def potential_of(problem: Hopfield) -> LogSumExp:
 
 
 def energy_of(problem: Hopfield) -> AnchoredEnergy:
-    """The energy of a problem, of which `problem_of` makes the problem."""
+    """The energy of a problem: the inverse of `problem_of`."""
     return AnchoredEnergy(potential_of(problem), problem.field, problem.anchor, unbounded="ignore")
 
 
@@ -89,7 +89,7 @@ def is_native(problem: Hopfield, impl: Impl, values: Any = None, *, numbers: boo
     wanted = query.dtype in dispatch.NATIVE_DTYPES or impl == "native"
     if not (wanted and problem.is_plain(values, numbers=numbers) and carries(query.dtype, anchor)):
         return False
-    # Keys that are not finite are kept from the queries that do not attend to them.
+    # Keys that are not finite must not reach queries that do not attend to them.
     return (pairs is None and first is None) or is_finite(keys)
 
 
@@ -145,7 +145,7 @@ class NativeSolve(NamedTuple):
 
 
 class _Equilibrium(torch.autograd.Function):
-    """(solve, (state, mean), query, keys, beta, anchor, pairs, first) -> the state, found beforehand.
+    """(solve, (state, mean), query, keys, beta, anchor, pairs, first) -> the state, which is solved already.
 
     The native backward solve has no derivative. One that may be differentiated again, or that is observed, is made by
     `Implicit`.
@@ -153,17 +153,17 @@ class _Equilibrium(torch.autograd.Function):
 
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
     @staticmethod
-    def forward(ctx: Any, solve: NativeSolve, found: tuple[Tensor, Tensor], *problem: Any) -> Tensor:
+    def forward(ctx: Any, solve: NativeSolve, solved: tuple[Tensor, Tensor], *problem: Any) -> Tensor:
         ctx.solve = solve
         ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in problem]
-        ctx.save_for_backward(*found, *[t for t in problem if isinstance(t, Tensor)])
-        return found[0]
+        ctx.save_for_backward(*solved, *[t for t in problem if isinstance(t, Tensor)])
+        return solved[0]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         state, mean, *tensors = ctx.saved_tensors
-        held = iter(tensors)
-        problem = Hopfield._make([next(held) if part is Tensor else part for part in ctx.parts])
+        saved = iter(tensors)
+        problem = Hopfield._make([next(saved) if part is Tensor else part for part in ctx.parts])
         plain = not torch.is_grad_enabled() and unobserved()
         if plain and are_plain(state.dtype, cotangent, state, mean, problem.field, problem.keys):
             gradients = native_gradients(problem, ctx.solve, state, mean, cotangent)
@@ -196,12 +196,12 @@ def native_gradients(
     value, by_beta, by_keys, evidence, failed, doubtful = native
     if failed and policy_of(report.on_failure).backward == "zero":
         return None
-    found = native.answer if failed else None
-    if found is not None:
+    answer = native.answer if failed else None
+    if answer is not None:
         energy = energy_of(problem.detached())
         packed = hopfield_of(energy, energy.potential)  # type: ignore[arg-type]
-        found = dispatch.with_stalled(found, packed, state, cotangent, rule, by_bias=None)
-        value, by_beta, by_keys = found.value, found.by_beta, found.by_keys
+        answer = dispatch.with_stalled(answer, packed, state, cotangent, rule, by_bias=None)
+        value, by_beta, by_keys = answer.value, answer.by_beta, answer.by_keys
     by_number = sum_to_shape(by_beta.sum(-1), beta.shape) if isinstance(beta, Tensor) else None
     by_anchor = None
     if isinstance(anchor, Tensor):
@@ -212,8 +212,8 @@ def native_gradients(
         def mapped() -> Tensor:
             return energy_of(problem.detached()).fixed_point_map(state)
 
-        found = native.answer if found is None else found
-        solution = LinearSolution(found.record, found.value, found.negative_curvature)
+        answer = native.answer if answer is None else answer
+        solution = LinearSolution(answer.record, answer.value, answer.negative_curvature)
         report_adjoint(report, how.solver, method, solution, True, state, cotangent, mapped)
     else:
         # There is nothing to warn of, and nothing to add to.
@@ -227,7 +227,7 @@ def native_gradients(
                 "gradient_error": lambda: evidence.number(2),
             }
         )
-    # In the memory of u, which nobody else reads.
+    # u is not read again, and its memory serves.
     by_query = value.mul_(anchor.view(*anchor.shape, 1, 1) if isinstance(anchor, Tensor) else anchor)
     return by_query, by_keys, by_number, by_anchor
 
@@ -240,8 +240,8 @@ def _by_implicit(
     request = Request(energy, state, how.solver, how.impl, False, how.report)
     # Keys, beta, pairs, query, anchor: the order of `energy.tensors()`.
     order = [i for i in (1, 2, 4, 0, 3) if isinstance(problem[i], Tensor)]
-    found = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])
+    derivatives = gradients_at(request, state, energy.tensors(), cotangent, [needed[i] for i in order])
     gradients: list[Tensor | None] = [None] * len(problem)
-    for i, gradient in zip(order, found, strict=True):
+    for i, gradient in zip(order, derivatives, strict=True):
         gradients[i] = gradient
     return tuple(gradients)

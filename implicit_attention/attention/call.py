@@ -1,4 +1,4 @@
-"""One call of equilibrium attention: what is asked, and what was found."""
+"""One call of equilibrium attention: the request and the answer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Attended(NamedTuple):
         output: (*batch, H, N, E), or (*batch, N, E) without heads.
         state: the equilibrium that was read at, in the precision of the solve.
         report: the report that a layer may remember; from a compiled graph the `Record`, at which the host has not
-            looked. None inside torch.vmap, which no tensor may leave, and where nobody asked for it.
-        solution: the `Solution`, where it was asked for or made on the way.
-        weights: (*batch, H, N, M), if they were asked for.
+            looked. None inside torch.vmap, which no tensor may leave, and if the caller wants none.
+        solution: the `Solution`, if the caller wants it or it was made on the way.
+        weights: (*batch, H, N, M), if the caller wants them.
     """
 
     output: Tensor
@@ -35,9 +35,9 @@ class Attended(NamedTuple):
     @property
     def num_evals(self) -> Tensor:
         """(*batch, H, N), evaluations of the map."""
-        found = self.solution if self.report is None else self.report
-        assert found is not None
-        return found.num_evals
+        report = self.solution if self.report is None else self.report
+        assert report is not None
+        return report.num_evals
 
 
 class Learned(NamedTuple):
@@ -58,13 +58,13 @@ class Learned(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Where the beta and the anchor of a call come from, each `Learned`, or None where it is given as it is."""
+    """The sources of beta and anchor of a call, each `Learned`, or None for a number that the caller gave."""
 
     beta: Learned | None
     anchor: Learned | None
 
     def recorded(self, beta: Any, anchor: Any) -> tuple[Any, Any]:
-        """Return both, with the graphs that lead to their parameters."""
+        """Return both numbers with graphs that lead to their parameters."""
         return _recorded(self.beta, beta), _recorded(self.anchor, anchor)
 
 
@@ -90,9 +90,9 @@ class Call(NamedTuple):
         initial: where the solves start, by default at the query.
         trace: keep the course of the iteration in the solution.
         return_solution: evaluate the residual also where nothing is solved; implied by `trace`.
-        return_weights: whether the attention weights are asked for.
+        return_weights: whether the caller wants the attention weights.
         unbounded: see `AnchoredEnergy`; where nothing is solved it does not matter.
-        site: the layer that asks.
+        site: the layer that calls.
         sources: where beta and anchor come from, if they are learned and have no graph.
     """
 
@@ -117,7 +117,7 @@ class Call(NamedTuple):
     sources: Sources | None = None
 
     def recorded(self) -> Call:
-        """Return the call with graphs of all that is learned."""
+        """Return the call with numbers that have graphs."""
         if self.sources is None:
             return self
         beta, anchor = self.sources.recorded(self.beta, self.anchor)

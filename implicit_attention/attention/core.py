@@ -47,18 +47,18 @@ from .read_out import made_by, read_out, reads_out
 
 
 def report_from_graph(record: Record, options: SolveOptions, site: FailureSite | None = None) -> SolveReport:
-    """The report of a solve in a compiled graph, at which the host has not looked; warns if a problem failed."""
+    """The report of a solve in a compiled graph, at which the host looks now; warns if a problem failed."""
     on_failure, remedies = options.on_failure, advice(options.effective_solver.remedies, f"attention: {OF_ATTENTION}")
-    told: Any = "warn" if on_failure == "raise" else on_failure
-    if isinstance(told, FailurePolicy) and told.over == "raise":
-        # A call that was given another policy is in the graph; the attribute of a layer does not raise.
-        told = dataclasses.replace(told, over="warn")
-    report_failures(told, "the compiled solve", record, remedies, site=site)
+    # The policy of the call is in the graph. Reading an attribute of a layer warns, and does not raise.
+    policy: Any = "warn" if on_failure == "raise" else on_failure
+    if isinstance(policy, FailurePolicy) and policy.over == "raise":
+        policy = dataclasses.replace(policy, over="warn")
+    report_failures(policy, "the compiled solve", record, remedies, site=site)
     return SolveReport(record, AdjointReport(in_graph=True, on_failure=on_failure, site=site), remedies)
 
 
 def is_repetition(remembered: SolveReport | Record | None) -> bool:
-    """Whether a backward pass runs that will fill the remembered report, so that what is solved now repeats that solve.
+    """Whether a backward pass runs that will fill the remembered report, so that the present solve repeats that one.
 
     Checkpointing that is not reentrant computes a forward pass again in the backward pass. The gradient is then that of
     the first solve's graph, and so is its report.
@@ -67,20 +67,20 @@ def is_repetition(remembered: SolveReport | Record | None) -> bool:
 
 
 def attend(call: Call, *, eager: bool | None = None) -> Attended:
-    """Equilibria of the queries over the keys and what is read out there: softmax attention over values, or the state.
+    """Equilibria of the queries over the keys, and the read-out there: softmax attention over values, or the state.
 
     With max_steps=0 nothing is solved: the read-out is taken at the query, and without values it is one step of the
     map.
 
     Under torch.compile the solve is one operation of the graph where there is one for it; the host then learns of
-    failures when it asks for the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake)
-    take the same path.
+    failures when it reads the report. Otherwise the graph breaks once. Tensors that have shapes alone (meta, fake) take
+    the same path.
 
-    eager: `direct.eager()`, where the caller has asked.
+    eager: the value of `direct.eager()`, if the caller has it.
     """
     eager = direct.eager() if eager is None else eager
     if eager and type(call.query) is Tensor and call.query.is_cpu:
-        # Nothing of what the contexts and wrappers below keep out is there.
+        # The contexts and wrappers below have nothing to keep out.
         call = call if call.first is None else _with_triangle(call)
         return _by_groups(call, _answer, in_graph=False)  # type: ignore[return-value]
     check_whole()
@@ -101,11 +101,11 @@ def attend(call: Call, *, eager: bool | None = None) -> Attended:
 
 
 def _with_triangle(call: Call) -> Call:
-    """The call with a mask for its `first`, unless the potential knows what that says."""
+    """The call with a mask in the place of `first`, unless the potential takes `first` itself."""
     first, count = call.first, call.keys.shape[-2]
     if first is None:
         return call
-    # An exported program takes other lengths, too.
+    # An exported program must hold for other lengths.
     if not torch.compiler.is_exporting():
         if first + 1 >= count:
             return call._replace(first=None)
@@ -149,7 +149,7 @@ def _exported(call: Call) -> Attended:
     check_no_evidence(call.trace, "return_trajectory")
     solver, attended = call.options.effective_solver, None
     if is_budget(solver):
-        # Written out for any number of keys, of which torch's kernels want some.
+        # Products written out take any number of keys, torch's kernels at least one.
         call = call._replace(options=call.options.override(impl="reference"))
     if is_budget(solver) or (_fits_graph(call) and not into_onnx()):
         attended = _by_groups(call, _answered, in_graph=True)
@@ -163,17 +163,17 @@ def _exported(call: Call) -> Attended:
 
 
 def _by_groups(call: Call, answer: Callable[[Call, bool], Attended | None], *, in_graph: bool) -> Attended | None:
-    """The answer, with an axis for the heads that share keys while it is found, along which the keys broadcast.
+    """The answer of a call whose heads share keys, by a call with an axis along which the keys broadcast.
 
-    None if it is asked for as operations in a compiler's graph, and there are none that do it.
+    None if a compiler's graph needs operations, and no operation does the solve.
     """
     if not call.grouped or call.query.shape[-3] == call.keys.shape[-3] != 0:
         return answer(call, in_graph)
     groups = group_size(call.query, call.keys)
-    found = answer(_split(call.recorded(), groups), in_graph)
-    if found is None:
+    attended = answer(_split(call.recorded(), groups), in_graph)
+    if attended is None:
         return None
-    output, state, report, solution, weights = found
+    output, state, report, solution, weights = attended
     output, state = output.flatten(-4, -3), state.flatten(-4, -3)
     weights = None if weights is None else weights.flatten(-4, -3)
     if solution is not None:
@@ -218,7 +218,7 @@ def _merged(solution: Solution) -> Solution:
 
 @in_own_precision
 def _answered(given: Call, in_graph: bool) -> Attended | None:
-    """The answer in the precision of the call, where something may lower it or look on; None as in `_by_groups`."""
+    """The answer in the precision of the call, also inside autocast and modes of torch; None as in `_by_groups`."""
     with exact_precision(given.query):
         return _answer(given, in_graph, eager=not in_graph and direct.eager())
 
@@ -227,8 +227,8 @@ def _answer(given: Call, in_graph: bool, *, eager: bool = True) -> Attended | No
     if empty := given.keys.shape[-2] == 0:
         given = _with_masked_key(given)
     call = _in_single(given)
-    if eager and not empty and (found := _directly(call, given.query.dtype)) is not None:
-        return found
+    if eager and not empty and (attended := _directly(call, given.query.dtype)) is not None:
+        return attended
     call, given = call.recorded(), given.recorded()
     potential = _potential(call)
     unbounded = "ignore" if call.options.explicit else call.unbounded
@@ -274,7 +274,7 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
     pairs, sources = call.mask if call.bias is None else call.bias, call.sources
     problem = Hopfield(call.query, call.keys, call.beta, call.anchor, pairs, call.first)
     if plan.explicit:
-        # In half precision nothing is widened to read out.
+        # A read-out in half precision widens nothing.
         fits = dtype not in HALF and call.values is not None and options.impl == "auto"
         output = direct.explicit(problem, call.values, sources) if fits else None
         if output is None:
@@ -289,12 +289,14 @@ def _directly(call: Call, dtype: torch.dtype) -> Attended | None:
     initial = call.query if call.initial is None else call.initial
     if type(on_failure) is not str:
         on_failure, site = located(call.on_failure)
-    found = direct.solved(problem, call.values, initial, plan, on_failure, site, sources, solution=call.return_solution)
-    return found if found is None or dtype not in HALF else found._replace(output=found.output.to(dtype))
+    attended = direct.solved(
+        problem, call.values, initial, plan, on_failure, site, sources, solution=call.return_solution
+    )
+    return attended if attended is None or dtype not in HALF else attended._replace(output=attended.output.to(dtype))
 
 
 def _with_masked_key(call: Call) -> Call:
-    """Without any key there is nothing to attend to, as with one key that is masked."""
+    """The call with one masked key in the place of no key: a query attends to nothing either way."""
     keys, values = call.keys, call.values
     return call._replace(
         keys=keys.new_zeros(*keys.shape[:-2], 1, keys.shape[-1]),
@@ -340,10 +342,10 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
         return stepped(solver, energy, initial), _unmeasured(call.query, solver.exhausted)
     if in_graph:
         lowered = lower(energy, options.effective_solver, options.impl)
-        # The operation has no gradient of a bias, which the potential may have made of its keys.
+        # The operation has no gradient of a bias, which the potential may compute from its keys.
         if lowered is None or (lowered.potential.bias is not None and lowered.potential.bias.requires_grad):
             return None
-        # A program keeps no site, and counts nothing.
+        # An exported program keeps no site, and counts nothing.
         site = None if torch.compiler.is_exporting() else located(call.on_failure)[1]
         state, record = lowered.in_graph(initial, options.on_failure, site)
         return without_gradient(options.on_failure, record.failed, state), record
@@ -362,7 +364,7 @@ def _solved(energy: AnchoredEnergy, call: Call, in_graph: bool) -> tuple[Tensor,
 def _stood_in(
     energy: AnchoredEnergy, call: Call, state: Tensor, solution: Solution | Record
 ) -> tuple[Tensor, Solution | Record]:
-    """The states, with forward="explicit" replaced where a query failed by what max_steps=0 reads out at."""
+    """The states; with forward="explicit" those of failed queries are replaced by the states of max_steps=0."""
     failed = solution.failed
     if policy_of(call.options.on_failure).forward == "best" or (host_may_look(failed) and not bool(failed.any())):
         return state, solution
@@ -394,7 +396,7 @@ def _explicit_solution(energy: AnchoredEnergy, call: Call, in_graph: bool) -> So
 
 
 def _unsolved(query: Tensor) -> Solution:
-    """The query as a solution of which nothing was measured."""
+    """The query as a solution without measurements."""
     return Solution(_unmeasured(query), value=query.detach())
 
 
@@ -405,20 +407,20 @@ def _unmeasured(query: Tensor, status: Status = Status.EXPLICIT) -> Record:
 
 
 def _explicit_output(energy: AnchoredEnergy, call: Call, given: Call) -> Tensor:
-    """One step of the map, or the values read out at the query: in half precision if all that is `given` has it."""
+    """One step of the map, or the values read out at the query: in half precision if the whole call `given` has it."""
     if call.values is None or given.values is None:
         return energy.fixed_point_map(call.query)
     dtype, potential, query, values = given.query.dtype, energy.potential, call.query, call.values
-    # A potential that makes more of its keys and beta than scores is not that of keys and beta in half precision.
+    # A potential that computes a bias from its keys and beta differs from the one of keys and beta in half precision.
     scores_alone = isinstance(potential, ScoredKeys) and potential.bias is call.bias
     half = all(t is None or t.dtype == dtype for t in (given.keys, given.values, given.bias))
     if dtype in HALF and scores_alone and half:
         query, values, beta = given.query, given.values, call.beta
         if isinstance(beta, Tensor):
-            # Rounded by itself, a temperature would shift all scores alike.
+            # A rounded temperature would shift all scores alike; the rounding of a product does not.
             query, beta = (beta[..., None, None] * query).to(dtype), 1.0
         potential = _potential(given._replace(beta=beta))
     output = read_out(potential, query, values, call.dropout_p)
-    # The anchor is no part of it, but a parameter without any gradient stops distributed training.
+    # The output does not depend on the anchor, but a parameter without any gradient stops distributed training.
     anchor = given.anchor
     return output + 0 * anchor.sum() if isinstance(anchor, Tensor) and anchor.requires_grad else output

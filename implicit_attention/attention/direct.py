@@ -1,4 +1,4 @@
-"""Attention over plain tensors: a few checks, one native operation that solves, and one of torch's that reads out.
+"""Attention over plain tensors: a few checks, a native operation that solves, and torch's kernel that reads out.
 
 A call that fails a check, wrong input included, is left to `core`, which gives the same bits by the potential, `solve`
 and the potential's own read-out.
@@ -47,10 +47,10 @@ def explicit(problem: Hopfield, values: Any, sources: Sources | None = None) -> 
     if pairs is not None or not problem.is_plain(values, numbers=sources is not None):
         return None
     query = query.contiguous()
-    # What a query that is not finite reads is NaN, which kernels do not always find.
+    # A query that is not finite must read NaN, and kernels do not always return it.
     if query.data_ptr() % LINE or not is_finite(query):
         return None
-    # What some queries do not attend to must not reach them.
+    # Keys and values that are not finite must not reach queries that do not attend to them.
     if (loses_nan(keys) or first is not None) and not is_finite(keys):
         return None
     if first is not None and not is_finite(values):
@@ -74,7 +74,7 @@ def solved(
     """Solve and read out, and report as `solve` does; None where it is left to `core`. Call while `eager`.
 
     sources: where beta and anchor come from, if they are learned and have no graph.
-    report, solution: whether these are asked for.
+    report, solution: whether the caller wants these.
     """
     if not is_native(problem, plan.impl, values, numbers=sources is not None):
         return None
@@ -85,13 +85,13 @@ def solved(
     assert plan.rule is not None
     differentiated = is_differentiated(*(problem if sources is None else inputs_of(problem, sources)))
     counts = type(on_failure) is not str and policy_of(on_failure).counts
-    told = report or differentiated or counts
-    answer = solve_natively(problem, initial, plan.rule, plan.impl, mean=differentiated, evidence=told)
+    reported = report or differentiated or counts
+    answer = solve_natively(problem, initial, plan.rule, plan.impl, mean=differentiated, evidence=reported)
     if answer is None:
         return None
     state, mean, evidence, failed = answer
     if failed and evidence is None:
-        # Nobody wanted evidence before.
+        # A failure needs evidence, which the first solve did not keep.
         return solved(problem, values, initial, plan, on_failure, site, sources)
     output, made, known = None, None, None
     if evidence is not None:
@@ -123,7 +123,7 @@ def solved(
             state, known = made.value, made.report
         else:
             fields: dict[str, Any] = {"adjoint": adjoint, "remedies": plan.remedies}
-            # Nobody may ever read them.
+            # Most reports are never read.
             known = SolveReport.deferred(later, **fields)
             if solution:
                 fields |= {"value": state, "trace": None, "course": (), "energy_function": energy}
@@ -142,7 +142,7 @@ def solved(
 
 
 def _is_whole(problem: Hopfield, values: Tensor) -> bool:
-    """Whether torch's kernel reads values out as they lie in memory, and no query must be kept from some of them."""
+    """Whether torch's kernel takes keys and values as they lie in memory, and no mask hides values from a query."""
     query, keys, _, _, pairs, first = problem
     if pairs is not None or not is_laid_out(query.shape, keys.shape, values.shape):
         return False

@@ -159,9 +159,9 @@ def equilibrium_attention(
     if plain and potential is LogSumExp and type(dropout_p) in (float, int) and dropout_p == 0 and direct.eager():
         solve_options = _options(options)
         first = query_offset if is_causal else None
-        found = _directly(query, key, value, scale, anchor, first, solve_options, return_solution)
-        if found is not None:
-            return (found.output, found.solution) if return_solution else found.output  # type: ignore[return-value]
+        attended = _directly(query, key, value, scale, anchor, first, solve_options, return_solution)
+        if attended is not None:
+            return (attended.output, attended.solution) if return_solution else attended.output  # type: ignore[return-value]
     solve_options = solve_options or _DEFAULTS.override(**options)
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in tensors:
@@ -206,17 +206,17 @@ def equilibrium_attention(
 def _options(given: SolveKeywords) -> SolveOptions:
     if not given:
         return _DEFAULTS
-    # Equal policies count apart from each other.
+    # Two equal policies are two counters.
     if isinstance(given.get("on_failure", "warn"), str):
         try:
             return _known(**given)
         except TypeError:
-            # Told below, or of a solver that has no hash.
+            # An unknown option, which `override` reports, or a solver without a hash.
             pass
     return _DEFAULTS.override(**given)
 
 
-#: Options of calls, which are many while their options are few.
+#: Calls are many, their options few.
 _known = functools.lru_cache(maxsize=256, typed=True)(_DEFAULTS.override)
 
 

@@ -68,7 +68,7 @@ def check_order(argument: str, make: Any) -> None:
 
 
 def check_causal(argument: str, mask: Tensor | None, causal: str) -> None:
-    """Beside a causal flag a mask may say which keys exist, not which query attends to which key."""
+    """Raise if a mask beside a causal flag says more than which keys exist."""
     if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
         raise ValueError(
             _validate.message(
@@ -133,7 +133,7 @@ def for_heads(key_mask: Tensor) -> Tensor:
 
 
 def check_whole() -> None:
-    """Raise inside `context_parallel`: each process has a part of the tokens there, as only torch's attention knows."""
+    """Raise inside `context_parallel`, which torch's attention alone handles: each process has a part of the tokens."""
     replaced = torch.nn.functional.scaled_dot_product_attention
     # By identity first, which the compiler can follow.
     if replaced is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in replaced.__module__:

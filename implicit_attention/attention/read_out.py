@@ -1,4 +1,4 @@
-"""Potentials as layers make them, and what is read out of one: softmax attention over values, or its weights."""
+"""Potentials that layers make, and their read-out: softmax attention over values, or its weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..potentials import Potential, ReadsOut
 from ..potentials._read import surely_finite
 from ..potentials.scored_keys import ScoredKeys
 
-#: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are given only where there are any.
+#: Makes a potential: (keys, beta, mask=, bias=) -> Potential; mask and bias are passed only if the call has them.
 PotentialFactory: TypeAlias = Callable[..., Potential]
 
-# Bytes to a multiple of which torch aligns new memory.
+# Torch aligns new memory to a multiple of so many bytes.
 LINE = 64
 # Rows of so many numbers are aligned in any precision.
 WIDTH = 4
@@ -54,7 +54,7 @@ def read_out(potential: Potential, z: Tensor, values: Tensor, dropout_p: float) 
 
 
 def lies_aligned(z: Tensor) -> bool:
-    """Whether `z` begins where new memory does, as a copy without its lost rows would: bits depend on it."""
+    """Whether `z` is aligned as new memory is, which a copy without its lost rows would be: bits depend on it."""
     return z.data_ptr() % LINE == 0
 
 
@@ -80,7 +80,7 @@ def read_out_plain(
         query, scale = (beta.unsqueeze(-1).unsqueeze(-1) if columns is None else columns) * z, 1.0
     differentiated = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
     if is_laid_out(z.shape, keys.shape, values.shape):
-        # What `attend` does where there is nothing to lay out anew.
+        # The same as `attend`, for tensors that lie as the kernel takes them.
         query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
         if not differentiated:
             return sdpa(query, keys, values, attn_mask=None, scale=scale, first=first)[0]

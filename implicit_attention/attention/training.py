@@ -25,7 +25,7 @@ def read_out_at(
     sources: where beta and anchor come from, if they are learned and have no graph.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        # Hooks are to see all that is kept.
+        # Hooks must see all saved tensors, and this function keeps some past them.
         return None
     query, scale = scaled(state, problem.beta, sources)
     if not torch_chooses_flash(query, problem.keys, values, None, scale):
@@ -51,11 +51,11 @@ def scaled(z: Tensor, beta: float | Tensor, sources: Sources | None) -> tuple[Te
 
 
 def columns_of(sources: Sources | None) -> Tensor | None:
-    """A learned beta with two more axes; None for one that is given."""
+    """A learned beta with two more axes; None for one that the caller gave."""
     return None if sources is None or sources.beta is None else sources.beta.columns
 
 
-#: Of numbers that are given as they are.
+#: The sources of numbers that the caller gave.
 NONE = Sources(None, None)
 
 
@@ -68,9 +68,9 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
     # Without `setup_context`: torch would bind the arguments by their signature at every call.
     @staticmethod
     def forward(
-        ctx: Any, solve: NativeSolve, found: Any, scale: float, sources: Any, values: Tensor, *inputs: Any
+        ctx: Any, solve: NativeSolve, solution: Any, scale: float, sources: Any, values: Tensor, *inputs: Any
     ) -> Tensor:
-        state, mean, query, problem = found
+        state, mean, query, problem = solution
         ctx.solve, ctx.scale, ctx.sources = solve, scale, sources
         ctx.parts = [Tensor if isinstance(part, Tensor) else part for part in inputs]
         ctx.save_for_backward(state, mean, values, *[t for t in inputs if isinstance(t, Tensor)])
@@ -90,11 +90,11 @@ class _ReadOutAtEquilibrium(torch.autograd.Function):
         plain = not torch.is_grad_enabled() and unobserved()
         if plain and are_plain(state.dtype, cotangent, values, problem.field, problem.keys):
             if kept is None or kept[0]._version != kept[2]:
-                # It was used up, or its output was written to.
+                # A backward pass has used it up, or the caller wrote to the output.
                 kept = _kept(scaled(state, problem.beta, ctx.sources)[0], values, problem, ctx.scale)
-            found = _by_kernels(ctx, problem, state, mean, values, kept, cotangent)
-            if found is not None:
-                return found
+            gradients = _by_kernels(ctx, problem, state, mean, values, kept, cotangent)
+            if gradients is not None:
+                return gradients
         return _by_parts(ctx, inputs, state, mean, values, cotangent)
 
 
@@ -118,11 +118,11 @@ def _by_kernels(
         columns = beta.view(*beta.shape, 1, 1) if of_beta is None else of_beta.columns
         beta_here = (by_query * state).sum_to_size(columns.shape).reshape(beta.shape)
         by_query = by_query.mul_(columns)
-    found = native_gradients(problem, ctx.solve, state, mean, by_query)
-    if found is None:
+    of_state = native_gradients(problem, ctx.solve, state, mean, by_query)
+    if of_state is None:
         return None
-    by_field, keys_too, by_beta, by_anchor = found
-    # In memory that nobody else reads, laid out as autograd would have the sum: bits of what follows depend on that.
+    by_field, keys_too, by_beta, by_anchor = of_state
+    # The sum lies in memory as the one of autograd: the bits of later operations depend on the layout.
     by_keys = by_keys.add_(keys_too)
     by_beta = None if by_beta is None or beta_here is None else beta_here.add_(by_beta)
     by_beta = by_beta if of_beta is None else of_beta.pull(by_beta)
@@ -133,7 +133,7 @@ def _by_kernels(
 def _by_parts(
     ctx: Any, inputs: Hopfield, state: Tensor, mean: Tensor, values: Tensor, cotangent: Tensor
 ) -> tuple[Any, ...]:
-    """The same by functions of their own for the solve and the read-out, which have every derivative."""
+    """The gradients by separate functions for the solve and the read-out, which have every derivative."""
     asked = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
     with exact_precision(cotangent), torch.enable_grad():
         of_beta, of_anchor = ctx.sources or NONE
@@ -143,10 +143,10 @@ def _by_parts(
         z = ctx.solve.states(problem, state, mean)
         output = read_out_plain(z, problem.keys, values, problem.beta, problem.first)
     recorded = torch.is_grad_enabled()
-    asked_for = [(values, *inputs)[i] for i in asked]
+    leaves = [(values, *inputs)[i] for i in asked]
     with exact_precision(cotangent):
-        found = torch.autograd.grad(output, asked_for, cotangent, create_graph=recorded, allow_unused=True)
+        derivatives = torch.autograd.grad(output, leaves, cotangent, create_graph=recorded, allow_unused=True)
     gradients: list[Tensor | None] = [None] * 11
-    for i, gradient in zip(asked, found, strict=True):
+    for i, gradient in zip(asked, derivatives, strict=True):
         gradients[4 + i] = gradient
     return tuple(gradients)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
-# The anchor of a step that does not depend on it.
+# The anchor of an explicit step, whose values do not depend on it.
 _UNREAD = Fixed(1.0)
 
 Readout: TypeAlias = Literal["values", "state"]
@@ -171,7 +171,7 @@ class ImplicitAttention(Remembering):
             if readout == "values":
                 self.v_proj = nn.Linear(self.context_dim, shared, projection_bias, **made)
             self.out_proj = nn.Linear(inner, dim, projection_bias, **made)
-        # By this its caches are known. A copy of the layer has its own, copied together with the caches in that copy.
+        # Caches hold the identity of their layer. A copy of the layer has an identity of its own, as have its caches.
         self._identity = object()
 
     def forward(
@@ -194,8 +194,8 @@ class ImplicitAttention(Remembering):
 
         Args:
             x: (*batch, N, dim).
-            context: what is attended to, (*batch, M, context_dim); default x.
-            values: what values are made of where that is not the context, (*batch, M, context_dim).
+            context: the tokens to attend to, (*batch, M, context_dim); default x.
+            values: tokens from which the values are projected, (*batch, M, context_dim); default the context.
             mask: boolean (True = attend) or additive: (N, M), (*batch, N, M), or (*batch, heads, N, M).
             key_mask: which tokens of the context exist, boolean, (*batch, M); with a cache, which of all tokens or of
                 the new ones. A cache remembers it.
@@ -214,25 +214,25 @@ class ImplicitAttention(Remembering):
         self._check_call(x, context, values, positions, cache)
         causal = self.causal if causal is None else causal
         first, rotary = 0 if cache is None else cache.num_queries, self.rotary
-        # Past the search of `nn.Module` for attributes.
+        # `nn.Module` would search for each attribute.
         parts: dict[str, Any] = self._modules
         projections = q_proj, k_proj, v_proj, out_proj = tuple(map(parts.get, _PROJECTIONS))
         query = projected(q_proj, self.q_norm, x, self.head_dim, self.heads)
         if rotary is not None:
             positions = torch.arange(first, first + x.shape[-2], device=x.device) if positions is None else positions
             query = rotary(query, positions)
-        held = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj)
-        keys, read = held.keys, held.values
+        context_keys = self._held(x, context, values, key_mask, positions, cache, k_proj, v_proj)
+        keys, read = context_keys.keys, context_keys.values
         shard = head_shard((query, keys, read), projections, self.heads, self.kv_heads)
         if causal:
             check_order("causal", self.potential)
             check_causal("mask", mask, "causal")
         pairs = bias = None
-        if mask is not None or held.key_mask is not None:
+        if mask is not None or context_keys.key_mask is not None:
             shape = (*x.shape[:-2], self.heads, x.shape[-2], keys.shape[-2])
             if isinstance(mask, Tensor) and mask.ndim == x.ndim > 2:
                 mask = mask.unsqueeze(-3)
-            pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=held.key_mask)
+            pairs, bias = mask_and_bias(mask, shape=shape, like=keys, key_mask=context_keys.key_mask)
         chosen = self.options.override(**options) if options else self.options
         # The values that an explicit step reads do not depend on the anchor: only gradients and residuals do.
         eager = direct.eager()
@@ -270,11 +270,11 @@ class ImplicitAttention(Remembering):
             return_solution=return_solution,
             return_weights=return_weights,
         )
-        found = attend(call, eager=eager)
-        self._remember(found.report, eager=eager)
+        attended = attend(call, eager=eager)
+        self._remember(attended.report, eager=eager)
         if cache is not None:
-            cache.commit(held, found.state, found.num_evals)
-        output = found.output
+            cache.commit(context_keys, attended.state, attended.num_evals)
+        output = attended.output
         if self.readout == "state" and rotary is not None:
             output = rotary(output, positions, inverse=True)
         output = output.squeeze(-3) if self.bare else merge_heads(output)
@@ -283,9 +283,9 @@ class ImplicitAttention(Remembering):
             return output
         results: list[Any] = [output]
         if return_solution or return_trajectory:
-            results.append(found.solution)
+            results.append(attended.solution)
         if return_weights:
-            results.append(found.weights)
+            results.append(attended.weights)
         return tuple(results)
 
     if TYPE_CHECKING:
@@ -382,7 +382,7 @@ class ImplicitAttention(Remembering):
         k_proj: nn.Module | None,
         v_proj: nn.Module | None,
     ) -> CachedKeys:
-        """Keys and values (None if the state is read out) of what is attended to, and which of them exist.
+        """The keys and values (None if the state is read out) of the context, and which of them exist.
 
         positions: of the tokens of x, for `rotary`.
         """
@@ -394,14 +394,14 @@ class ImplicitAttention(Remembering):
             _check_tokens("context", source, self.context_dim)
         values = source if values is None else values
         if values.shape[-2] != source.shape[-2]:
-            # Numbers are written out only here: torch.compile would make a graph for each of them.
+            # The message is built in this branch only: torch.compile would make a graph for every number in it.
             required = f"have one row for each of the {source.shape[-2]} tokens attended to"
             raise ValueError(_validate.message("values", required, f"shape {tuple(values.shape)}"))
         keys = projected(k_proj, self.k_norm, source, self.head_dim, self.kv_heads)
         if self.rotary is not None:
             own = context is None
             keys = self.rotary(keys, positions if own else torch.arange(source.shape[-2], device=source.device))
-        # Read at every evaluation: laid out once.
+        # Every evaluation reads them: they are laid out once.
         keys, read = keys.contiguous(), None
         if self.readout == "values":
             read = projected(v_proj, None, values, self.head_dim, self.kv_heads).contiguous()
@@ -451,14 +451,14 @@ class ImplicitAttention(Remembering):
 
 
 def _check_dtype(x: Tensor, projection: nn.Linear) -> None:
-    # Autocast converts both.
+    # Autocast converts both sides.
     if not torch.is_autocast_enabled(x.device.type):
         required, remedy = f"have the dtype of the layer ({projection.weight.dtype})", "convert one by .to(dtype)"
         raise ValueError(_validate.message("x", required, x.dtype, remedy))
 
 
 def _check_tokens(argument: str, x: Tensor, size: int) -> None:
-    # Written out for the most frequent kind.
+    # A short test for the most frequent kind.
     usual = type(x) is Tensor and x.dtype in _DTYPES and x.layout == torch.strided and not x.is_nested
     if usual and x.ndim > 1 and x.shape[-1] == size:
         return

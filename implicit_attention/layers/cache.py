@@ -60,7 +60,7 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """The number of tokens held."""
+        """The number of tokens in the cache."""
         return 0 if self.held is None else self.held.keys.shape[-2]
 
     def with_new(self, keys: Tensor, values: Tensor | None, key_mask: Tensor | None) -> CachedKeys:
@@ -115,7 +115,7 @@ class KeyValueCache:
         """A cache with tensors of its own, through which gradients flow as through this one's."""
         clone = memo[id(self)] = copy.copy(self)
         for tensor in self.held or ():
-            # Of what is computed with a graph torch copies nothing by itself.
+            # `copy.deepcopy` refuses tensors that have a graph.
             if tensor is not None and not tensor.is_leaf:
                 memo[id(tensor)] = tensor.clone()
         clone.__dict__.update(copy.deepcopy(vars(self), memo))

@@ -14,14 +14,15 @@ from torch.nn.modules import module as torch_module
 from .. import _validate
 from .._autograd import HALF, at_least_single
 from ..attention.call import Learned, Sources
-from ..ops.problem import MOST_NUMBERS
 
 Scalar: TypeAlias = float | Literal["learned"]
 
 _SIGMOID_BACKWARD = torch.ops.aten.sigmoid_backward.default
 
-# A learned anchor stays this far from 0 and 1, where a gradient would end for good.
+# A learned anchor stays this far from 0 and 1, where its gradient would stay zero.
 MARGIN = 1e-4
+# Numbers of more heads are not read one by one.
+MOST_HEADS = 256
 # A learned temperature stays within e to this power, either way, of the initial one.
 MOST_LOG = 20.0
 
@@ -46,7 +47,7 @@ class Fixed(nn.Module):
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether nothing but its `forward` happens when a module is called: no hooks, no other method in its place."""
+    """Whether a call of a module is its `forward` alone: there are no hooks, and no method replaces forward."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -90,9 +91,9 @@ class LearnedNumbers(nn.Module):
         parameter = self._parameters.get(self.source)
         if type(parameter) is not nn.Parameter or not is_called_plainly(self):
             return None
-        if not parameter.is_cpu or parameter.dtype in HALF or parameter.numel() > MOST_NUMBERS:
+        if not parameter.is_cpu or parameter.dtype in HALF or parameter.numel() > MOST_HEADS:
             return None
-        # By its numbers, as writes to `parameter.data` leave its version as it is.
+        # A version would not do: writes to `parameter.data` do not change it.
         numbers, known = parameter.tolist(), self._known
         if known is None or known[0] != numbers or known[1].parameter is not parameter:
             known = self._known = numbers, self._computed(parameter)
@@ -125,7 +126,7 @@ class LearnedAnchor(LearnedNumbers):
         self.logit = nn.Parameter(torch.zeros(shape, **made))
 
     def formula(self, parameter: Tensor) -> Tensor:
-        # Also in a half-precision model: a whole solve depends on this one number per head.
+        # float32 in a half-precision model, too: a whole solve depends on this one number per head.
         return MARGIN + (1 - 2 * MARGIN) * torch.sigmoid(at_least_single(parameter))
 
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
@@ -161,7 +162,7 @@ class LearnedBeta(LearnedNumbers):
         self.log_scale = nn.Parameter(torch.zeros(shape, **made))
 
     def formula(self, parameter: Tensor) -> Tensor:
-        # In float32 also in a half-precision model. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
+        # float32 in a half-precision model, too. Beyond e^+-20 nothing is left to learn, and 0 and inf are no betas.
         return self.initial * torch.exp(at_least_single(parameter).clamp(-MOST_LOG, MOST_LOG))
 
     def derivative(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
@@ -193,7 +194,7 @@ def anchor_or_beta(name: str, given: Scalar, learned: nn.Module) -> nn.Module:
 
 
 def read(beta: nn.Module, anchor: nn.Module, heads: int) -> tuple[Any, Any, Sources | None]:
-    """The beta and the anchor of so many heads, and where they come from if they have no graph; call while `eager`."""
+    """The beta and the anchor of `heads` heads, and their sources if they have no graph; call while `eager`."""
     of_beta, of_anchor = _known(beta, heads), _known(anchor, heads)
     if of_beta is None or of_anchor is None:
         return beta(), anchor(), None
@@ -205,8 +206,8 @@ def read(beta: nn.Module, anchor: nn.Module, heads: int) -> tuple[Any, Any, Sour
 def _known(module: nn.Module, heads: int) -> Any:
     """The number of `Fixed`, or the `Learned` numbers of a module; None where it must be called."""
     if isinstance(module, LearnedNumbers):
-        found = module.known()
-        return found if found is not None and found.numbers.shape == (heads,) else None
+        learned = module.known()
+        return learned if learned is not None and learned.numbers.shape == (heads,) else None
     value = module.__dict__.get("value")
     return value if type(module) is Fixed and type(value) is float and is_called_plainly(module) else None
 

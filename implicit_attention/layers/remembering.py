@@ -27,7 +27,7 @@ class Remembering(nn.Module):
         self._site = FailureSite()
 
     def _on_failure(self, options: SolveOptions) -> Any:
-        """Return the failure policy of this layer's solves; refuse an explicit step, which the layer does not have."""
+        """Return the failure policy of this layer's solves; refuse one that asks for explicit steps."""
         given = options.on_failure
         if isinstance(given, FailurePolicy) and given.forward == "explicit":
             required = f"have forward='best' in {type(self).__name__}: only attention has an explicit step"
@@ -35,23 +35,23 @@ class Remembering(nn.Module):
         return Located(given, self._site)
 
     def _remember(self, report: SolveReport | Record | None, *, eager: bool = False) -> None:
-        """Keep the report; `eager` says that nothing records what is called, where that is known."""
+        """Keep the report; `eager` says that torch runs eagerly, if the caller knows."""
         if eager and type(report) is SolveReport and self._site.tally is None and not backward_running():
-            # Past `nn.Module`, which would ask whether it is a parameter.
+            # `nn.Module` would test whether it is a parameter.
             object.__setattr__(self, "_remembered", report)
             return
         if torch.compiler.is_exporting():
-            # Its tensors have shapes alone, and no program has a place for them.
+            # The tensors have shapes alone, and an exported program keeps no attributes.
             return
         if report is not None and self._site.tally is not None:
             self._site.tally.add(report)
-        # A graph that looked at what is there would be compiled anew for each shape of it.
+        # A graph that read the remembered report would be compiled anew for each of its shapes.
         if torch.compiler.is_compiling() or not is_repetition(self._remembered):
             self._remembered = report
 
     @property
     def last_solve(self) -> SolveReport | None:
-        """The `SolveReport` of the last call. Failures in a compiled graph are warned of here, when it is asked for."""
+        """The `SolveReport` of the last call. The first reading warns of failures in a compiled graph."""
         if isinstance(self._remembered, Record):
             self._remembered = report_from_graph(self._remembered, self.options, self._site)
         return self._remembered

@@ -27,17 +27,17 @@ class HeadShard:
         if not isinstance(given, Tensor) or given.ndim < -axis or given.shape[axis] == 1:
             return given
         if _validate.is_distributed(given) and given.placements[0].is_shard():  # type: ignore[attr-defined]
-            # Sharded as the heads are, its gradient is this process's own.
+            # A parameter that is sharded by heads has its gradient on this process alone.
             return given.to_local()  # type: ignore[attr-defined, no-any-return]
         here = given.shape[axis] // self.count
         return self.shared(given).narrow(axis, self.index * here, here)
 
     def shared(self, given: Tensor) -> Tensor:
-        """`given`, which all processes have; its gradient is the sum of theirs."""
+        """Return a tensor that all processes have; its gradient is the sum of theirs."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if isinstance(given, DTensor):
-            # Without this step, the gradient of a parameter would stay a sum that is yet to be made.
+            # Without this step the gradient of a parameter would stay a partial sum.
             return given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         if not given.requires_grad:
             return given
@@ -74,17 +74,17 @@ def check_whole(argument: str, flat: Tensor, width: int) -> Tensor:
 
 
 def head_shard(
-    found: tuple[Tensor, Tensor, Tensor | None], projections: Sequence[nn.Module | None], heads: int, kv_heads: int
+    parts: tuple[Tensor, Tensor, Tensor | None], projections: Sequence[nn.Module | None], heads: int, kv_heads: int
 ) -> HeadShard | None:
-    """The shard that the heads of `found` (queries, keys, values) are, or None if they are all there are.
+    """The shard of the heads in `parts` (queries, keys, values), or None if these are all heads.
 
     Args:
-        found: (*batch, heads of this process, N or M, head_dim).
+        parts: (*batch, heads of this process, N or M, head_dim).
         projections: of queries, keys, values and the output; None where there is none.
         heads: of queries, over all processes.
         kv_heads: of keys and values, over all processes.
     """
-    queries, keys, values = found
+    queries, keys, values = parts
     *inward, outward = projections
     here = [queries.shape[-3], keys.shape[-3], (keys if values is None else values).shape[-3]]
     # On a mesh of one process, too, the parameters are DTensors.

@@ -199,7 +199,7 @@ def laid_out(
             _validate.check_float_tensor(name, number)
             _validate.check_broadcast(name, number.shape, query.shape[:-2], "the leading axes of `query`")
             _validate.check_range(name, number, low=0.0, high=high, open_low=name == "beta", remedy="parametrise it")
-            # Where the host does not look, what lies outside becomes NaN, and the queries that read it say so.
+            # Where the host does not look, a number out of range becomes NaN, and its queries report NONFINITE.
             number = _validate.inside(number, low=0.0, high=high, open_low=name == "beta")
             numbers.append(number.to(wide)[(None,) * (axes - 2 - number.ndim)][..., None, None])
         else:
@@ -225,7 +225,7 @@ def laid_out(
 
 
 def state_of(problem: Hopfield, argument: str, state: Tensor) -> Tensor:
-    """A state, or what has its shape, in the precision of the solve."""
+    """A tensor of the shape of the state, in the precision of the solve."""
     _validate.check_float_tensor(argument, state)
     shape = problem.field.shape
     _validate.require(state.shape == shape, argument, f"have the query's shape {tuple(shape)}", tuple(state.shape))

@@ -18,7 +18,7 @@ from .problem import triangle
 
 # With fewer keys than a vector register holds numbers, torch's CPU kernel turns a query of NaN into an answer of zeros.
 FLASH_KEYS = 64
-# So many bytes has a vector register at most.
+# The most bytes of a vector register.
 REGISTER = 64
 
 
@@ -33,7 +33,7 @@ _FLASH_BACKWARD = _operation("_scaled_dot_product_flash_attention_for_cpu_backwa
 _EFFICIENT = _operation("_scaled_dot_product_efficient_attention")
 # The kernel on CUDA wants the rows of a mask to begin at multiples of this.
 MASK_ALIGNMENT = 8
-# What torch calls the kernel for the CPU where it chooses one.
+# Torch's number of the kernel for the CPU.
 FLASH = SDPBackend.FLASH_ATTENTION.value
 
 
@@ -72,7 +72,7 @@ def with_logsumexp(
 
 
 def causal_parts(rows: int, count: int, first: int) -> list[tuple[slice, bool]]:
-    """The keys that so many queries read, the first of which is key `first`, and whether by a triangle.
+    """Parts of the keys that `rows` queries read, the first of which stands at key `first`, and whether by a triangle.
 
     Torch's kernels know the triangle whose first query attends to the first key alone.
     """
@@ -95,7 +95,7 @@ def efficient_with_logsumexp(
 
 
 def aligned_mask(mask: Tensor) -> Tensor:
-    """`mask` in memory as the kernel on CUDA wants it, copied only if it is not."""
+    """The mask laid out as the kernel on CUDA needs it, copied only if it is not."""
     if mask.stride(-1) == 1 and not any(step % MASK_ALIGNMENT for step in mask.stride()[:-1]):
         return mask
     *lead, count = mask.shape
@@ -103,7 +103,7 @@ def aligned_mask(mask: Tensor) -> Tensor:
 
 
 def loses_nan(keys: Tensor) -> bool:
-    """Whether keys that are not finite may be turned into an answer by torch's kernel on a CPU, as queries may."""
+    """Whether torch's kernel on a CPU may lose the NaN of keys that are not finite, as it may that of queries."""
     return keys.shape[-2] * keys.dtype.itemsize < REGISTER
 
 
@@ -124,11 +124,11 @@ def mean_and_logsumexp(
     query, keys = query.view(*lead, rows, -1), keys.view(*lead, *keys.shape[1:])
     on_cpu = query.device.type == "cpu"
     if pairs is not None:
-        # Aligned here, where it is not repeated yet.
+        # Align the mask before it is repeated.
         pairs = (pairs if on_cpu else aligned_mask(pairs))[:, None].expand(*lead, rows, -1)
     kernel = flash_with_logsumexp if on_cpu else efficient_with_logsumexp
     mean, logsumexp = kernel(query, keys, keys, attn_mask=pairs, scale=scale, is_causal=is_causal)
-    # Kernels answer in memory of their own order.
+    # Kernels order the axes of their answers in memory as they like.
     return mean.reshape(sets, rows, -1), logsumexp.reshape(sets, rows)
 
 
@@ -162,7 +162,7 @@ def differentiable(
 ) -> Any:
     """`sdpa` with derivatives of every order with respect to query, keys and values."""
     if torch.compiler.is_compiling():
-        # The compiler differentiates the kernel by itself, once; more derivatives it refuses of any function.
+        # The compiler differentiates the kernel once by itself, and refuses second derivatives of any function.
         return sdpa(query, keys, values, attn_mask=attn_mask, scale=scale, first=first)
     apply = partial(applied, _Attention) if unobserved() else _Attention.apply
     return (apply(query, keys, values, attn_mask, scale, first),)
@@ -187,7 +187,7 @@ def attend(
         first: without `pairs`: query i attends to keys up to first + i.
     """
     lead, kept, dim = query.shape[:-2], fold.kept, values.shape[-1]
-    # The fast kernels want one dimension, and bits want it aligned; zeros change neither scores nor answers.
+    # The fast kernels need one dimension, and equal bits need it aligned; zeros change neither scores nor answers.
     wide = aligned(max(query.shape[-1], dim), query.dtype)
     query, keys, values = (widened(t, wide) for t in (query, keys, values))
     keys, values = keys.contiguous(), values.contiguous()
@@ -195,7 +195,7 @@ def attend(
         pairs = torch.zeros((), dtype=query.dtype, device=query.device).where(pairs, -torch.inf)
     by_row = first is not None or (pairs is not None and pairs.shape[kept:-1].numel() > 1)
     if lead[kept:] and by_row:
-        # As rows of one product, queries that share keys would ask for copies of such a mask.
+        # Queries that share keys, as rows of one product, would need copies of such a mask.
         spread = [t[(..., *(None,) * (len(lead) - kept), slice(None), slice(None))] for t in (keys, values)]
         if pairs is None or _cut(lead, *spread, pairs) is not None:
             (keys, values), kept = spread, len(lead)
@@ -203,7 +203,7 @@ def attend(
             pairs = pairs.expand(*pairs.shape[:kept], *query.shape[kept:-1], pairs.shape[-1])
     rows = query.flatten(kept, -2).contiguous()
     pairs = None if pairs is None else pairs.flatten(kept, -2)
-    # They also want exactly two leading axes.
+    # They also need exactly two leading axes.
     cut = _cut(lead[:kept], *(t for t in (keys, values, pairs) if t is not None))
     cut = kept if cut is None else cut
     two = math.prod(lead[:cut]), math.prod(lead[cut:kept])
@@ -245,7 +245,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, keys, values, mask)
         ctx.scale, ctx.first, ctx.kept = scale, first, None
         ctx.is_flash = False
-        # Hooks on saved tensors are to see what is kept once, as all functions have it.
+        # Hooks must see all saved tensors, and this function keeps some past them.
         if not any(ctx.needs_input_grad) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return sdpa(query, keys, values, attn_mask=mask, scale=scale, first=first)[0]
         ctx.is_flash = is_flash_for_cpu(query, keys, values, mask, scale)
@@ -265,7 +265,7 @@ class _Attention(torch.autograd.Function):
                 _, pullback = vjp(lambda q, k, v: _formula(q, k, v, pairs, ctx.scale), query, keys, values)
                 return (*pullback(cotangent), None, None, None)
         if kept is None or kept[0]._version != kept[2]:
-            # It was used up, or its output was written to.
+            # A backward pass has used it up, or the caller wrote to the output.
             with exact_precision(cotangent):
                 kept = _kept(ctx, query, keys, values, mask)
         if ctx.is_flash:
@@ -292,7 +292,7 @@ def flash_gradients(
     assert _FLASH_BACKWARD is not None
     count = keys.shape[-2]
     parts = [(slice(count), False)] if first is None else causal_parts(query.shape[-2], count, first)
-    # Weights of a part of the keys are those over all of them, as the log-sum-exp is.
+    # Weights of a part of the keys are normalised over all keys, as the log-sum-exp is.
     found = [
         _FLASH_BACKWARD(
             *(cotangent, query, keys[..., part, :], values[..., part, :], output, logsumexp),
@@ -305,14 +305,14 @@ def flash_gradients(
     if len(found) == 1 and found[0][1].shape[-2] == count:
         return found[0]  # type: ignore[no-any-return]
     by_query = found[0][0] if len(found) == 1 else found[0][0] + found[1][0]
-    # Keys beyond the last query have none.
+    # Keys beyond the last query have no gradient.
     read = sum(by[1].shape[-2] for by in found)
     by_keys, by_values = (F.pad(torch.cat([by[i] for by in found], -2), (0, 0, 0, count - read)) for i in (1, 2))
     return by_query, by_keys, by_values
 
 
 def _is_bare(*tensors: Tensor) -> bool:
-    """Whether neither a derivative nor a compiler's graph goes through what is done with `tensors`."""
+    """Whether neither a derivative nor a compiler's graph follows operations on `tensors`."""
     return is_plain(*tensors) and not torch.compiler.is_compiling()
 
 

@@ -20,9 +20,9 @@ from .problem import Hopfield
 from .rule import RTOL, THERE, AdjointAnswer, AdjointRule, Solved
 from .trust import Errors, poisoned
 
-# How many times the error of rounding alone, and how many units of float32 (or float64) beside that.
+# The allowed error: so many times that of rounding alone, and so many units of float32 (or float64) beside it.
 TIMES, UNITS = 4.0, 16.0
-# Of the small problems.
+# Sizes of the small problems.
 MAX_STEPS = 100
 # Where the queries of small problems begin that attend to keys up to their own index.
 OFFSET = 3
@@ -46,7 +46,7 @@ def attention_variant(keys: Tensor, *, mask: bool, causal: bool) -> AttentionVar
     return AttentionVariant(keys.dtype, dim, mask, causal, keys.shape[-2] * keys.dtype.itemsize % 16 == 0)
 
 
-# What kernels are compared with.
+# The reference for kernels.
 
 
 class Written:
@@ -73,7 +73,7 @@ class Written:
         return tensor if self.dtype is None else tensor.to(self.sum).double()
 
     def attend(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities, mean and log-sum-exp at z; zeros where nothing is attended to."""
+        """Probabilities, mean and log-sum-exp at z; zeros for a query without keys."""
         scores = self.beta * self.summed(self.operand(z) @ self.keys.mT) + self.pairs
         peak = scores.amax(-1, keepdim=True)
         empty = peak == -torch.inf
@@ -106,7 +106,7 @@ class Written:
 
 
 class KernelComparison:
-    """Collects the largest error of every quantity beside what is allowed."""
+    """The largest error of every quantity, beside the allowed one."""
 
     def __init__(self, unit: float) -> None:
         self.unit = unit
@@ -118,7 +118,7 @@ class KernelComparison:
         self.errors[name] = (error, TIMES * rounding + UNITS * self.unit * (size + float(exact.abs().max())))
 
     def none(self, name: str, wrong: Tensor) -> None:
-        """Nothing of what must not be."""
+        """Add an entry for a quantity that must be zero."""
         self.errors[name] = (float(wrong.sum()), 0.0)
 
 
@@ -140,7 +140,7 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
         written = (Written(problem), Written(problem, variant.dtype))
         (_, mean, logsumexp), (_, rough_mean, rough_logsumexp) = (w.attend(query.double()) for w in written)
         pairs = None if mask is None else mask.to(device)
-        # Torch allocates the outputs: as likely as not where something of their size was freed.
+        # Torch allocates the outputs, often where memory of their size was freed.
         for size in (query.shape, query.shape[:2]):
             poisoned(torch.empty(size, dtype=variant.dtype, device=device))
         ours = mean_and_logsumexp(query.to(device), keys.to(device), pairs, scale, is_causal=variant.causal)
@@ -153,7 +153,7 @@ def attention(variant: AttentionVariant, device: torch.device) -> Errors:
 
 
 def solve_errors(small: Hopfield, solve: Solve, *, fixed_budget: bool = False) -> Errors:
-    """Solve a small problem, and compare its report with what holds at its answers."""
+    """Solve a small problem, and compare its report with measurements at its answers."""
     wide = small.beta.dtype
     rtol = 0.0 if fixed_budget else RTOL[small.keys.dtype]
     stop = FusedRule(rtol, 0.0, MAX_STEPS // 10 if fixed_budget else MAX_STEPS, plain_steps=2)
@@ -183,7 +183,7 @@ def adjoint_errors(
     solve: Solve,
     solve_adjoint: Callable[[Hopfield, Tensor, Tensor, Solved, AdjointRule], AdjointAnswer],
 ) -> Errors:
-    """The same of an adjoint solve, which is given what an evaluation at the state found."""
+    """The same for an adjoint solve, which takes the results of an evaluation at the state."""
     wide, rtol = small.beta.dtype, RTOL[small.keys.dtype]
     state = solve(small, small.field.to(wide), FusedRule(rtol, 0.0, MAX_STEPS, plain_steps=2)).state
     there = solve(small, state, THERE)
@@ -222,7 +222,7 @@ def small_problem(problem: Hopfield, rows: int, count: int) -> Hopfield:
     mask = None
     if problem.mask is not None:
         mask = third_masked(2, rows if problem.mask.shape[-2] > 1 else 1, count)
-        # One query attends to nothing.
+        # One query attends to no key.
         mask[:, mask.shape[1] // 2] = -torch.inf if mask.shape[1] > 1 else mask[:, 0]
         mask = mask != -torch.inf if problem.mask.dtype == torch.bool else mask.to(wide)
         mask = mask.to(device)
@@ -231,7 +231,7 @@ def small_problem(problem: Hopfield, rows: int, count: int) -> Hopfield:
 
 
 def mask_kind(mask: Tensor | None) -> str:
-    """Which code of a kernel reads the mask."""
+    """The kind of a mask, by which a kernel chooses the code that reads it."""
     if mask is None:
         return "none"
     return f"{'boolean' if mask.dtype == torch.bool else 'added'} per {'pair' if mask.shape[-2] > 1 else 'key'}"

@@ -1,6 +1,6 @@
-"""Which implementation answers: a named one or an error, else the fastest that can do the problem and is trusted.
+"""Choice of the implementation: a named one or an error, else the fastest that can do the problem and is trusted.
 
-What is known of shapes and dtypes is refused at once; which kernels are trusted is asked where an operation runs.
+Shapes and dtypes are checked before an operation runs, trust in kernels while it runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NATIVE_DTYPES = (torch.float32,)
 
 
 def checked(impl: Impl, problem: Hopfield) -> Impl:
-    """`impl`, unless it is named and cannot do the problem; nothing is read or run, so that torch may trace this."""
+    """Return `impl`, or raise if it is named and cannot do the problem; it reads no numbers, which torch may trace."""
     _validate.check_choice("impl", impl, IMPLEMENTATIONS)
     reasons = {"native": native_unsupported, "triton": unsupported, "tiled": without_kernel}
     reason = reasons[impl](problem) if impl != "auto" else None
@@ -57,7 +57,7 @@ def checked(impl: Impl, problem: Hopfield) -> Impl:
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, impl: Impl, *, keep_mean: bool = True) -> Solved:
     """Solve every query from `initial`, (*batch, N, D); the mean may be left out where it costs extra."""
     if problem.field.shape[-1] == 0 < initial.shape[:-1].numel():
-        # Rows without entries still have weights: those of one entry that is 0.
+        # States of no entries still have weights: those of states with one entry, 0.
         field, keys, initial = (widened(t, 1) for t in (problem.field, problem.keys, initial))
         wide = solve(problem._replace(field=field, keys=keys), initial, rule, impl, keep_mean=keep_mean)
         return wide._replace(state=wide.state[..., :0], mean=wide.mean[..., :0])
@@ -134,16 +134,16 @@ def with_stalled(
     *,
     by_bias: Tensor | None,
 ) -> AdjointAnswer:
-    """`found`, whose memory is nobody else's, with what stalled there, at saddles above all, solved again."""
+    """Solve stalled queries again, at saddles above all, and write their answers into `found`."""
     stalled = found.status == Status.STALLED
     if not bool(stalled.any()):
         return found
     few, of_few = stalled, by_bias
-    # Keys may have come with fewer leading axes than the queries.
+    # The gradient may have fewer leading axes than the queries, as the keys had.
     by_keys = found.by_keys.view(problem.keys.shape)
     sets = stalled.any(-1).nonzero(as_tuple=True)
     if problem.keys.shape[:-2] == stalled.shape[:-1] and len(sets[0]) < few[..., 0].numel():
-        # Only sets of keys that a stalled query reads.
+        # Leave out sets of keys that no stalled query reads.
         def within(tensor: Tensor) -> Tensor:
             return tensor[tuple(i if size > 1 else i * 0 for i, size in zip(sets, tensor.shape, strict=False))]
 
@@ -153,7 +153,7 @@ def with_stalled(
         of_few = None if by_bias is None else by_bias.new_zeros(len(few), by_bias.shape[-1])
     index = first_of(few)
     if index is None or problem.first is not None:
-        # A query is known by its place.
+        # The causal rule needs the place of every query.
         index = torch.arange(few.shape[-1], device=few.device).expand(few.shape)
     chosen = pick(few, index)
     mask = None if problem.mask is None else picked(problem.mask, index, few.ndim - 1)
@@ -172,12 +172,12 @@ def with_stalled(
 
 
 def may_look(tensor: Tensor) -> bool:
-    """Whether the host may wait for numbers: not while a CUDA graph is captured, which must not depend on them."""
+    """Whether the host may wait for numbers: it may not while a CUDA graph is captured."""
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def unanswered(found: AdjointAnswer, stalled: Tensor) -> AdjointAnswer:
-    """NaN for what stalled, and for what it is a part of: where a graph is captured the host cannot look and go on."""
+    """Answers with NaN for stalled queries and their sums: nothing can solve them again during a capture."""
     poison = torch.zeros_like(found.by_beta).masked_fill(stalled, torch.nan)
     value, by_beta = found.value + poison[..., None], found.by_beta + poison
     by_keys = found.by_keys + poison.sum(-1)[..., None, None].sum_to_size(*found.by_keys.shape[:-2], 1, 1)
@@ -220,7 +220,7 @@ def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _
     if impl != "native" and not (impl == "auto" and field.device.type == "cpu" and field.dtype in NATIVE_DTYPES):
         return None
     if not host_may_look_at_constant(*(t for t in problem if isinstance(t, Tensor))):
-        # A mode of torch records what happens to tensors, and does not see what happens to their memory.
+        # A mode of torch sees operations on tensors, and not what a library writes to their memory.
         if impl == "native" and not is_fake(field):
             reason = "a mode is active that sees operations of torch alone, or the tensors are wrapped"
             raise UnsupportedImplementation(f"`impl='native'`: {reason}; use impl='auto'")
@@ -235,7 +235,7 @@ def by_native(impl: Impl, operation: str, problem: Hopfield, run: Callable[[], _
 def by_attention(impl: Impl, keys: Tensor, run: Callable[[], _R], *, mask: bool, causal: bool = False) -> _R | None:
     """Return the answer of `run`, torch's attention kernel with its log-sum-exp, if that is trusted, else None."""
     if torch.compiler.is_compiling():
-        # What is traced cannot be verified; the operations, which are not traced, do not come here.
+        # A check cannot run while torch traces. The registered operations are never traced through.
         return None
     variant = checks.attention_variant(keys, mask=mask, causal=causal)
     use = trust.Use("attention with log-sum-exp (torch)", keys.device, variant)

@@ -75,7 +75,7 @@ class Fold:
     def product(self, tensor: Tensor, matrix: Tensor) -> Tensor:
         """(*kept, *folded, N, X) times (*kept, X, Y) -> (*kept, *folded, N, Y)."""
         if torch.compiler.is_exporting():
-            # Sizes may be open there, and bits are those of another machine.
+            # An exported program has open sizes, and runs on other machines, which have other bits.
             between = (None,) * (tensor.ndim - matrix.ndim if self.kept else 0)
             return tensor @ matrix[(..., *between, slice(None), slice(None))]
         columns = matrix.shape[-1]

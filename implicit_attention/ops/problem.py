@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._autograd import are_plain
 
-# Numbers per head and the like, which are looked at one by one: with more a check of the tensor costs no more.
+# Up to so many numbers, one per head for example, are read one by one.
 MOST_NUMBERS = 256
-# Leading axes of a problem that is known to fit by its shapes alone.
+# Most leading axes of a problem that the short check of shapes accepts.
 MOST_AXES = 8
 # Limits of an inverse temperature.
 LEAST, MOST = math.ulp(0.0), sys.float_info.max
@@ -73,7 +73,7 @@ class Hopfield(NamedTuple):
             return False
         if not _fit(query.shape, keys.shape, None if values is None else values.shape):
             return False
-        # Written out for the most frequent kind.
+        # A short test for the most frequent kind.
         if not (0.0 <= anchor <= 1.0 if type(anchor) is float else numbers or _is_number_in(anchor, query, 0.0, 1.0)):
             return False
         if not (LEAST <= beta <= MOST if type(beta) is float else numbers or _is_number_in(beta, query, LEAST, MOST)):
@@ -113,7 +113,7 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _fit(shape: torch.Size, of_keys: torch.Size, of_values: torch.Size | None) -> bool:
-    """Whether queries, keys and values (if any) have shapes that belong together, with few axes and nothing empty."""
+    """Whether the shapes of queries, keys and values (if any) fit each other, with few axes and none empty."""
     if not 2 <= len(shape) <= MOST_AXES + 2 or len(of_keys) < 2 or shape[-1] != of_keys[-1]:
         return False
     lead = shape[:-2]

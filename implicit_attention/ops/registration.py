@@ -38,14 +38,14 @@ def _run_solve(*args: Any) -> tuple[Tensor, ...]:
 
 def _run_adjoint(*args: Any) -> tuple[Tensor, ...]:
     problem, given, text = Hopfield(*args[:6]), args[6:11], args[11]
-    # Torch leaves out what is as by default.
+    # Torch leaves out arguments that have their default.
     handle = args[12] if len(args) > 12 else None
     found = dispatch.solve_adjoint(problem, *given)
     on_failure, site, cotangent = of_text(text), FailureSite.of(handle), given[1]
     if site is not None and site.tally is not None:
         site.tally.add_backward(*found[1:5], lost(found.status, cotangent))
     if dispatch.may_look(found.status):
-        # Here, because this runs where a compiled graph does: nobody else sees what a backward pass did in there.
+        # A compiled graph has no other place that could report its backward pass.
         what = "the adjoint solve of `hopfield_solve`, whose gradient is therefore wrong,"
         told = forgiven(found.record, cotangent)
         report_failures(on_failure, what, told, CG.remedies, site=site, side="backward")
@@ -74,15 +74,15 @@ def _backward(ctx: Any, cotangent: Tensor | None, *others: Tensor | None) -> tup
         return (None,) * 14
     refuse_tangents("hopfield_solve", cotangent)
     problem = (field, keys, beta, anchor, mask, ctx.first)
-    # A query that failed and that the loss leaves out must not reach what it shares with others: 0 * NaN is NaN.
+    # A failed query without a cotangent must not reach the gradients that it shares with others: 0 * NaN is NaN.
     lost = ~torch.isfinite(state).all(-1, keepdim=True)
     read = lost & (cotangent != 0).any(-1, keepdim=True)
-    # One that it reads stays NaN: its backward solve fails, which is told, unlike a cotangent that is not finite.
+    # A failed query with a cotangent stays NaN: its backward solve fails and is reported.
     state, mean, field = (t.masked_fill(lost & ~read, 0.0) for t in (state, mean, field))
     found = AdjointAnswer(*adjoint_op(*problem, state, cotangent, None, MAX_STEPS, ctx.impl, ctx.on_failure, site))
     by_anchor = (found.value * (field - mean)).sum(-1, keepdim=True)
     gradients = (anchor * found.value, found.by_keys, found.by_beta[..., None], by_anchor)
-    # Of tensors that were broadcast.
+    # The gradients of broadcast tensors are sums.
     likes = (field, keys, beta, anchor)
     return (*(g.sum_to_size(t.shape).to(t.dtype) for g, t in zip(gradients, likes, strict=True)), *(None,) * 10)
 

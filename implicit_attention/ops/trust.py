@@ -1,10 +1,10 @@
 """Trust in kernels, earned on the machine where they run.
 
 A kernel (one of ours in Triton, a private operation of torch) answers in a configuration (device, dtype, head
-dimension, kind of mask, ...) once it has answered a small problem there as products written out in float64 do. Of one
-that is wrong, does not compile or cannot be launched a warning tells once, and torch's public operations answer in its
-place. All else that is raised while a kernel runs (by a handler of a signal, by a mode of torch, for want of memory)
-goes to the caller.
+dimension, kind of mask, ...) once its answer to a small problem agrees with products written out in float64. A kernel
+that is wrong, does not compile or cannot be launched causes one warning, and torch's public operations answer in its
+place. Every other exception while a kernel runs (from the handler of a signal, from a mode of torch, for want of
+memory) goes to the caller.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _R = TypeVar("_R")
 Errors: TypeAlias = Mapping[str, tuple[float, float]]
 Verdict = Literal["verified", "refused", "open"]
 SHOWN = 400
-#: Modules that compile and call kernels: what they raise is a kernel's fault. The native library raises nothing.
+#: Modules that compile and call kernels: their exceptions are a kernel's fault. The native library raises nothing.
 KERNELS = ("torch._ops", "triton")
-#: Of messages of allocators, those of CPUs above all.
+#: Words in the messages of allocators, those of CPUs above all.
 FULL = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 class Use(NamedTuple):
-    """A kernel in one configuration. All of it is known to the host: nothing waits for a device to look it up."""
+    """A kernel in one configuration, which the host knows without waiting for a device."""
 
     kernel: str
     device: torch.device
-    #: A NamedTuple of what else decides which code runs.
+    #: A NamedTuple of the other properties that select the code which runs.
     variant: Any
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class KernelCheck:
 
 
 _found: dict[Use, KernelCheck] = {}
-#: Kernels and devices that a warning told of; the status has every configuration.
+#: Kernels and devices that a warning has named; the status has every configuration.
 _told: set[tuple[str, torch.device]] = set()
 _lock = threading.Lock()
 
@@ -105,7 +105,7 @@ _checking = _Checking()
 
 
 def kernel_checks() -> tuple[KernelCheck, ...]:
-    """Which kernels were verified in which configuration, with which errors, and which are not used, and why.
+    """The kernels that were verified, by configuration and with errors, and those that are not used, with reasons.
 
     A kernel is checked at its first use in a configuration: it and products written out in float64 answer the same
     small problem, in memory filled with NaN. Print the entries to read them.
@@ -152,13 +152,13 @@ def answer(use: Use, check: Callable[[], Errors], run: Callable[[], _R], *, insi
 
 
 def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a kernel to write to: during a check filled so that what is not written is seen."""
+    """Memory for a kernel to write to; during a check it is filled, so that a missing write is seen."""
     memory = torch.empty(shape, dtype=dtype, device=device)
     return poisoned(memory) if _checking.active else memory
 
 
 def poisoned(memory: Tensor) -> Tensor:
-    """NaN, or a number that is no code and no count."""
+    """Memory filled with NaN, or with a number that is no code and no count."""
     return memory.fill_(torch.nan if memory.is_floating_point() else 77)
 
 
@@ -187,7 +187,7 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
             outcome.append(error)
 
     started = time.perf_counter()
-    # In a thread of its own, where none of the caller's modes holds: autocast, inference, torch.func, fake tensors.
+    # A thread of its own has none of the caller's modes: autocast, inference, torch.func, fake tensors.
     thread = threading.Thread(target=run, name=f"check of {use.kernel}")
     try:
         thread.start()
@@ -204,23 +204,23 @@ def _checked(use: Use, check: Callable[[], Errors]) -> KernelCheck:
         return KernelCheck(str(use), "open", {}, reason, where, seconds)
     if isinstance(found, BaseException):
         return KernelCheck(str(use), "refused", {}, _failure(found), where, seconds)
-    # NaN is not below anything.
+    # A comparison with NaN is false.
     wrong = [_fault(name, error, most) for name, (error, most) in found.items() if not error <= most]
     reason = f"against products written out in float64, {'; '.join(wrong)}" if wrong else ""
     return KernelCheck(str(use), "refused" if wrong else "verified", dict(found), reason, where, seconds)
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether memory was short; on a CPU torch says so by words alone."""
+    """Whether memory was short; on a CPU only torch's message says so."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
 
 def _raised_by(error: BaseException, modules: tuple[str, ...]) -> bool:
-    """Whether the code that raised is of one of these modules or their submodules, or what it raised is.
+    """Whether the code that raised, or the type of the exception, is of one of these modules or their submodules.
 
-    Handlers of signals and modes of torch, which may raise anything anywhere, are code of other modules.
+    Handlers of signals and modes of torch are code of other modules.
     """
     names = [type(error).__module__]
     last = error.__traceback__

@@ -549,10 +549,9 @@ def test_the_graph_holds_tensors_only_where_hooks_see_them():
             continue
         seen.add(node)
         stack += [following for following, _ in node.next_functions]
-        call = getattr(node, "call", None)
-        if call is not None:
-            held = [*call.problem.tensors(), *call.request.problem.tensors(), call.request.initial]
-            assert all(t.numel() == 0 for t in held)
+        request = getattr(node, "request", None)
+        if request is not None:
+            assert all(t.numel() == 0 for t in (*request.problem.tensors(), request.initial))
             break
     else:
         raise AssertionError("no implicit gradient in the graph")

@@ -17,7 +17,7 @@ from .solve import Evidence
 
 
 class Adjoints(NamedTuple):
-    """The solutions u of adjoint systems, (*batch, N, D), what they add to gradients, and the evidence.
+    """The solutions u of adjoint systems, (*batch, N, D), their parts of the gradients, and the evidence.
 
     failed: how many queries failed.
     doubtful: how many estimates of the error of a gradient, which the third number of the evidence holds, are large or
@@ -33,10 +33,10 @@ class Adjoints(NamedTuple):
 
     @property
     def answer(self) -> AdjointAnswer:
-        """Return the answer as all implementations give it."""
-        told = self.evidence
-        found = (self.value, told.status, told.number(0), told.number(1), told.steps, told.flags)
-        return AdjointAnswer(*found, self.by_beta, self.by_keys)
+        """Return the answer in the form that all implementations share."""
+        own = self.evidence
+        evidence = (own.status, own.number(0), own.number(1), own.steps, own.flags)
+        return AdjointAnswer(self.value, *evidence, self.by_beta, self.by_keys)
 
 
 def adjoints(

@@ -1,4 +1,4 @@
-"""Which native library answers on this machine, and why not where none does."""
+"""The native library of this machine, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 from ...errors import KernelWarning, outside
 from .operands import ARGUMENTS
 
-#: What calls and the libraries must agree on; the same number stands in kernels.cpp.
+#: The version of the interface; the same number stands in kernels.cpp.
 ABI = 4
 #: Chooses an instruction set; "off" uses none and says nothing.
 VARIABLE = "IMPLICIT_ATTENTION_NATIVE"
 #: Instruction sets by the family of processors, the fastest first.
 SETS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",), "arm64": ("neon",)}
-#: What nobody has run yet: their code is that of the others, compiled for them.
+#: Sets that no test has run yet: their code is that of the others, compiled for them.
 UNVERIFIED = ("neon",)
 FOLDER = Path(__file__).parent
 
@@ -73,7 +73,7 @@ class NativeStatus:
 def native_status() -> NativeStatus:
     """The backend of solves on this CPU: a library compiled for its instruction set, or torch, and why.
 
-    Not for trust in single kernels: `kernel_checks` tells of these.
+    Not for trust in single kernels: `kernel_checks` lists these.
 
     Examples:
         >>> from implicit_attention.ops import native_status
@@ -100,7 +100,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def warn_once() -> None:
-    """Tell that torch answers in the place of a native operation, unless that was asked for."""
+    """Warn that torch answers in the place of a native operation, unless the variable says "off"."""
     reason = unavailable()
     if reason is None or os.environ.get(VARIABLE) == "off":
         return
@@ -114,7 +114,7 @@ def warn_once() -> None:
 
 @functools.cache
 def _found() -> tuple[Library | None, str]:
-    """The library, and why it is none or not the fastest that there is."""
+    """The library, and why there is none or not the fastest one."""
     asked = os.environ.get(VARIABLE) or "auto"
     if asked == "off":
         return None, f"they are switched off; unset {VARIABLE}"
@@ -135,7 +135,7 @@ def _found() -> tuple[Library | None, str]:
         if loaded is not None:
             return loaded, "; ".join(reasons)
         reasons.append(reason)
-    # The last is that of the set that most processors have.
+    # The last reason is about the set that most processors have.
     remedy = "use another processor" if asked == "auto" else f"unset {VARIABLE}"
     return None, reasons[-1] if ";" in reasons[-1] else f"{reasons[-1]}; {remedy}"
 
@@ -166,7 +166,7 @@ def _loaded(isa: str) -> tuple[Library | None, str]:
 def _is_whole(path: Path) -> bool:
     """Whether an ELF file ends in its checksum, as setup.py writes it: the system loads a damaged one, and crashes."""
     made = path.read_bytes()
-    # Other systems look at the signatures of their files themselves.
+    # Other systems check the signatures of their files themselves.
     return made[:4] != b"\x7fELF" or hashlib.sha256(made[:-32]).digest() == made[-32:]
 
 

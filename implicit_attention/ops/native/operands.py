@@ -17,14 +17,14 @@ AXES = 16
 LARGEST = 2**55
 #: Steps that float32 counts.
 MOST_STEPS = 2**24
-#: Of `ia_solve` and `ia_adjoint`.
+#: The arguments of `ia_solve` and `ia_adjoint`.
 ARGUMENTS: Any = (ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int64)
 
 #: Shape and steps of a tensor.
 _Place: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 
 _CODES = {torch.float32: "f", torch.float64: "d"}
-# Of a tensor, without a frame of Python.
+# Reads a shape without a frame of Python.
 _SHAPE = attrgetter("shape")
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
@@ -116,7 +116,7 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 
 def _are_plain(*parts: Any) -> bool:
-    # A loop: this is asked in every call.
+    # A loop, as a generator would cost a frame for each tensor.
     for part in parts:  # noqa: SIM110
         if isinstance(part, Tensor) and (part.is_neg() or part._is_zerotensor()):
             return False

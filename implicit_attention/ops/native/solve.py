@@ -72,9 +72,9 @@ _NOWHERE = (0,) * 5
 
 
 class Equilibria(NamedTuple):
-    """The states z, (*batch, N, D), the means of the keys there, the evidence, and how many queries have no answer.
+    """The states z, (*batch, N, D), the means of the keys at them, the evidence, and the number of failed queries.
 
-    The mean and the evidence are None where nobody asked for them.
+    The mean and the evidence are None if the caller does not want them.
     """
 
     state: Tensor
@@ -104,7 +104,7 @@ def equilibria(
 
 
 def solve(problem: Hopfield, initial: Tensor, rule: FusedRule, *, keep_mean: bool = True) -> Solved:
-    """Solve a problem whose tensors are all of one dtype; without `keep_mean` the mean that is returned has no rows."""
+    """Solve a problem whose tensors are all of one dtype; without `keep_mean` the returned mean has no rows."""
     state, mean, told, _ = equilibria(problem, initial, rule, mean=keep_mean)
     assert told is not None
     mean = state.new_empty(0, state.shape[-1]) if mean is None else mean

@@ -22,9 +22,9 @@ from .rows import TiledRows, dot
 TILE = 2**19
 # A curvature below this times eps |p|^2 is rounding or negative.
 NOISE = 10.0
-# How far above the tolerance rounding may keep the recomputed residual of what the recurrence has below it.
+# Rounding may keep the recomputed residual above the tolerance by this factor, where the recurrence is below it.
 SLACK = 10.0
-# A tile's weights are copied without the finished rows when those are more than this part.
+# A tile's weights are copied without its finished rows if these are more than this part.
 COMPACT_BELOW = 0.7
 
 
@@ -81,7 +81,7 @@ def solve_adjoint(
     size: int = TILE,
     by_bias: Tensor | None = None,
 ) -> AdjointAnswer:
-    """Solve A u = cotangent for every query; what stalls, saddles above all, is finished by MINRES.
+    """Solve A u = cotangent for every query; MINRES finishes queries that stall, at saddles above all.
 
     by_bias: zeros (*batch, M), to which (df/db)^T u is added for a bias b of every key.
     """
@@ -102,7 +102,7 @@ def solve_adjoint(
 
 
 def _tiles_with_cotangents(rows: TiledRows, g: Tensor, size: int) -> Iterator[tuple[TiledRows, Tensor]]:
-    """Tiles without most of the rows whose cotangent is zero, as is their answer, and the sets that they are of."""
+    """Tiles without most of the rows whose cotangent, and hence answer, is zero, and the sets of the tiles."""
     origin: Tensor | None = None
     if g.device.type == "cpu":
         busy = (g != 0).any(-1)
@@ -141,13 +141,13 @@ def _solve_tile(
     found: AdjointAnswer,
     sums: Tensor | None,
 ) -> None:
-    """Solve for the cotangents g, each in units of its own power of two, and write what is found in those of all."""
+    """Solve for the cotangents g, each in units of its own power of two, and write the answers of the tile."""
     tile = RowTile.of(rows, z)
     weights, by_cov = tile.weights, tile.by_cov
     size = torch.linalg.vector_norm(g, dim=-1)
     tolerance = stop.rtol * size
     u, steps, blocked = _conjugate_gradients(rows, tile, g, size, tolerance, stop)
-    # The same product tells the residual of u and what it carries.
+    # The same product gives the residual of u and its gradients.
     centred, spread = tile.centred(u)
     residual = torch.linalg.vector_norm(g - u + by_cov * spread, dim=-1)
     finite = torch.isfinite(residual)
@@ -162,7 +162,7 @@ def _solve_tile(
         old = status, residual, tolerance
         status, residual, tolerance = (torch.where(stalled, a, b) for a, b in zip(evidence[:3], old, strict=True))
         steps, blocked = steps + evidence[3], blocked | evidence[4]
-    # What is not finite gives NaN, not a number; but what has no cotangent carries nothing, whatever else it holds.
+    # A row that is not finite gives NaN; a row without a cotangent adds nothing, even if it is not finite.
     idle = size == 0
     u = u.masked_fill(~torch.isfinite(residual)[:, None], torch.nan) * unit[:, None]
     share = rows.per_row(1 - rows.anchor)

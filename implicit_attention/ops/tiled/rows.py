@@ -16,7 +16,7 @@ from ..problem import Hopfield, common
 
 # Masks are laid out for at most so many pairs at once; a larger working set is evaluated in parts.
 MOST_PAIRS = 2**24
-# The working set is made anew when that leaves less than this part of it, and frees at least so many rows or half.
+# A new working set is made if it has less than this part of the rows, and frees at least so many rows or half.
 COMPACT_BELOW, WORTH = 0.9, 256
 # Smaller weights count as zero: they are invisible at that precision, and products of subnormal numbers cost ten times
 # as much on a CPU.
@@ -45,14 +45,14 @@ class TiledRows:
         self.block = row_block(self.dim, keys.shape[-2], keys.dtype)
         self.ids = torch.arange(self.sets * self.count, device=self.device)
         self.beta, self.anchor = self._laid(problem.beta), self._laid(problem.anchor)
-        # Without an anchor the field is not read, whatever it holds.
+        # Without an anchor the field is not read, so that NaN in it does not matter.
         self.field = self.laid(problem.field).flatten(0, 1).masked_fill(self.per_row(self.anchor) == 0, 0.0)
         self.first = problem.first
         self.mask: Tensor | None = None
         self.mask_rows: Tensor | None = None
         self.shared = 1
         if problem.mask is not None:
-            # Rows of a mask are looked up, so that one that many queries share is never repeated as a whole.
+            # Rows of a mask are looked up, so that a shared mask is never repeated as a whole.
             lead = problem.mask.shape[:-1]
             self.mask = problem.mask.expand(*lead, keys.shape[-2]).reshape(-1, keys.shape[-2])
             numbers = self.fold.moved(torch.arange(len(self.mask), device=self.device).view(*lead, 1))
@@ -79,7 +79,7 @@ class TiledRows:
         return self.fold.restored(numbers.view(*self.shape, *numbers.shape[1:]))
 
     def keys_restored(self, tensor: Tensor) -> Tensor:
-        """(E, M, D) as the keys came, (*#batch, M, D) up to axes of size 1 that are missing."""
+        """(E, M, D) in the shape of the keys, (*#batch, M, D) up to missing axes of size 1."""
         lead = (*self.shape[: self.fold.kept], *(1,) * (len(self.shape) - 1 - self.fold.kept))
         tensor = tensor[..., : self.dim].reshape(*lead, *tensor.shape[1:2], self.dim)
         return tensor if self.fold.in_order else tensor.permute(*self.fold.inverse, -2, -1)
@@ -103,7 +103,7 @@ class TiledRows:
         if self.first is None:
             empty = ~attended.any(-1)
             return empty[self._rows_of_each_set()]
-        # Without any it is behind every query, of which there may be more than keys.
+        # Without a causal rule it lies behind every query; there may be more queries than keys.
         first = torch.where(attended.any(-1), attended.to(torch.int8).argmax(-1), torch.iinfo(torch.int64).max)
         return first[self._rows_of_each_set()] > self._places().view(self.sets, self.count, 1)
 
@@ -118,7 +118,7 @@ class TiledRows:
         return new
 
     def _attended(self) -> Tensor | None:
-        """Which keys somebody attends to, (#E, M)."""
+        """Whether a query attends to the key, (#E, M)."""
         keys = torch.arange(self.keys.shape[1], device=self.device)
         inside = None if self.first is None else (keys < self.first + self.length)[None]
         if self.mask is None or self.mask_rows is None:
@@ -197,9 +197,9 @@ class TiledRows:
     def compacted(
         self, active: Tensor, counts: list[int], *, below: float = COMPACT_BELOW
     ) -> tuple[Self, Tensor] | None:
-        """The working set without most of what is not active, and the rows of this one that it holds; or None.
+        """The working set without most of its inactive rows, and the indices of its rows in this one; or None.
 
-        All rows of it are distinct: finished ones fill it up and are carried along.
+        All its rows are distinct: finished rows fill it up and are carried along.
         """
         most = -(-max(counts) // self.block) * self.block
         live = [entry for entry, count in enumerate(counts) if count]
@@ -249,7 +249,7 @@ class TiledRows:
         return mean.view(-1, z.shape[-1]), logsumexp.flatten()
 
     def weights(self, z: Tensor) -> Tensor:
-        """softmax(beta K z), (E, R, M), without what is invisible at that precision; 0 where nothing is attended."""
+        """softmax(beta K z), (E, R, M), without weights that the precision cannot see; 0 for a row without keys."""
         weights = self._scores(z.view(self.sets, self.count, -1), self.keys, self.beta, self._own_mask()).softmax(-1)
         weights = torch.threshold_(weights, LEAST[weights.dtype], 0.0)
         return weights if self.empty is None else weights.masked_fill_(self.empty, 0.0)
@@ -264,7 +264,7 @@ class TiledRows:
 
     @property
     def _triangle(self) -> bool:
-        """Whether the kernel's own causal triangle says all."""
+        """Whether the kernel's own causal triangle is the whole mask."""
         return self.first == 0 and self.fused and self._whole and self.mask is None and self.count == self.length
 
     def _laid_mask(self, part: slice) -> Tensor:

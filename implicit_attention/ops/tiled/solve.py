@@ -1,4 +1,4 @@
-"""The iteration in torch: every query stops on its own, and finished ones stop costing anything.
+"""The iteration in torch: every query stops on its own, and finished queries leave the work.
 
 It answers where no kernel of ours does. States are flat, (E * R, D), and numbers per query (E * R).
 """
@@ -83,7 +83,7 @@ def _iterate(rows: TiledRows, z: Tensor, answers: _Answers, stop: FusedRule) -> 
                 accepted = (_descends(point, base, tried, end_slope) & finite) | tried.plain
                 candidates = active & accepted
         if base is not None and tried is not None and (looks_every != 1 or not bool(finite.all())):
-            # What diverged is answered by the point before.
+            # A query that diverged returns the point before.
             z = torch.where(finite[:, None], z, z - tried.direction)
             residual = torch.where(finite, residual, base.residual)
         last = index == stop.max_steps
@@ -101,7 +101,7 @@ def _iterate(rows: TiledRows, z: Tensor, answers: _Answers, stop: FusedRule) -> 
         elif base is None or tried is None or accepted is None:
             base, tried, z = point, Step(r, point.square, point.square, torch.ones_like(active)), f
         else:
-            # Where the step was not accepted, the last accepted point again; what diverged is there already.
+            # A rejected step goes back to the last accepted point, at which diverged queries are already.
             z = torch.where((accepted | ~finite)[:, None], z, z - tried.direction)
             rows_of = (accepted[:, None], accepted, accepted, accepted)
             point = Point(*(torch.where(a, new, old) for a, new, old in zip(rows_of, point, base, strict=True)))
@@ -125,7 +125,7 @@ def _descends(point: Point, base: Point, tried: Step, end_slope: Tensor) -> Tens
 
 
 def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepted: Tensor, *, plain: bool) -> Step:
-    """r - gamma (dz + dr), gamma = <dr, r>/|dr|^2, where that promises descent, 4 r where E curves down, else r.
+    """r - gamma (dz + dr), gamma = <dr, r>/|dr|^2, if that promises descent, 4 r where E curves down, else r.
 
     dz is the step tried and end_slope = <r, dz>; neither is read where it was not accepted.
     """
@@ -142,7 +142,7 @@ def _proposed(point: Point, base: Point, tried: Step, end_slope: Tensor, accepte
     length = slope - fall + gamma.square() * (tried.square + 2 * dz_dr + dr_dr)
     cut = (LONGEST**2 * square / length).clamp(max=1).sqrt()
     slope = cut * slope
-    # Products that underflow tell nothing of the curvature.
+    # Products that underflow do not measure the curvature.
     downward = (dz_dr >= 0) & resolves(base.residual)
     # Of a step without a finite length, slope is NaN, and compares false.
     mixed = accepted & ~downward & (slope >= SLOPE * square)

@@ -34,7 +34,7 @@ NONFINITE = tl.constexpr(int(Status.NONFINITE))
 EPS = tl.constexpr(torch.finfo(torch.float32).eps)
 # A curvature below this times eps |p|^2 is rounding or negative.
 NOISE = tl.constexpr(10.0)
-# How far above the tolerance rounding may keep the recomputed residual of what the recurrence has below it.
+# Rounding may keep the recomputed residual above the tolerance by this factor, where the recurrence is below it.
 SLACK = tl.constexpr(10.0)
 # Cotangents below this are multiplied by a power of two.
 SMALLEST_LARGE = tl.constexpr(2.0**-60)
@@ -171,12 +171,12 @@ def _adjoint_kernel(
         active = active & (square > limit) & (num_steps < max_steps)
         running = tl.max(active.to(tl.int32), 0) > 0
 
-    # The same product tells the residual of u and what it carries.
+    # The same product gives the residual of u and its gradients.
     m = tl.load(mean + places, mask=inside, other=0.0).to(tl.float32)
     spread = covariance_product(half, by, shift, value, m, first, key_rows, pairs, N, M, P)
     residual = tl.load(cotangent + places, mask=inside, other=0.0).to(tl.float32) * lift[:, None] / unit[:, None]
     residual = residual - (value - (1.0 - a) * b * spread)
-    # What has no cotangent carries nothing, whatever else it holds.
+    # A row without a cotangent adds nothing, even if it is not finite.
     idle = size == 0.0
     found = tl.where(idle, 0.0, tl.sqrt(tl.sum(residual * residual, 1)))
     finite = found < float("inf")
@@ -185,7 +185,7 @@ def _adjoint_kernel(
     status = tl.where(stalled, STALLED, UNFINISHED)
     status = tl.where(solved, CONVERGED, tl.where(finite, status, NONFINITE))
     dropped = stalled | idle
-    # What is not finite gives NaN, not a number.
+    # A row that is not finite gives NaN.
     value = tl.where(finite[:, None], value, float("nan"))
     value = tl.where(dropped[:, None], 0.0, value)
     z = tl.load(state + places, mask=inside, other=0.0).to(tl.float32)
@@ -200,7 +200,7 @@ def _adjoint_kernel(
     tl.store(by_beta_out + at, by_beta * unit / lift, mask=real)
 
     # What the kernel for the keys reads: z and u' = (1 - anchor) u, rounded, and <mean, u'>. A query that adds nothing
-    # has probabilities exp2(-inf), whatever else it holds.
+    # has probabilities exp2(-inf), even if it is not finite.
     half = tl.where(dropped[:, None], 0.0, half.to(tl.float32))
     tl.store(state_half_out + places, half.to(state_half_out.dtype.element_ty), mask=inside)
     tl.store(state_scale_out + at, scale, mask=real)

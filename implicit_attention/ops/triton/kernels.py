@@ -28,7 +28,7 @@ SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 HEADROOM = tl.constexpr(16.0)
 
 
-# Where things lie.
+# Addresses.
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def key_tile(keys, start, M, P: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def key_range(first, pairs, N, M, P: tl.constexpr):
-    """(Where keys begin that not every row of the tile from `first` on attends to for sure, where keys end)."""
+    """(The first key that some row of the tile from `first` on may not attend to, the end of the keys)."""
     KEYS: tl.constexpr = P.keys
     ROWS: tl.constexpr = P.rows
     full = (M // KEYS) * KEYS
@@ -164,7 +164,7 @@ def restricted(scores, rows, cols, pairs, N, M, P: tl.constexpr):
 
 @triton.jit
 def one(M):
-    """1.0, for all that the compiler knows.
+    """1.0, in a way that the compiler cannot fold.
 
     A sum that a loop only adds to stays under way in the tensor cores from one turn to the next, and the assembler then
     runs all products of the loop one after the other. Scaling the sum makes it arrive before they begin.

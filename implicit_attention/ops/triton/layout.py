@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..problem import Hopfield
 
-# Leading axes of different strides that a kernel tells apart.
+# Most leading axes of different strides in a kernel.
 AXES = 3
 
 NO_MASK, BOOLEAN, ADDED = 0, 1, 2
@@ -73,7 +73,7 @@ class KernelLayout:
 
     @classmethod
     def of(cls, problem: Hopfield) -> KernelLayout | None:
-        """The layout; None where more axes are left than a kernel tells apart."""
+        """The layout; None if more axes are left than a kernel takes."""
         *lead, rows, dim = problem.field.shape
         count = problem.keys.shape[-2]
         mask = None if problem.mask is None else problem.mask.expand(*lead, rows, count)
@@ -143,7 +143,7 @@ def plan(problem: Hopfield, chosen: Tiles) -> KernelPlan:
 
 
 def in_memory(problem: Hopfield) -> Hopfield:
-    """The problem with all its signs in memory, where kernels read: torch may keep that of a view aside."""
+    """The problem with its signs in memory, where kernels read: torch may keep the sign of a view aside."""
     field, keys, beta, anchor = (t.resolve_neg() for t in problem[:4])
     mask = None if problem.mask is None else problem.mask.resolve_neg()
     return Hopfield(field, keys, beta, anchor, mask, problem.first)

@@ -35,7 +35,7 @@ POWER = tl.constexpr(2.0**80)
 
 
 def solve(problem: Hopfield, initial: Tensor, stop: FusedRule) -> Solved:
-    """Solve every query from `initial`, (*batch, N, D), without a look of the host; answers are float32."""
+    """Solve every query from `initial`, (*batch, N, D), without waiting for the device; answers are float32."""
     problem = in_memory(problem)
     field, count = problem.field, problem.keys.shape[-2]
     answer = Solved.allocated(partial(trust.empty, device=field.device), field.shape, torch.float32)
@@ -122,7 +122,7 @@ def _solve_kernel(
     a = tl.load(anchor + batch_offset(batch, sizes, anchor_strides)).to(tl.float32)
     field += batch_offset(batch, sizes, field_strides) + first.to(tl.int64) * field_strides[3]
     field_at = field + local[:, None] * field_strides[3] + dims[None, :] * field_strides[4]
-    # Without an anchor the field is not read, whatever it holds.
+    # Without an anchor the field is not read, so that NaN in it does not matter.
     anchored = inside & (tl.zeros([ROWS], tl.float32) + a != 0.0)[:, None]
     key_rows = (keys + batch_offset(batch, sizes, keys_strides), keys_strides[3], keys_strides[4])
     pairs = (mask + batch_offset(batch, sizes, mask_strides), mask_strides[3], mask_strides[4], offset)
@@ -146,7 +146,7 @@ def _solve_kernel(
         finite = (residual < float("inf")) & (tolerance < float("inf"))
         energy = tl.sum(z * (0.5 * z - a * x), 1) - (1.0 - a) / b * logsumexp
 
-        # Against the point that the step to z started from, where one is needed.
+        # The test compares z with the point that the step started from.
         known = inside & (index >= plain_steps)[:, None]
         dz = z - tl.load(state_at, mask=known, other=0.0)
         df = (1.0 - a) * (mean - tl.load(mean_at, mask=known, other=0.0))
@@ -183,7 +183,7 @@ def _solve_kernel(
         length = tl.sqrt(tl.maximum(slope - gamma * along + gamma * gamma * span, 0.0))
         cut = tl.where(length > LONGEST * residual, LONGEST * residual / length, 1.0)
         promising = (length < float("inf")) & (cut * slope >= SLOPE * square)
-        # Products that underflow tell nothing of the curvature.
+        # Products that underflow do not measure the curvature.
         downward = (tl.sum(dz * dr, 1) >= 0.0) & (base_residual >= LEAST)
         # The last step of a budget is plain: it is never rejected.
         accelerated = accepted & (downward | promising) & (index >= plain_steps) & (index + 1 < max_steps)
