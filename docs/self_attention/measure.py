@@ -143,7 +143,12 @@ def equilibrium_table(found: list[dict[str, Any]]) -> str:
     cells = {(row["problem"], row["solver"], row["anchor"], row["sharpness"]): cell(row) for row in found}
     lines = list(dict.fromkeys(key[:3] for key in cells))
     lines.sort(key=lambda line: [(problem, type(solver).__name__) for problem, solver in SOLVED].index(line[:2]))
-    rows = [[*line[:2], f"{line[2]:g}", *(cells[(*line, s)] for s in SHARPNESS)] for line in lines]
+    rows, last = [], None
+    for line in lines:
+        # A problem and its solver are named in their first line.
+        named = ("", "") if line[:2] == last else line[:2]
+        rows.append([*named, f"{line[2]:g}", *(cells[(*line, s)] for s in SHARPNESS)])
+        last = line[:2]
     return table(["equilibrium", "solver", "anchor", *(f"β√D = {s:g}" for s in SHARPNESS)], rows)
 
 

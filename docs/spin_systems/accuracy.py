@@ -117,7 +117,7 @@ def measure():
 
 
 def table(rows, key="magnetization"):
-    """One line per family and method, one column per beta, of the families in which `key` is known."""
+    """One line per family (named in its first line) and method, one column per beta, where `key` is known."""
     known = {row["family"] for row in rows if row.get(key) is not None}
     rows = [{**row, key: row.get(key)} for row in rows if row["family"] in known]
     lines = ["| systems | method | " + " | ".join(f"beta {b:g}" for b in BETAS) + " |", "|---" * (2 + len(BETAS)) + "|"]
@@ -127,7 +127,7 @@ def table(rows, key="magnetization"):
             where = row["family"], row["beta"]
             best[where] = min(best.get(where, 1e9), row[key])
     for family in dict.fromkeys(row["family"] for row in rows):
-        for method in dict.fromkeys(row["method"] for row in rows if row["family"] == family):
+        for index, method in enumerate(dict.fromkeys(row["method"] for row in rows if row["family"] == family)):
             cells = []
             for beta in BETAS:
                 (row,) = (r for r in rows if (r["family"], r["beta"], r["method"]) == (family, beta, method))
@@ -138,7 +138,7 @@ def table(rows, key="magnetization"):
                 text = f"{value:.1g}" if value < 0.1 else f"{value:.2f}"
                 text = f"**{text}**" if value <= max(1.1 * best.get((family, beta), 0), row["truth_error"]) else text
                 cells.append(text if row["solved"] == 1 else f"{text} ({100 * row['solved']:.0f} %)")
-            lines.append(f"| {family} | `{method}` | " + " | ".join(cells) + " |")
+            lines.append(f"| {'' if index else family} | `{method}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
