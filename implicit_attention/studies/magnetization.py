@@ -113,12 +113,7 @@ def ask(
     for entry in entries:
         progress.begin(entry.name)
         answer = spin_methods.evaluate(
-            entry,
-            system,
-            max_seconds=max_seconds,
-            seed=seed,
-            quick=quick,
-            progress=progress.part,
+            entry, system, max_seconds=max_seconds, seed=seed, quick=quick, progress=progress.part
         )
         progress.end(entry.name, answer.row)
         rows.append(answer.row)

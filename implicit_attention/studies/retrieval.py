@@ -68,13 +68,7 @@ def _scores(sample: DataSample) -> Iterator[Tensor]:
 
 
 def sweep(
-    drawn: DataSample,
-    part: Callable[[int, int], None],
-    *,
-    beta: float,
-    anchor: float,
-    potential: str,
-    reference: bool,
+    drawn: DataSample, part: Callable[[int, int], None], *, beta: float, anchor: float, potential: str, reference: bool
 ) -> Rates:
     """Retrieval rates of every method at every beta, with mean and standard deviation over the draws.
 

@@ -14,18 +14,7 @@ from ...potentials import LogSumExp, Potential
 from ...potentials.distance import DistanceLogSumExp
 from ...potentials.entmax import Entmax
 from ...solvers import Anderson, Picard, Solver
-from .plane import (
-    Plane,
-    PlaneScene,
-    descend,
-    have_own,
-    nearest,
-    number,
-    point,
-    points,
-    square,
-    stationary,
-)
+from .plane import Plane, PlaneScene, descend, have_own, nearest, number, point, points, square, stationary
 from .steps import COLD, VALLEYS, seen, stationary_numbers, told, ways
 
 ANCHORS = (0.1, 0.3, 0.7)

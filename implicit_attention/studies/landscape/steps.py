@@ -14,18 +14,7 @@ from ...energies import AnchoredEnergy, RepeatedSelfAttention
 from ...plotting import landscape_figure, step_norm_figure, step_norms
 from ...potentials import LogSumExp
 from ...solvers import Picard
-from .plane import (
-    Plane,
-    PlaneScene,
-    descend,
-    have_own,
-    listing,
-    nearest,
-    number,
-    point,
-    points,
-    stationary,
-)
+from .plane import Plane, PlaneScene, descend, have_own, listing, nearest, number, point, points, stationary
 
 #: Betas of the scenes, in units of that of the plane.
 HOT, MILD, VALLEYS, COLD = 0.2, 2.0, 4.0, 10.0
