@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, hide_ticks, new_figure
+from .style import COLORS, Figure, finish, hide_ticks, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Of pixels that are not seen: no grey of a digit, and rare in photographs.
+#: The colour of hidden pixels: no grey of a digit, and rare in photographs.
 HIDDEN = (0.80, 0.47, 0.65)
 
 
@@ -104,8 +101,5 @@ def energies_figure(panels: Mapping[str, Tensor], *, title: str = "Energy on the
         for index, line in enumerate(energies.detach().double().cpu().T):
             axes.plot(line.numpy(), color=COLORS[index % len(COLORS)], lw=1.2, marker="o", ms=2)
         axes.set_title(name, fontsize=8)
-        axes.set_xlabel("evaluation", fontsize=8)
-        axes.set_ylabel("energy", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(alpha=0.25)
+        finish(axes, "evaluation", "energy")
     return figure
