@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CharactersRun(NamedTuple):
-    """Everything that `train characters` measured."""
+    """The text, the training and the bits of `train characters`."""
 
     text: Text
     trained: Trained
@@ -68,14 +68,13 @@ class Characters(TrainCommand):
         return "metrics.json", content, {}
 
     def show(self, found: CharactersRun, console: Console) -> None:
-        """The bits as a table."""
-        from rich.table import Table
+        """Print the bits as a table."""
+        from rich.table import Column, Table
 
         from ..studies.characters import LENGTH
 
-        table = Table(title=f"held-out text, windows of {LENGTH} characters", title_justify="left")
-        table.add_column("predicted by")
-        table.add_column("bits per character", justify="right")
+        headers = "predicted by", Column("bits per character", justify="right")
+        table = Table(*headers, title=f"held-out text, windows of {LENGTH} characters", title_justify="left")
         for name, value in found.bits.items():
             table.add_row(name, f"{value:.3f}")
         console.print(table)

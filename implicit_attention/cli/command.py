@@ -1,4 +1,4 @@
-"""A command: its options, what it does, prints and writes, and the one way in which every command runs."""
+"""The base of all commands: options, work, output and files, and the one way in which every command runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Command:
         return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
     def execute(self) -> None:
-        """Check the options, work with progress, write the files, print what was found.
+        """Check the options, work with progress, write the files, print the result.
 
         Raises:
             InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
@@ -91,5 +91,4 @@ class Command:
         console = make_console()
         self.show(found, console)
         if names:
-            text = f"{self.listed(names)} written to {self.out} after {seconds:.1f} s"
-            console.print(text, markup=False)
+            console.print(f"{self.listed(names)} written to {self.out} after {seconds:.1f} s", markup=False)

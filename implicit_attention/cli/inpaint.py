@@ -61,7 +61,7 @@ class Inpaint(TrainCommand):
         return inpainting.measured(task, recipe, trained, net, count)
 
     def files(self, found: Inpainting) -> Files:
-        """Build the report: errors, verdicts, how they came about, and two figures."""
+        """Return errors, verdicts and settings, and two figures."""
         from ..plotting import energies_figure, reconstruction_figure
         from .report import options_of
 
@@ -87,24 +87,23 @@ class Inpaint(TrainCommand):
         return "metrics.json", content, figures
 
     def show(self, found: Inpainting, console: Console) -> None:
-        """The errors as a table, and the verdicts."""
-        from rich.table import Table
+        """Print the errors as a table, and the verdicts."""
+        from rich.table import Column, Table
 
         from ..studies.inpainting import HARMONIC, MEAN, QUICK_IMAGES
 
-        count = len(found.task.held_out) if not self.quick else QUICK_IMAGES
-        table = Table(title=f"{count} held-out {self.data}, half of the patches hidden", title_justify="left")
-        table.add_column("filled in by")
-        for heading in ("root mean square error", f"against {MEAN}", f"against {HARMONIC}"):
-            table.add_column(heading, justify="right")
+        title = f"{QUICK_IMAGES if self.quick else len(found.task.held_out)} held-out {self.data}"
+        headings = "root mean square error", f"against {MEAN}", f"against {HARMONIC}"
+        columns = (Column(heading, justify="right") for heading in headings)
+        table = Table("filled in by", *columns, title=f"{title}, half of the patches hidden", title_justify="left")
         for name, error in found.errors.items():
             parts = (f"{100 * (error / found.errors[baseline] - 1):+.0f} %" for baseline in (MEAN, HARMONIC))
             table.add_row(name, f"{error:.4f}", *parts)
         console.print(table)
         console.print(f"trained: {found.answer}, {updates(found.trained)}", markup=False)
-        told = f"equilibria found: {100 * found.converged:.0f} %, {found.evaluations:.1f} evaluations in the mean"
-        console.print(told, markup=False)
+        solved = f"equilibria found: {100 * found.converged:.0f} %, {found.evaluations:.1f} evaluations in the mean"
+        console.print(solved, markup=False)
         for verdict in found.verdicts:
             holds = "reached" if verdict["holds"] else "not reached"
-            asked = f"at most {verdict['at_most']:g} of the error of {verdict['baseline']}"
-            console.print(f"{asked}: {holds}, {verdict['part']:.3f}", markup=False)
+            margin = f"at most {verdict['at_most']:g} of the error of {verdict['baseline']}"
+            console.print(f"{margin}: {holds}, {verdict['part']:.3f}", markup=False)

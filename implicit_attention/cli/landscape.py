@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 #: Pixels per inch of the pictures, and their colours.
 DPI, COLOURS = 100, 200
 PAGE, CONTENT, ANIMATION = "index.html", "landscape.json", "descent.gif"
+STORY = ("title", "sentence", "description")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Landscape(Command):
 
     @functools.cached_property
     def plane(self) -> Plane:
-        """The plane that the options ask for.
+        """Return the plane with the patterns and the temperature of the options.
 
         Raises:
             InputError: an inverse temperature or patterns that cannot be used.
@@ -85,14 +86,14 @@ class Landscape(Command):
         """Make every scene, and its picture."""
         from ..studies.landscape import QUICK, SCENES
 
-        scenes, made = QUICK if self.quick else SCENES, {}
+        scenes, drawn = QUICK if self.quick else SCENES, {}
         for index, make in enumerate(scenes):
             since = time.perf_counter()
             progress.begin(f"scene {index + 1}", index, len(scenes))
             scene = make(self.plane)
-            made[scene.name] = scene, picture(scene.draw())
+            drawn[scene.name] = scene, picture(scene.draw())
             progress.end(scene.name, {"line": f"{time.perf_counter() - since:.1f} s"})
-        return made
+        return drawn
 
     def files(self, found: dict[str, tuple[PlaneScene, bytes]]) -> Files:
         from ..studies.landscape.animation import write_gif
@@ -106,14 +107,8 @@ class Landscape(Command):
             "queries": plane.queries,
             "reach": plane.reach,
             "scenes": {
-                scene.name: {
-                    "title": scene.title,
-                    "sentence": scene.sentence,
-                    "description": scene.description,
-                    "picture": f"{scene.name}.png",
-                    **scene.numbers,
-                }
-                for scene, _ in found.values()
+                name: {part: getattr(scene, part) for part in STORY} | {"picture": f"{name}.png"} | scene.numbers
+                for name, (scene, _) in found.items()
             },
             "threads": torch.get_num_threads(),
         }
@@ -147,7 +142,7 @@ def _has_pillow() -> bool:
 
 
 def picture(figure: Figure) -> bytes:
-    """A figure as PNG; of few colours, a third of the bytes, where pillow is there to choose them."""
+    """Return a figure as PNG; with pillow, of few colours and a third of the bytes."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI)
     if not _has_pillow():
@@ -156,7 +151,7 @@ def picture(figure: Figure) -> bytes:
 
     small = io.BytesIO()
     with Image.open(drawn) as image:
-        # The method that keeps the colours of small marks.
+        # This method keeps the colours of small marks.
         few = image.convert("RGB").quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(small, "PNG", optimize=True)
     return small.getvalue()

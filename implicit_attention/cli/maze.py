@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .progress import Progress
 
 SMALLEST, LARGEST = 3, 40
-#: Colours of the view: from "not on the path" to "on the path", and three marks.
+#: Colours of the view: from "not on the path" to "on the path", and those of walls, start and goal.
 OFF, ON, WALL, START, GOAL = (238, 240, 242), (0, 114, 178), (27, 39, 51), (0, 158, 115), (213, 94, 0)
-#: Lines that the view needs beside the maze; most frames of a GIF.
+#: Lines that the view needs beside the maze, and the most frames of a GIF.
 BESIDE, FRAMES = 5, 150
 
 Colour = tuple[int, int, int]
@@ -64,7 +64,7 @@ class Maze(Command):
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes that are asked for."""
+        """Return the sizes of the mazes to solve."""
         words = self.size.split(",")
         if not all(word.strip().isdecimal() and SMALLEST <= int(word) <= LARGEST for word in words):
             required = f"be whole numbers from {SMALLEST} to {LARGEST} with commas between them"
@@ -100,7 +100,7 @@ class Maze(Command):
 
 
 def show(console: Console, maze: Mazes, found: SolvedMaze, settings: Maze, size: int) -> None:
-    """The maze while it is solved, where there is a terminal that holds it; else as text."""
+    """Show the maze while it is solved on a terminal that is large enough, and elsewhere as text."""
     from rich.console import Group
     from rich.live import Live
 
@@ -134,12 +134,10 @@ def state_line(maze: Mazes, found: SolvedMaze, index: int) -> str:
 
 
 def progress_lines(maze: Mazes, found: SolvedMaze) -> Iterator[str]:
-    """After 1, 2, 4, ... evaluations and the last one."""
-    last, shown = len(found.paths) - 1, 1
-    while shown - 1 < last:
-        yield state_line(maze, found, shown - 1)
-        shown *= 2
-    yield state_line(maze, found, last)
+    """Describe the states after 1, 2, 4, ... evaluations and the last one."""
+    last = len(found.paths) - 1
+    for index in (*(2**power - 1 for power in range(last.bit_length())), last):
+        yield state_line(maze, found, index)
 
 
 def wrong_cells(maze: Mazes, path: Tensor) -> int:
@@ -163,7 +161,7 @@ def verdict(maze: Mazes, found: SolvedMaze) -> str:
 
 
 def raster(maze: Mazes, path: Tensor) -> list[list[float]]:
-    """A maze as pixels, (2 size + 1)^2: cells and open ways have a number in [0, 1], walls -1, start -2, goal -3."""
+    """Return (2 size + 1)^2 pixels: cells and open ways have a number in [0, 1], walls -1, start -2, goal -3."""
     size = round(maze.cells**0.5)
     pixels = [[-1.0] * (2 * size + 1) for _ in range(2 * size + 1)]
     values = path.clamp(0, 1).tolist()
@@ -180,7 +178,7 @@ def raster(maze: Mazes, path: Tensor) -> list[list[float]]:
 
 
 def view(maze: Mazes, path: Tensor) -> Text:
-    """The maze in colours: every character is two pixels, one above the other."""
+    """Return the maze in colours: every character is two pixels, one above the other."""
     pixels = raster(maze, path)
     text = Text(no_wrap=True)
     for upper, lower in zip(pixels[::2], [*pixels[1::2], None], strict=True):
@@ -199,7 +197,7 @@ def _rgb(value: float) -> str:
 
 
 def drawn(maze: Mazes, path: Tensor) -> list[str]:
-    """The maze in plain characters: walls #, the path that was found with dots, start S, goal G."""
+    """Return the maze in plain characters: walls #, the path of the model with dots, start S, goal G."""
 
     def character(value: float) -> str:
         return {-1.0: "#", -2.0: "S", -3.0: "G"}.get(value, "." if value > 0.5 else " ")
@@ -208,7 +206,7 @@ def drawn(maze: Mazes, path: Tensor) -> list[str]:
 
 
 def write_gif(file: Path, maze: Mazes, found: SolvedMaze, size: int) -> None:
-    """The same as an animated GIF."""
+    """Write the course of a solve as an animated GIF."""
     from ..plotting import save_maze_gif
     from ..studies.maze_model import RTOL, TRAIN_SIZE
 

@@ -162,12 +162,12 @@ def basins_figure(
         drawn = _draw_evaluations(axes, name, run.num_evals, index, grid, reach, most)
     # Round numbers, a factor of about two apart.
     ticks = [step * 10**power for power in range(6) for step in (1, 2, 5) if 2 <= step * 10**power <= most]
-    place = {"ax": list(panels), "shrink": 0.7, "aspect": 24, "pad": 0.01}
-    add_bar(figure, drawn, "evaluations of f", ticks=ticks, format="%d", **place).minorticks_off()
-    for index, axes in enumerate(panels):
+    bar: dict[str, Any] = {"ax": list(panels), "shrink": 0.7, "aspect": 24, "pad": 0.01}
+    add_bar(figure, drawn, "evaluations of f", ticks=ticks, format="%d", **bar).minorticks_off()
+    for column, axes in enumerate(panels):
         mark_points(axes, result.points, scale=0.7, mew=0.7, zorder=5)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-        finish(axes, "$z_1$ of the start", "" if index else "$z_2$ of the start", grid=0)
+        finish(axes, "$z_1$ of the start", "" if column else "$z_2$ of the start", grid=0)
     _add_legend(figure, panels[0])
     return figure
 

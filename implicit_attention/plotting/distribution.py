@@ -63,14 +63,9 @@ def _entropy(axes: Any, rows: Sequence[Mapping[str, Any]], law: str, *, legend: 
             # Marks stand beside each other, so that none hides another.
             steps = [row["step"] + 0.07 * (index - 1) + 0.02 * which for row in mine]
             values, errors = [row["entropy"] for row in mine], [row["entropy_std"] for row in mine]
-            look = {
-                "color": COLORS[index],
-                "mfc": "white" if which else COLORS[index],
-                "marker": MARKERS[index],
-                "ms": 6,
-            }
-            label = f"{way}, {count} tokens"
-            axes.errorbar(steps, values, errors, label=label, lw=0, elinewidth=1.2, capsize=2, **look)
+            color, label = COLORS[index], f"{way}, {count} tokens"
+            look = {"color": color, "mfc": "white" if which else color, "marker": MARKERS[index], "ms": 6, "lw": 0}
+            axes.errorbar(steps, values, errors, label=label, elinewidth=1.2, capsize=2, **look)
         closed = [row for row in rows if (row["way"], row["tokens"]) == (way, shown[0])]
         line = [row["step"] for row in closed], [row["closed_entropy"] for row in closed]
         axes.plot(*line, color=COLORS[index], ls="--", lw=1.3, zorder=1)

@@ -264,7 +264,7 @@ def _contours(figure: Figure, scene: Scene, points: StationaryPoints, window: Wi
     shown = masked_invalid(heights.numpy())
     drawn = axes.contourf(x, y, shown, levels=levels, cmap=_light(), norm=BoundaryNorm(levels, 256))
     axes.contour(x, y, shown, levels=levels[1:-1], colors="k", linewidths=0.35, linestyles="-", alpha=0.45)
-    place = {"ax": axes, "shrink": 0.85, "aspect": 28, "pad": 0.015}
+    place: dict[str, Any] = {"ax": axes, "shrink": 0.85, "aspect": 28, "pad": 0.015}
     bar = add_bar(figure, drawn, "energy $E(z)$", size=9, format=_short, ticks=levels[:: LEVELS // 7], **place)
     bar.minorticks_off()
     mark(axes, scene, points)
