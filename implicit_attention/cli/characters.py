@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 import torch
 from typer import Option
 
-from .command import Files
+from .command import Console, Files, Progress
 from .train import TrainCommand, numbers, updates
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..studies.characters import Text
     from ..studies.training import Trained
-    from .progress import Progress
 
 
 class CharactersRun(NamedTuple):

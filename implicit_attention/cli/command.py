@@ -14,10 +14,13 @@ from .errors import require_modules, writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
+    from rich import console
 
-    from .progress import Progress
+    from . import progress
 
+#: The types of `run` and `show`, imported when a command runs.
+Console: TypeAlias = "console.Console"
+Progress: TypeAlias = "progress.Progress"
 #: The name of the JSON file, its content, and by name the pictures and other files.
 Files: TypeAlias = "tuple[str, Mapping[str, Any], Mapping[str, Figure | bytes]]"
 

@@ -6,19 +6,14 @@ import dataclasses
 import math
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typer import Option
 
 from ..studies.errors import InputError
-from .command import Command, Files, seed_option
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .progress import Progress
+from .command import Command, Console, Files, Progress, seed_option
 
 #: The potential of softmax attention.
 LOG_SUM_EXP = "log-sum-exp"

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ..plotting import distribution_figure
 from ..studies import token_moments, trained_layer
 from ..studies.token_moments import WAYS
-from .command import Files
+from .command import Console, Files, Progress
 from .compare import Compare
 from .table import cut_tables, print_tables
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .progress import Progress
-
 
 #: The options, and all measurements by the names of the JSON file.
 Measured: TypeAlias = tuple[Compare, dict[str, Any]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,16 +17,10 @@ from ..studies.data import DataSample, draw
 from ..studies.evaluate import SUCCESS
 from ..studies.potentials import POTENTIALS
 from ..studies.retrieval import FACTORS
-from .command import Files
+from .command import Console, Files, Progress
 from .compare import Compare
 from .report import options_of
 from .table import cut_tables, print_tables
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .progress import Progress
-
 
 #: The options with the number of patterns, and all measurements by the names of the JSON file.
 Measured: TypeAlias = tuple[Compare, dict[str, Any]]

@@ -23,17 +23,14 @@ from ..studies.measure import one_thread
 from ..studies.potentials import SIMILARITIES
 from ..studies.retrieval import EQUILIBRIUM, NEAREST, ONE, TWO, Rates
 from . import table
-from .command import Files
+from .command import Console, Files, Progress
 from .compare import AUTO, Compare
 from .report import options_of
 from .table import MISSING, Column, Row, evaluations, mebibytes, milliseconds, percent, short, status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
     from rich.table import Table
-
-    from .progress import Progress
 
 DRAWS = 8
 #: Above this number of pairs of a pattern and a query several threads are used.

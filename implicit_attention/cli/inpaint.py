@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import torch
 from typer import Option
 
-from .command import Files
+from .command import Console, Files, Progress
 from .train import TrainCommand, numbers, updates
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..studies.inpainting import Inpainting
-    from .progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

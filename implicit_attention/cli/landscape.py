@@ -15,14 +15,12 @@ import torch
 from typer import Option
 
 from ..studies.errors import InputError
-from .command import Command, Files, seed_option
+from .command import Command, Console, Files, Progress, seed_option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
 
     from ..studies.landscape.plane import Plane, PlaneScene
-    from .progress import Progress
 
 #: Pixels per inch of the pictures, and their colours.
 DPI, COLOURS = 100, 200

@@ -15,13 +15,10 @@ from typer import Option
 from ..studies.errors import InputError
 from ..studies.mazes import Mazes, mazes
 from ..studies.measure import one_thread
-from .command import Command, seed_option
+from .command import Command, Console, Progress, seed_option
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..studies.maze_model import MazeModel, SolvedMaze
-    from .progress import Progress
 
 SMALLEST, LARGEST = 3, 40
 #: Colours of the view: from "not on the path" to "on the path", and those of walls, start and goal.
@@ -162,19 +159,12 @@ def verdict(maze: Mazes, found: SolvedMaze) -> str:
 
 def raster(maze: Mazes, path: Tensor) -> list[list[float]]:
     """Return (2 size + 1)^2 pixels: cells and open ways have a number in [0, 1], walls -1, start -2, goal -3."""
-    size = round(maze.cells**0.5)
-    pixels = [[-1.0] * (2 * size + 1) for _ in range(2 * size + 1)]
-    values = path.clamp(0, 1).tolist()
-    for cell, (_, down, _, right) in enumerate(maze.ways[0].tolist()):
-        row, column = divmod(cell, size)
-        pixels[2 * row + 1][2 * column + 1] = values[cell]
-        # An open way is as dark as the fainter of its two cells.
-        if down:
-            pixels[2 * row + 2][2 * column + 1] = min(values[cell], values[cell + size])
-        if right:
-            pixels[2 * row + 1][2 * column + 2] = min(values[cell], values[cell + 1])
-    pixels[1][1], pixels[-2][-2] = -2.0, -3.0
-    return pixels
+    from ..plotting.mazes import maze_levels
+
+    pixels = maze_levels(path, maze.ways[0]).nan_to_num(-1.0)
+    pixels[1, 1], pixels[-2, -2] = -2.0, -3.0
+    rows: list[list[float]] = pixels.tolist()
+    return rows
 
 
 def view(maze: Mazes, path: Tensor) -> Text:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ..studies.errors import InputError
-from .command import Command, seed_option
+from .command import Command, Progress, seed_option
 from .errors import writable
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..studies.training import Loss, Trained
-    from .progress import Progress
 
 #: Minutes of a training by default, and updates with --quick.
 MINUTES, QUICK_UPDATES = 5.0, 10

@@ -209,17 +209,20 @@ def _pixels(values: Tensor, ways: Tensor) -> Any:
     _validate.require(fits, "ways", "have shape (size * size, 4)", tuple(ways.shape))
     _validate.require(values.shape == (count,), "values", f"have shape ({count},)", tuple(values.shape))
     shade = LinearSegmentedColormap.from_list("path", SHADES)
-    known, step = values.detach().float().cpu().nan_to_num().clamp(0, 1).view(size, size), CELL + BETWEEN
-    raster = torch.full((size * step + BETWEEN, size * step + BETWEEN), torch.nan)
-    for row in range(size):
-        for column in range(size):
-            top, left = BETWEEN + row * step, BETWEEN + column * step
-            raster[top : top + CELL, left : left + CELL] = known[row, column]
-            _, down, _, right = ways[row * size + column].tolist()
-            if down and row + 1 < size:
-                raster[top + CELL : top + step, left : left + CELL] = known[row : row + 2, column].min()
-            if right and column + 1 < size:
-                raster[top : top + CELL, left + CELL : left + step] = known[row, column : column + 2].min()
-    image = torch.from_numpy(shade(raster.nan_to_num().numpy())[..., :3])
-    image[raster.isnan()] = torch.tensor(to_rgb(WALL), dtype=image.dtype)
+    sides = torch.tensor([BETWEEN, *[CELL, BETWEEN] * size])
+    pixels = maze_levels(values, ways).repeat_interleave(sides, 0).repeat_interleave(sides, 1)
+    image = torch.from_numpy(shade(pixels.nan_to_num().numpy())[..., :3])
+    image[pixels.isnan()] = torch.tensor(to_rgb(WALL), dtype=image.dtype)
     return image.numpy()
+
+
+def maze_levels(values: Tensor, ways: Tensor) -> Tensor:
+    """Return (2 size + 1)^2 numbers in [0, 1]: cells, open ways with the fainter of their two cells, NaN for walls."""
+    size = round(len(ways) ** 0.5)
+    cells, down, right = (x.detach().float().cpu().view(size, size) for x in (values, ways[:, 1], ways[:, 3]))
+    cells = cells.nan_to_num().clamp(0, 1)
+    pixels = torch.full((2 * size + 1, 2 * size + 1), torch.nan)
+    pixels[1::2, 1::2] = cells
+    pixels[2:-1:2, 1::2] = cells[:-1].minimum(cells[1:]).where(down[:-1] > 0, torch.nan)
+    pixels[1::2, 2:-1:2] = cells[:, :-1].minimum(cells[:, 1:]).where(right[:, :-1] > 0, torch.nan)
+    return pixels
