@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: A turn repeats a quick function for this long, so that one call does not pay for the caches of its neighbour.
 TURN_SECONDS = 0.05
+
+
+def rows_of(
+    settings: Iterable[Any],
+    metrics: Iterable[str],
+    measured: Callable[[Any], dict[str, Any]],
+    progress: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Measure every setting of these metrics, with its wall time; `progress` is called with each finished row."""
+    wanted, rows = set(metrics), []
+    for setting in settings:
+        if setting.metric in wanted:
+            begin = time.perf_counter()
+            row = measured(setting)
+            rows.append({**row, "wall_seconds": time.perf_counter() - begin})
+            progress(rows[-1])
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,11 +56,11 @@ class Command:
         """Do the work."""
         raise NotImplementedError
 
-    def files(self, found: Any) -> Files:
+    def files(self, result: Any) -> Files:
         """Build the files from what `run` returned; the command's name and its time are added to the JSON file."""
         raise NotImplementedError
 
-    def show(self, found: Any, console: Console) -> None:
+    def show(self, result: Any, console: Console) -> None:
         """Print what `run` returned."""
 
     def listed(self, names: list[str]) -> str:
@@ -84,14 +84,14 @@ class Command:
                 self.out.mkdir(parents=True, exist_ok=True)
         with torch.random.fork_rng(devices=[]), Progress(self.line) as progress:
             begin = time.perf_counter()
-            found = self.run(progress)
+            result = self.run(progress)
             seconds = time.perf_counter() - begin
             if self.out is not None:
                 progress.begin("figures")
-                name, content, others = self.files(found)
+                name, content, others = self.files(result)
                 with writable(self.out):
                     names = write(self.out, name, {"command": self.name, **content, "seconds": seconds}, others)
         console = make_console()
-        self.show(found, console)
+        self.show(result, console)
         if names:
             console.print(f"{self.listed(names)} written to {self.out} after {seconds:.1f} s", markup=False)

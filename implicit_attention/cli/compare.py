@@ -185,9 +185,9 @@ class Compare(Command):
     def run(self, progress: Progress) -> Any:
         return self._suite.run(self, progress)
 
-    def files(self, found: Any) -> Files:
-        files: Files = self._suite.files(found)
+    def files(self, result: Any) -> Files:
+        files: Files = self._suite.files(result)
         return files
 
-    def show(self, found: Any, console: Console) -> None:
-        self._suite.show(found, console)
+    def show(self, result: Any, console: Console) -> None:
+        self._suite.show(result, console)

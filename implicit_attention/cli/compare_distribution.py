@@ -53,9 +53,9 @@ def run(settings: Compare, progress: Progress) -> Measured:
     return settings, {"rows": rows, "entropy_gains": gains, "slopes": slopes, "layers": layers, "nearness": nearness}
 
 
-def files(found: Measured) -> Files:
+def files(result: Measured) -> Files:
     """Return all measurements, and one picture."""
-    settings, measured = found
+    settings, measured = result
     size = sizes(settings)
     title = (
         "Tokens as samples of a Gaussian under repeated attention; dashed: infinitely many tokens, in closed form\n"
@@ -66,9 +66,9 @@ def files(found: Measured) -> Files:
     return "distribution.json", {"settings": options, **measured}, {"distribution.png": figure}
 
 
-def show(found: Measured, console: Console) -> None:
+def show(result: Measured, console: Console) -> None:
     """Print the moments of the largest samples, and how near the score matrices are."""
-    _, measured = found
+    _, measured = result
     headers = ["method", "step", "entropy", "closed form", "mean shift", "closed form", "eigenvalues", "moved"]
     largest = token_moments.COUNTS[-1]
     for law in dict.fromkeys(row["law"] for row in measured["rows"]):

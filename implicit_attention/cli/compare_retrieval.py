@@ -90,9 +90,9 @@ def _measure(settings: Compare, name: str, point: RetrievalPoint) -> dict[str, A
     return measure(name, point, betas, anchor=settings.anchor, max_steps=size["steps"])
 
 
-def files(found: Measured) -> Files:
+def files(result: Measured) -> Files:
     """Return all measurements, and one picture."""
-    settings, measured = found
+    settings, measured = result
     panels = {}
     for data in dict.fromkeys(row["data"] for row in measured["rows"]):
         for curve in (CAPACITY, BASIN):
@@ -117,9 +117,9 @@ def _title(settings: Compare, data: str, curve: str) -> str:
     return f"{what}, {settings.stored} stored\nnoise / root mean square"
 
 
-def show(found: Measured, console: Console) -> None:
+def show(result: Measured, console: Console) -> None:
     """Print the rates of every potential, and how often a bound was broken."""
-    _, measured = found
+    _, measured = result
     for data in dict.fromkeys(row["data"] for row in measured["rows"]):
         mine = [row for row in measured["rows"] if row["data"] == data]
         cells, headers = [], ["method"]

@@ -93,7 +93,7 @@ class Landscape(Command):
             progress.end(scene.name, {"line": f"{time.perf_counter() - since:.1f} s"})
         return drawn
 
-    def files(self, found: dict[str, tuple[PlaneScene, bytes]]) -> Files:
+    def files(self, result: dict[str, tuple[PlaneScene, bytes]]) -> Files:
         from ..studies.landscape.animation import write_gif
         from ..studies.landscape.page import page
         from .report import options_of
@@ -106,26 +106,26 @@ class Landscape(Command):
             "reach": plane.reach,
             "scenes": {
                 name: {part: getattr(scene, part) for part in STORY} | {"picture": f"{name}.png"} | scene.numbers
-                for name, (scene, _) in found.items()
+                for name, (scene, _) in result.items()
             },
             "threads": torch.get_num_threads(),
         }
-        pictures = {name: drawn for name, (_, drawn) in found.items()}
+        pictures = {name: drawn for name, (_, drawn) in result.items()}
         others: dict[str, Figure | bytes] = {f"{name}.png": drawn for name, drawn in pictures.items()}
         if self.animate:
             film = io.BytesIO()
             write_gif(film, plane)
             others[ANIMATION] = film.getvalue()
         if self.html:
-            others[PAGE] = page(plane, [scene for scene, _ in found.values()], pictures).encode()
+            others[PAGE] = page(plane, [scene for scene, _ in result.values()], pictures).encode()
         return CONTENT, content, others
 
-    def show(self, found: dict[str, tuple[PlaneScene, bytes]], console: Console) -> None:
+    def show(self, result: dict[str, tuple[PlaneScene, bytes]], console: Console) -> None:
         """Print the sentence of every scene."""
         from rich.table import Table
 
         table = Table("scene", "what it shows", title="Energies of attention in the plane", title_justify="left")
-        for scene, _ in found.values():
+        for scene, _ in result.values():
             table.add_row(scene.name, scene.sentence)
         console.print(table)
 
