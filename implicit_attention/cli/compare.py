@@ -103,7 +103,7 @@ class Compare(Command):
 
     @property
     def has_reference(self) -> bool:
-        """Whether retrieval rates of these settings were measured independently."""
+        """Return whether retrieval rates of these settings were measured independently."""
         softmax = self.potential_name == LOG_SUM_EXP and (self.beta is None or float(self.beta) == 8)
         return self.data is None and softmax and (self.stored, self.anchor) == (DEFAULT_PATTERNS, 0.0)
 

@@ -33,7 +33,7 @@ Colour = tuple[int, int, int]
 class Maze(Command):
     """Watch a maze while it is solved: a block, trained on 5 x 5 ones for a minute, is repeated until it settles.
 
-    The block is repeated as often as the maze asks for, and its residual says when the answer has settled. Where there
+    The block is repeated as often as the maze needs, and its residual says when the answer has settled. Where there
     is no terminal, the solve is described in plain text.
     """
 

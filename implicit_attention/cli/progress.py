@@ -18,7 +18,7 @@ QUIET, LONG = 5.0, 60.0
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console; wide enough for the tables where nobody has set a width (pipes, logs)."""
+    """Return a console, wide enough for the tables in pipes and logs, unless COLUMNS sets a width."""
     stream = sys.stderr if stderr else sys.stdout
     width = WIDTH if not stream.isatty() and "COLUMNS" not in os.environ else None
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
@@ -55,7 +55,7 @@ class Progress(progress.Progress):
 
     @property
     def has_bar(self) -> bool:
-        """Whether a bar shows what has begun."""
+        """Return whether a bar shows the current work."""
         return self.console.is_terminal
 
     def start(self) -> None:

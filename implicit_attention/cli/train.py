@@ -76,6 +76,6 @@ def numbers(trained: Trained) -> dict[str, Any]:
 
 
 def updates(trained: Trained) -> str:
-    """Return the words on which updates were made, and in what time."""
+    """Return the words on the number of updates, and their time."""
     first = trained.resumed_after + 1
     return f"{trained.plan.updates} updates, those from {first} on in {trained.seconds:.0f} s"

@@ -32,7 +32,7 @@ NEWTON = 41
 
 @dataclasses.dataclass(frozen=True)
 class Basins:
-    """Which attractor the states of a grid lead to.
+    """The attractors to which the states of a grid lead.
 
     Not for many dimensions, which have no grid.
 
@@ -41,9 +41,9 @@ class Basins:
         index: (G, G), the row of `attractors` at which plain steps end; -1 where they did not come near any stationary
             point, -2 where they ended on a saddle or a maximum.
         attractors: (K, 2), the minima that were reached, most starts first.
-        counts: (K,), how many starts end there.
-        energies: (K,), the energy there.
-        points: all stationary points that are known, reached or not.
+        counts: (K,), the number of starts that end at each attractor.
+        energies: (K,), the energies of the attractors.
+        points: all known stationary points, reached or not.
 
     Examples:
         >>> import torch
@@ -113,7 +113,7 @@ def basins_figure(
     steps: int = 200,
     title: str = "Basins of attraction",
 ) -> Figure:
-    """Colour the plane by the minimum that plain steps reach, and for every solver by what it spends on each start.
+    """Colour the plane by the minimum that plain steps reach, and for every solver by the evaluations of each start.
 
     Starts from which a solver ends on a saddle or a maximum, and those where it did not converge, have colours of their
     own: an accelerated solver without its guard ends on saddles.

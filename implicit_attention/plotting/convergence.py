@@ -27,7 +27,7 @@ def convergence_figure(
     tolerance: float | None = None,
     title: str = "Residual against map evaluations",
 ) -> Figure:
-    """Residual against map evaluations, a panel for each method: the median problem, the quartiles, and the worst one.
+    """Draw the residual against evaluations, a panel for each method: median problem, quartiles, and the worst one.
 
     All panels have the same axes, and the worst problems of the other methods are drawn behind, in grey. With a
     tolerance, a panel says from which number of evaluations on the median and the worst residual are at or below it.

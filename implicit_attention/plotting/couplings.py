@@ -27,10 +27,10 @@ def couplings_figure(
     strongest: int = 400,
     title: str = "Couplings",
 ) -> Figure:
-    """The graph of the couplings: sites as circles, pairs as lines, wide where |J_ij| is large, dashed where J_ij < 0.
+    """Draw the couplings: sites as circles, pairs as lines, wide where |J_ij| is large, dashed where J_ij < 0.
 
     A matrix J_ij between vectors counts by its Frobenius norm, with the sign of its trace. Both orders of a pair are
-    one line, of (J_ij + J_ji)/2, which is all that a system in equilibrium sees; the title says so where J is not
+    one line, of (J_ij + J_ji)/2, on which alone an equilibrium depends; the title says so where J is not
     symmetric. Couplings around the ends of a lattice are two stubs. Diagonals are left out.
 
     Not for states: draw them with `configuration_figure`.

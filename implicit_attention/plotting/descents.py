@@ -17,7 +17,7 @@ def descent_figure(
     *,
     title: str = "Energy Transformer",
 ) -> Figure:
-    """Energies along the steps of `PublishedDynamics` and along the solve of `LegendreEnergy`, a column per potential.
+    """Draw energies along the steps of `PublishedDynamics` and the solve of `LegendreEnergy`, a column per potential.
 
     The upper row shows the published energy -Phi(g) of both against the evaluations that they have made, and goes on
     with a dashed line at that of the equilibrium. The lower row shows by how much the energy of the equilibrium, with

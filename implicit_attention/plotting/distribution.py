@@ -16,7 +16,7 @@ def distribution_figure(
     *,
     title: str = "Tokens as samples",
 ) -> Figure:
-    """Entropy by step for every law, errors of one step by number of tokens, and cosines of score matrices.
+    """Draw entropy by step for every law, errors of one step by number of tokens, and cosines of score matrices.
 
     Not for single trajectories of tokens: only moments are drawn.
 

@@ -18,7 +18,7 @@ SITES = len(COLORS) - 1
 
 
 def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spins") -> Figure:
-    """Field and magnetizations over time, entropy production in its parts, and how far spins are from stationary.
+    """Draw field and magnetizations over time, the parts of entropy production, and the distance from stationary.
 
     Of vectors the component is drawn along the axis on which fields and magnetizations vary most. Lines have a gap
     where there is no number. A path without stationary states has no parts and no fourth panel.
@@ -26,8 +26,8 @@ def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spi
     Not for one state of many spins: use `configuration_figure`.
 
     Args:
-        path: what `drive` gives.
-        sample: which one, counted over all axes of the batch.
+        path: the result of `drive`.
+        sample: its number, counted over all axes of the batch.
         title: above the panels.
 
     Returns:

@@ -22,15 +22,15 @@ LINEAR = 30
 def evaluations_figure(
     solutions: Mapping[str, Solution | SolveReport], *, title: str = "Evaluations of each problem"
 ) -> Figure:
-    """A histogram of evaluations for each solver, one below the other: a bar for each number that some problem took.
+    """Draw a histogram of evaluations for each solver, below each other, with a bar for each number that occurs.
 
     Problems without an answer are counted at what they spent, in bars of another colour with a cross. On the right
-    stand the median, what 99 of 100 problems stay within, and the share that failed.
+    stand the median, the number that 99 of 100 problems stay within, and the share that failed.
 
     Not for the course of a solve: use `convergence_figure`.
 
     Args:
-        solutions: by the name of the solver, what `solve` returned, or the `last_solve` of a layer.
+        solutions: by the name of the solver, the result of `solve`, or the `last_solve` of a layer.
         title: above the bars.
 
     Returns:
@@ -38,7 +38,7 @@ def evaluations_figure(
 
     Raises:
         ValueError: no solutions.
-        TypeError: something else than a solution.
+        TypeError: an object that is no solution.
 
     Examples:
         >>> import torch

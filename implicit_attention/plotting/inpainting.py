@@ -18,7 +18,7 @@ HIDDEN = (0.80, 0.47, 0.65)
 def reconstruction_figure(
     columns: Sequence[tuple[str, Tensor]], hidden: Tensor, *, title: str = "Hidden patches, filled in"
 ) -> Figure:
-    """A row of pictures per image, a column per stage: what was given, what a model made of it, the truth.
+    """Draw a row of pictures per image, a column per stage: the visible pixels, the answers of a model, the truth.
 
     Not for states without pixels: use `retrieval_figure`.
 
@@ -71,7 +71,7 @@ def reconstruction_figure(
 
 
 def energies_figure(panels: Mapping[str, Tensor], *, title: str = "Energy on the way") -> Figure:
-    """Energies of several samples, a panel per dynamics, a line per sample.
+    """Draw energies of several samples, a panel per dynamics, a line per sample.
 
     Not for residuals: use `convergence_figure`.
 

@@ -93,7 +93,7 @@ def landscape_figure(
         fixed_points: of `stationary_points`; None finds them by Newton steps from a grid.
         values: (M, 2), one per key. Arrows lead from the last states to what they read out, softmax(beta z K^T) V of an
             energy over `LogSumExp`.
-        patterns: (M, 2), drawn as open circles; None takes `energy.potential.keys` where there are such.
+        patterns: (M, 2), drawn as open circles; None takes `energy.potential.keys`, if there are keys.
         grid: states along a side of the picture, >= 2.
         reach: half the side of a square around 0; None chooses a square that holds all that is drawn.
         kind: "contour" or "surface".
@@ -184,7 +184,7 @@ def window_around(shown: list[Tensor], reach: float | None) -> Window:
 
 
 def has_one_energy(energy: Problem, states: Tensor) -> bool:
-    """Whether all rows have one energy."""
+    """Return whether all rows have one energy."""
     with torch.no_grad():
         return same_energies(doubled(energy), in_double(states))
 
@@ -317,7 +317,7 @@ def mark_points(axes: Any, points: StationaryPoints, *, scale: float, **look: An
 def _surface(figure: Figure, scene: Scene, points: StationaryPoints, window: Window, heights: Tensor) -> Any:
     from numpy.ma import masked_invalid
 
-    # Marks are drawn in the order given, over the surface: a way that the surface hides could not be followed.
+    # Marks are drawn over the surface, which would hide parts of ways.
     axes: Any = figure.add_subplot(projection="3d", computed_zorder=False)
     levels = _levels(heights)
     low, high = float(levels[0]), float(levels[-1])

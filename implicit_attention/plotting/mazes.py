@@ -26,7 +26,7 @@ def maze_figure(
     columns: int | None = None,
     title: str = "Solving a maze",
 ) -> Figure:
-    """One maze several times, each time with a number in [0, 1] for every cell: how sure it is to be on the path.
+    """Draw one maze several times, with a number in [0, 1] for every cell: how sure it is to be on the path.
 
     Not for graphs that are no square grid of cells.
 
@@ -140,7 +140,7 @@ def sizes_figure(
     what: str = "mazes whole right",
     title: str = "Right answers against size",
 ) -> Figure:
-    """Share of puzzles that are wholly right against their size, a curve for every way to answer.
+    """Draw the share of puzzles that are wholly right against their size, a curve for every way to answer.
 
     Not for losses or times: draw them with your own tools.
 

@@ -21,7 +21,7 @@ PROVED: dict[str, Any] = {"color": "black", "lw": 1.5, "ls": "--"}
 def potentials_figure(
     panels: Mapping[str, Sequence[Mapping[str, Any]]], bounds: Mapping[str, Any], *, title: str = "Retrieval"
 ) -> Figure:
-    """Retrieval rates as grids, a row per potential and a column per point of the curve; below them the bounds.
+    """Draw retrieval rates as grids, a row per potential and a column per point of the curve; below them the bounds.
 
     Not for one potential at many temperatures: use `rates_figure`.
 

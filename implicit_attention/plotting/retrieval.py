@@ -16,7 +16,7 @@ from .style import BAD, COLORS, DASHES, GOOD, MARKERS, Figure, finish, hide_tick
 def retrieval_figure(
     rows: Sequence[tuple[str, Tensor, Tensor | None]], *, columns: Sequence[str] = (), title: str = "Retrieval"
 ) -> Figure:
-    """A grid of patterns: one row per kind of state, one column per query.
+    """Draw a grid of patterns: one row per kind of state, one column per query.
 
     Not for states of coupled spins, such as a batch (count, N, D): use `configuration_figure`.
 
@@ -92,7 +92,7 @@ def rates_figure(
     *,
     title: str = "Retrieval against inverse temperature",
 ) -> Figure:
-    """Retrieval rate against inverse temperature: a panel per task, a curve per method, a star at its own best beta.
+    """Draw the retrieval rate against beta: a panel per task, a curve per method, a star at its own best beta.
 
     Not for one temperature: print the rates, or draw the states with `retrieval_figure`.
 

@@ -13,7 +13,7 @@ from .style import COLORS, Figure, add_legend, finish, new_figure
 if TYPE_CHECKING:
     from ..spins import Decomposition
 
-#: The parts of a `Decomposition`, and what they correspond to in a transformer.
+#: The parts of a `Decomposition`, and their counterparts in a transformer.
 PARTS = {
     "field": "own field (residual)",
     "coupling": "couplings (token mixing)",
@@ -25,7 +25,7 @@ PARTS = {
 def decomposition_figure(
     blocks: Sequence[Decomposition], *, names: Sequence[str] = (), title: str = "Parts of the magnetizations"
 ) -> Figure:
-    """The sizes of the four parts of m = -dF/dh, a group of bars for every block; their sum is the black line.
+    """Draw the sizes of the four parts of m = -dF/dh, a group of bars for every block; their sum is the black line.
 
     A bar is sqrt(<|part_i|^2>) over samples, heads and sites, sites with a NaN left out. Parts are vectors, and may
     cancel: the lengths do not add up to that of the sum.

@@ -42,7 +42,7 @@ def configuration_figure(
     palette: str = NEGATIVE_TO_POSITIVE,
     title: str = "Spins",
 ) -> Figure:
-    """Configurations or magnetizations: images and arrows in rows, or on a circle where all are coupled to all.
+    """Draw configurations or magnetizations: images and arrows in rows, or on a circle where all are coupled to all.
 
     Sites are in reading order in rows that are as square as their number allows. With `couplings`, a lattice of several
     rows has its own, and up to 60 sites that make no lattice are on a circle, clockwise from the top, so that no two
@@ -223,7 +223,7 @@ def phase_figure(
     exact: Collection[str] = (),
     title: str = "Against temperature",
 ) -> Figure:
-    """Quantities against inverse temperature, one panel each, with a line for every method.
+    """Draw quantities against inverse temperature, one panel each, with a line for every method.
 
     Methods differ in colour, dashes and marks, so that they are told apart in grey.
 

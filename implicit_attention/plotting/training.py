@@ -65,8 +65,8 @@ def training_figure(rows: str | os.PathLike[str] | Iterable[Any], *, title: str 
     Not for losses: plot them with your own tools.
 
     Args:
-        rows: the file of a `CSVFile` or of `JSONLines`; or what `Watch.take()` returned, look after look; or their rows
-            as dictionaries. Looks without a step are numbered.
+        rows: the file of a `CSVFile` or of `JSONLines`; or the looks of `Watch.take()`; or their rows as dictionaries.
+            Looks without a step are numbered.
         title: above the panels.
 
     Returns:
@@ -268,7 +268,7 @@ def _courses(rows: Sequence[Any]) -> dict[str, Course]:
 
 
 def _number(value: Any, place: int, name: str) -> float:
-    """Return the number in a cell; NaN for an empty one, as of a step that was not given, and for null."""
+    """Return the number in a cell; NaN for an empty cell, as of a missing step, and for null."""
     if value is None or value == "":
         return math.nan
     try:

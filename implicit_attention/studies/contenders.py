@@ -26,7 +26,7 @@ EQUILIBRIUM = "Anderson"
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One row of the table: a solver, made late as it may need another package, and its adjoint."""
+    """One row of the table: a solver, built late as it may need another package, and its adjoint."""
 
     name: str
     solver: Callable[[], Solver]

@@ -60,7 +60,7 @@ def _section(scene: PlaneScene, picture: bytes, plane: Plane, touched: bool) -> 
 
 def _touch(reach: float) -> str:
     lengths = {"reach": reach, "side": 2 * reach, "thin": reach / 80, "thick": reach / 50, "arm": reach / 25}
-    # Without a script it stays hidden, and the still picture above it is all there is.
+    # Without a script this part stays hidden, below the still picture.
     return Template(_text("touch.html")).substitute({name: f"{length:.6g}" for name, length in lengths.items()})
 
 

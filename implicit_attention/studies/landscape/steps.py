@@ -46,34 +46,34 @@ def moved(keys: Tensor, queries: Tensor, starts: Tensor, beta: float, step_size:
     potential = LogSumExp(keys, beta)
     energy = AnchoredEnergy(potential, queries, 0.0)
     solution = descend(energy, queries, step_size, steps)
-    found = stationary(potential, starts)
+    fixed = stationary(potential, starts)
     numbers = course(energy, beta, solution, step_size=step_size, steps=steps)
     path, energies = numbers["path"], numbers["energy"]
-    numbers["stationary_points"] = stationary_numbers(found)
+    numbers["stationary_points"] = stationary_numbers(fixed)
     lengths = torch.linalg.vector_norm(path[-1] - path[0], dim=-1)
     facts = {
         "beta": f"{beta:.4g}",
         "steps": f"{steps} of size {step_size:g}",
         "a query moves": f"{float(lengths.mean()):.3g} in the mean, {float(lengths.max()):.3g} at most",
         "mean energy": f"{float(energies[0].mean()):.4g} before, {float(energies[-1].mean()):.4g} after",
-        "stationary points": kinds(found),
+        "stationary points": kinds(fixed),
     }
-    return Moved(energy, solution, found, numbers, facts, lengths)
+    return Moved(energy, solution, fixed, numbers, facts, lengths)
 
 
-def stationary_numbers(found: StationaryPoints) -> dict[str, Any]:
-    return {"value": found.value, "energy": found.energy, "curvatures": found.curvatures, "kind": found.kind}
+def stationary_numbers(fixed: StationaryPoints) -> dict[str, Any]:
+    return {"value": fixed.value, "energy": fixed.energy, "curvatures": fixed.curvatures, "kind": fixed.kind}
 
 
-def counts(found: StationaryPoints) -> tuple[int, int, int]:
+def counts(fixed: StationaryPoints) -> tuple[int, int, int]:
     """Count minima, saddles and maxima."""
-    return found.kind.count("minimum"), found.kind.count("saddle"), found.kind.count("maximum")
+    return fixed.kind.count("minimum"), fixed.kind.count("saddle"), fixed.kind.count("maximum")
 
 
-def kinds(found: StationaryPoints) -> str:
+def kinds(fixed: StationaryPoints) -> str:
     """Write `two minima and one saddle`."""
     nouns = (("minimum", "minima"), ("saddle", "saddles"), ("maximum", "maxima"))
-    return listing([number(count, *noun) for count, noun in zip(counts(found), nouns, strict=True) if count])
+    return listing([number(count, *noun) for count, noun in zip(counts(fixed), nouns, strict=True) if count])
 
 
 def seen(of: str, plane: Plane, minima: Tensor) -> str:
@@ -194,9 +194,9 @@ def with_maps(plane: Plane) -> PlaneScene:
         "Query and key maps choose the start and the landscape; the values are read once at the end, "
         f"and lead uphill for {uphill} of {len(read)} queries."
     )
-    made = scene("maps", "With query, key and value maps", said, wide, it, values=values)
+    drawn = scene("maps", "With query, key and value maps", said, wide, it, values=values)
     more = f" Arrows lead on from there to what is read of the values, {points(read)}."
-    return dataclasses.replace(made, description=made.description + more)
+    return dataclasses.replace(drawn, description=drawn.description + more)
 
 
 def self_frozen(plane: Plane) -> PlaneScene:
@@ -253,15 +253,15 @@ def self_moving(plane: Plane) -> PlaneScene:
 
 def norms(plane: Plane) -> PlaneScene:
     del plane  # of Gaussian tokens in more dimensions
-    found = step_norms(DIMS, SCALES)
-    quartiles = found.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=found.dtype), dim=-1)
+    lengths = step_norms(DIMS, SCALES)
+    quartiles = lengths.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=lengths.dtype), dim=-1)
     rows = (dict(zip(DIMS, row.tolist(), strict=True)) for row in quartiles[1])
     median = dict(zip(SCALES, rows, strict=True))
     numbers = {
         "dims": DIMS,
         "beta_scales": SCALES,
         "tokens": 32,
-        "draws": found.shape[-1],
+        "draws": lengths.shape[-1],
         "first_quartile": quartiles[0],
         "median": quartiles[1],
         "third_quartile": quartiles[2],
@@ -278,9 +278,9 @@ def norms(plane: Plane) -> PlaneScene:
     )
     description = (
         "Contours of the length of a step of bare self-attention over the dimension, in powers of two, and the scale "
-        f"of beta; medians of {found.shape[-1]} draws. {listed}. From few dimensions and small scales to many and "
+        f"of beta; medians of {lengths.shape[-1]} draws. {listed}. From few dimensions and small scales to many and "
         "large ones it falls by many powers of ten."
     )
     title = "How far self-attention moves: dimension and scale"
-    draw = partial(step_norm_figure, DIMS, SCALES, norms=found)
+    draw = partial(step_norm_figure, DIMS, SCALES, norms=lengths)
     return PlaneScene("step-norms", title, said, description, facts, numbers, draw)
