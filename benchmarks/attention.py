@@ -51,7 +51,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one row measures: a metric, and the problem it is measured on."""
+    """The metric of one row, and its problem."""
 
     metric: str
     problem: Setting

@@ -44,7 +44,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What one row measures."""
+    """The metric and the sizes of one row."""
 
     metric: str
     tokens: int = 196

@@ -1,4 +1,4 @@
-"""Times of things that are compared: in turns, with medians and spread."""
+"""Times of contenders, measured in turns, with medians and spread."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def quartiles(seconds: list[float]) -> Timing:
 
 
 def apart(module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What `python -m MODULE ARGUMENTS` prints as JSON, with these environment variables; or the error of its end."""
+    """Return what `python -m MODULE ARGUMENTS` prints as JSON, with these environment variables, or its error."""
     command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, **(variables or {})}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

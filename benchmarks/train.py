@@ -58,7 +58,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one row measures: a metric, and the problem it is measured on."""
+    """The metric of one row, and its problem."""
 
     metric: str
     problem: Setting | BlockSetting | EquilibriumSetting | LlamaSetting
@@ -79,7 +79,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     llamas = [LlamaSetting(256, device=device), LlamaSetting(1024, device=device)]
     llamas.append(LlamaSetting(**SMALL, memory=(4096, 8192, 16384, 32768), device=device))  # type: ignore[arg-type]
     if device != "cpu":
-        # What bfloat16 resolves, on a block that fills a card.
+        # A tolerance that bfloat16 resolves, on a block that fills a card.
         card: dict[str, Any] = {"length": 512, "dim": 512, "heads": 8, "rtol": 1e-2, "dtype": "bfloat16"}
         equilibrium, memory = (dataclasses.replace(s, **card) for s in (equilibrium, memory))
         equilibrium = dataclasses.replace(equilibrium, batch=32)
