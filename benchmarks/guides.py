@@ -47,9 +47,9 @@ def five_lines(folder: Path = report.RESULTS) -> list[str]:
     memory = _ratios(runs, "attention", "C4")[0]
     block = _ratios(runs, "train", "EQUILIBRIUM")[0]["ours / torchdeq"]
     return [
-        f"**Forward pass**: a solve to 1e-4 takes {_summary(forward)} x one SDPA forward over {len(rows)} settings of "
-        f"512 keys, with {evaluations:.1f} evaluations in the mean; the tiniest call (one head, 16 tokens) {tiny:.0f} x.",
-        f"**Training step** with the exact gradient: {_summary(training)} x SDPA's; that of a whole Llama at anchor .9 "
+        f"**Forward pass**: a solve to 1e-4 takes {_span(forward)} x one SDPA forward over {len(rows)} settings of 512 "
+        f"keys, with {evaluations:.1f} evaluations in the mean; the tiniest call (one head, 16 tokens) {tiny:.0f} x.",
+        f"**Training step** with the exact gradient: {_span(training)} x SDPA's; that of a whole Llama at anchor .9 "
         f"{llama:.2f} x.",
         f"**Memory** of a training step at 4096 keys: {memory['C4']:.2f} x SDPA's; with 20 evaluations "
         f"{memory['C4 growth']:.2f} x that with 5 (unrolled {memory['unrolled growth']:.2f} x).",
@@ -70,7 +70,7 @@ def _times(row: Row, what: str) -> float:
     return float(seconds[f"ours_{what}"]["median"] / seconds[f"sdpa_{what}"]["median"])
 
 
-def _summary(ratios: list[float]) -> str:
+def _span(ratios: list[float]) -> str:
     return f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
