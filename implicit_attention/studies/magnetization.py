@@ -131,10 +131,10 @@ def ask(
         progress.begin("completing digits")
         completions = complete(images, approximations, seed=seed, quick=quick, progress=progress.part)
         _add_rates(rows, images, completions)
-    by_method = rows, answers, refused
-    against_time = driven_rows, paths
     equilibrium = spin_methods.in_equilibrium(system)
-    return Magnetization(system, equilibrium, *by_method, betas, sweep, *against_time, samples, images, completions)
+    return Magnetization(
+        system, equilibrium, rows, answers, refused, betas, sweep, driven_rows, paths, samples, images, completions
+    )
 
 
 def _sweep(entries: list[Entry], system: SpinSystem, betas: Tensor, progress: Listener) -> list[dict[str, Any]]:
