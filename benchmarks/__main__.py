@@ -128,7 +128,7 @@ def report() -> None:
     tables of the guides (equilibrium blocks, costs, energy minimization) and of the pages of potentials, the Energy
     Transformer and scale."""
     for name, suite in SUITES.items():
-        path = reports.rewrite(name, suite.NOTES, **ways_to_tell(suite))
+        path = reports.rewrite(name, suite.NOTES, **options_of(suite))
         typer.echo(f"{name}: no complete run yet" if path is None else f"{name}: table written from {path.name}")
     guide.rewrite()
     guides.rewrite()
@@ -185,8 +185,8 @@ def _device(settings: tuple[Any, ...]) -> str:
     return next((device for problem in problems if (device := getattr(problem, "device", "cpu")) != "cpu"), "cpu")
 
 
-def ways_to_tell(suite: ModuleType) -> dict[str, Any]:
-    """What `report.rewrite` is told of a suite."""
+def options_of(suite: ModuleType) -> dict[str, Any]:
+    """Return the options of `report.rewrite` for a suite."""
     by_metric = suite.METRICS if getattr(suite, "COMPOSED", False) else ()
     return {"tables": _tables(suite), "figures": getattr(suite, "figures", None), "by_metric": by_metric}
 

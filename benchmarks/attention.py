@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from .baselines import BACKENDS, OURS, picard_counts
 from .compare import CONVERGED, compared, ratios
 from .environment import default_device
 from .figures import attention_figures as figures
-from .measure import interleaved, once
+from .measure import interleaved, once, rows_of
 from .problems import Setting, Shape, draw
 from .targets import ATTENTION as TARGETS
 from .targets import Row
@@ -52,7 +51,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one row measures: a metric, and the problem it is measured on."""
+    """The metric of one row, and its problem."""
 
     metric: str
     problem: Setting
@@ -100,16 +99,13 @@ def run(
     progress: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Measure every setting of these metrics; `progress` is called with each finished row."""
-    wanted, rows = set(metrics), []
-    for case in settings:
-        if case.metric in wanted:
-            begin = time.perf_counter()
-            row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
-            measure = MEASURES.get(case.metric, kernels.measured)
-            row |= measure(case, repeats=repeats, max_seconds=max_seconds)
-            rows.append({**row, "wall_seconds": time.perf_counter() - begin})
-            progress(rows[-1])
-    return rows
+
+    def measured(case: Case) -> Row:
+        row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
+        measure = MEASURES.get(case.metric, kernels.measured)
+        return row | measure(case, repeats=repeats, max_seconds=max_seconds)
+
+    return rows_of(settings, metrics, measured, progress)
 
 
 def by_length(case: Case, *, repeats: int, max_seconds: float) -> Row:

@@ -1,4 +1,4 @@
-"""What a run of the suite `attention` looks like in print."""
+"""The tables of a run of the suite `attention`."""
 
 from __future__ import annotations
 

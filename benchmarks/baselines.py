@@ -1,4 +1,4 @@
-"""What is compared: the library and its rivals, each as a function without arguments made for one setting."""
+"""The contenders: the library and its rivals, each as a function without arguments for one setting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BACKENDS = {
 
 
 class Run(NamedTuple):
-    """What a contender returns: the state, and per query (or for all at once) the evaluations of f spent on it.
+    """The result of a contender: the state, and per query (or for all at once) the evaluations of f spent on it.
 
     The library says as well how each query ended.
     """
@@ -260,7 +260,7 @@ def unrolled(data: Data, steps: int) -> Callable[[], Run]:
     return _training(data, forward)
 
 
-#: What holds the default solver and its gradient to the mathematics.
+#: The tests of the default solver and its gradient.
 OURS = ("tests/test_solve.py", "tests/energies/test_anchored.py", "tests/adjoints/test_rounding.py")
 
 CONTENDERS = {

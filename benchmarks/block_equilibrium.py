@@ -22,7 +22,7 @@ TESTS = ("tests/adjoints/test_blocks.py",)
 #: torchdeq's tolerances are the loosest of these, in units of ours, at which its measured residuals are no larger.
 LOOSEST, TIGHTEST = 2.0**4, 2.0**-8
 TORCHDEQ_CAP = 100
-#: Of ours: what `Anderson` advises for a block that contracts.
+#: Our options, which `Anderson` advises for a block that contracts.
 HISTORY = 2
 #: torchdeq's solvers that ours is held against, the same one forward and backward.
 RIVALS = ("anderson", "fixed_point_iter")
@@ -170,7 +170,7 @@ def stack(data: Data, count: int) -> Callable[[], None]:
 
 
 def bare(data: Data, evaluations: int, products: int) -> Callable[[], None]:
-    """So many calls of the block without a graph, one after the other, and products with its Jacobian at one state."""
+    """Make so many calls of the block without a graph, in turn, and products with its Jacobian at one state."""
     at = torch.randn_like(data.x).requires_grad_()
     recorded = data.block(at, data.x)
 
@@ -258,7 +258,7 @@ def _gmres(product: Callable[[Tensor], Tensor], b: Tensor, rtol: float) -> Tenso
 
 
 def measured(data: Data, training: Training) -> dict[str, Any]:
-    """What a step needs, and the largest relative residuals of its state and of its adjoint over the samples."""
+    """Measure the work of a step, and the largest relative residuals of its state and adjoint over the samples."""
     counted = Counted(data)
     # Once before: `solve` looks at what a new block reads.
     training(counted)

@@ -19,7 +19,7 @@ from .targets import Row
 
 #: Evaluations of the block; the growth is from the first to the last.
 COUNTS = (5, 20, 80)
-#: Of the unrolled step, which keeps them all.
+#: Evaluations of the unrolled step, which keeps them all.
 UNROLLED = (5, 20)
 #: A step of the same kind on so little loads what is loaded once: threads, kernels, autograd.
 WARM_UP = {"batch": 1, "length": 16}

@@ -28,7 +28,7 @@ class Compared(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What may be timed, the evidence for it and for what may not, and the seconds of the first calls."""
+    """The functions to time, the evidence for all contenders, and the seconds of the first calls."""
 
     functions: dict[str, Callable[[], Run]]
     evidence: dict[str, dict[str, Any]]
@@ -102,7 +102,7 @@ def checked(name: str, data: Data, result: Run) -> dict[str, Any]:
 
 
 def statuses(status: Tensor) -> dict[str, int]:
-    """How many queries ended how."""
+    """Count the queries of each status."""
     return {Status(int(code)).name: int((status == code).sum()) for code in status.unique()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from implicit_attention.potentials import LayerNormPotential, Polynomial, TokenA
 from implicit_attention.studies.measure import peak_memory
 
 from . import guard
-from .measure import interleaved, once
+from .measure import interleaved, once, rows_of
 from .report import HERE, RESULTS, Table, between, markdown_table, newest, number, spread
 from .targets import ENERGY_TRANSFORMER as TARGETS
 from .targets import Row
@@ -45,7 +44,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What one row measures."""
+    """The metric and the sizes of one row."""
 
     metric: str
     tokens: int = 196
@@ -79,18 +78,17 @@ def run(
     """Measure every setting of these metrics; `progress` is called with each finished row."""
     wanted, threads = set(metrics), torch.get_num_threads()
     chosen = [setting for setting in settings if setting.metric in wanted]
-    red, rows = guard.red(TESTS) if chosen else None, []
-    torch.set_num_threads(1)
+    red = guard.red(TESTS) if chosen else None
     timers = {"EVALUATION": evaluation, "LONG": long, "SOLVE": solved, "TRAINING": training}
-    for setting in chosen:
-        begin = time.perf_counter()
+
+    def measured(setting: Setting) -> Row:
+        row: Row = {"name": setting.name, **dataclasses.asdict(setting)}
         if red:
-            found: Row = {"evidence": {"ours": {"error": red}}, "seconds": {}, "ratios": {}}
-        else:
-            found = timers[setting.metric](setting, repeats, max_seconds)
-        seconds = {"wall_seconds": time.perf_counter() - begin}
-        rows.append({"name": setting.name, **dataclasses.asdict(setting), **found, **seconds})
-        progress(rows[-1])
+            return row | {"evidence": {"ours": {"error": red}}, "seconds": {}, "ratios": {}}
+        return row | timers[setting.metric](setting, repeats, max_seconds)
+
+    torch.set_num_threads(1)
+    rows = rows_of(chosen, METRICS, measured, progress)
     torch.set_num_threads(threads)
     return rows
 

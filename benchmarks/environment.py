@@ -1,4 +1,4 @@
-"""Where a run was made: everything that a reader needs to judge or repeat it."""
+"""The environment of a run: everything that a reader needs to judge or repeat it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def cpu_model() -> str:
 
 
 def warning(where: dict[str, Any]) -> str | None:
-    """What a reader must know if the machine was not ours alone."""
+    """Return a warning if other work shared the machine."""
     load = where["load_average_at_start"]
     if load is None or load[0] < 0.5:
         return None

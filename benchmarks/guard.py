@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @functools.cache
 def red(tests: tuple[str, ...], root: Path = ROOT) -> str | None:
-    """Why what these tests are about is not timed; None if they pass. They run once per process, in one of their own.
+    """Return why red tests forbid a timing; None if they pass. They run once per process, in one of their own.
 
     Args:
         tests: files or folders below `root`; without any there is nothing to refuse. One that is missing is red.
@@ -22,7 +22,7 @@ def red(tests: tuple[str, ...], root: Path = ROOT) -> str | None:
     if not tests:
         return None
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
-    # What a pytest around this run, or its user, has set there is not meant for these tests.
+    # Options of a pytest around this run, or of its user, are not meant for these tests.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run([*command, *tests], cwd=root, env=outside, capture_output=True, text=True)
     if done.returncode == 0:

@@ -1,4 +1,4 @@
-"""What the top README and two pages tell of the newest runs: what a solve costs, and when one step is enough."""
+"""The parts of the top README and of two pages on the newest runs: costs of a solve, and when one step is enough."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- {}: python -m benchmarks report -->", "<!-- end of {} -->"
 #: The parts of the page about costs that are written here, and what each is taken from.
 PARTS = ("five lines", "settings", "short calls", "lengths", "memory", "models")
 SUITES = ("solve", "native", "attention", "train")
-#: Of attention repeated over fixed keys: the models whose scores are told.
+#: The models of attention repeated over fixed keys whose scores are shown.
 MODELS = ("explicit, 1 step", "explicit, 2 steps, own weights", "equilibrium, solved")
 
 Runs = dict[str, tuple[Path, dict[str, Any]]]
@@ -33,7 +33,7 @@ def newest(folder: Path = report.RESULTS) -> Runs:
 
 
 def five_lines(folder: Path = report.RESULTS) -> list[str]:
-    """What an equilibrium costs: forward, training step, memory, beside torchdeq, and what was never measured."""
+    """Write the costs of an equilibrium: forward, training step, memory, beside torchdeq, and all missing ones."""
     runs = newest(folder)
     missing = [suite for suite in SUITES if suite not in runs]
     if missing:
@@ -47,9 +47,9 @@ def five_lines(folder: Path = report.RESULTS) -> list[str]:
     memory = _ratios(runs, "attention", "C4")[0]
     block = _ratios(runs, "train", "EQUILIBRIUM")[0]["ours / torchdeq"]
     return [
-        f"**Forward pass**: a solve to 1e-4 takes {_told(forward)} x one SDPA forward over {len(rows)} settings of 512 "
+        f"**Forward pass**: a solve to 1e-4 takes {_span(forward)} x one SDPA forward over {len(rows)} settings of 512 "
         f"keys, with {evaluations:.1f} evaluations in the mean; the tiniest call (one head, 16 tokens) {tiny:.0f} x.",
-        f"**Training step** with the exact gradient: {_told(training)} x SDPA's; that of a whole Llama at anchor .9 "
+        f"**Training step** with the exact gradient: {_span(training)} x SDPA's; that of a whole Llama at anchor .9 "
         f"{llama:.2f} x.",
         f"**Memory** of a training step at 4096 keys: {memory['C4']:.2f} x SDPA's; with 20 evaluations "
         f"{memory['C4 growth']:.2f} x that with 5 (unrolled {memory['unrolled growth']:.2f} x).",
@@ -70,12 +70,12 @@ def _times(row: Row, what: str) -> float:
     return float(seconds[f"ours_{what}"]["median"] / seconds[f"sdpa_{what}"]["median"])
 
 
-def _told(ratios: list[float]) -> str:
+def _span(ratios: list[float]) -> str:
     return f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
 def _unmeasured(folder: Path) -> str:
-    """What nobody has measured; a run on a GPU, once there is one, is not passed over."""
+    """Write which costs were never measured; a run on a GPU, once there is one, is not passed over."""
     judged = [
         target
         for suite in SUITES

@@ -53,7 +53,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How every contender is trained; `held` limits the held-out images."""
+    """The training of every contender; `held` limits the held-out images."""
 
     updates: int = 300
     batch: int = 64
@@ -83,7 +83,7 @@ class Contender:
         }[self.kind]
 
     def options(self) -> dict[str, Any]:
-        """Of the `EnergyTransformer`."""
+        """Return the options of the `EnergyTransformer`."""
         if self.kind == "published":
             return {"mode": "published", "steps": self.steps, "step_size": self.step_size}
         if self.kind == "unrolled":
@@ -92,7 +92,7 @@ class Contender:
         return {"solver": Anderson(rtol=RTOL), "on_failure": "ignore"}
 
     def training_options(self) -> dict[str, Any]:
-        """Of a call in training: a hundredth is enough for a gradient, and states without one get a few steps'."""
+        """Return the options of a call in training: a tolerance of a hundredth is enough for a gradient."""
         if self.kind != "equilibrium":
             return {}
         solver = Anderson(rtol=TRAINING_RTOL, max_steps=60)
@@ -124,7 +124,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Untrained:
-    """What inpaints without learning anything."""
+    """The fillings that learn nothing."""
 
     plan: Plan
     metric: str = METRIC
@@ -172,7 +172,7 @@ def mean_and_scale() -> tuple[Tensor, Tensor]:
 
 
 def hidden_patches(count: int, seed: int) -> Tensor:
-    """Which patches of held-out images are hidden, the same for all contenders."""
+    """Hide patches of held-out images, the same for all contenders."""
     return scatter_mask(count, PATCHES, replaced=HIDDEN, kept=0, generator=torch.Generator().manual_seed(seed))[0]
 
 

@@ -1,4 +1,4 @@
-"""What INPAINT found, as a table."""
+"""The table of INPAINT."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LENGTHS, FIT_LENGTH = tuple(2**power for power in range(14, 21)), 2**15
 
 
 class Case(Protocol):
-    """What a row measures."""
+    """The problem of a row."""
 
     @property
     def metric(self) -> str: ...
@@ -211,7 +211,7 @@ def against_sdpa(
 
 
 def synchronisations(function: Callable[[], Any]) -> int:
-    """How often torch waits for the device in a call that is not the first."""
+    """Count how often torch waits for the device in a call that is not the first."""
     function()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:

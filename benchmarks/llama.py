@@ -23,10 +23,10 @@ from .targets import Row
 
 TESTS = ("tests/integrations/test_transformers_causal.py",)
 
-#: What is compared: torch's attention, one explicit step of ours, and the equilibrium.
+#: The contenders: torch's attention, one explicit step of ours, and the equilibrium.
 NAMES = ("sdpa", "explicit", "equilibrium")
 
-#: What a table shows of times.
+#: The ratios of times in a table.
 RATIOS = ("explicit / sdpa", "forward / sdpa", "training / sdpa", "watched / training")
 
 

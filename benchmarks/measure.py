@@ -1,4 +1,4 @@
-"""Times of things that are compared: in turns, with medians and spread."""
+"""Times of contenders, measured in turns, with medians and spread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: A turn repeats a quick function for this long, so that one call does not pay for the caches of its neighbour.
 TURN_SECONDS = 0.05
+
+
+def rows_of(
+    settings: Iterable[Any],
+    metrics: Iterable[str],
+    measured: Callable[[Any], dict[str, Any]],
+    progress: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Measure every setting of these metrics, with its wall time; `progress` is called with each finished row."""
+    wanted, rows = set(metrics), []
+    for setting in settings:
+        if setting.metric in wanted:
+            begin = time.perf_counter()
+            row = measured(setting)
+            rows.append({**row, "wall_seconds": time.perf_counter() - begin})
+            progress(rows[-1])
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +165,7 @@ def quartiles(seconds: list[float]) -> Timing:
 
 
 def apart(module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What `python -m MODULE ARGUMENTS` prints as JSON, with these environment variables; or the error of its end."""
+    """Return what `python -m MODULE ARGUMENTS` prints as JSON, with these environment variables, or its error."""
     command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, **(variables or {})}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

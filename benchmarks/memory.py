@@ -64,7 +64,7 @@ def begin(device: str) -> int:
         return torch.cuda.memory_allocated()
     if not STATUS.exists():
         return peak(device)
-    # What the warm-up freed but the allocator kept would be used again unseen.
+    # Memory that the warm-up freed and the allocator kept would be used again unseen.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _kibibytes("VmRSS")

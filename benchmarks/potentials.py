@@ -58,7 +58,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What one row measures."""
+    """The metric, the potential and the sizes of one row."""
 
     metric: str
     potential: str

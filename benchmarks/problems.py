@@ -1,4 +1,4 @@
-"""What is solved: settings as data, their inputs, and the evidence, recomputed without the library."""
+"""The problems: settings as data, their inputs, and the evidence, recomputed without the library."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def mapped(data: Data, z: Tensor) -> Tensor:
 
 
 def evidence(data: Data, z: Tensor) -> dict[str, Any]:
-    """How well z solves the setting: relative residuals over the queries and the part that reached the tolerance."""
+    """Measure how well z solves the setting: relative residuals of queries, and the part within the tolerance."""
     z = z.detach()
     f = mapped(data, z)
     residual = torch.linalg.vector_norm(f - z.double(), dim=-1)

@@ -85,7 +85,7 @@ def newest(suite: str, folder: Path = RESULTS, device: str = "cpu") -> tuple[Pat
 
 
 def timed(run: Document) -> bool:
-    """Whether any of it was timed, so that other work on the cores matters."""
+    """Return whether any row has times, for which other work on the cores matters."""
     return any("seconds" in row for row in run["rows"])
 
 
@@ -150,7 +150,7 @@ def show(run: Document, notes: Iterable[str], console: Console, tables: Tables =
 
 
 def refusals(run: Document) -> list[str]:
-    """What of the library was not measured, and why: tests that are red, answers that are wrong."""
+    """List the parts of the library that were not measured, with the reason: red tests, wrong answers."""
     reasons: dict[str, list[str]] = {}
     for row in run["rows"]:
         found = [row, *(part for part in row.get("evidence", {}).values() if isinstance(part, dict))]
@@ -160,7 +160,7 @@ def refusals(run: Document) -> list[str]:
 
 
 def scope(run: Document) -> str:
-    """What an incomplete run left out."""
+    """Write the scope of an incomplete run: its settings, metrics and rounds."""
     settings = sum("evidence" in row for row in run["rows"])
     return f"{settings} settings, metrics {', '.join(run['options']['metrics'])}, {run['options']['repeats']} rounds"
 
@@ -290,7 +290,7 @@ def rewrite(
         found = [pair for device in DEVICES for pair in newest_by_metric(suite, by_metric, folder, device)]
     parts = []
     for path, run in found:
-        # What holds for all runs is said below the last.
+        # Notes on all runs stand below the last.
         told = () if by_metric and path != found[-1][0] else notes
         parts.append(markdown(run, f"{folder.name}/{path.name}", told, tables))
         if figures is not None:

@@ -65,7 +65,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one row measures: a problem whose keys the processes hold together; for COLLECTIVE what they exchange."""
+    """The problem of one row, whose keys are sharded over processes; for COLLECTIVE the messages between them."""
 
     metric: Metric
     problem: Setting
@@ -149,7 +149,7 @@ def cores() -> int:
 
 
 def member(rank: int, count: int, folder: str, cases: list[Case], repeats: int, max_seconds: float) -> None:
-    """What process `rank` does; the first one writes the rows."""
+    """Do the work of process `rank`; the first one writes the rows."""
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=PATIENCE)
@@ -292,7 +292,7 @@ MEASURES: dict[Metric, Callable[[Case, Team], Row]] = {
 
 
 def idle() -> None:
-    """What a process does that is not in a group."""
+    """Do the work of a process that is not in a group."""
 
 
 def sharded(keys: Tensor, beta: float, group: Any) -> Potential:
@@ -303,7 +303,7 @@ def sharded(keys: Tensor, beta: float, group: Any) -> Potential:
 
 
 class Answer(NamedTuple):
-    """What a solve or training step returned: the gradient for keys is that of the keys of this process."""
+    """The result of a solve or training step; the gradient for keys is that of the keys of this process."""
 
     solution: Solution
     by_queries: Tensor | None
@@ -319,7 +319,7 @@ def seen(traffic: Traffic, size: int, evaluations: int) -> dict[str, Any]:
 
 
 def checked(data: Data, answer: Answer, right: Answer | None, group: Any) -> dict[str, Any]:
-    """How well the processes of a group agree with each other and with the fused operation; told to the first one."""
+    """Measure on the first process how well a group agrees with itself and with the fused operation."""
     solution = answer.solution
     everywhere: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(everywhere, (solution.value.detach(), answer.by_queries, answer.by_keys), group=group)

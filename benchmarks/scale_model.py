@@ -1,4 +1,4 @@
-"""What an evaluation over sharded keys costs: closed formulas, and a simulation of processes that wait for each other.
+"""The costs of an evaluation over sharded keys: formulas, and a simulation of processes that wait for each other.
 
 Nothing here was measured. A `Cluster` holds numbers of a machine and its network, which are assumed (`ASSUMED`) or were
 fitted to a measured run (`fitted`).
@@ -34,7 +34,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Of one evaluation in all processes together: scores and their mean take 2 N M D each."""
+        """Return the operations of one evaluation in all processes: scores and their mean take 2 N M D each."""
         return 4.0 * self.queries * self.keys * self.dim
 
     @property
@@ -43,7 +43,7 @@ class Work:
 
     @property
     def message_bytes(self) -> float:
-        """Of one all-reduce."""
+        """Return the bytes of one all-reduce."""
         return float(NUMBER * self.queries * (self.dim + self.extra))
 
 
@@ -74,7 +74,7 @@ ASSUMED = (
 
 
 def local_seconds(work: Work, cluster: Cluster, processes: int) -> float:
-    """Of one evaluation over the keys of one process, which it reads once and computes with."""
+    """Return the time of one evaluation over the keys of one process, which are read once."""
     return cluster.fixed + (work.flops / cluster.flops + work.key_bytes / cluster.memory) / processes
 
 
@@ -92,7 +92,7 @@ def steps(algorithm: Algorithm, processes: int) -> int:
 
 
 def content_seconds(algorithm: Algorithm, size: float, processes: int, cluster: Cluster) -> float:
-    """What is in one message of an all-reduce of `size` bytes: in a ring a P-th part."""
+    """Return the time for the bytes of one message in an all-reduce of `size` bytes: in a ring a P-th part."""
     return size / (processes if algorithm == "ring" else 1) / cluster.bandwidth
 
 
@@ -102,7 +102,7 @@ def all_reduce_seconds(algorithm: Algorithm, size: float, processes: int, cluste
 
 
 class Seconds(NamedTuple):
-    """Of one evaluation: the local work of a process in the mean, and the rest, of which part is waiting."""
+    """The times of one evaluation: the local work of a process in the mean, and the rest, partly waiting."""
 
     local: float
     collective: float

@@ -1,4 +1,4 @@
-"""What a run of the suite `scale` looks like in print, beside the model; and the page about scale."""
+"""The tables of a run of the suite `scale`, beside the model, and the page about scale."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 PAGE = HERE.parent / "docs" / "scale.md"
 FIGURE = "scale/processes.png"
-#: What is simulated: more keys than one process could hold.
+#: The simulated problem: more keys than one process could hold.
 LARGE = Work(queries=64, keys=10**9, dim=64)
 SHOWN = (1, 10, 100, 1000)
 DRAWN = tuple(2**power for power in range(12))
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "doubling")
 
-#: Of all the figure and the table show, each is simulated once.
+#: Each number in the figure and the table is simulated once.
 simulation = functools.cache(simulated)
 
 
@@ -57,7 +57,7 @@ def machine_of(run: dict[str, Any]) -> Cluster | None:
 
 
 def clusters_of(run: dict[str, Any] | None) -> tuple[Cluster, ...]:
-    """What is simulated: the assumed clusters, and as many cores as it takes of the machine of a run."""
+    """Return the clusters to simulate: the assumed ones, and the machine of a run with as many cores as needed."""
     machine = None if run is None else machine_of(run)
     return ASSUMED if machine is None else (*ASSUMED, machine)
 
@@ -74,13 +74,13 @@ def work_of(row: Row) -> Work:
 
 
 def seconds_of(row: Row, name: str, kind: str = "seconds") -> float:
-    """Of one evaluation, in the mean over its solve."""
+    """Return the seconds of one evaluation, in the mean over its solve."""
     evaluations: int = row["evidence"]["1" if name == "fused" else name]["evaluations"]
     return float(row[kind][name]["median"]) / evaluations
 
 
 def expected(row: Row, machine: Cluster, processes: int) -> Seconds:
-    """What the model says of an evaluation with the messages that were counted; processes beyond the cores share."""
+    """Predict an evaluation by the model, with the counted messages; processes beyond the cores share."""
     found = row["evidence"][f"{processes}"]
     # Two processes swap all their numbers at once, which is doubling.
     algorithm: Algorithm = "doubling" if processes == 2 else "ring"
@@ -202,7 +202,7 @@ def _split(row: Row, size: int) -> list[str]:
 
 
 def _efficiency(row: Row, size: int) -> str:
-    """Of P processes; where they share cores, that is said."""
+    """Write the efficiency of `size` processes, and whether they share cores."""
     if size == 1:
         return "-"
     found = row["seconds"]["1"]["median"] / (size * row["seconds"][f"{size}"]["median"])

@@ -93,7 +93,7 @@ class Team:
         }
 
     def _agreed(self, number: float) -> int:
-        """What the first process found, as a whole number of at least one."""
+        """Return the number of the first process on all of them, as a whole number of at least one."""
         found = torch.tensor([max(1, int(number))])
         distributed.broadcast(found, 0)
         return int(found)

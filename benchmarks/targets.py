@@ -1,4 +1,4 @@
-"""What a run is held against: statistics over its rows with a bound, as data, and their verdicts."""
+"""The targets of a run: statistics over its rows with a bound, as data, and their verdicts."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from .baselines import picard_counts
@@ -15,6 +15,7 @@ from .compare import compared, ratios
 from .environment import default_device
 from .figures import train_figures as figures
 from .llama import SMALL, LlamaSetting, llama_row
+from .measure import rows_of
 from .problems import Setting, Shape, draw
 from .targets import TRAIN as TARGETS
 from .targets import Row
@@ -57,7 +58,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one row measures: a metric, and the problem it is measured on."""
+    """The metric of one row, and its problem."""
 
     metric: str
     problem: Setting | BlockSetting | EquilibriumSetting | LlamaSetting
@@ -78,7 +79,7 @@ def settings_of(quick: bool, device: str | None = None) -> tuple[Case, ...]:
     llamas = [LlamaSetting(256, device=device), LlamaSetting(1024, device=device)]
     llamas.append(LlamaSetting(**SMALL, memory=(4096, 8192, 16384, 32768), device=device))  # type: ignore[arg-type]
     if device != "cpu":
-        # What bfloat16 resolves, on a block that fills a card.
+        # A tolerance that bfloat16 resolves, on a block that fills a card.
         card: dict[str, Any] = {"length": 512, "dim": 512, "heads": 8, "rtol": 1e-2, "dtype": "bfloat16"}
         equilibrium, memory = (dataclasses.replace(s, **card) for s in (equilibrium, memory))
         equilibrium = dataclasses.replace(equilibrium, batch=32)
@@ -111,24 +112,22 @@ def run(
     progress: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Measure every setting of these metrics; `progress` is called with each finished row."""
-    wanted, rows = set(metrics), []
-    for case in settings:
-        if case.metric in wanted:
-            begin = time.perf_counter()
-            row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
-            if isinstance(case.problem, BlockSetting):
-                row |= block_row(case.problem, repeats=repeats, max_seconds=max_seconds)
-            elif isinstance(case.problem, LlamaSetting):
-                row |= llama_row(case.problem, repeats=repeats, max_seconds=max_seconds)
-            elif isinstance(case.problem, MemorySetting):
-                row |= memory_row(case.problem, repeats=repeats, max_seconds=max_seconds)
-            elif isinstance(case.problem, EquilibriumSetting):
-                row |= equilibrium_row(case.problem, repeats=repeats, max_seconds=max_seconds)
-            else:
-                row |= step_row(case.metric, case.problem, repeats=repeats, max_seconds=max_seconds)
-            rows.append({**row, "wall_seconds": time.perf_counter() - begin})
-            progress(rows[-1])
-    return rows
+
+    def measured(case: Case) -> Row:
+        row: Row = {"name": case.name, "metric": case.metric, **dataclasses.asdict(case.problem)}
+        measure = MEASURES.get(type(case.problem)) or partial(step_row, case.metric)
+        return row | measure(case.problem, repeats=repeats, max_seconds=max_seconds)
+
+    return rows_of(settings, metrics, measured, progress)
+
+
+#: The measurement of a problem by its class; of others it is `step_row`.
+MEASURES: dict[type, Callable[..., Row]] = {
+    BlockSetting: block_row,
+    LlamaSetting: llama_row,
+    MemorySetting: memory_row,
+    EquilibriumSetting: equilibrium_row,
+}
 
 
 def step_row(metric: str, problem: Setting, *, repeats: int, max_seconds: float) -> Row:

@@ -67,7 +67,7 @@ class Model:
 
     @property
     def stops(self) -> bool:
-        """Whether it ends at a tolerance."""
+        """Return whether the solve ends at a tolerance."""
         return self.kind in ("capped", "solved") or (self.kind == "spins" and self.count == 0)
 
     def layer(self, shape: Shape) -> nn.Module:
@@ -79,7 +79,7 @@ class Model:
         return SpinAttention(shape.dim, shape.heads, causal=shape.causal, **options)
 
     def options(self) -> dict[str, Any]:
-        """What `ImplicitAttention` is told; a solver makes one evaluation more than steps."""
+        """Return the options of `ImplicitAttention`; a solver makes one evaluation more than steps."""
         if self.explicit:
             # It has no use for an anchor, and shall not be counted one as a parameter.
             return {"max_steps": 0, "anchor": 0.5}
@@ -93,7 +93,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a task asks of its models: tokens in, classes out at every token or for all of them together."""
+    """The sizes that a task sets for its models: tokens in, classes out at every token or for all of them together."""
 
     length: int
     inputs: int

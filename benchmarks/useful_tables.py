@@ -1,4 +1,4 @@
-"""What a run of the suite `usefulness` looks like in print: a summary, and a table for every task."""
+"""The tables of a run of the suite `usefulness`: a summary, and one for every task."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _summary(rows: list[Row]) -> Table:
 
 
 def verdict(ours: Row, theirs: Row) -> str:
-    """Whether the equilibrium is better, if seeds and tests can tell."""
+    """Say whether the equilibrium is better, if seeds and tests can tell."""
     scores = [[run["score"] for run in row["runs"]] for row in (ours, theirs)]
     gains = [a - b for a, b in zip(*scores, strict=True)]
     if len(gains) < 2:

@@ -1,4 +1,4 @@
-"""What `usefulness` trains on: digits, associative retrieval and text, each with parts to train, validate and test."""
+"""The tasks of `usefulness`: digits, associative retrieval and text, each with parts to train, validate and test."""
 
 from __future__ import annotations
 

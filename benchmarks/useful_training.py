@@ -1,4 +1,4 @@
-"""How the models of `usefulness` are trained and tested: the same samples in the same order, the same optimiser."""
+"""The training and the test of models of `usefulness`: the same samples in the same order, the same optimiser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from implicit_attention import Picard, Status
 from .useful_models import RTOL, Block, Model, counted_flops, forward_flops
 from .useful_tasks import IGNORED, Examples, Task
 
-#: What layers have one of for each head; spins have no anchor.
+#: Parameters with one number for each head; spins have no anchor.
 SCALARS = ("anchor", "beta")
 #: Held-out examples that are scored at once.
 AT_ONCE = 256
@@ -26,7 +26,7 @@ AT_ONCE = 256
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How every model of a task is trained.
+    """The training of every model of a task.
 
     The first seed is trained with every learning rate; the best one by the validation part is used for all seeds.
     """
@@ -44,7 +44,7 @@ class Plan:
 
 
 def learned(task: Task, model: Model, plan: Plan) -> tuple[dict[str, Any], bytes]:
-    """What a row says about one model, and the weights of its first seed."""
+    """Return the numbers of one model for a row, and the weights of its first seed."""
     trained = {rate: trial(task, model, plan, plan.seeds[0], rate) for rate in plan.rates}
     best = max(trained, key=lambda rate: trained[rate][1]["validation"] * (1 if task.score == "accuracy" else -1))
     block, *runs = trained[best][0], trained[best][1]

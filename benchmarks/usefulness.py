@@ -33,11 +33,11 @@ from .useful_training import Plan, first_batch, learned, loss, restored
 __all__ = ["METRICS", "NOTES", "TARGETS", "figures", "run", "settings_of", "tables"]
 
 METRICS = (*puzzles.METRICS, "DIGITS", "RETRIEVAL", "TEXT", inpainting.METRIC)
-#: Of the puzzles; beside them there is nothing to meet: the tables say what is.
+#: The targets of the puzzles; the other tasks have none.
 TARGETS = puzzles.TARGETS
 #: The metrics take long: each is run, and its newest run reported, on its own.
 COMPOSED = True
-#: What must pass before anything is trained.
+#: The tests that must pass before anything is trained.
 TESTS = (
     "tests/layers/test_attention.py",
     "tests/layers/test_equilibrium.py",

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 import torch
 from typer import Option
 
-from .command import Files
+from .command import Console, Files, Progress
 from .train import TrainCommand, numbers, updates
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..studies.characters import Text
     from ..studies.training import Trained
-    from .progress import Progress
 
 
 class CharactersRun(NamedTuple):
-    """Everything that `train characters` measured."""
+    """The text, the training and the bits of `train characters`."""
 
     text: Text
     trained: Trained
@@ -52,32 +49,31 @@ class Characters(TrainCommand):
         count = characters.QUICK_WINDOWS if self.quick else characters.WINDOWS
         return CharactersRun(text, trained, characters.measured(text, model, count))
 
-    def files(self, found: CharactersRun) -> Files:
+    def files(self, result: CharactersRun) -> Files:
         from ..studies.characters import BIGRAM, MODEL, UNIGRAM
         from .report import options_of
 
-        bits = found.bits
+        bits = result.bits
         content = {
             "settings": options_of(self, "resume"),
-            "data": found.text.source,
-            "training": numbers(found.trained),
+            "data": result.text.source,
+            "training": numbers(result.trained),
             "bits_per_character": bits,
             "verdicts": [{"baseline": name, "holds": bits[MODEL] < bits[name]} for name in (UNIGRAM, BIGRAM)],
             "threads": torch.get_num_threads(),
         }
         return "metrics.json", content, {}
 
-    def show(self, found: CharactersRun, console: Console) -> None:
-        """The bits as a table."""
-        from rich.table import Table
+    def show(self, result: CharactersRun, console: Console) -> None:
+        """Print the bits as a table."""
+        from rich.table import Column, Table
 
         from ..studies.characters import LENGTH
 
-        table = Table(title=f"held-out text, windows of {LENGTH} characters", title_justify="left")
-        table.add_column("predicted by")
-        table.add_column("bits per character", justify="right")
-        for name, value in found.bits.items():
+        headers = "predicted by", Column("bits per character", justify="right")
+        table = Table(*headers, title=f"held-out text, windows of {LENGTH} characters", title_justify="left")
+        for name, value in result.bits.items():
             table.add_row(name, f"{value:.3f}")
         console.print(table)
-        console.print(updates(found.trained))
-        console.print(f"text {found.text.source['sha256'][:12]}")
+        console.print(updates(result.trained))
+        console.print(f"text {result.text.source['sha256'][:12]}")

@@ -1,4 +1,4 @@
-"""A command: its options, what it does, prints and writes, and the one way in which every command runs."""
+"""The base of all commands: options, work, output and files, and the one way in which every command runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from .errors import require_modules, writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
+    from rich import console
 
-    from .progress import Progress
+    from . import progress
 
+#: The types of `run` and `show`, imported when a command runs.
+Console: TypeAlias = "console.Console"
+Progress: TypeAlias = "progress.Progress"
 #: The name of the JSON file, its content, and by name the pictures and other files.
 Files: TypeAlias = "tuple[str, Mapping[str, Any], Mapping[str, Figure | bytes]]"
 
@@ -53,11 +56,11 @@ class Command:
         """Do the work."""
         raise NotImplementedError
 
-    def files(self, found: Any) -> Files:
+    def files(self, result: Any) -> Files:
         """Build the files from what `run` returned; the command's name and its time are added to the JSON file."""
         raise NotImplementedError
 
-    def show(self, found: Any, console: Console) -> None:
+    def show(self, result: Any, console: Console) -> None:
         """Print what `run` returned."""
 
     def listed(self, names: list[str]) -> str:
@@ -65,7 +68,7 @@ class Command:
         return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
     def execute(self) -> None:
-        """Check the options, work with progress, write the files, print what was found.
+        """Check the options, work with progress, write the files, print the result.
 
         Raises:
             InputError: an option, the file or the folder cannot be used, or an optional dependency is missing.
@@ -81,15 +84,14 @@ class Command:
                 self.out.mkdir(parents=True, exist_ok=True)
         with torch.random.fork_rng(devices=[]), Progress(self.line) as progress:
             begin = time.perf_counter()
-            found = self.run(progress)
+            result = self.run(progress)
             seconds = time.perf_counter() - begin
             if self.out is not None:
                 progress.begin("figures")
-                name, content, others = self.files(found)
+                name, content, others = self.files(result)
                 with writable(self.out):
                     names = write(self.out, name, {"command": self.name, **content, "seconds": seconds}, others)
         console = make_console()
-        self.show(found, console)
+        self.show(result, console)
         if names:
-            text = f"{self.listed(names)} written to {self.out} after {seconds:.1f} s"
-            console.print(text, markup=False)
+            console.print(f"{self.listed(names)} written to {self.out} after {seconds:.1f} s", markup=False)

@@ -1,4 +1,4 @@
-"""The table of the commands, and the app that is made from it. The work is done elsewhere, imported when one runs."""
+"""The table of the commands, and the app with all of them; a command imports its work when it runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _add(command: type[Command], to: typer.Typer) -> None:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
 
-    # Where typer looks for options. Fields of a base class are read with the names of its own file.
+    # Typer reads the options from here. A field of a base class is resolved with the names of its own file.
     hints = get_type_hints(command, include_extras=True)
     fields = inspect.signature(command).parameters.values()
     vars(called)["__signature__"] = inspect.Signature([p.replace(annotation=hints[p.name]) for p in fields])

@@ -6,23 +6,18 @@ import dataclasses
 import math
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typer import Option
 
 from ..studies.errors import InputError
-from .command import Command, Files, seed_option
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .progress import Progress
+from .command import Command, Console, Files, Progress, seed_option
 
 #: The potential of softmax attention.
 LOG_SUM_EXP = "log-sum-exp"
-#: The value of `--beta` that asks for one found from the patterns.
+#: This value of `--beta` stands for the one that suits the patterns.
 AUTO = "auto"
 DEFAULT_PATTERNS = 200
 
@@ -83,7 +78,7 @@ class Compare(Command):
 
     @property
     def potential_name(self) -> str:
-        """The potential whose equilibrium all solvers are asked for."""
+        """Return the potential whose equilibrium all solvers look for."""
         return self.potential or LOG_SUM_EXP
 
     @property
@@ -98,32 +93,23 @@ class Compare(Command):
 
     @property
     def queries(self) -> int:
-        """Queries of each task in the comparison of solvers."""
+        """Return the number of queries of each task in the comparison of solvers."""
         return min(self.stored, 50 if self.quick else 200)
 
     @property
-    def descents(self) -> tuple[int, ...]:
-        """Step counts of unrolled gradient descent."""
-        return (5, 20) if self.quick else (5, 20, 50)
-
-    @property
     def repeats(self) -> int:
+        """Return the number of timed runs of a solver."""
         return 2 if self.quick else 5
 
     @property
-    def max_seconds(self) -> float:
-        """After this time no further timed run of a method begins."""
-        return 0.3 if self.quick else 1.0
-
-    @property
     def has_reference(self) -> bool:
-        """Whether retrieval rates of these settings were measured independently."""
+        """Return whether retrieval rates of these settings were measured independently."""
         softmax = self.potential_name == LOG_SUM_EXP and (self.beta is None or float(self.beta) == 8)
         return self.data is None and softmax and (self.stored, self.anchor) == (DEFAULT_PATTERNS, 0.0)
 
     @property
     def inverse_temperature(self) -> float:
-        """`--beta`, once it is a number, or what suits the potential."""
+        """Return `--beta` as a number, or the value that suits the potential."""
         from ..studies.potentials import POTENTIALS
 
         return POTENTIALS[self.potential_name].beta if self.beta is None else float(self.beta)
@@ -131,8 +117,7 @@ class Compare(Command):
     def check(self) -> None:
         from ..studies.potentials import POTENTIALS
 
-        name = self.potential_name
-        if name not in POTENTIALS:
+        if (name := self.potential_name) not in POTENTIALS:
             raise InputError(f"`--potential` must be one of {', '.join(POTENTIALS)}, got {name!r}; choose one of these")
         if self.suite == "distribution":
             self._refuse_unused()
@@ -176,12 +161,12 @@ class Compare(Command):
                 raise InputError(f"`--{field.name}` must {required}; only --seed, --out and --quick are used")
 
     def load(self) -> tuple[Compare, Tensor]:
-        """The options with the number of patterns to store, and all that can be drawn from, (count, D) float64."""
+        """Return the options with the number of patterns to store, and all patterns, (count, D) float64."""
         from ..studies.data import load_digits
         from .files import load_patterns
 
         data = load_digits() if self.data is None else load_patterns(self.data)
-        # Without any the message is that of a number that is too large.
+        # At least 1, so that empty data get the message below.
         count = max(min(self.stored, len(data)), 1) if self.patterns is None else self.patterns
         if len(data) < count:
             source = "the digits" if self.data is None else f"`--data` {self.data.name}"
@@ -191,7 +176,7 @@ class Compare(Command):
 
     @property
     def _suite(self) -> Any:
-        """The module with `line`, `run`, `files` and `show` of `--suite`."""
+        """Import the module with `line`, `run`, `files` and `show` of `--suite`."""
         return import_module(f".compare_{self.suite}", __package__)
 
     def line(self, row: dict[str, Any]) -> str:
@@ -200,9 +185,9 @@ class Compare(Command):
     def run(self, progress: Progress) -> Any:
         return self._suite.run(self, progress)
 
-    def files(self, found: Any) -> Files:
-        files: Files = self._suite.files(found)
+    def files(self, result: Any) -> Files:
+        files: Files = self._suite.files(result)
         return files
 
-    def show(self, found: Any, console: Console) -> None:
-        self._suite.show(found, console)
+    def show(self, result: Any, console: Console) -> None:
+        self._suite.show(result, console)

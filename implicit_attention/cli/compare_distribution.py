@@ -1,28 +1,22 @@
-"""`implicit-attention compare --suite distribution`: what attention makes of the law of its tokens."""
+"""`implicit-attention compare --suite distribution`: the law of tokens under repeated attention."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ..plotting import distribution_figure
 from ..studies import token_moments, trained_layer
 from ..studies.token_moments import WAYS
-from .command import Files
+from .command import Console, Files, Progress
 from .compare import Compare
 from .table import cut_tables, print_tables
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .progress import Progress
-
-
-#: The options, and what was measured, by the names of the JSON file.
+#: The options, and all measurements by the names of the JSON file.
 Measured: TypeAlias = tuple[Compare, dict[str, Any]]
 
 
 def sizes(settings: Compare) -> dict[str, int]:
-    """The sizes of the measurement."""
+    """Return the sizes of the measurement."""
     quick = settings.quick
     return {"seeds": 8 if quick else 32, "trainings": 3 if quick else 8, "updates": 200 if quick else 600}
 
@@ -31,9 +25,8 @@ def line(row: dict[str, Any]) -> str:
     """Return the line that is printed when a law or a training has finished."""
     if "accuracy" in row:
         return f"{row['accuracy']:.1%} of held-out digits, alignment with the inverse covariance {row['alignment']:.3f}"
-    return (
-        f"entropy gain of a step with residual {row['measured']:.3f} +- {row['std']:.3f}, infinite {row['closed']:.3f}"
-    )
+    measured, infinite = f"{row['measured']:.3f} +- {row['std']:.3f}", f"{row['closed']:.3f}"
+    return f"entropy gain of a step with residual {measured}, infinite {infinite}"
 
 
 def run(settings: Compare, progress: Progress) -> Measured:
@@ -53,33 +46,31 @@ def run(settings: Compare, progress: Progress) -> Measured:
     for index in range(size["trainings"]):
         name = f"training {index + 1}"
         progress.begin(name, len(laws) + index, total)
-        found = trained_layer.train(settings.seed + index, steps=size["updates"])
-        layers += found
-        progress.end(name, found[0])
+        compared = trained_layer.train(settings.seed + index, steps=size["updates"])
+        layers += compared
+        progress.end(name, compared[0])
     nearness = trained_layer.nearness(layers)
     return settings, {"rows": rows, "entropy_gains": gains, "slopes": slopes, "layers": layers, "nearness": nearness}
 
 
-def files(found: Measured) -> Files:
-    """Everything that was measured, and one picture."""
-    settings, measured = found
+def files(result: Measured) -> Files:
+    """Return all measurements, and one picture."""
+    settings, measured = result
     size = sizes(settings)
     title = (
         "Tokens as samples of a Gaussian under repeated attention; dashed: infinitely many tokens, in closed form\n"
         f"Error bars: standard deviation over {size['seeds']} samples, and over {size['trainings']} trainings"
     )
     figure = distribution_figure(measured["rows"], measured["slopes"], measured["nearness"]["matrices"], title=title)
-    content = {
-        "settings": {"suite": settings.suite, "seed": settings.seed, "quick": settings.quick, **size},
-        **measured,
-    }
-    return "distribution.json", content, {"distribution.png": figure}
+    options = {"suite": settings.suite, "seed": settings.seed, "quick": settings.quick, **size}
+    return "distribution.json", {"settings": options, **measured}, {"distribution.png": figure}
 
 
-def show(found: Measured, console: Console) -> None:
+def show(result: Measured, console: Console) -> None:
     """Print the moments of the largest samples, and how near the score matrices are."""
-    _, measured = found
+    _, measured = result
     headers = ["method", "step", "entropy", "closed form", "mean shift", "closed form", "eigenvalues", "moved"]
+    largest = token_moments.COUNTS[-1]
     for law in dict.fromkeys(row["law"] for row in measured["rows"]):
         cells = [
             [
@@ -93,9 +84,9 @@ def show(found: Measured, console: Console) -> None:
                 f"{row['moved']:.2f}",
             ]
             for row in measured["rows"]
-            if row["law"] == law and row["tokens"] == token_moments.COUNTS[-1]
+            if row["law"] == law and row["tokens"] == largest
         ]
-        print_tables(console, cut_tables(f"{law}, {token_moments.COUNTS[-1]} tokens", headers, cells, console.width))
+        print_tables(console, cut_tables(f"{law}, {largest} tokens", headers, cells, console.width))
     names = ["method", "cosine", "distance at the best scale", "cosine, whitened"]
     cells = [
         [row["matrix"], *(f"{row[name]:.3f} +- {row[f'{name}_std']:.3f}" for name in trained_layer.NEARNESS)]
@@ -104,8 +95,7 @@ def show(found: Measured, console: Console) -> None:
     title = "W_q^T W_k and the inverse covariance of its tokens"
     print_tables(console, cut_tables(title, names, cells, console.width))
     for gain in measured["entropy_gains"]:
-        text = f"{gain['law']}: {line(gain)}"
-        console.print(text, style="bold", markup=False)
+        console.print(f"{gain['law']}: {line(gain)}", style="bold", markup=False)
     for slope in measured["slopes"]:
         text = f"{slope['law']}, {slope['way']}: {slope['quantity']} ~ N^{slope['slope']:.2f}"
         console.print(text, style="dim", markup=False)

@@ -1,10 +1,10 @@
-"""`implicit-attention compare --suite retrieval`: what every potential stores, from how far, and what is proved."""
+"""`implicit-attention compare --suite retrieval`: patterns that potentials store and find, and proved bounds."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,32 +17,26 @@ from ..studies.data import DataSample, draw
 from ..studies.evaluate import SUCCESS
 from ..studies.potentials import POTENTIALS
 from ..studies.retrieval import FACTORS
-from .command import Files
+from .command import Console, Files, Progress
 from .compare import Compare
 from .report import options_of
 from .table import cut_tables, print_tables
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .progress import Progress
-
-
-#: The options with the number of patterns, and what was measured, by the names of the JSON file.
+#: The options with the number of patterns, and all measurements by the names of the JSON file.
 Measured: TypeAlias = tuple[Compare, dict[str, Any]]
 
 
 def sizes(settings: Compare) -> dict[str, Any]:
-    """The sizes of the measurement."""
+    """Return the sizes of the measurement."""
     quick = settings.quick
     return {
         "draws": 3 if quick else 8,
         "queries": 20 if quick else 100,
-        "factors": FACTORS[::3] if quick else FACTORS,
         "counts": [*(n for n in COUNTS if n < settings.stored), settings.stored],
         "noises": NOISES[::2] if quick else NOISES,
         "steps": 50 if quick else STOP["max_steps"],
         "sets": 10 if quick else 50,
+        "factors": FACTORS[::3] if quick else FACTORS,
     }
 
 
@@ -66,14 +60,13 @@ def run(settings: Compare, progress: Progress) -> Measured:
     names = list(POTENTIALS) if settings.potential is None else [settings.potential]
     for index, name in enumerate(names):
         progress.begin(name, index, len(names) + 1)
-        found = []
+        mine = []
         for done, point in enumerate(points):
-            found.append(_measure(settings, name, point))
+            mine.append(_measure(settings, name, point))
             progress.part(len(points) * index + done, len(points) * (len(names) + 1))
-        progress.end(name, max(found, key=lambda row: row["mean"]))
-        rows += found
-    for point in points:
-        rows += trivial(point)
+        progress.end(name, max(mine, key=lambda row: row["mean"]))
+        rows += mine
+    rows += [row for point in points for row in trivial(point)]
     progress.begin("bounds of log-sum-exp", len(names), len(names) + 1)
     bounds = measure_bounds(sets=sizes(settings)["sets"], seed=settings.seed)
     return settings, {"rows": rows, "bounds": bounds}
@@ -97,9 +90,9 @@ def _measure(settings: Compare, name: str, point: RetrievalPoint) -> dict[str, A
     return measure(name, point, betas, anchor=settings.anchor, max_steps=size["steps"])
 
 
-def files(found: Measured) -> Files:
-    """Everything that was measured, and one picture."""
-    settings, measured = found
+def files(result: Measured) -> Files:
+    """Return all measurements, and one picture."""
+    settings, measured = result
     panels = {}
     for data in dict.fromkeys(row["data"] for row in measured["rows"]):
         for curve in (CAPACITY, BASIN):
@@ -112,10 +105,8 @@ def files(found: Measured) -> Files:
         "x: every solve failed there. Below: log-sum-exp and its published bounds"
     )
     figure = potentials_figure(panels, measured["bounds"], title=title)
-    options = options_of(settings, "data", "beta")
-    beta = {"beta": None if settings.beta is None else float(settings.beta)}
-    asked = {"success": SUCCESS, **{k: v for k, v in size.items() if k != "factors"}, "factors": size["factors"]}
-    content = {"settings": options | beta | asked, **measured}
+    beta = {"beta": None if settings.beta is None else float(settings.beta), "success": SUCCESS}
+    content = {"settings": options_of(settings, "data", "beta") | beta | size, **measured}
     return "retrieval.json", content, {"potentials.png": figure}
 
 
@@ -126,19 +117,17 @@ def _title(settings: Compare, data: str, curve: str) -> str:
     return f"{what}, {settings.stored} stored\nnoise / root mean square"
 
 
-def show(found: Measured, console: Console) -> None:
+def show(result: Measured, console: Console) -> None:
     """Print the rates of every potential, and how often a bound was broken."""
-    _, measured = found
+    _, measured = result
     for data in dict.fromkeys(row["data"] for row in measured["rows"]):
         mine = [row for row in measured["rows"] if row["data"] == data]
         cells, headers = [], ["method"]
         for name in dict.fromkeys(row["method"] for row in mine):
             own = [row for row in mine if row["method"] == name]
             headers = ["method", *(f"{'N' if r['curve'] == CAPACITY else 'noise'}\n{r['at']:g}" for r in own), "status"]
-            words = Counter[str]()
-            for row in own:
-                words.update(row["status"])
-            status = ", ".join(f"{n} {word}" for word, n in words.items() if word != "CONVERGED") or "-"
+            counts = sum((Counter(row["status"]) for row in own), Counter[str]())
+            status = ", ".join(f"{n} {word}" for word, n in counts.items() if word != "CONVERGED") or "-"
             if all("refused" in row for row in own):
                 status = "refused"
             rates = ["refused" if "refused" in r else f"{r['mean']:.2f} ({r['named']:.2f})" for r in own]
@@ -150,10 +139,9 @@ def show(found: Measured, console: Console) -> None:
     above = [row for row in measured["bounds"]["near_threshold"] if row["ratio"] >= 1]
     broken = sum(row[name]["violations"] for row in above for name in ("fixed_point", "step", "contraction", "pattern"))
     tried = 4 * sum(row["patterns"] for row in above)
-    console.print(
+    text = (
         f"log-sum-exp from the separation threshold on: {broken} violations of theorems 3 to 5 in {tried} checks; at "
-        f"the threshold fixed points lie up to {above[0]['fixed_point']['worst']:.2f} of the allowed distance away",
-        style="bold",
-        markup=False,
+        f"the threshold fixed points lie up to {above[0]['fixed_point']['worst']:.2f} of the allowed distance away"
     )
+    console.print(text, style="bold", markup=False)
     console.print()

@@ -23,24 +23,21 @@ from ..studies.measure import one_thread
 from ..studies.potentials import SIMILARITIES
 from ..studies.retrieval import EQUILIBRIUM, NEAREST, ONE, TWO, Rates
 from . import table
-from .command import Files
+from .command import Console, Files, Progress
 from .compare import AUTO, Compare
 from .report import options_of
 from .table import MISSING, Column, Row, evaluations, mebibytes, milliseconds, percent, short, status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
     from rich.table import Table
 
-    from .progress import Progress
-
 DRAWS = 8
-#: Pairs of a pattern and a query from which on several threads are used.
+#: Above this number of pairs of a pattern and a query several threads are used.
 SHARED_FROM = 100_000
-#: Queries of a task that are drawn.
+#: So many queries of a task are drawn.
 SHOWN_QUERIES = 5
-RETRIEVED = "tasks/{}/retrieval_rate".format
+MASKED, NOISY = (f"tasks/{task}/retrieval_rate" for task in TASKS)
 COMPARISON = (
     Column("evals\nmed/max", "evaluations of the map per query; the last one measures the residual", "", evaluations),
     Column("resid.\nmax", "largest |f(z) - z| over the queries (where it is a finite number)", "residual_max", short),
@@ -48,13 +45,8 @@ COMPARISON = (
     Column("sad-\ndles", "converged where the energy curves downwards", "saddles", str),
     Column("pts", "distinct fixed points among the converged states", "distinct_fixed_points", str),
     Column("retr.\nerror", "mean relative distance of the state from the pattern", "retrieval_error_mean", short),
-    Column(
-        "half\n%",
-        "half-masked queries retrieved (relative error < 1e-2), at this beta",
-        RETRIEVED("half-masked"),
-        percent,
-    ),
-    Column("noisy\n%", "noisy queries retrieved", RETRIEVED("noisy"), percent),
+    Column("half\n%", "half-masked queries retrieved (relative error < 1e-2), at this beta", MASKED, percent),
+    Column("noisy\n%", "noisy queries retrieved", NOISY, percent),
     Column("other\npoint", "converged, but not to the fixed point of the float64 reference", "other_fixed_point", str),
     Column("grad.\nerror", "relative error against float64; other points count as errors", "gradient_error", short),
     Column("fwd\nms", "median time of the solve", "forward_seconds", milliseconds),
@@ -70,7 +62,7 @@ STATE_NOTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Everything that `compare` measured.
+    """The measurements of `compare`.
 
     Attributes:
         settings: the options.
@@ -78,7 +70,7 @@ class Comparison:
         rows: for every solver, plain numbers.
         retrieval: rates for every task, state and beta.
         sample: the draw on which solvers are compared.
-        states: of its queries, by name, to look at.
+        states: of its queries by name, for the picture.
         solutions: by solver, for all that did not raise.
         unusable: how many patterns hold NaN or infinity.
         untrusted: how many queries have no exact fixed point.
@@ -112,18 +104,17 @@ def run(settings: Compare, progress: Progress) -> Comparison:
     auto = unsaid or settings.beta == AUTO
     if auto:
         known, similarity = drawn.keys[0][drawn.usable[0]], SIMILARITIES[settings.potential_name]
-        # A number read from its text is the same number. Without any pattern there is no scale.
-        found = repr(float(separating_beta(known, similarity))) if len(known) else None
-        settings = dataclasses.replace(settings, beta=found)
-        auto = found is not None
+        # `repr` keeps every bit of a number. Without any pattern there is no scale.
+        scale = repr(float(separating_beta(known, similarity))) if len(known) else None
+        settings, auto = dataclasses.replace(settings, beta=scale), scale is not None
     drawn = drawn.to(device, getattr(torch, settings.dtype))
     sample = drawn.first(settings.queries)
     name, beta, anchor = settings.potential_name, settings.inverse_temperature, settings.anchor
     rows, solutions = [], {}
     few = settings.stored * settings.queries <= SHARED_FROM and "OMP_NUM_THREADS" not in os.environ
-    # Threads mostly wait for each other on a busy machine where there is little to share.
+    # Threads of small problems mostly wait for each other.
     with one_thread(few) as threads:
-        methods = contenders(settings.descents)
+        methods = contenders((5, 20) if settings.quick else (5, 20, 50))
         if settings.other_potential:
             methods = [dataclasses.replace(m, name=m.name.replace("one-step softmax", "one step")) for m in methods]
         steps = len(methods) + 1
@@ -135,15 +126,15 @@ def run(settings: Compare, progress: Progress) -> Comparison:
             raise InputError(f"`--potential {name}` at beta {beta:g} is refused: {error}; {remedy}") from None
         for index, method in enumerate(methods):
             progress.begin(method.name, index + 1, steps)
-            row, solution = evaluate(method, task, repeats=settings.repeats, max_seconds=settings.max_seconds)
+            row, solution = evaluate(method, task, repeats=settings.repeats, max_seconds=0.3 if settings.quick else 1.0)
             progress.end(method.name, row)
             rows.append(row)
             if solution is not None:
                 solutions[method.name] = solution
         progress.begin(f"retrieval at {len(retrieval.FACTORS)} betas, {DRAWS} draws")
-        asked: dict[str, Any] = {"beta": beta, "anchor": anchor, "potential": name}
-        rates = retrieval.sweep(drawn, progress.part, reference=settings.has_reference, **asked)
-        shown = retrieval.examples(sample, rates, **asked)
+        energy: dict[str, Any] = {"beta": beta, "anchor": anchor, "potential": name}
+        rates = retrieval.sweep(drawn, progress.part, reference=settings.has_reference, **energy)
+        shown = retrieval.examples(sample, rates, **energy)
     unusable = int((~sample.usable).sum())
     untrusted = int((sample.finite & (task.weights == 0).all(-1)).sum())
     own = (unusable, untrusted, threads, native_status().isa, auto)
@@ -158,7 +149,7 @@ def line(row: Row) -> str:
 
 
 def solver_tables(comparison: Comparison, width: int) -> list[Table]:
-    """The table of all solvers, cut into as many as the width asks for."""
+    """Return the table of all solvers, cut into as many as the width requires."""
     settings = comparison.settings
     source = "scikit-learn's digits" if settings.data is None else printable(settings.data.name)
     threads = f"; {comparison.threads} thread{'s' * (comparison.threads > 1)}" if settings.device == "cpu" else ""
@@ -175,7 +166,7 @@ def solver_tables(comparison: Comparison, width: int) -> list[Table]:
 
 
 def retrieval_tables(entries: Rates, width: int) -> list[Table]:
-    """Rates of every method at every beta and at its own best one, cut into as many tables as the width asks for."""
+    """Return the rates of every method at every beta and at its best, in as many tables as the width requires."""
     betas = retrieval.betas_of(entries)
     rows = []
     for task, state in dict.fromkeys((e["task"], e["state"]) for e in entries):
@@ -202,7 +193,7 @@ def retrieval_notes(entries: Rates) -> list[str]:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print everything that `compare` measured."""
+    """Print all measurements."""
     descent = f"unrolled GD, n: n steps z - {STEP_SIZE} grad E, differentiated step by step; BUDGET: so many as asked"
     notes = [descent, *table.meanings(COMPARISON), *table.failures(comparison.rows)]
     if comparison.auto:
@@ -226,9 +217,8 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def files(comparison: Comparison) -> Files:
-    """Build the report of `compare`: everything that was measured, and two figures."""
-    settings = comparison.settings
-    device = torch.device(settings.device)
+    """Return all measurements, and three figures."""
+    settings, device = comparison.settings, torch.device(comparison.settings.device)
     content = {
         "settings": options_of(settings)
         | {
@@ -275,7 +265,7 @@ def _convergence(comparison: Comparison, what: str) -> Figure:
 
 
 def _retrieval(comparison: Comparison, what: str) -> Figure:
-    """Queries, what methods make of them, and the truth."""
+    """Draw queries, what methods make of them, and the truth."""
     sample = comparison.sample
     right = {name: retrieval.retrieved(z, sample) for name, z in comparison.states.items()}
     rows = []
@@ -290,14 +280,14 @@ def _retrieval(comparison: Comparison, what: str) -> Figure:
 
 
 def _rates(comparison: Comparison) -> Figure:
-    """The sweep, and what it says."""
+    """Draw the rates of the sweep."""
     entries, settings = comparison.retrieval, comparison.settings
 
-    def rates(found: list[dict[str, Any]]) -> Tensor:
-        return torch.tensor([entry["rates"] for entry in found], dtype=torch.float64)
+    def rates(task: str, state: str) -> Tensor:
+        return torch.tensor([entry["rates"] for entry in retrieval.of(entries, task, state)], dtype=torch.float64)
 
-    curves = {task: {s: rates(retrieval.of(entries, task, s)) for s in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
-    levels = {task: {state: rates(retrieval.of(entries, task, state))[0] for state in NEAREST} for task in TASKS}
+    curves = {task: {state: rates(task, state) for state in (ONE, TWO, EQUILIBRIUM)} for task in TASKS}
+    levels = {task: {state: rates(task, state)[0] for state in NEAREST} for task in TASKS}
     source = "scikit-learn's digits" if settings.data is None else settings.data.name
     what = f"Retrieval of {settings.stored} patterns ({source})"
     title = f"{what}; {settings.other_potential}stars: each method's own best beta"
@@ -305,7 +295,7 @@ def _rates(comparison: Comparison) -> Figure:
 
 
 def _choose(rows: Tensor, right: list[Tensor]) -> list[int]:
-    """A few of the rows that show every outcome which occurs; rows with the same outcome take turns."""
+    """Choose a few rows that show every outcome which occurs; rows with the same outcome take turns."""
     groups: dict[tuple[bool, ...], list[int]] = {}
     for row in rows.tolist():
         groups.setdefault(tuple(bool(hit[row]) for hit in right), []).append(row)

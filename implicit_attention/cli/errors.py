@@ -1,4 +1,4 @@
-"""Optional dependencies that are missing, and folders that cannot be written, each told in one line."""
+"""Messages of one line on missing dependencies, and on folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INSTALL = 'pip install -e ".[cli]"'
 
 
 def missing(*modules: str) -> str | None:
-    """The line that asks for the optional dependencies among `modules` that are not installed, or None."""
+    """Return the line that names the modules that are not installed and how to install them, or None."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if not absent:
         return None
@@ -22,8 +22,7 @@ def missing(*modules: str) -> str | None:
 
 def require_modules(*modules: str) -> None:
     """Raise `InputError` with the install line unless all `modules` are installed."""
-    line = missing(*modules)
-    if line is not None:
+    if (line := missing(*modules)) is not None:
         raise InputError(line)
 
 

@@ -17,7 +17,7 @@ from ..studies.errors import InputError
 if TYPE_CHECKING:
     from ..spins import SpinSystem
 
-#: Bytes that are read from a file: of what an archive expands to, and of its numbers as float64.
+#: The most bytes that are read from a file, of an expanded archive and of its numbers as float64.
 LARGEST = 2**31
 SHAPES = (
     "J is (N, N), (B, N, N) or (N, N, D, D), h is (N,), (N, D) or (B, N, D), beta is a number or (B,), with N, D >= 1"
@@ -26,22 +26,21 @@ LARGEST_SWEEP = 1000
 
 
 def load_patterns(path: Path, option: str = "--data") -> Tensor:
-    """A user's patterns, (count, D) as float64, as `option` names them.
+    """Read a user's patterns, (count, D) as float64; `option` names the file in messages.
 
     Raises:
         InputError: a file that is missing, of another kind, or holds something else than one real (count, D) array.
     """
     name = f"`{option}` {path.name}"
     (array,) = _read(name, path, (".npy", ".npz", ".pt"), _only, "save numbers with numpy.save or torch.save(tensor)")
-    if array.ndim != 2 or array.shape[1] == 0:
-        raise InputError(
-            f"{name} must have shape (count, D), got {tuple(array.shape)}; flatten every pattern to one row"
-        )
+    shape = tuple(array.shape)
+    if len(shape) != 2 or shape[1] == 0:
+        raise InputError(f"{name} must have shape (count, D), got {shape}; flatten every pattern to one row")
     return array
 
 
 def load_system(path: Path, *, radius: str, measure: Literal["uniform", "counting"] | None, dtype: str) -> SpinSystem:
-    """The system in an .npz file with the arrays J, h and beta; states are counted for D = 1 unless `measure` is given.
+    """Read the system in an .npz file with the arrays J, h and beta; by default states are counted for D = 1.
 
     Raises:
         InputError: a file that is missing, of another kind, or whose arrays do not fit.
@@ -50,11 +49,10 @@ def load_system(path: Path, *, radius: str, measure: Literal["uniform", "countin
 
     name, wanted = f"`FILE` {path.name}", ["J", "h", "beta"]
 
-    def all_three(found: list[str]) -> list[str]:
-        absent = [key for key in wanted if key not in found]
-        if absent:
-            held = ", ".join(found) or "no array"
-            raise InputError(f"the arrays J, h and beta, got {held}; add {' and '.join(absent)}")
+    def all_three(names: list[str]) -> list[str]:
+        if absent := [key for key in wanted if key not in names]:
+            received = ", ".join(names) or "no array"
+            raise InputError(f"the arrays J, h and beta, got {received}; add {' and '.join(absent)}")
         return wanted
 
     arrays = _read(name, path, (".npz",), all_three, "save one with numpy.savez(FILE, J=J, h=h, beta=beta)")
@@ -82,7 +80,7 @@ def load_system(path: Path, *, radius: str, measure: Literal["uniform", "countin
 
 
 def load_fields(path: Path, system: SpinSystem) -> Tensor:
-    """The fields (T, *batch, N, D) of T steps, for the spins of a system, in its precision.
+    """Read the fields (T, *batch, N, D) of T steps, for the spins of a system, in its precision.
 
     Raises:
         InputError: a file that is missing, of another kind, or whose array does not fit.
@@ -100,20 +98,20 @@ def load_fields(path: Path, system: SpinSystem) -> Tensor:
     return fields.expand(len(fields), *samples).to(system.field.dtype)
 
 
-def _only(found: list[str]) -> list[str]:
-    """The name of an array that is alone in its file."""
-    if len(found) != 1:
-        listed = ", ".join(map(str, found)) or "none"
-        raise InputError(f"exactly one array, got {len(found)}: {listed}; save the wanted one alone")
-    return found
+def _only(names: list[str]) -> list[str]:
+    """Return the name of an array that is alone in its file."""
+    if len(names) != 1:
+        listed = ", ".join(map(str, names)) or "none"
+        raise InputError(f"exactly one array, got {len(names)}: {listed}; save the wanted one alone")
+    return names
 
 
 def _read(
     name: str, path: Path, suffixes: tuple[str, ...], choose: Callable[[list[str]], list[str]], remedy: str
 ) -> list[Tensor]:
-    """The arrays of a file that `choose` picks by their names, as float64. An array alone has the name "".
+    """Read the arrays of a file that `choose` picks by their names, as float64. An array alone has the name "".
 
-    `choose` and all that reads say by an `InputError` what the file must hold.
+    `choose` and the readers raise an `InputError` that says what the file must hold.
     """
     if path.suffix not in suffixes:
         raise InputError(f"{name} must end in {' or '.join(suffixes)}, got {path.suffix!r}; {remedy}")
@@ -124,11 +122,9 @@ def _read(
         return [_as_float64(key, array) for key, array in arrays.items()]
     except InputError as error:
         raise InputError(f"{name} must hold {error}") from None
-    except Exception as error:  # a damaged file may end anywhere in what reads it
-        raise InputError(
-            f"{name} must hold plain arrays, got a file that is damaged or could be read only by running its code "
-            f"({type(error).__name__}); {remedy}"
-        ) from None
+    except Exception as error:  # a damaged file may raise anything
+        received = f"a file that is damaged or could be read only by running its code ({type(error).__name__})"
+        raise InputError(f"{name} must hold plain arrays, got {received}; {remedy}") from None
 
 
 def _check_size(size: int) -> None:
@@ -138,7 +134,7 @@ def _check_size(size: int) -> None:
 
 
 def _check_archive(path: Path) -> bool:
-    """Whether the file is a zip archive; of one that says it expands to too much nothing is expanded."""
+    """Return whether the file is a zip archive; nothing of one that would expand to too much is expanded."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -184,7 +180,7 @@ def _as_float64(key: str, array: Any) -> Tensor:
 
 
 def parse_sweep(text: str) -> Tensor:
-    """The inverse temperatures of `beta=LOW:HIGH:COUNT`, at equal distances, float64."""
+    """Return the inverse temperatures of `beta=LOW:HIGH:COUNT`, at equal distances, float64."""
     remedy = "write for example --sweep beta=0.1:3:40"
     match = re.fullmatch(r"\s*beta\s*=\s*([^:]+):([^:]+):([^:]+)", text)
     try:

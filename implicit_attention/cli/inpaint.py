@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import torch
 from typer import Option
 
-from .command import Files
+from .command import Console, Files, Progress
 from .train import TrainCommand, numbers, updates
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..studies.inpainting import Inpainting
-    from .progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,51 +57,50 @@ class Inpaint(TrainCommand):
         count = inpainting.QUICK_IMAGES if self.quick else None
         return inpainting.measured(task, recipe, trained, net, count)
 
-    def files(self, found: Inpainting) -> Files:
-        """Build the report: errors, verdicts, how they came about, and two figures."""
+    def files(self, result: Inpainting) -> Files:
+        """Return errors, verdicts and settings, and two figures."""
         from ..plotting import energies_figure, reconstruction_figure
         from .report import options_of
 
-        task = found.task
+        task = result.task
         content = {
             "settings": options_of(self, "resume"),
             "data": task.source | {"held_out": len(task.held_out), "patch": task.patch},
-            "model": found.recipe._asdict(),
-            "training": numbers(found.trained),
-            "answer": found.answer,
-            "rmse": found.errors,
-            "verdicts": found.verdicts,
-            "equilibrium": {"converged": found.converged, "evaluations": found.evaluations},
+            "model": result.recipe._asdict(),
+            "training": numbers(result.trained),
+            "answer": result.answer,
+            "rmse": result.errors,
+            "verdicts": result.verdicts,
+            "equilibrium": {"converged": result.converged, "evaluations": result.evaluations},
             "threads": torch.get_num_threads(),
         }
-        headings = {name: f"{name}\n{error:.4f}" for name, error in found.errors.items()}
-        columns = [(headings.get(name, name), images) for name, images in found.columns]
-        title = f"Half of the patches hidden; trained: {found.answer}; root mean square errors of all held-out images"
+        headings = {name: f"{name}\n{error:.4f}" for name, error in result.errors.items()}
+        columns = [(headings.get(name, name), images) for name, images in result.columns]
+        title = f"Half of the patches hidden; trained: {result.answer}; root mean square errors of all held-out images"
         figures = {
-            "reconstruction.png": reconstruction_figure(columns, found.hidden, title=title),
-            "energy.png": energies_figure(found.energies, title="Energy of every image on its way, the same weights"),
+            "reconstruction.png": reconstruction_figure(columns, result.hidden, title=title),
+            "energy.png": energies_figure(result.energies, title="Energy of every image on its way, the same weights"),
         }
         return "metrics.json", content, figures
 
-    def show(self, found: Inpainting, console: Console) -> None:
-        """The errors as a table, and the verdicts."""
-        from rich.table import Table
+    def show(self, result: Inpainting, console: Console) -> None:
+        """Print the errors as a table, and the verdicts."""
+        from rich.table import Column, Table
 
         from ..studies.inpainting import HARMONIC, MEAN, QUICK_IMAGES
 
-        count = len(found.task.held_out) if not self.quick else QUICK_IMAGES
-        table = Table(title=f"{count} held-out {self.data}, half of the patches hidden", title_justify="left")
-        table.add_column("filled in by")
-        for heading in ("root mean square error", f"against {MEAN}", f"against {HARMONIC}"):
-            table.add_column(heading, justify="right")
-        for name, error in found.errors.items():
-            parts = (f"{100 * (error / found.errors[baseline] - 1):+.0f} %" for baseline in (MEAN, HARMONIC))
+        title = f"{QUICK_IMAGES if self.quick else len(result.task.held_out)} held-out {self.data}"
+        headings = "root mean square error", f"against {MEAN}", f"against {HARMONIC}"
+        columns = (Column(heading, justify="right") for heading in headings)
+        table = Table("filled in by", *columns, title=f"{title}, half of the patches hidden", title_justify="left")
+        for name, error in result.errors.items():
+            parts = (f"{100 * (error / result.errors[baseline] - 1):+.0f} %" for baseline in (MEAN, HARMONIC))
             table.add_row(name, f"{error:.4f}", *parts)
         console.print(table)
-        console.print(f"trained: {found.answer}, {updates(found.trained)}", markup=False)
-        told = f"equilibria found: {100 * found.converged:.0f} %, {found.evaluations:.1f} evaluations in the mean"
-        console.print(told, markup=False)
-        for verdict in found.verdicts:
+        console.print(f"trained: {result.answer}, {updates(result.trained)}", markup=False)
+        solved = f"equilibria found: {100 * result.converged:.0f} %, {result.evaluations:.1f} evaluations in the mean"
+        console.print(solved, markup=False)
+        for verdict in result.verdicts:
             holds = "reached" if verdict["holds"] else "not reached"
-            asked = f"at most {verdict['at_most']:g} of the error of {verdict['baseline']}"
-            console.print(f"{asked}: {holds}, {verdict['part']:.3f}", markup=False)
+            margin = f"at most {verdict['at_most']:g} of the error of {verdict['baseline']}"
+            console.print(f"{margin}: {holds}, {verdict['part']:.3f}", markup=False)

@@ -15,18 +15,17 @@ import torch
 from typer import Option
 
 from ..studies.errors import InputError
-from .command import Command, Files, seed_option
+from .command import Command, Console, Files, Progress, seed_option
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
 
     from ..studies.landscape.plane import Plane, PlaneScene
-    from .progress import Progress
 
 #: Pixels per inch of the pictures, and their colours.
 DPI, COLOURS = 100, 200
 PAGE, CONTENT, ANIMATION = "index.html", "landscape.json", "descent.gif"
+STORY = ("title", "sentence", "description")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Landscape(Command):
 
     @functools.cached_property
     def plane(self) -> Plane:
-        """The plane that the options ask for.
+        """Return the plane with the patterns and the temperature of the options.
 
         Raises:
             InputError: an inverse temperature or patterns that cannot be used.
@@ -85,16 +84,16 @@ class Landscape(Command):
         """Make every scene, and its picture."""
         from ..studies.landscape import QUICK, SCENES
 
-        scenes, made = QUICK if self.quick else SCENES, {}
+        scenes, drawn = QUICK if self.quick else SCENES, {}
         for index, make in enumerate(scenes):
             since = time.perf_counter()
             progress.begin(f"scene {index + 1}", index, len(scenes))
             scene = make(self.plane)
-            made[scene.name] = scene, picture(scene.draw())
+            drawn[scene.name] = scene, picture(scene.draw())
             progress.end(scene.name, {"line": f"{time.perf_counter() - since:.1f} s"})
-        return made
+        return drawn
 
-    def files(self, found: dict[str, tuple[PlaneScene, bytes]]) -> Files:
+    def files(self, result: dict[str, tuple[PlaneScene, bytes]]) -> Files:
         from ..studies.landscape.animation import write_gif
         from ..studies.landscape.page import page
         from .report import options_of
@@ -106,33 +105,27 @@ class Landscape(Command):
             "queries": plane.queries,
             "reach": plane.reach,
             "scenes": {
-                scene.name: {
-                    "title": scene.title,
-                    "sentence": scene.sentence,
-                    "description": scene.description,
-                    "picture": f"{scene.name}.png",
-                    **scene.numbers,
-                }
-                for scene, _ in found.values()
+                name: {part: getattr(scene, part) for part in STORY} | {"picture": f"{name}.png"} | scene.numbers
+                for name, (scene, _) in result.items()
             },
             "threads": torch.get_num_threads(),
         }
-        pictures = {name: drawn for name, (_, drawn) in found.items()}
+        pictures = {name: drawn for name, (_, drawn) in result.items()}
         others: dict[str, Figure | bytes] = {f"{name}.png": drawn for name, drawn in pictures.items()}
         if self.animate:
             film = io.BytesIO()
             write_gif(film, plane)
             others[ANIMATION] = film.getvalue()
         if self.html:
-            others[PAGE] = page(plane, [scene for scene, _ in found.values()], pictures).encode()
+            others[PAGE] = page(plane, [scene for scene, _ in result.values()], pictures).encode()
         return CONTENT, content, others
 
-    def show(self, found: dict[str, tuple[PlaneScene, bytes]], console: Console) -> None:
+    def show(self, result: dict[str, tuple[PlaneScene, bytes]], console: Console) -> None:
         """Print the sentence of every scene."""
         from rich.table import Table
 
         table = Table("scene", "what it shows", title="Energies of attention in the plane", title_justify="left")
-        for scene, _ in found.values():
+        for scene, _ in result.values():
             table.add_row(scene.name, scene.sentence)
         console.print(table)
 
@@ -147,7 +140,7 @@ def _has_pillow() -> bool:
 
 
 def picture(figure: Figure) -> bytes:
-    """A figure as PNG; of few colours, a third of the bytes, where pillow is there to choose them."""
+    """Return a figure as PNG; with pillow, of few colours and a third of the bytes."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI)
     if not _has_pillow():
@@ -156,7 +149,7 @@ def picture(figure: Figure) -> bytes:
 
     small = io.BytesIO()
     with Image.open(drawn) as image:
-        # The method that keeps the colours of small marks.
+        # This method keeps the colours of small marks.
         few = image.convert("RGB").quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(small, "PNG", optimize=True)
     return small.getvalue()

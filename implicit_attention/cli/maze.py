@@ -15,18 +15,15 @@ from typer import Option
 from ..studies.errors import InputError
 from ..studies.mazes import Mazes, mazes
 from ..studies.measure import one_thread
-from .command import Command, seed_option
+from .command import Command, Console, Progress, seed_option
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..studies.maze_model import MazeModel, SolvedMaze
-    from .progress import Progress
 
 SMALLEST, LARGEST = 3, 40
-#: Colours of the view: from "not on the path" to "on the path", and three marks.
+#: Colours of the view: from "not on the path" to "on the path", and those of walls, start and goal.
 OFF, ON, WALL, START, GOAL = (238, 240, 242), (0, 114, 178), (27, 39, 51), (0, 158, 115), (213, 94, 0)
-#: Lines that the view needs beside the maze; most frames of a GIF.
+#: Lines that the view needs beside the maze, and the most frames of a GIF.
 BESIDE, FRAMES = 5, 150
 
 Colour = tuple[int, int, int]
@@ -36,8 +33,8 @@ Colour = tuple[int, int, int]
 class Maze(Command):
     """Watch a maze while it is solved: a block, trained on 5 x 5 ones for a minute, is repeated until it settles.
 
-    The block is repeated as often as the maze asks for, and its residual says when the answer has settled. Where there
-    is no terminal, what was found is told in plain text.
+    The block is repeated as often as the maze needs, and its residual says when the answer has settled. Where there
+    is no terminal, the solve is described in plain text.
     """
 
     name: ClassVar[str] = "maze"
@@ -64,7 +61,7 @@ class Maze(Command):
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes that are asked for."""
+        """Return the sizes of the mazes to solve."""
         words = self.size.split(",")
         if not all(word.strip().isdecimal() and SMALLEST <= int(word) <= LARGEST for word in words):
             required = f"be whole numbers from {SMALLEST} to {LARGEST} with commas between them"
@@ -86,12 +83,12 @@ class Maze(Command):
         with one_thread():
             return trained(self.updates, progress)
 
-    def show(self, found: MazeModel, console: Console) -> None:
+    def show(self, model: MazeModel, console: Console) -> None:
         """Solve one maze of every size, and show it."""
         with one_thread():
             for size in self.sizes:
                 maze = mazes(self.generator, size, 1, f"to watch, {self.seed}")
-                solved = found.solved(maze)
+                solved = model.solved(maze)
                 show(console, maze, solved, self, size)
                 if self.gif is not None:
                     name = f"{self.gif.stem}-{size}.gif" if len(self.sizes) > 1 else self.gif.name
@@ -99,8 +96,8 @@ class Maze(Command):
                     console.print(f"{name} written", markup=False)
 
 
-def show(console: Console, maze: Mazes, found: SolvedMaze, settings: Maze, size: int) -> None:
-    """The maze while it is solved, where there is a terminal that holds it; else as text."""
+def show(console: Console, maze: Mazes, solved: SolvedMaze, settings: Maze, size: int) -> None:
+    """Show the maze while it is solved on a terminal that is large enough, and elsewhere as text."""
     from rich.console import Group
     from rich.live import Live
 
@@ -110,36 +107,34 @@ def show(console: Console, maze: Mazes, found: SolvedMaze, settings: Maze, size:
     title = f"{settings.generator} maze of {size} x {size} ({learnt})"
     if not console.is_terminal:
         console.print(title, markup=False)
-        for line in (*progress_lines(maze, found), *drawn(maze, found.paths[-1])):
+        for line in (*progress_lines(maze, solved), *drawn(maze, solved.paths[-1])):
             console.print(line, markup=False)
     elif (columns := 2 * size + 1) > console.width or size + 1 + BESIDE > console.height:
         needed = f"{columns} columns and {size + 1 + BESIDE} lines, this one has {console.width} and {console.height}"
         console.print(f"{title}: to watch it a terminal needs {needed}; enlarge it, or choose a smaller --size")
-        for line in progress_lines(maze, found):
+        for line in progress_lines(maze, solved):
             console.print(line, markup=False)
     else:
         with Live(console=console, auto_refresh=False) as live:
-            for index, path in enumerate(found.paths):
-                live.update(Group(Text(title), view(maze, path), Text(state_line(maze, found, index))), refresh=True)
+            for index, path in enumerate(solved.paths):
+                live.update(Group(Text(title), view(maze, path), Text(state_line(maze, solved, index))), refresh=True)
                 time.sleep(1 / settings.speed)
-    console.print(verdict(maze, found), style="bold", markup=False)
+    console.print(verdict(maze, solved), style="bold", markup=False)
     console.print()
 
 
-def state_line(maze: Mazes, found: SolvedMaze, index: int) -> str:
+def state_line(maze: Mazes, solved: SolvedMaze, index: int) -> str:
     """Return the line that is printed after an evaluation."""
-    wrong = wrong_cells(maze, found.paths[index])
-    residual = f"residual {found.residuals[index]:.1e}"
+    wrong = wrong_cells(maze, solved.paths[index])
+    residual = f"residual {solved.residuals[index]:.1e}"
     return f"evaluation {index + 1:>3}, {residual}, {wrong} of {maze.cells} cells wrong"
 
 
-def progress_lines(maze: Mazes, found: SolvedMaze) -> Iterator[str]:
-    """After 1, 2, 4, ... evaluations and the last one."""
-    last, shown = len(found.paths) - 1, 1
-    while shown - 1 < last:
-        yield state_line(maze, found, shown - 1)
-        shown *= 2
-    yield state_line(maze, found, last)
+def progress_lines(maze: Mazes, solved: SolvedMaze) -> Iterator[str]:
+    """Describe the states after 1, 2, 4, ... evaluations and the last one."""
+    last = len(solved.paths) - 1
+    for index in (*(2**power - 1 for power in range(last.bit_length())), last):
+        yield state_line(maze, solved, index)
 
 
 def wrong_cells(maze: Mazes, path: Tensor) -> int:
@@ -147,15 +142,15 @@ def wrong_cells(maze: Mazes, path: Tensor) -> int:
     return int(((path > 0.5) != (maze.targets[0, : maze.cells] == 1)).sum())
 
 
-def verdict(maze: Mazes, found: SolvedMaze) -> str:
+def verdict(maze: Mazes, solved: SolvedMaze) -> str:
     """Return the outcome: settled or not, right or not."""
     from ..studies.maze_model import RTOL
 
-    solution = found.solution
-    wrong, length = wrong_cells(maze, found.paths[-1]), int((maze.targets == 1).sum())
+    solution = solved.solution
+    wrong, length = wrong_cells(maze, solved.paths[-1]), int((maze.targets == 1).sum())
     name = "settled" if bool(solution.converged) else "not settled"
     answer = f"the whole path of {length} cells is right" if wrong == 0 else f"{wrong} cells are wrong"
-    what = f"relative residual {found.residuals[-1]:.1e}, tolerance {RTOL:g}"
+    what = f"relative residual {solved.residuals[-1]:.1e}, tolerance {RTOL:g}"
     return f"{name} after {int(solution.num_evals)} evaluations ({what}): {answer}"
 
 
@@ -163,24 +158,17 @@ def verdict(maze: Mazes, found: SolvedMaze) -> str:
 
 
 def raster(maze: Mazes, path: Tensor) -> list[list[float]]:
-    """A maze as pixels, (2 size + 1)^2: cells and open ways have a number in [0, 1], walls -1, start -2, goal -3."""
-    size = round(maze.cells**0.5)
-    pixels = [[-1.0] * (2 * size + 1) for _ in range(2 * size + 1)]
-    values = path.clamp(0, 1).tolist()
-    for cell, (_, down, _, right) in enumerate(maze.ways[0].tolist()):
-        row, column = divmod(cell, size)
-        pixels[2 * row + 1][2 * column + 1] = values[cell]
-        # An open way is as dark as the fainter of its two cells.
-        if down:
-            pixels[2 * row + 2][2 * column + 1] = min(values[cell], values[cell + size])
-        if right:
-            pixels[2 * row + 1][2 * column + 2] = min(values[cell], values[cell + 1])
-    pixels[1][1], pixels[-2][-2] = -2.0, -3.0
-    return pixels
+    """Return (2 size + 1)^2 pixels: cells and open ways have a number in [0, 1], walls -1, start -2, goal -3."""
+    from ..plotting.mazes import maze_levels
+
+    pixels = maze_levels(path, maze.ways[0]).nan_to_num(-1.0)
+    pixels[1, 1], pixels[-2, -2] = -2.0, -3.0
+    rows: list[list[float]] = pixels.tolist()
+    return rows
 
 
 def view(maze: Mazes, path: Tensor) -> Text:
-    """The maze in colours: every character is two pixels, one above the other."""
+    """Return the maze in colours: every character is two pixels, one above the other."""
     pixels = raster(maze, path)
     text = Text(no_wrap=True)
     for upper, lower in zip(pixels[::2], [*pixels[1::2], None], strict=True):
@@ -199,7 +187,7 @@ def _rgb(value: float) -> str:
 
 
 def drawn(maze: Mazes, path: Tensor) -> list[str]:
-    """The maze in plain characters: walls #, the path that was found with dots, start S, goal G."""
+    """Return the maze in plain characters: walls #, the path of the model with dots, start S, goal G."""
 
     def character(value: float) -> str:
         return {-1.0: "#", -2.0: "S", -3.0: "G"}.get(value, "." if value > 0.5 else " ")
@@ -207,21 +195,21 @@ def drawn(maze: Mazes, path: Tensor) -> list[str]:
     return ["".join(map(character, row)) for row in raster(maze, path)]
 
 
-def write_gif(file: Path, maze: Mazes, found: SolvedMaze, size: int) -> None:
-    """The same as an animated GIF."""
+def write_gif(file: Path, maze: Mazes, solved: SolvedMaze, size: int) -> None:
+    """Write the course of a solve as an animated GIF."""
     from ..plotting import save_maze_gif
     from ..studies.maze_model import RTOL, TRAIN_SIZE
 
     try:
         save_maze_gif(
             file,
-            found.paths,
+            solved.paths,
             maze.ways[0],
             start=0,
             goal=maze.cells - 1,
-            residuals=found.residuals,
+            residuals=solved.residuals,
             tolerance=RTOL,
-            every=-(-len(found.paths) // FRAMES),
+            every=-(-len(solved.paths) // FRAMES),
             title=f"A {size} x {size} maze, solved by a block trained on {TRAIN_SIZE} x {TRAIN_SIZE}",
         )
     except OSError as error:

@@ -13,12 +13,12 @@ from rich import progress
 from rich.console import Console
 
 WIDTH = 120
-#: Seconds without a line after which a log is told what goes on; of long runs a tenth of the time so far, up to LONG.
+#: After so many seconds without a line a log gets one; in long runs after a tenth of the time so far, up to LONG.
 QUIET, LONG = 5.0, 60.0
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console; wide enough for the tables where nobody has set a width (pipes, logs)."""
+    """Return a console, wide enough for the tables in pipes and logs, unless COLUMNS sets a width."""
     stream = sys.stderr if stderr else sys.stdout
     width = WIDTH if not stream.isatty() and "COLUMNS" not in os.environ else None
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
@@ -30,7 +30,7 @@ class Progress(progress.Progress):
     Elsewhere, as in a pipe or a log, a line says what goes on where nothing was written for some seconds.
 
     Args:
-        line: what is said of a finished method, from its row of numbers.
+        line: makes the line of a finished method from its row of numbers.
         console: to write to; by default stderr.
     """
 
@@ -49,20 +49,20 @@ class Progress(progress.Progress):
         )
         self.line = line
         self.bar = self.add_task("starting", total=None)
-        self.began = self.told = time.monotonic()
+        self.began = self.written = time.monotonic()
         self.over = threading.Event()
         self.teller = None if console.is_terminal or console.quiet else threading.Thread(target=self._tell, daemon=True)
 
     @property
     def has_bar(self) -> bool:
-        """Whether a bar shows what has begun."""
+        """Return whether a bar shows the current work."""
         return self.console.is_terminal
 
     def start(self) -> None:
         """Begin to show what goes on."""
         super().start()
         if self.teller is not None and not self.teller.is_alive() and not self.over.is_set():
-            self.began = self.told = time.monotonic()
+            self.began = self.written = time.monotonic()
             self.teller.start()
 
     def stop(self) -> None:
@@ -73,10 +73,10 @@ class Progress(progress.Progress):
         super().stop()
 
     def _tell(self) -> None:
-        """In a thread of its own, as methods may work long without a word."""
+        """Write what goes on, in a thread of its own, as a method may work long without a line."""
         while not self.over.is_set():
             now = time.monotonic()
-            due = self.told + min(max(QUIET, (now - self.began) / 10), LONG)
+            due = self.written + min(max(QUIET, (now - self.began) / 10), LONG)
             if now >= due:
                 self._write(self._now(now - self.began))
             else:
@@ -88,18 +88,18 @@ class Progress(progress.Progress):
         return f"{task.description:<20} {done}{seconds:.0f} s so far"
 
     def _write(self, text: str) -> None:
-        self.told = time.monotonic()
+        self.written = time.monotonic()
         self.console.print(text, markup=False)
 
     def begin(self, name: str, done: int = 0, total: int | None = None) -> None:
-        """`name` begins, after `done` of `total` pieces of work."""
+        """Show that `name` begins, after `done` of `total` pieces of work."""
         self.update(self.bar, description=name, completed=done, total=total)
 
     def part(self, done: int, total: int) -> None:
-        """`done` of `total` pieces of the work that has begun are done."""
+        """Show that `done` of `total` pieces of the work that has begun are done."""
         self.update(self.bar, completed=done, total=total)
 
     def end(self, name: str, row: dict[str, Any]) -> None:
-        """`name` has ended with this row of numbers."""
+        """Write that `name` has ended with this row of numbers."""
         error = f"failed: {row['error']}: {row['message']}" if "error" in row else self.line(row)
         self._write(f"{name:<20} {error}")

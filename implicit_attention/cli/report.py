@@ -23,11 +23,11 @@ PACKAGES = ("implicit_attention", "torch", "numpy", "torchdeq", "scikit-learn")
 
 
 def write(out: Path, name: str, content: dict[str, Any], others: Mapping[str, Figure | bytes]) -> list[str]:
-    """Write everything into the folder `out`; the names of the files."""
+    """Write everything into the folder `out`, and return the names of the files."""
     versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
     ran = {"versions": versions, "native": str(native_status())}
     text = json.dumps(_plain(content | ran), indent=1, allow_nan=False)
-    # A list of numbers, or of vectors, in one line: there can be one for every spin.
+    # A list of numbers or of vectors takes one line: there can be one for every spin.
     text = re.sub(r"\[(?:[^][{}\"]|\[[^][{}\"]*\])*\]", lambda match: " ".join(match[0].split()), text)
     (out / name).write_text(text + "\n", encoding="utf-8")
     for file, other in others.items():
@@ -46,7 +46,7 @@ def _version(name: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tensors and tuples, null for what is no finite number."""
+    """Return lists for tensors and tuples, and None for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Tensor):
@@ -58,5 +58,4 @@ def _plain(value: Any) -> Any:
 
 def options_of(settings: Any, *without: str) -> dict[str, Any]:
     """Return the options of a command without its folders, which files must not name."""
-    options = dataclasses.asdict(settings)
-    return {name: value for name, value in options.items() if name not in ("out", *without)}
+    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("out", *without)}

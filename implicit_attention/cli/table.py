@@ -1,4 +1,4 @@
-"""Tables in the terminal: columns, what these mean, and tables that are cut where a terminal is narrow."""
+"""Tables in the terminal: columns, their meanings, and the cut of a table for a narrow terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MISSING = "-"
-#: Columns that say what a row is, and all that hold words.
+#: Columns that name a row, and all columns of words.
 ROW_NAMES = ("method", "queries", "state", "step")
 WORDS = ("method", "queries", "state", "status")
 Row = dict[str, Any]
@@ -27,7 +27,7 @@ class Column(NamedTuple):
         note: its meaning in one line.
         key: of the number in a row, parts of nested rows separated by slashes; "" is the row itself.
         form: the text of the number.
-        averaged: whether the number is a list with one for every sample, of which the mean is shown.
+        averaged: whether the number is a list, with one for every sample, whose mean is shown.
     """
 
     header: str
@@ -49,7 +49,7 @@ class Column(NamedTuple):
 
 
 def answered(row: Row, key: str) -> float | None:
-    """The mean of a number over the samples that all rows are averaged over."""
+    """Return the mean of a number over the samples that all rows are averaged over."""
     if row.get(key) is None:
         return None
     values = torch.tensor(row[key], dtype=torch.float64).flatten()
@@ -62,7 +62,7 @@ def answered(row: Row, key: str) -> float | None:
 
 
 def short(value: float) -> str:
-    """Two digits in at most six characters."""
+    """Write two digits in at most six characters."""
     if not math.isfinite(value):
         return MISSING
     if value == 0 or 1e-2 <= value < 100:
@@ -99,29 +99,22 @@ def evaluations(row: Row) -> str:
 
 
 def status(row: Row) -> str:
-    """The one status of all problems, or the counts of those beside CONVERGED."""
+    """Return the one status of all problems, or the counts of those beside CONVERGED."""
     counts: dict[str, int] = row["status"]
     lines = list(counts) if len(counts) == 1 else [f"{n} {name}" for name, n in counts.items() if name != "CONVERGED"]
-    # A solve that converged, and a derivative of it that did not.
+    # Of a solve that converged, a derivative may have failed.
     lost = sum(n for name, n in counts.items() if name not in ("CONVERGED", "UNSTABLE", "EXACT", "SAMPLED"))
     unsure = int(torch.tensor(row.get("failed", False)).sum())
     return "\n".join([*lines, *([f"{unsure - lost} RESPONSE"] if unsure > lost else [])])
 
 
 def plain_table(title: str | None, headers: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table without frame: words are aligned at the left, numbers at the right."""
+    """Return a table without frame: words are aligned at the left, numbers at the right."""
     from rich import box
     from rich.table import Table
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    heading: dict[str, Any] = {"title": title, "title_justify": "left", "title_style": "bold"}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **heading)
     for header in headers:
         table.add_column(header, justify="left" if header in WORDS else "right", no_wrap=True)
     for row in rows:
@@ -130,7 +123,7 @@ def plain_table(title: str | None, headers: Iterable[str], rows: Iterable[Sequen
 
 
 def cut_tables(title: str | None, headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Table]:
-    """A table cut into as many as the width asks for; columns that say what the row is stand in each of them."""
+    """Cut a table into as many as the width requires; columns that name the row stand in each of them."""
     from rich.console import Console
     from rich.measure import Measurement
 
@@ -138,23 +131,21 @@ def cut_tables(title: str | None, headers: Sequence[str], rows: Sequence[Sequenc
     fixed = [index for index, header in enumerate(headers) if header in ROW_NAMES]
     rest = [index for index in range(len(headers)) if index not in fixed]
 
-    def made(columns: Sequence[int], heading: str | None = None) -> Table:
+    def part(columns: Sequence[int], heading: str | None = None) -> Table:
         chosen = [*fixed, *columns]
         return plain_table(heading, [headers[i] for i in chosen], [[row[i] for i in chosen] for row in rows])
 
     tables: list[Table] = []
     while rest:
-        fitting = (
-            n for n in range(1, len(rest) + 1) if Measurement.get(wide, wide.options, made(rest[:n])).maximum <= width
-        )
-        count = max(fitting, default=1)
-        tables.append(made(rest[:count], None if tables else title))
+        widths = (Measurement.get(wide, wide.options, part(rest[: n + 1])).maximum for n in range(len(rest)))
+        count = max((n for n, needed in enumerate(widths, 1) if needed <= width), default=1)
+        tables.append(part(rest[:count], None if tables else title))
         rest = rest[count:]
     return tables
 
 
 def method_tables(title: str | None, columns: Sequence[Column], rows: list[Row], width: int) -> list[Table]:
-    """A row for every method, cut into as many tables as the width asks for."""
+    """Return a table with a row for every method, cut into as many as the width requires."""
     cells = [[row["method"], *(column.text(row) for column in columns)] for row in rows]
     return cut_tables(title, ["method", *(column.header for column in columns)], cells, width)
 

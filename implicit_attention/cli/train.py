@@ -1,4 +1,4 @@
-"""The part that the commands `train ...` share: options, a training that is resumed, and its report."""
+"""The options, the training and the report that the commands `train ...` share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ..studies.errors import InputError
-from .command import Command, seed_option
+from .command import Command, Progress, seed_option
 from .errors import writable
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..studies.training import Loss, Trained
-    from .progress import Progress
 
-#: Minutes of a training of which nothing is said, and updates with --quick.
+#: Minutes of a training by default, and updates with --quick.
 MINUTES, QUICK_UPDATES = 5.0, 10
 
 
@@ -64,17 +63,10 @@ class TrainCommand(Command):
             return planned(model, loss_of, epoch, rate, minutes=self.minutes or MINUTES, progress=progress)
 
         assert self.out is not None
+        origin: dict[str, Any] = {"checkpoint": self.out / "checkpoint.pt", "resume": self.resume, "identity": identity}
+        generator = torch.Generator().manual_seed(self.seed)
         with writable(self.out):
-            return train(
-                model,
-                loss_of,
-                plan,
-                progress,
-                generator=torch.Generator().manual_seed(self.seed),
-                checkpoint=self.out / "checkpoint.pt",
-                resume=self.resume,
-                identity=identity,
-            )
+            return train(model, loss_of, plan, progress, generator=generator, **origin)
 
 
 def numbers(trained: Trained) -> dict[str, Any]:
@@ -84,6 +76,6 @@ def numbers(trained: Trained) -> dict[str, Any]:
 
 
 def updates(trained: Trained) -> str:
-    """Return the words on which updates were made, and in what time."""
+    """Return the words on the number of updates, and their time."""
     first = trained.resumed_after + 1
     return f"{trained.plan.updates} updates, those from {first} on in {trained.seconds:.0f} s"

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from ..solution import Trace
-from .style import COLORS, new_figure
+from .style import COLORS, Figure, finish, legend_below, name_columns, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-#: How far below the tolerance residuals are told apart.
+#: Residuals below this part of the tolerance are drawn as one.
 BELOW = 1e-2
 #: Panels side by side.
 WRAP = 4
-#: Other methods, behind the one that a panel is about.
+#: The grey of the other methods, behind the one that a panel is about.
 BEHIND = "0.8"
 
 
@@ -31,7 +27,7 @@ def convergence_figure(
     tolerance: float | None = None,
     title: str = "Residual against map evaluations",
 ) -> Figure:
-    """Residual against map evaluations, a panel for each method: the median problem, the quartiles, and the worst one.
+    """Draw the residual against evaluations, a panel for each method: median problem, quartiles, and the worst one.
 
     All panels have the same axes, and the worst problems of the other methods are drawn behind, in grey. With a
     tolerance, a panel says from which number of evaluations on the median and the worst residual are at or below it.
@@ -100,36 +96,29 @@ def convergence_figure(
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(labelsize=7)
-        axes.grid(alpha=0.25)
-    for column in grid.T:
-        # The lowest panel of a column may be an empty place.
-        lowest = [axes for axes in column if axes.axison][-1]
-        lowest.set_xlabel("map evaluations per problem", fontsize=8)
-        lowest.tick_params(labelbottom=True)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("residual |f(z) - z|", fontsize=8)
+        finish(axes, y="" if index % columns else "residual |f(z) - z|")
+    name_columns(grid, "map evaluations per problem")
     grid[0, 0].set_ylim(floor, top)
     grid[0, 0].set_xlim(left=1)
     handles: list[Any] = list(grid[0, 0].get_legend_handles_labels()[0])
     if len(curves) > 1:
         handles.append(Line2D([], [], color=BEHIND, lw=0.8, label="worst of the other methods"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    legend_below(figure, handles, len(handles))
     return figure
 
 
 def _solved(curve: tuple[Tensor, ...], tolerance: float) -> str:
-    """From which number of evaluations on the median and the worst residual keep below the tolerance."""
+    """Return the words on how many evaluations bring the median and the worst residual below the tolerance for good."""
     evaluations, _, middle, _, worst = curve
-    told = []
+    words = []
     for name, values in (("median", middle), ("worst", worst)):
         above = int((values > tolerance).nonzero().max()) + 1 if bool((values > tolerance).any()) else 0
-        told.append(f"{name} {int(evaluations[above])}" if above < len(values) else f"{name} never")
-    return "evaluations to the tolerance\n" + ", ".join(told)
+        words.append(f"{name} {int(evaluations[above])}" if above < len(values) else f"{name} never")
+    return "evaluations to the tolerance\n" + ", ".join(words)
 
 
 def quartiles(trace: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(evaluations 1..n, lower quartile, median, upper quartile, largest) of the residual over the problems.
+    """Return (evaluations 1..n, lower quartile, median, upper quartile, largest) of the residual over the problems.
 
     A problem's residual at e evaluations is the last one recorded by then; a finished problem keeps its own.
     """
@@ -147,7 +136,7 @@ def quartiles(trace: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _limits(curves: list[Tensor], tolerance: float | None) -> tuple[float, float]:
-    """Lowest and highest residual to show. What is far below the tolerance, 0 included, is drawn at the lower edge."""
+    """Return the lowest and the highest residual to show; one far below the tolerance is drawn at the lower edge."""
     shown = torch.cat([torch.ones(0, dtype=torch.float64), *curves])
     shown = shown[shown > 0]
     low, high = (float(shown.min()), float(shown.max())) if len(shown) else (1e-8, 1.0)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .style import BAD, GOOD, hide_ticks, new_figure
+from .style import BAD, GOOD, Figure, add_bar, hide_ticks, legend_below, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Points wide: the widest of few lines, of many, and the narrowest that is still seen.
+#: Widths in points: the widest of few lines, the widest of many, and the narrowest that is still seen.
 WIDEST, CROWDED, NARROWEST = 4.0, 1.2, 0.25
-#: Sites whose numbers are written into them.
+#: Up to so many sites have their number written into them.
 NUMBERED = 40
 ALIKE, OPPOSITE = "-", (0, (3, 1.5))
 
@@ -30,10 +27,10 @@ def couplings_figure(
     strongest: int = 400,
     title: str = "Couplings",
 ) -> Figure:
-    """The graph of the couplings: sites as circles, pairs as lines, wide where |J_ij| is large, dashed where J_ij < 0.
+    """Draw the couplings: sites as circles, pairs as lines, wide where |J_ij| is large, dashed where J_ij < 0.
 
     A matrix J_ij between vectors counts by its Frobenius norm, with the sign of its trace. Both orders of a pair are
-    one line, of (J_ij + J_ji)/2, which is all that a system in equilibrium sees; the title says so where J is not
+    one line, of (J_ij + J_ji)/2, on which alone an equilibrium depends; the title says so where J is not
     symmetric. Couplings around the ends of a lattice are two stubs. Diagonals are left out.
 
     Not for states: draw them with `configuration_figure`.
@@ -64,9 +61,9 @@ def couplings_figure(
     pairs = _numbers(couplings)
     count = len(pairs)
     lattice = places is None and lattice_columns(pairs) is not None
-    given = site_places(pairs) if places is None else places.detach().double().cpu()
-    fits = given.shape == (count, 2) and bool(given.isfinite().all())
-    _validate.require(fits, "places", f"be finite, of shape ({count}, 2)", f"shape {tuple(given.shape)}")
+    places = site_places(pairs) if places is None else places.detach().double().cpu()
+    fits = places.shape == (count, 2) and bool(places.isfinite().all())
+    _validate.require(fits, "places", f"be finite, of shape ({count}, 2)", f"shape {tuple(places.shape)}")
     if not bool(torch.equal(pairs, pairs.mT)):
         title = f"{title}\ndrawn is (J + J^T)/2 of a J that is not symmetric"
     pairs = (pairs + pairs.mT).triu(1) / 2
@@ -78,7 +75,7 @@ def couplings_figure(
     order = strength.abs().argsort()[-strongest:]
     first, second, strength = first[order], second[order], strength[order]
 
-    span = given.amax(0) - given.amin(0)
+    span = places.amax(0) - places.amin(0)
     wide, high = (min(max(float(side), 1.0) / max(float(span.max()), 1.0) * 5.0, 5.0) for side in span)
     figure = new_figure(max(wide, 3.0) + 0.8, max(high, 1.0) + 1.5, title)
     from matplotlib.collections import LineCollection
@@ -88,7 +85,7 @@ def couplings_figure(
     axes.set_aspect("equal")
     hide_ticks(axes)
     axes.spines[:].set_visible(False)
-    lines, owners = _lines(given, first, second, lattice)
+    lines, owners = _lines(places, first, second, lattice)
     largest = float(strength.abs().max()) if len(strength) else 1.0
     widest = max(CROWDED, WIDEST * min(1.0, math.sqrt(70 / max(len(strength), 1))))
     look = {
@@ -97,13 +94,13 @@ def couplings_figure(
         "linewidths": [NARROWEST + (widest - NARROWEST) * abs(float(strength[o])) / largest for o in owners],
     }
     axes.add_collection(LineCollection(lines, zorder=1, capstyle="butt", **look))
-    _draw_sites(figure, axes, given, spins)
+    _draw_sites(figure, axes, places, spins)
     handles = [
         Line2D([], [], color=GOOD, ls=ALIKE, lw=2, label="J > 0"),
         Line2D([], [], color=BAD, ls=OPPOSITE, lw=2, label="J < 0"),
         Line2D([], [], color="0.3", lw=widest, label=f"widest: |J| = {largest:.3g}"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    legend_below(figure, handles, 3)
     return figure
 
 
@@ -141,18 +138,18 @@ def site_places(couplings: Tensor) -> Float[Tensor, "N 2"]:
 
 
 def lattice_columns(couplings: Tensor) -> int | None:
-    """In how many columns the couplings make a lattice, as `site_places` says; None if in no number."""
+    """Return in how many columns the couplings make a lattice, as `site_places` says; None if they make none."""
     linked = _numbers(couplings) != 0
     count = len(linked)
     first, second = (linked | linked.mT).triu(1).nonzero().T
     if not len(first):
-        # Sites without couplings are no lattice of another shape than of this one.
+        # Sites without couplings are drawn as a square.
         return math.ceil(math.sqrt(count))
     shapes = [columns for columns in range(count, 1, -1) if count % columns == 0]
     for columns in sorted(shapes, key=lambda columns: abs(columns - count / columns)):
         x, y = (first % columns - second % columns).abs(), (first // columns - second // columns).abs()
         rows = count // columns
-        # A closed chain is drawn as the circle that it is.
+        # A closed chain is drawn as a circle.
         around = rows > 1
         across, along = (x == 1) | (around & (x == columns - 1)), (y == 1) | (around & (y == rows - 1))
         if bool(((across & (y == 0)) | (along & (x == 0))).all()):
@@ -161,42 +158,38 @@ def lattice_columns(couplings: Tensor) -> int | None:
 
 
 def _numbers(couplings: Any) -> Tensor:
-    """One number for each pair, (N, N), in double precision."""
+    """Return one number for each pair, (N, N), in double precision."""
     required = "be a tensor (N, N) or (N, N, D, D) with N at least 1"
-    if not isinstance(couplings, Tensor):
-        remedy = "pass system.couplings, of one sample if they differ"
-        raise TypeError(_validate.message("couplings", required, type(couplings).__name__, remedy))
+    remedy = "pass system.couplings, of one sample if they differ"
+    _validate.check_instance("couplings", couplings, Tensor, required, remedy)
     shape = tuple(couplings.shape)
     fits = len(shape) in (2, 4) and shape[0] == shape[1] > 0 and (len(shape) == 2 or shape[2] == shape[3])
     _validate.require(fits, "couplings", required, f"shape {shape}", "of several samples draw one")
-    found: Tensor = couplings.detach().double().cpu()
-    _validate.require(bool(found.isfinite().all()), "couplings", "be finite", "NaN or infinite couplings")
-    if found.ndim == 2:
-        return found
-    trace = found.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return torch.where(trace < 0, -1.0, 1.0) * found.square().sum((-2, -1)).sqrt()
+    pairs: Tensor = couplings.detach().double().cpu()
+    _validate.require(bool(pairs.isfinite().all()), "couplings", "be finite", "NaN or infinite couplings")
+    if pairs.ndim == 2:
+        return pairs
+    trace = pairs.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.where(trace < 0, -1.0, 1.0) * pairs.square().sum((-2, -1)).sqrt()
 
 
 def _lines(places: Tensor, first: Tensor, second: Tensor, lattice: bool) -> tuple[list[Any], list[int]]:
-    """Lines and the pair that each belongs to; a pair across the ends of a lattice has two stubs."""
+    """Return the lines, and the pair that each belongs to; a pair across the ends of a lattice has two stubs."""
     lines: list[Any] = []
     owners: list[int] = []
-    for pair, (i, j) in enumerate(zip(first.tolist(), second.tolist(), strict=True)):
-        a, b = places[i], places[j]
-        step = b - a
+    for pair, (a, b) in enumerate(zip(places[first], places[second], strict=True)):
+        step, parts = b - a, [(a, b)]
         # Couplings of a lattice reach further than one step only around its ends.
         if lattice and float(step.norm()) > 1:
             out = 0.6 * step / step.norm()
             parts = [(a, a - out), (b, b + out)]
-        else:
-            parts = [(a, b)]
         lines += [(start.tolist(), end.tolist()) for start, end in parts]
         owners += [pair] * len(parts)
     return lines, owners
 
 
 def _draw_sites(figure: Figure, axes: Any, places: Tensor, spins: Tensor | None) -> None:
-    """Circles with numbers, coloured by the spins."""
+    """Draw circles with numbers, coloured by the spins."""
     count = len(places)
     numbered = count <= NUMBERED
     look: dict[str, Any] = {"s": 190 if numbered else max(8, 4000 / count), "edgecolors": "k", "linewidths": 0.8}
@@ -204,20 +197,15 @@ def _draw_sites(figure: Figure, axes: Any, places: Tensor, spins: Tensor | None)
     if spins is None:
         axes.scatter(*places.T.numpy(), c="w", zorder=2, **look)
     else:
-        fits = spins.numel() == count
-        _validate.require(
-            fits, "spins", f"have one number for each of the {count} sites", f"shape {tuple(spins.shape)}"
-        )
+        required = f"have one number for each of the {count} sites"
+        _validate.require(spins.numel() == count, "spins", required, f"shape {tuple(spins.shape)}")
         tone = spins.detach().double().cpu().flatten()
         look["linestyles"] = [OPPOSITE if value < 0 else ALIKE for value in tone]
         colours = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1, "plotnonfinite": True}
         drawn = axes.scatter(*places.T.numpy(), c=tone.numpy(), zorder=2, **colours, **look)
-        bar = figure.colorbar(drawn, ax=axes, shrink=0.6, aspect=25)
-        bar.set_label("spin", fontsize=8)
-        bar.ax.tick_params(labelsize=7)
-    for index in range(count if numbered else 0):
+        add_bar(figure, drawn, "spin", ax=axes, shrink=0.6, aspect=25)
+    for index, (x, y) in enumerate(places.tolist() if numbered else ()):
         color = "w" if abs(float(tone[index])) > 0.6 else "k"
-        x, y = places[index].tolist()
         axes.text(x, y, str(index), ha="center", va="center_baseline", fontsize=7, color=color, zorder=3)
     # Room for half a circle, and for the stubs of a lattice that is closed.
     axes.set_xlim(float(places[:, 0].min()) - 0.75, float(places[:, 0].max()) + 0.75)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import COLORS, Figure, finish, legend_below, new_figure
 
 
 def descent_figure(
@@ -20,7 +17,7 @@ def descent_figure(
     *,
     title: str = "Energy Transformer",
 ) -> Figure:
-    """Energies along the steps of `PublishedDynamics` and along the solve of `LegendreEnergy`, a column per potential.
+    """Draw energies along the steps of `PublishedDynamics` and the solve of `LegendreEnergy`, a column per potential.
 
     The upper row shows the published energy -Phi(g) of both against the evaluations that they have made, and goes on
     with a dashed line at that of the equilibrium. The lower row shows by how much the energy of the equilibrium, with
@@ -54,43 +51,35 @@ def descent_figure(
     _validate.require(set(equilibrium) == set(published), "equilibrium", names, sorted(equilibrium))
     figure = new_figure(3.3 * len(published) + 0.4, 4.6, title, fontsize=10)
     grid: Any = figure.subplots(2, len(published), sharex=True, squeeze=False, height_ratios=(1.4, 1))
-    for column, name in zip(grid.T, published, strict=True):
+    for index, ((upper, lower), name) in enumerate(zip(grid.T, published, strict=True)):
         steps, energies = _checked(f"published[{name!r}]", published[name], 2, first=0)
         evaluations, same, own = _checked(f"equilibrium[{name!r}]", equilibrium[name], 3, first=1)
-        upper, lower = column
-        # The state after k steps is known to k + 1 evaluations.
+        # k + 1 evaluations have seen the state after k steps.
         upper.plot((steps + 1).numpy(), energies.numpy(), color=COLORS[0], lw=1.8, label="published steps")
         look = {"color": COLORS[1], "lw": 1.8}
         upper.plot(evaluations.numpy(), same.numpy(), label="solve for the equilibrium", **look)
         upper.plot(evaluations[-1:].numpy(), same[-1:].numpy(), ls="", marker="o", ms=5, color=COLORS[1])
         upper.axhline(float(same[-1]), color=COLORS[1], lw=0.9, ls=(0, (4, 3)), zorder=1)
         above = own - own[-1]
-        # What rounding leaves of it has no logarithm.
+        # Rounding may leave 0, which has no logarithm.
         seen = above > 0
         lower.plot(evaluations[seen].numpy(), above[seen].numpy(), **look)
-        lower.set_yscale("log")
         upper.set_title(name, fontsize=10)
-        lower.set_xlabel("evaluations", fontsize=8)
+        upper.set_xscale("log")
+        lower.set(xscale="log", yscale="log")
         upper.yaxis.set_major_formatter("{x:,.0f}")
-        for axes in column:
-            axes.set_xscale("log")
-            axes.tick_params(labelsize=7)
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-    grid[0, 0].set_ylabel("published energy\nE(g) = -Phi(g)", fontsize=8)
-    grid[1, 0].set_ylabel("E_tot(x) above\nits last value", fontsize=8)
-    figure.legend(
-        *grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False
-    )
+        finish(upper, y="" if index else "published energy\nE(g) = -Phi(g)", frame=False)
+        finish(lower, "evaluations", "" if index else "E_tot(x) above\nits last value", frame=False)
+    legend_below(figure, grid[0, 0].get_legend_handles_labels()[0], 2)
     return figure
 
 
 def _checked(argument: str, course: tuple[Tensor, ...], parts: int, *, first: int) -> tuple[Tensor, ...]:
-    """The parts of a course, as double precision on the CPU."""
+    """Return the parts of a course in double precision on the CPU."""
     shapes = [tuple(part.shape) for part in course]
     fits = len(shapes) == parts and len(set(shapes)) == 1 and len(shapes[0]) == 1 and shapes[0][0] >= 2
     _validate.require(fits, argument, f"hold {parts} tensors of one shape (T,), T at least 2", f"shapes {shapes}")
-    found = tuple(part.detach().double().cpu() for part in course)
-    _validate.require(all(bool(part.isfinite().all()) for part in found), argument, "hold finite numbers", "others")
-    _validate.require(bool((found[0] >= first).all()), argument, f"count from {first} on", f"{float(found[0].min()):g}")
-    return found
+    exact = tuple(part.detach().double().cpu() for part in course)
+    _validate.require(all(bool(part.isfinite().all()) for part in exact), argument, "hold finite numbers", "others")
+    _validate.require(bool((exact[0] >= first).all()), argument, f"count from {first} on", f"{float(exact[0].min()):g}")
+    return exact

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import _validate
-from .style import COLORS, MARKERS, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import COLORS, MARKERS, Figure, finish, new_figure
 
 
 def distribution_figure(
@@ -19,7 +16,7 @@ def distribution_figure(
     *,
     title: str = "Tokens as samples",
 ) -> Figure:
-    """Entropy by step for every law, errors of one step by number of tokens, and cosines of score matrices.
+    """Draw entropy by step for every law, errors of one step by number of tokens, and cosines of score matrices.
 
     Not for single trajectories of tokens: only moments are drawn.
 
@@ -54,11 +51,6 @@ def distribution_figure(
     left, right = lower.subplots(1, 2)
     _errors(left, rows, slopes)
     _cosines(right, matrices)
-    for axes in figure.axes:
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
     return figure
 
 
@@ -68,23 +60,15 @@ def _entropy(axes: Any, rows: Sequence[Mapping[str, Any]], law: str, *, legend: 
     for index, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
         for which, count in enumerate(shown):
             mine = [row for row in rows if (row["way"], row["tokens"]) == (way, count)]
-            # Beside each other, so that no mark hides another.
+            # Marks stand beside each other, so that none hides another.
             steps = [row["step"] + 0.07 * (index - 1) + 0.02 * which for row in mine]
             values, errors = [row["entropy"] for row in mine], [row["entropy_std"] for row in mine]
-            style = {
-                "color": COLORS[index],
-                "marker": MARKERS[index],
-                "ms": 6,
-                "lw": 0,
-                "elinewidth": 1.2,
-                "capsize": 2,
-            }
-            filled = COLORS[index] if which == 0 else "white"
-            axes.errorbar(steps, values, errors, mfc=filled, label=f"{way}, {count} tokens", **style)
-        closed = [
-            (row["step"], row["closed_entropy"]) for row in rows if (row["way"], row["tokens"]) == (way, shown[0])
-        ]
-        axes.plot(*zip(*closed, strict=True), color=COLORS[index], ls="--", lw=1.3, zorder=1)
+            color, label = COLORS[index], f"{way}, {count} tokens"
+            look = {"color": color, "mfc": "white" if which else color, "marker": MARKERS[index], "ms": 6, "lw": 0}
+            axes.errorbar(steps, values, errors, label=label, elinewidth=1.2, capsize=2, **look)
+        closed = [row for row in rows if (row["way"], row["tokens"]) == (way, shown[0])]
+        line = [row["step"] for row in closed], [row["closed_entropy"] for row in closed]
+        axes.plot(*line, color=COLORS[index], ls="--", lw=1.3, zorder=1)
     axes.set_yscale("symlog", linthresh=5, linscale=1.5)
     ticks = [-100, -30, -10, -5, -2.5, 0, 2.5, 5, 10, 30]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -93,8 +77,7 @@ def _entropy(axes: Any, rows: Sequence[Mapping[str, Any]], law: str, *, legend: 
     axes.set_ylim(lowest - 2 - abs(lowest) / 2, highest + 2 + abs(highest) / 2)
     axes.set_xticks(sorted({row["step"] for row in rows}))
     axes.set_title(law, fontsize=10)
-    axes.set_xlabel("steps of attention", fontsize=9)
-    axes.set_ylabel("entropy 1/2 log det(2 pi e C), nats", fontsize=9)
+    finish(axes, "steps of attention", "entropy 1/2 log det(2 pi e C), nats", size=9, frame=False)
     if legend:
         axes.legend(fontsize=8, frameon=False, loc="lower left")
 
@@ -111,21 +94,18 @@ def _errors(axes: Any, rows: Sequence[Mapping[str, Any]], slopes: Sequence[Mappi
         axes.errorbar(counts, values, errors, label=label, lw=1.2, **style)
     if slopes:
         axes.plot(counts, [(counts[0] / n) ** 0.5 for n in counts], color="black", ls="--", lw=1.5, label="slope -1/2")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log")
         axes.set_xticks(counts, [str(n) for n in counts])
         axes.minorticks_off()
         axes.set_ylim(bottom=axes.get_ylim()[0] / 12)
         axes.legend(fontsize=7.5, frameon=False, loc="lower left")
     axes.set_title("How far is a finite sample off after one step?", fontsize=10)
-    axes.set_xlabel("number of tokens N", fontsize=9)
-    axes.set_ylabel("relative error", fontsize=9)
+    finish(axes, "number of tokens N", "relative error", size=9, frame=False)
 
 
 def _cosines(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    for index, (name, label) in enumerate(
-        {"alignment": "as they are", "whitened_alignment": "tokens whitened (all directions count)"}.items()
-    ):
+    labels = {"alignment": "as they are", "whitened_alignment": "tokens whitened (all directions count)"}
+    for index, (name, label) in enumerate(labels.items()):
         places = [place + 0.18 * (2 * index - 1) for place in range(len(rows))]
         values, errors = [row[name] for row in rows], [row[f"{name}_std"] for row in rows]
         axes.bar(places, values, 0.34, yerr=errors, color=COLORS[index], alpha=0.75, capsize=3, label=label)
@@ -134,5 +114,5 @@ def _cosines(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylim(-0.3, 1.05)
     axes.axhline(1, color="black", ls="--", lw=1.3, label="the inverse covariance itself")
     axes.set_title("Is W_q^T W_k, trained on digits, the inverse covariance?", fontsize=10)
-    axes.set_ylabel("cosine with the inverse covariance", fontsize=9)
+    finish(axes, y="cosine with the inverse covariance", size=9, frame=False)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.95))

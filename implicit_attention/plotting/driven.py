@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, new_figure
+from .style import COLORS, Figure, finish, new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ..spins import DrivenPath
 
-#: Sites with a line of their own.
+#: So many sites have a line of their own.
 SITES = len(COLORS) - 1
 
 
 def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spins") -> Figure:
-    """Field and magnetizations over time, entropy production in its parts, and how far spins are from stationary.
+    """Draw field and magnetizations over time, the parts of entropy production, and the distance from stationary.
 
     Of vectors the component is drawn along the axis on which fields and magnetizations vary most. Lines have a gap
     where there is no number. A path without stationary states has no parts and no fourth panel.
@@ -28,8 +26,8 @@ def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spi
     Not for one state of many spins: use `configuration_figure`.
 
     Args:
-        path: what `drive` gives.
-        sample: which one, counted over all axes of the batch.
+        path: the result of `drive`.
+        sample: its number, counted over all axes of the batch.
         title: above the panels.
 
     Returns:
@@ -59,10 +57,6 @@ def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spi
         look = {"color": COLORS[site], "lw": 1.2, "label": f"site {site + 1}"}
         drive.plot(times.numpy(), fields[:, site, 0].numpy(), drawstyle="steps-mid", **look)
         follow.plot(torch.arange(steps + 1).numpy(), states[:, site, 0].numpy(), marker=".", ms=3, **look)
-    drive.set_ylabel(f"field h{along}", fontsize=8)
-    follow.set_ylabel(f"magnetization m{along}", fontsize=8)
-    for axes in (drive, follow):
-        _name(axes, axes.get_legend_handles_labels()[0])
     parts = {
         "sigma, all": (path.entropy_production, {"color": "0.0", "lw": 2.5, "alpha": 0.35}),
         "housekeeping": (path.housekeeping, {"color": COLORS[0], "lw": 1.4}),
@@ -71,8 +65,8 @@ def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spi
     for name, (values, look) in parts.items():
         if values is not None:
             cost.plot(times.numpy(), _sample(values, 0, sample).numpy(), marker=".", ms=3, label=name, **look)
-    cost.set_ylabel("entropy production per step", fontsize=8)
-    _name(cost, cost.get_legend_handles_labels()[0])
+    for axes in (drive, follow, cost):
+        _name(axes, axes.get_legend_handles_labels()[0])
     if path.mismatch is None or path.relaxation_time is None:
         distance.set_axis_off()
     else:
@@ -83,30 +77,28 @@ def driven_figure(path: DrivenPath, *, sample: int = 0, title: str = "Driven spi
         lines = distance.plot(times.numpy(), mismatch.numpy(), marker=".", ms=3, color=COLORS[2], label="mismatch")
         look = {"color": COLORS[3], "ls": "--", "label": "relaxation time"}
         lines += other.plot(times.numpy(), relaxation.numpy(), marker=".", ms=3, **look)
-        distance.set_ylabel("mismatch to the stationary state", fontsize=8)
         other.set_ylabel("relaxation time, steps", fontsize=8)
         known = relaxation[relaxation.isfinite()]
         other.set_ylim(0, 1.15 * float(known.max()) if len(known) and float(known.max()) > 0 else 1)
         distance.set_ylim(bottom=min(0.0, distance.get_ylim()[0]))
         other.tick_params(labelsize=7)
         _name(distance, lines)
-    for axes in grid.flat:
-        axes.tick_params(labelsize=7)
-        axes.grid(alpha=0.3)
-    for axes in grid[1] if distance.axison else (cost,):
-        axes.set_xlabel("step", fontsize=8)
+    finish(drive, y=f"field h{along}", grid=0.3)
+    finish(follow, y=f"magnetization m{along}", grid=0.3)
+    finish(cost, "step", "entropy production per step", grid=0.3)
+    finish(distance, "step", "mismatch to the stationary state", grid=0.3)
     return figure
 
 
 def _name(axes: Any, lines: list[Any]) -> None:
-    """Names of lines above the panel, where they hide nothing."""
+    """Name lines above the panel, where names hide nothing."""
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": len(lines), "handlelength": 1.4}
     labels = [line.get_label() for line in lines]
     axes.legend(lines, labels, fontsize=6, frameon=False, columnspacing=1.0, **place)
 
 
 def _sample(x: Tensor, own: int, sample: int) -> Tensor:
-    """One sample of what has the axes (T, *batch) and `own` more, in double precision."""
+    """Return one sample of `x` with the axes (T, *batch) and `own` more, in double precision."""
     batch = x.shape[1 : x.ndim - own]
     count = batch.numel()
     _validate.require(0 <= sample < count, "sample", f"be in [0, {count})", sample, "count over all axes of the batch")

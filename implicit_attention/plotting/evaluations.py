@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from ..solution import Solution, SolveReport
-from .style import BAD, GOOD, new_figure
+from .style import BAD, GOOD, Figure, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Height of the longest bar, where rows are 1 apart; and of the shortest, so that a single problem is seen.
+#: Heights of the longest bar, where rows are 1 apart, and of the shortest, so that a single problem is seen.
 TALLEST, SHORTEST = 0.8, 0.05
 #: Largest number of evaluations up to which the axis is linear.
 LINEAR = 30
@@ -25,15 +22,15 @@ LINEAR = 30
 def evaluations_figure(
     solutions: Mapping[str, Solution | SolveReport], *, title: str = "Evaluations of each problem"
 ) -> Figure:
-    """A histogram of evaluations for each solver, one below the other: a bar for each number that some problem took.
+    """Draw a histogram of evaluations for each solver, below each other, with a bar for each number that occurs.
 
     Problems without an answer are counted at what they spent, in bars of another colour with a cross. On the right
-    stand the median, what 99 of 100 problems stay within, and the share that failed.
+    stand the median, the number that 99 of 100 problems stay within, and the share that failed.
 
     Not for the course of a solve: use `convergence_figure`.
 
     Args:
-        solutions: by the name of the solver, what `solve` returned, or the `last_solve` of a layer.
+        solutions: by the name of the solver, the result of `solve`, or the `last_solve` of a layer.
         title: above the bars.
 
     Returns:
@@ -41,7 +38,7 @@ def evaluations_figure(
 
     Raises:
         ValueError: no solutions.
-        TypeError: something else than a solution.
+        TypeError: an object that is no solution.
 
     Examples:
         >>> import torch
@@ -69,7 +66,7 @@ def evaluations_figure(
         _draw(axes, base, counts, failed, wide)
         axes.axhline(base, color="0.7", lw=0.6, zorder=0)
         place = {"transform": axes.get_yaxis_transform(), "fontsize": 7.5, "va": "center"}
-        axes.text(1.02, base + 0.3, _told(counts, failed), **place)
+        axes.text(1.02, base + 0.3, _summary(counts, failed), **place)
     axes.set_yticks([len(spent) - 1 - row + 0.3 for row in range(len(spent))], list(spent), fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
@@ -94,19 +91,18 @@ def evaluations_figure(
 
 
 def _spent(name: str, solution: Any) -> tuple[Tensor, Tensor]:
-    """Evaluations of each problem, and whether it failed."""
-    if not isinstance(solution, Solution | SolveReport):
-        required = "be what solve returned, or the last_solve of a layer"
-        raise TypeError(_validate.message(f"solutions[{name!r}]", required, type(solution).__name__))
+    """Return the evaluations of each problem, and whether it failed."""
+    required = "be what solve returned, or the last_solve of a layer"
+    _validate.check_instance(f"solutions[{name!r}]", solution, (Solution, SolveReport), required)
     return solution.num_evals.detach().cpu().flatten(), solution.failed.detach().cpu().flatten()
 
 
 def _draw(axes: Any, base: int, counts: Tensor, failed: Tensor, wide: float) -> None:
-    """The bars of one solver, `wide` of them on a linear axis, as lines on a logarithmic one."""
-    found: Tensor = torch.unique(counts)
-    right, wrong = ((counts[where, None] == found).sum(0) / max(len(counts), 1) for where in (~failed, failed))
-    scale = TALLEST / float((right + wrong).max()) if len(found) else 1.0
-    for at, answered, lost in zip(found.tolist(), right.tolist(), wrong.tolist(), strict=True):
+    """Draw the bars of one solver, of the width `wide` on a linear axis, as lines on a logarithmic one."""
+    different: Tensor = torch.unique(counts)
+    right, wrong = ((counts[where, None] == different).sum(0) / max(len(counts), 1) for where in (~failed, failed))
+    scale = TALLEST / float((right + wrong).max()) if len(different) else 1.0
+    for at, answered, lost in zip(different.tolist(), right.tolist(), wrong.tolist(), strict=True):
         low: float = base
         for share, tone in ((answered, GOOD), (lost, BAD)):
             if share == 0:
@@ -121,7 +117,7 @@ def _draw(axes: Any, base: int, counts: Tensor, failed: Tensor, wide: float) -> 
             axes.plot(at, low + 0.06, marker="x", ms=4, color=BAD, clip_on=False)
 
 
-def _told(counts: Tensor, failed: Tensor) -> str:
+def _summary(counts: Tensor, failed: Tensor) -> str:
     if counts.numel() == 0:
         return "no problems"
     ordered = counts.sort().values

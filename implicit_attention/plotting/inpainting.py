@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, hide_ticks, new_figure
+from .style import COLORS, Figure, finish, hide_ticks, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Of pixels that are not seen: no grey of a digit, and rare in photographs.
+#: The colour of hidden pixels: no grey of a digit, and rare in photographs.
 HIDDEN = (0.80, 0.47, 0.65)
 
 
 def reconstruction_figure(
     columns: Sequence[tuple[str, Tensor]], hidden: Tensor, *, title: str = "Hidden patches, filled in"
 ) -> Figure:
-    """A row of pictures per image, a column per stage: what was given, what a model made of it, the truth.
+    """Draw a row of pictures per image, a column per stage: the visible pixels, the answers of a model, the truth.
 
     Not for states without pixels: use `retrieval_figure`.
 
@@ -74,7 +71,7 @@ def reconstruction_figure(
 
 
 def energies_figure(panels: Mapping[str, Tensor], *, title: str = "Energy on the way") -> Figure:
-    """Energies of several samples, a panel per dynamics, a line per sample.
+    """Draw energies of several samples, a panel per dynamics, a line per sample.
 
     Not for residuals: use `convergence_figure`.
 
@@ -104,8 +101,5 @@ def energies_figure(panels: Mapping[str, Tensor], *, title: str = "Energy on the
         for index, line in enumerate(energies.detach().double().cpu().T):
             axes.plot(line.numpy(), color=COLORS[index % len(COLORS)], lw=1.2, marker="o", ms=2)
         axes.set_title(name, fontsize=8)
-        axes.set_xlabel("evaluation", fontsize=8)
-        axes.set_ylabel("energy", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(alpha=0.25)
+        finish(axes, "evaluation", "energy")
     return figure

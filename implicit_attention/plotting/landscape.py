@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -17,19 +17,16 @@ from ..potentials import ReadsOut
 from ..potentials.scored_keys import in_double
 from ..problem import Problem
 from ..solution import Trace
-from .style import BAD, COLORS, new_figure
+from .style import BAD, COLORS, Figure, add_bar, finish, legend_below, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Contours, nearer to each other at the bottom, where valleys are shallow.
+#: The number of contours, nearer to each other at the bottom, where valleys are shallow.
 LEVELS = 22
-#: What is drawn lies within this part of the picture.
+#: All marks lie within this part of the picture.
 FILLED = 0.84
-#: Starts of Newton steps along one side of the picture.
+#: Newton steps start from so many states along one side of the picture.
 NEWTON = 21
 PATH, VALUE = BAD, COLORS[2]
-#: Of stationary points, by kind: marker, size, face.
+#: Marker, size and face of stationary points, by kind.
 KINDS: dict[str, tuple[str, float, str]] = {
     "minimum": ("*", 13, "#FFD92F"),
     "saddle": ("X", 8, "w"),
@@ -61,9 +58,9 @@ class Scene(NamedTuple):
     paths: Tensor
     moved: bool
     read: Tensor
-    #: Where the queries lie whose energies have an anchor, (K, 2).
+    #: The queries whose energies have an anchor, (K, 2).
     queries: Tensor
-    #: E of states (K, 2) that is drawn.
+    #: The energy of states (K, 2) that is drawn.
     height: Callable[[Tensor], Tensor]
 
 
@@ -96,7 +93,7 @@ def landscape_figure(
         fixed_points: of `stationary_points`; None finds them by Newton steps from a grid.
         values: (M, 2), one per key. Arrows lead from the last states to what they read out, softmax(beta z K^T) V of an
             energy over `LogSumExp`.
-        patterns: (M, 2), drawn as open circles; None takes `energy.potential.keys` where there are such.
+        patterns: (M, 2), drawn as open circles; None takes `energy.potential.keys`, if there are keys.
         grid: states along a side of the picture, >= 2.
         reach: half the side of a square around 0; None chooses a square that holds all that is drawn.
         kind: "contour" or "surface".
@@ -139,10 +136,13 @@ def landscape_figure(
     shown = [scene.patterns, scene.paths.flatten(0, 1), scene.read, scene.queries, in_double(fixed_points.value).cpu()]
     window = window_around(shown, reach)
     heights = energies_over(energy, query, window, grid)
-    draw = _contours if kind == "contour" else _surface
-    whose = "" if shared else f"energy of query {query}{_anchor_of(energy)} alone: each query has its own"
     figure = new_figure(6.4, 5.9, title, fontsize=11)
-    draw(figure, scene, fixed_points, window, heights, whose)
+    axes = (_contours if kind == "contour" else _surface)(figure, scene, fixed_points, window, heights)
+    if not shared:
+        anchor = getattr(energy, "anchor", None)
+        weight = "" if anchor is None else f" (anchor {float(anchor):.3g})"
+        axes.set_title(f"energy of query {query}{weight} alone: each query has its own", fontsize=9)
+    legend_below(figure, axes.get_legend_handles_labels()[0], 4)
     return figure
 
 
@@ -157,15 +157,15 @@ def check_plane(energy: Problem, states: Tensor, name: str = "states") -> None:
 
 
 def energies_over(energy: Problem, query: int, window: Window, side: int) -> Float[Tensor, "side side"]:
-    """E of one row on a grid, in float64; entry (i, j) at (x_j, y_i)."""
-    found = energy_of_row(energy, query, window.states(side).flatten(0, 1)).view(side, side)
+    """Return E of one row on a grid, in float64; entry (i, j) is that at (x_j, y_i)."""
+    heights = energy_of_row(energy, query, window.states(side).flatten(0, 1)).view(side, side)
     received = "none that is: the energy holds NaN, or has no state in the picture"
-    _validate.require(bool(found.isfinite().any()), "energy", "be finite somewhere in the picture", received)
-    return found
+    _validate.require(bool(heights.isfinite().any()), "energy", "be finite somewhere in the picture", received)
+    return heights
 
 
 def energy_of_row(energy: Problem, query: int, states: Float[Tensor, "K 2"]) -> Float[Tensor, "K"]:
-    """E of one row at any states, in float64."""
+    """Return E of one row at any states, in float64."""
     rows = copies(doubled(energy), query, states)
     assert isinstance(rows, Energy)
     with torch.no_grad():
@@ -173,7 +173,7 @@ def energy_of_row(energy: Problem, query: int, states: Float[Tensor, "K 2"]) -> 
 
 
 def window_around(shown: list[Tensor], reach: float | None) -> Window:
-    """A square that holds all points (K, 2) of `shown`, or that of a given reach around 0."""
+    """Return a square that holds all points (K, 2) of `shown`, or the one of this reach around 0."""
     if reach is not None:
         return Window(torch.zeros(2, dtype=torch.float64), reach)
     points = torch.cat([torch.zeros(1, 2, dtype=torch.float64), *shown])
@@ -184,14 +184,9 @@ def window_around(shown: list[Tensor], reach: float | None) -> Window:
 
 
 def has_one_energy(energy: Problem, states: Tensor) -> bool:
-    """Whether all rows have one energy."""
+    """Return whether all rows have one energy."""
     with torch.no_grad():
         return same_energies(doubled(energy), in_double(states))
-
-
-def _anchor_of(energy: Problem) -> str:
-    anchor = getattr(energy, "anchor", None)
-    return "" if anchor is None else f" (anchor {float(anchor):.3g})"
 
 
 def _scene(
@@ -202,34 +197,32 @@ def _scene(
     values: Tensor | None,
     patterns: Tensor | None,
 ) -> Scene:
-    """All that is drawn, the ways of all queries or of the one whose energy it is."""
+    """Gather the marks, with the ways of all queries or of the one whose energy is drawn."""
     name = "patterns" if patterns is not None else "energy.potential.keys"
     potential: Any = getattr(energy, "potential", None)
-    held = getattr(potential, "keys", None) if patterns is None else patterns
-    drawn = torch.zeros(0, 2, dtype=torch.float64) if held is None else _points(name, held)
+    stored = getattr(potential, "keys", None) if patterns is None else patterns
+    nothing = torch.zeros(0, 2, dtype=torch.float64)
     paths = in_double(states).cpu()[None]
     if trace is not None:
-        fits = trace.value.shape[1:] == states.shape
-        required = f"be of states of shape {tuple(states.shape)}"
-        _validate.require(fits, "trace", required, f"shape {tuple(trace.value.shape[1:])} of its states")
+        shape, required = trace.value.shape[1:], f"be of states of shape {tuple(states.shape)}"
+        _validate.require(shape == states.shape, "trace", required, f"shape {tuple(shape)} of its states")
         paths = torch.cat([paths, in_double(trace.value).cpu()])
-    read = torch.zeros(0, 2, dtype=torch.float64)
+    read = queries = nothing
     if values is not None:
-        required, remedy = "be given for an energy whose potential reads out values", "LogSumExp does"
-        reads = isinstance(potential, ReadsOut)
-        _validate.require(reads, "values", required, f"{type(potential).__name__}", remedy)
+        required, received = "be given for an energy whose potential reads out values", type(potential).__name__
+        _validate.require(isinstance(potential, ReadsOut), "values", required, received, "LogSumExp does")
         _points("values", values)
         count = len(potential.keys) if hasattr(potential, "keys") else len(values)
         _validate.require(len(values) == count, "values", f"be one per key, shape ({count}, 2)", tuple(values.shape))
         with torch.no_grad():
             exact: Any = doubled(energy)
             read = exact.potential.readout(paths[-1].to(values.device), in_double(values)).cpu()
-    queries = torch.zeros(0, 2, dtype=torch.float64)
     if only is not None:
         paths, read = paths[:, only : only + 1], read[only : only + 1]
         field = getattr(energy, "field", None)
-        queries = queries if field is None else in_double(field[only : only + 1]).cpu()
-    return Scene(drawn, paths, trace is not None, read, queries, lambda z: energy_of_row(energy, only or 0, z))
+        queries = nothing if field is None else in_double(field[only : only + 1]).cpu()
+    marked = nothing if stored is None else _points(name, stored)
+    return Scene(marked, paths, trace is not None, read, queries, lambda z: energy_of_row(energy, only or 0, z))
 
 
 def _points(name: str, points: Tensor) -> Tensor:
@@ -242,7 +235,7 @@ def _points(name: str, points: Tensor) -> Tensor:
 
 
 def _levels(heights: Tensor) -> Tensor:
-    """Heights of contours, between the lowest and the highest energy in the picture."""
+    """Return the heights of contours, between the lowest and the highest energy in the picture."""
     finite = heights[heights.isfinite()]
     low, high = finite.min(), finite.max()
     span = torch.where(high > low, high - low, torch.ones_like(low))
@@ -254,57 +247,46 @@ def _short(number: float, _: Any = None) -> str:
 
 
 def _light() -> Any:
-    """Blue, darkest at the bottom, and light enough for black marks; its lightness alone tells heights."""
+    """Return blues, darkest at the bottom, and light enough for black marks; lightness alone tells heights."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
     return ListedColormap([colormaps["Blues_r"](0.46 + 0.52 * step / 255) for step in range(256)])
 
 
-def _contours(
-    figure: Figure, scene: Scene, points: StationaryPoints, window: Window, heights: Tensor, whose: str
-) -> None:
+def _contours(figure: Figure, scene: Scene, points: StationaryPoints, window: Window, heights: Tensor) -> Any:
     from matplotlib.colors import BoundaryNorm
     from numpy.ma import masked_invalid
 
-    axes = figure.subplots()
+    axes: Any = figure.subplots()
     x, y = (line.numpy() for line in window.lines(len(heights)))
     levels = _levels(heights).tolist()
     shown = masked_invalid(heights.numpy())
     drawn = axes.contourf(x, y, shown, levels=levels, cmap=_light(), norm=BoundaryNorm(levels, 256))
     axes.contour(x, y, shown, levels=levels[1:-1], colors="k", linewidths=0.35, linestyles="-", alpha=0.45)
-    ticks = levels[:: LEVELS // 7]
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, aspect=28, pad=0.015, ticks=ticks, format=_short)
+    place: dict[str, Any] = {"ax": axes, "shrink": 0.85, "aspect": 28, "pad": 0.015}
+    bar = add_bar(figure, drawn, "energy $E(z)$", size=9, format=_short, ticks=levels[:: LEVELS // 7], **place)
     bar.minorticks_off()
-    bar.set_label("energy $E(z)$", fontsize=9)
-    bar.ax.tick_params(labelsize=8)
     mark(axes, scene, points)
-    axes.set_aspect("equal")
-    axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
-    axes.set_xlabel("$z_1$", fontsize=10)
-    axes.set_ylabel("$z_2$", fontsize=10)
+    axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]), aspect="equal")
+    finish(axes, "$z_1$", "$z_2$", size=10, grid=0)
     axes.tick_params(labelsize=8)
-    if whose:
-        axes.set_title(whose, fontsize=9)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return axes
 
 
 def mark(axes: Any, scene: Scene, points: StationaryPoints) -> None:
-    """Patterns, ways, stationary points and values in the plane."""
+    """Draw patterns, ways, stationary points and values in the plane."""
     from matplotlib.patheffects import Normal, Stroke
 
-    # Lines have a white edge, so that they differ from what is below without colour.
+    # A white edge sets lines apart from the contours without colour.
     cased = [Stroke(linewidth=3, foreground="w"), Normal()]
     if len(scene.patterns):
         look = {"ls": "", "marker": "o", "ms": 10, "mfc": "none", "mec": "k", "mew": 1.4, "zorder": 4}
         axes.plot(*scene.patterns.T.numpy(), label="stored pattern", **look)
     starts, ends = scene.paths[0], scene.paths[-1]
-    for index, way in enumerate(scene.paths.transpose(0, 1)):
-        if scene.moved:
-            name = "way of a query" if index == 0 else None
-            look = {"color": PATH, "lw": 1.3, "marker": ".", "ms": 4, "path_effects": cased}
-            axes.plot(*way.T.numpy(), label=name, zorder=5, **look)
+    for index, way in enumerate(scene.paths.transpose(0, 1) if scene.moved else ()):
+        look = {"color": PATH, "lw": 1.3, "marker": ".", "ms": 4, "path_effects": cased}
+        axes.plot(*way.T.numpy(), label=None if index else "way of a query", zorder=5, **look)
     look = {"ls": "", "color": PATH, "mec": "w", "mew": 0.6}
     axes.plot(*starts.T.numpy(), marker="s", ms=5, label="its start" if scene.moved else "start", zorder=6, **look)
     if scene.moved:
@@ -320,25 +302,27 @@ def mark(axes: Any, scene: Scene, points: StationaryPoints) -> None:
     if len(scene.read):
         look = {"ls": "", "marker": "P", "ms": 8, "color": VALUE, "mec": "w", "mew": 0.8, "zorder": 8}
         axes.plot(*scene.read.T.numpy(), label="value read out", **look)
+    mark_points(axes, points, scale=1.0, mew=0.8, zorder=7)
+
+
+def mark_points(axes: Any, points: StationaryPoints, *, scale: float, **look: Any) -> None:
+    """Mark the stationary points of each kind, `scale` times as large as `KINDS` says."""
     for kind, (marker, size, face) in KINDS.items():
         chosen = [own == kind for own in points.kind]
         if any(chosen):
-            found = in_double(points.value).cpu()[chosen]
-            look = {"ls": "", "marker": marker, "ms": size, "mfc": face, "mec": "k", "mew": 0.8, "zorder": 7}
-            axes.plot(*found.T.numpy(), label=kind, **look)
+            places = in_double(points.value).cpu()[chosen].T.numpy()
+            axes.plot(*places, ls="", marker=marker, ms=scale * size, mfc=face, mec="k", label=kind, **look)
 
 
-def _surface(
-    figure: Figure, scene: Scene, points: StationaryPoints, window: Window, heights: Tensor, whose: str
-) -> None:
+def _surface(figure: Figure, scene: Scene, points: StationaryPoints, window: Window, heights: Tensor) -> Any:
     from numpy.ma import masked_invalid
 
-    # Marks are drawn in the order given, over the surface: a way that the surface hides could not be followed.
+    # Marks are drawn over the surface, which would hide parts of ways.
     axes: Any = figure.add_subplot(projection="3d", computed_zorder=False)
     levels = _levels(heights)
     low, high = float(levels[0]), float(levels[-1])
     x, y = torch.meshgrid(*window.lines(len(heights)), indexing="xy")
-    # Walls above all that is drawn would press the valleys flat.
+    # Walls above all marks would press the valleys flat.
     drawn = torch.cat([scene.patterns, scene.paths.flatten(0, 1), scene.read])
     top = max([low + 0.35 * (high - low), *scene.height(drawn).tolist()])
     shown = masked_invalid(heights.where(heights <= top, torch.nan).numpy())
@@ -347,14 +331,10 @@ def _surface(
     look = {"colors": "k", "linewidths": 0.4, "linestyles": "-", "zorder": 2}
     axes.contour(x.numpy(), y.numpy(), shown, levels=levels.tolist(), **look)
     mark(_Lifted(axes, scene.height), scene, points)
-    axes.set_xlabel("$z_1$")
-    axes.set_ylabel("$z_2$")
-    axes.set_zlabel("energy $E(z)$")
+    axes.set(xlabel="$z_1$", ylabel="$z_2$", zlabel="energy $E(z)$")
     axes.tick_params(labelsize=7)
     axes.view_init(elev=48, azim=-62)
-    if whose:
-        axes.set_title(whose, fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return axes
 
 
 class _Lifted(NamedTuple):

@@ -1,21 +1,18 @@
-"""Mazes, how an answer spreads through them, and how often it is right."""
+"""Figures of mazes: how an answer spreads through them, and how often it is right."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import COLORS, DASHES, MARKERS, hide_ticks, new_figure
+from .style import COLORS, DASHES, MARKERS, Figure, finish, hide_ticks, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: From "not on the path" to "on the path"; the walls; start and goal.
+#: Colours from "not on the path" to "on the path", and those of walls, start and goal.
 SHADES = ("#ffffff", "#cfe6f5", "#56B4E9", "#0072B2")
 WALL, START, GOAL = "#1b2733", "#009E73", "#D55E00"
 
@@ -29,7 +26,7 @@ def maze_figure(
     columns: int | None = None,
     title: str = "Solving a maze",
 ) -> Figure:
-    """One maze several times, each time with a number in [0, 1] for every cell: how sure it is to be on the path.
+    """Draw one maze several times, with a number in [0, 1] for every cell: how sure it is to be on the path.
 
     Not for graphs that are no square grid of cells.
 
@@ -110,9 +107,8 @@ def save_maze_gif(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     _validate.require(len(frames) > 0, "frames", "hold at least one frame", "none")
-    _validate.require(
-        len(residuals) == len(frames), "residuals", f"hold {len(frames)} numbers, one for each frame", len(residuals)
-    )
+    required = f"hold {len(frames)} numbers, one for each frame"
+    _validate.require(len(residuals) == len(frames), "residuals", required, len(residuals))
     figure = new_figure(5.4, 6.2, title, fontsize=11)
     FigureCanvasAgg(figure)
     maze, curve = figure.subplots(2, 1, height_ratios=(5, 1))
@@ -124,9 +120,7 @@ def save_maze_gif(
     (dot,) = curve.plot([], [], "o", color=COLORS[0], ms=5)
     curve.set_yscale("log")
     curve.set_xlim(0, len(frames) + 1)
-    curve.set_xlabel("evaluations of the block", fontsize=8)
-    curve.set_ylabel("residual", fontsize=8)
-    curve.tick_params(labelsize=7)
+    finish(curve, "evaluations of the block", "residual", grid=0)
     writer = PillowWriter(fps=fps)
     with writer.saving(figure, str(path), dpi=80):
         last = len(frames) - 1
@@ -134,12 +128,8 @@ def save_maze_gif(
             image.set_data(_pixels(frames[index], ways))
             line.set_data(x[: index + 1], y[: index + 1])
             dot.set_data(x[index : index + 1], y[index : index + 1])
-            settled = y[index] <= tolerance
-            curve.set_title(
-                f"evaluation {x[index]}, residual {y[index]:.1e}{', settled' if settled else ''}",
-                fontsize=9,
-                color=COLORS[2] if settled else "0.2",
-            )
+            words, color = (", settled", COLORS[2]) if y[index] <= tolerance else ("", "0.2")
+            curve.set_title(f"evaluation {x[index]}, residual {y[index]:.1e}{words}", fontsize=9, color=color)
             writer.grab_frame()
 
 
@@ -150,7 +140,7 @@ def sizes_figure(
     what: str = "mazes whole right",
     title: str = "Right answers against size",
 ) -> Figure:
-    """Share of puzzles that are wholly right against their size, a curve for every way to answer.
+    """Draw the share of puzzles that are wholly right against their size, a curve for every way to answer.
 
     Not for losses or times: draw them with your own tools.
 
@@ -185,8 +175,7 @@ def sizes_figure(
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel(what, fontsize=9)
     axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -197,11 +186,10 @@ CELL, BETWEEN = 7, 2
 
 
 def _draw(axes: Any, values: Tensor, ways: Tensor, start: int, goal: int) -> Any:
-    """The image of a maze with two marks; walls and passages are pixels."""
+    """Draw a maze with two marks, and return the image; walls and passages are pixels."""
     image = axes.imshow(_pixels(values, ways), interpolation="nearest")
     hide_ticks(axes)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     size, step = round(len(ways) ** 0.5), CELL + BETWEEN
     for cell, color, text in ((start, START, "S"), (goal, GOAL, "G")):
         y, x = (BETWEEN + (CELL - 1) / 2 + step * place for place in divmod(cell, size))
@@ -212,27 +200,29 @@ def _draw(axes: Any, values: Tensor, ways: Tensor, start: int, goal: int) -> Any
 
 
 def _pixels(values: Tensor, ways: Tensor) -> Any:
-    """(height, width, 3) in [0, 1]: cells in their shade, open ways in the fainter of the two beside them."""
+    """Return (height, width, 3) in [0, 1]: cells in their shade, open ways in the fainter shade of their two cells."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     count = len(ways)
     size = round(count**0.5)
-    _validate.require(
-        size * size == count and ways.shape == (count, 4), "ways", "have shape (size * size, 4)", tuple(ways.shape)
-    )
+    fits = size * size == count and ways.shape == (count, 4)
+    _validate.require(fits, "ways", "have shape (size * size, 4)", tuple(ways.shape))
     _validate.require(values.shape == (count,), "values", f"have shape ({count},)", tuple(values.shape))
     shade = LinearSegmentedColormap.from_list("path", SHADES)
-    known, step = values.detach().float().cpu().nan_to_num().clamp(0, 1).view(size, size), CELL + BETWEEN
-    raster = torch.full((size * step + BETWEEN, size * step + BETWEEN), torch.nan)
-    for row in range(size):
-        for column in range(size):
-            top, left = BETWEEN + row * step, BETWEEN + column * step
-            raster[top : top + CELL, left : left + CELL] = known[row, column]
-            _, down, _, right = ways[row * size + column].tolist()
-            if down and row + 1 < size:
-                raster[top + CELL : top + step, left : left + CELL] = known[row : row + 2, column].min()
-            if right and column + 1 < size:
-                raster[top : top + CELL, left + CELL : left + step] = known[row, column : column + 2].min()
-    image = torch.from_numpy(shade(raster.nan_to_num().numpy())[..., :3])
-    image[raster.isnan()] = torch.tensor(to_rgb(WALL), dtype=image.dtype)
+    sides = torch.tensor([BETWEEN, *[CELL, BETWEEN] * size])
+    pixels = maze_levels(values, ways).repeat_interleave(sides, 0).repeat_interleave(sides, 1)
+    image = torch.from_numpy(shade(pixels.nan_to_num().numpy())[..., :3])
+    image[pixels.isnan()] = torch.tensor(to_rgb(WALL), dtype=image.dtype)
     return image.numpy()
+
+
+def maze_levels(values: Tensor, ways: Tensor) -> Tensor:
+    """Return (2 size + 1)^2 numbers in [0, 1]: cells, open ways with the fainter of their two cells, NaN for walls."""
+    size = round(len(ways) ** 0.5)
+    cells, down, right = (x.detach().float().cpu().view(size, size) for x in (values, ways[:, 1], ways[:, 3]))
+    cells = cells.nan_to_num().clamp(0, 1)
+    pixels = torch.full((2 * size + 1, 2 * size + 1), torch.nan)
+    pixels[1::2, 1::2] = cells
+    pixels[2:-1:2, 1::2] = cells[:-1].minimum(cells[1:]).where(down[:-1] > 0, torch.nan)
+    pixels[1::2, 2:-1:2] = cells[:, :-1].minimum(cells[:, 1:]).where(right[:, :-1] > 0, torch.nan)
+    return pixels

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .. import _validate
-from .style import BAD, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import BAD, Figure, add_bar, finish, legend_below, new_figure
 
 #: Heights of contours above the floor of a panel, near to each other where minima are shallow.
 HEIGHTS = (0.0, *(0.015 * 1.45**step for step in range(15)))
-#: Of an energy without lower bound, below that of z = 0.
+#: Contours of an energy without lower bound, below that of z = 0.
 DEPTHS = tuple(-(2.0**step) for step in range(12, -3, -1))
 SAND = "#F6D5A8"
 
@@ -68,40 +65,33 @@ def panels_figure(
     figure = new_figure(2.0 * columns + 0.9, 2.15 * rows + 0.5, title, fontsize=10)
     grid: Any = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     drawn: Any = None
-    for axes, (name, (energies, minima)) in zip(grid.flat, panels.items(), strict=False):
+    for index, (axes, (name, (energies, minima))) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         drawn = _draw(axes, name, energies, minima, reach)
         axes.plot(*keys.detach().double().cpu().T, ls="", marker="o", ms=8, mfc="none", mec="k", mew=1.1, label="key")
         axes.set_title(name, fontsize=8)
-        axes.set_aspect("equal")
-        axes.set(xlim=(-reach, reach), ylim=(-reach, reach))
-        axes.tick_params(labelsize=7)
+        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+        finish(axes, "$z_1$" if index >= columns * (rows - 1) else "", "" if index % columns else "$z_2$", grid=0)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
-    for axes in grid[-1]:
-        axes.set_xlabel("$z_1$", fontsize=8)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("$z_2$", fontsize=8)
-    bar = figure.colorbar(drawn, ax=grid, shrink=0.6, aspect=30, pad=0.01, ticks=HEIGHTS[::2], format="%.2g")
-    means = "energy above the smallest in the panel\n(no lower bound: above that of z = 0, sand below)"
-    bar.set_label(means, fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    known = {handle.get_label(): handle for axes in grid.flat for handle in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles=list(known.values()), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    meaning = "energy above the smallest in the panel\n(no lower bound: above that of z = 0, sand below)"
+    add_bar(figure, drawn, meaning, ax=grid, shrink=0.6, aspect=30, pad=0.01, ticks=HEIGHTS[::2], format="%.2g")
+    handles = {handle.get_label(): handle for axes in grid.flat for handle in axes.get_legend_handles_labels()[0]}
+    legend_below(figure, list(handles.values()), 2)
     return figure
 
 
 def _draw(axes: Any, name: str, energies: Tensor, minima: Tensor | None, reach: float) -> Any:
-    """The contours of one energy."""
+    """Draw the contours of one energy."""
     from matplotlib.colors import BoundaryNorm
 
     square = energies.ndim == 2 and energies.shape[0] == energies.shape[1] >= 3 and energies.shape[0] % 2 == 1
     required = "be a square (S, S) of energies, S odd and at least 3"
     _validate.require(square, f"panels[{name!r}]", required, f"shape {tuple(energies.shape)}")
-    found = energies.detach().double().cpu()
-    _validate.require(bool(found.isfinite().all()), f"panels[{name!r}]", "hold finite energies", "others")
-    side = len(found)
-    floor = found[side // 2, side // 2] if minima is None else found.min()
-    heights = (found - floor).numpy()
+    exact = energies.detach().double().cpu()
+    _validate.require(bool(exact.isfinite().all()), f"panels[{name!r}]", "hold finite energies", "others")
+    side = len(exact)
+    floor = exact[side // 2, side // 2] if minima is None else exact.min()
+    heights = (exact - floor).numpy()
     line = [reach * (2 * step / (side - 1) - 1) for step in range(side)]
     look = {"cmap": "Blues_r", "norm": BoundaryNorm(HEIGHTS, 256), "extend": "max"}
     drawn = axes.contourf(line, line, heights, levels=HEIGHTS, **look)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import _validate
-from .style import COLORS, MARKERS, new_figure
+from .style import COLORS, MARKERS, Figure, finish, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Names of measured lengths over their bounds, as they are drawn.
+#: The names in the legend of measured lengths over their bounds.
 BOUNDS = {
     "step": "step: |f(z) - k| (theorem 5)",
     "contraction": "step: |f(z) - k*|/|z - k*| (theorem 4)",
     "pattern": "fixed point: |k* - k| (theorem 5)",
 }
+SEPARATION = "separation of the pattern / threshold"
+PROVED: dict[str, Any] = {"color": "black", "lw": 1.5, "ls": "--"}
 
 
 def potentials_figure(
     panels: Mapping[str, Sequence[Mapping[str, Any]]], bounds: Mapping[str, Any], *, title: str = "Retrieval"
 ) -> Figure:
-    """Retrieval rates as grids, a row per potential and a column per point of the curve; below them the bounds.
+    """Draw retrieval rates as grids, a row per potential and a column per point of the curve; below them the bounds.
 
     Not for one potential at many temperatures: use `rates_figure`.
 
@@ -66,20 +65,17 @@ def _grid(axes: Any, name: str, rows: Sequence[Mapping[str, Any]], methods: Sequ
     axes.imshow(rates, cmap="Blues", vmin=0, vmax=1.15, aspect="auto")
     for i, method in enumerate(methods):
         for j, at in enumerate(points):
-            row = shown.get((method, at))
-            if row is None:
-                continue
-            color = "white" if row["mean"] > 0.6 else "0.25" if row["mean"] > 0 else "0.45"
-            axes.text(j, i, _cell(row), ha="center", va="center", fontsize=8, color=color)
+            if row := shown.get((method, at)):
+                color = "white" if row["mean"] > 0.6 else "0.25" if row["mean"] > 0 else "0.45"
+                axes.text(j, i, _cell(row), ha="center", va="center", fontsize=8, color=color)
     axes.set_title(name, fontsize=9)
     axes.set_xticks(range(len(points)), [f"{at:g}" for at in points], fontsize=8)
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    """The rate; where nothing is retrieved, how many states point at the right pattern at least."""
+    """Return the rate; where nothing is retrieved, also how many states point at the right pattern."""
     if "refused" in row:
         return "refused"
     if row["mean"] > 0 or "named" not in row:
@@ -91,45 +87,38 @@ def _share(value: float) -> str:
     return f"{value:.0f}" if f"{value:.2f}" in ("0.00", "1.00") else f"{value:.2f}".removeprefix("0")
 
 
-def _finish(axes: Any, title: str, x: str, y: str) -> None:
+def _describe(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=9)
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25)
+    finish(axes, x, y, size=9, frame=False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _fixed_points(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    ratios = [row["ratio"] for row in rows]
-    for index, which in enumerate(("worst", "median")):
-        values = [row["fixed_point"][which] for row in rows]
-        axes.plot(ratios, values, color=COLORS[index], marker=MARKERS[index], ms=4, label=f"{which} pattern")
+    kinds = ("worst", "median")
+    _draw_ratios(axes, rows, {f"{which} pattern": [row["fixed_point"][which] for row in rows] for which in kinds})
     if rows:
-        axes.set_yscale("log")
-        axes.plot([1, max(ratios)], [1, 1], color="black", lw=1.5, ls="--", label="proved: below this")
+        axes.plot([1, max(row["ratio"] for row in rows)], [1, 1], label="proved: below this", **PROVED)
         axes.axvline(1, color="0.5", lw=0.8)
-    _finish(
-        axes,
-        "Is the fixed point at the pattern?",
-        "separation of the pattern / threshold",
-        "distance / the allowed 1/(beta N M)",
-    )
+    _describe(axes, "Is the fixed point at the pattern?", SEPARATION, "distance / the allowed 1/(beta N M)")
 
 
 def _steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    ratios = [row["ratio"] for row in rows]
-    for index, (key, label) in enumerate(BOUNDS.items()):
-        values = [row[key]["worst"] or float("nan") for row in rows]
-        axes.plot(ratios, values, color=COLORS[index], marker=MARKERS[index], ms=4, label=label)
+    worst = {label: [row[key]["worst"] or float("nan") for row in rows] for key, label in BOUNDS.items()}
+    _draw_ratios(axes, rows, worst)
+    if rows:
+        axes.axhline(1, label="proved: below this", **PROVED)
+        axes.axvline(1, color="0.5", lw=0.8)
+    _describe(axes, "How loose are the error bounds?", SEPARATION, "worst measured / bound")
+
+
+def _draw_ratios(axes: Any, rows: Sequence[Mapping[str, Any]], curves: Mapping[str, list[float]]) -> None:
+    """Draw curves against the separation, on a logarithmic axis."""
+    for index, (label, values) in enumerate(curves.items()):
+        look = {"color": COLORS[index], "marker": MARKERS[index], "ms": 4}
+        axes.plot([row["ratio"] for row in rows], values, label=label, **look)
     if rows:
         axes.set_yscale("log")
-        axes.axhline(1, color="black", lw=1.5, ls="--", label="proved: below this")
-        axes.axvline(1, color="0.5", lw=0.8)
-    _finish(axes, "How loose are the error bounds?", "separation of the pattern / threshold", "worst measured / bound")
 
 
 def _capacity(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -142,9 +131,5 @@ def _capacity(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     if rows:
         axes.set_xscale("log")
         axes.set_ylim(-0.03, 1.05)
-    _finish(
-        axes,
-        "Random patterns, beta 1; dashed: N of theorem 3",
-        "number of patterns N",
-        "share of sets with all N stored",
-    )
+    title = "Random patterns, beta 1; dashed: N of theorem 3"
+    _describe(axes, title, "number of patterns N", "share of sets with all N stored")

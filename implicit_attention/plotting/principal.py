@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,10 +10,7 @@ from torch import Tensor
 
 from .. import _validate
 from ..potentials.scored_keys import in_double
-from .style import BAD, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import BAD, Figure, legend_below, new_figure
 
 
 def principal_figure(
@@ -71,21 +68,19 @@ def principal_figure(
     figure = new_figure(6.2, 5.4, title, fontsize=11)
     axes: Any = figure.subplots()
     _draw(axes, (stored - middle) @ basis.T, (ways - middle) @ basis.T)
-    for place, share in zip(("x", "y"), shares.tolist(), strict=True):
-        number = 1 if place == "x" else 2
-        axes.set(**{f"{place}label": f"principal axis {number} ({share:.0%} of the variance)"})
+    x, y = (f"principal axis {i} ({share:.0%} of the variance)" for i, share in enumerate(shares.tolist(), 1))
+    axes.set(xlabel=x, ylabel=y)
     axes.set_aspect("equal", adjustable="datalim")
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    legend_below(figure, axes.get_legend_handles_labels()[0], 4)
     return figure
 
 
 def _draw(axes: Any, keys: Tensor, ways: Tensor) -> None:
     axes.plot(*keys.T.numpy(), ls="", marker="o", ms=9, mfc="none", mec="k", mew=1.3, label="stored pattern")
     for index, way in enumerate(ways.transpose(0, 1)):
-        name = "way of a query" if index == 0 else None
-        axes.plot(*way.T.numpy(), color=BAD, lw=1, marker=".", ms=3, label=name)
+        axes.plot(*way.T.numpy(), color=BAD, lw=1, marker=".", ms=3, label=None if index else "way of a query")
     look = {"ls": "", "color": BAD, "mec": "w", "mew": 0.6}
     axes.plot(*ways[0].T.numpy(), marker="s", ms=5, label="its start", **look)
     axes.plot(*ways[-1].T.numpy(), marker="D", ms=6, label="its end", **look)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
-from .style import BAD, COLORS, DASHES, GOOD, MARKERS, hide_ticks, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import BAD, COLORS, DASHES, GOOD, MARKERS, Figure, finish, hide_ticks, new_figure
 
 
 def retrieval_figure(
     rows: Sequence[tuple[str, Tensor, Tensor | None]], *, columns: Sequence[str] = (), title: str = "Retrieval"
 ) -> Figure:
-    """A grid of patterns: one row per kind of state, one column per query.
+    """Draw a grid of patterns: one row per kind of state, one column per query.
 
     Not for states of coupled spins, such as a batch (count, N, D): use `configuration_figure`.
 
@@ -51,7 +48,7 @@ def retrieval_figure(
     side = math.isqrt(dim)
     image = side * side == dim and side > 1
     finite = [s[s.isfinite()] for _, s, _ in (rows[-1], *rows)]
-    if not image:  # curves should stay inside their frames
+    if not image:  # so that curves stay inside their frames
         finite = [torch.cat(finite)]
     low, high = next(((float(f.min()), float(f.max())) for f in finite if f.numel()), (0.0, 1.0))
     figure = new_figure(1.4 + 1.0 * max(count, 5), 1.0 + 1.12 * len(rows), title)
@@ -77,14 +74,14 @@ def retrieval_figure(
 
 
 def _mark(axes: Any, good: bool) -> None:
-    """A coloured frame, and below it a tick or a cross with a word, so that colour is not needed."""
+    """Colour the frame, and write a tick or a cross with a word below it, so that colour is not needed."""
     color = GOOD if good else BAD
     for spine in axes.spines.values():
         spine.set(color=color, linewidth=2.0, linestyle="-" if good else (0, (2, 1)))
     axes.set_xlabel("✓ retrieved" if good else "✗ not", fontsize=7, color=color, labelpad=2)
 
 
-#: Of the horizontal lines; two may lie on each other.
+#: Dashes of the horizontal lines, of which two may lie on each other.
 LEVEL_DASHES = ((0, (6, 2)), (0, (1, 1.5)), (3, (3, 5)))
 
 
@@ -95,7 +92,7 @@ def rates_figure(
     *,
     title: str = "Retrieval against inverse temperature",
 ) -> Figure:
-    """Retrieval rate against inverse temperature: a panel per task, a curve per method, a star at its own best beta.
+    """Draw the retrieval rate against beta: a panel per task, a curve per method, a star at its own best beta.
 
     Not for one temperature: print the rates, or draw the states with `retrieval_figure`.
 
@@ -122,7 +119,7 @@ def rates_figure(
     figure = new_figure(0.6 + 4.8 * len(curves), 4.8, title, fontsize=11)
     grid: Any = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
     x = betas.detach().double().cpu()
-    for axes, (task, methods) in zip(grid, curves.items(), strict=True):
+    for column, (axes, (task, methods)) in enumerate(zip(grid, curves.items(), strict=True)):
         drawn: list[tuple[float, str, Any]] = []
         for index, (name, rates) in enumerate(methods.items()):
             shape, received = f"(K, draws) with K = {len(x)}", (name, tuple(rates.shape))
@@ -146,11 +143,7 @@ def rates_figure(
         axes.set_title(f"{task} queries", fontsize=10)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x.tolist(), [f"{value:g}" for value in x.tolist()])
-        axes.set_xlabel("inverse temperature beta", fontsize=9)
         axes.set_ylim(-0.02, 1.03)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    grid[0].set_ylabel("retrieval rate", fontsize=9)
+        y = "" if column else "retrieval rate"
+        finish(axes, "inverse temperature beta", y, size=9, frame=False)
     return figure

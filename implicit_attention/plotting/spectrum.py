@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,14 +11,11 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import exact_precision
 from ..problem import Problem, widened
-from .style import BAD, GOOD, new_figure
+from .style import BAD, GOOD, Figure, finish, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Entries of one problem: its Jacobian is made column by column.
+#: The most entries of one problem, whose Jacobian is computed column by column.
 LARGEST = 512
-#: Imaginary parts below this share of the largest modulus are rounding.
+#: Imaginary parts below this share of the largest modulus count as rounding.
 ROUNDING = 1e-5
 
 
@@ -55,23 +52,21 @@ def spectrum_figure(
         At two fixed points
         largest modulus: median 0.0625, at most 0.0625; 1 or more in 0 of 2 problems
     """
-    if not isinstance(problem, Problem):
-        raise TypeError(_validate.message("problem", "be a Problem, such as an energy", type(problem).__name__))
-    found = _eigenvalues(problem, states)
-    finite = found.isfinite().all(-1)
-    values = found[finite]
+    _validate.check_instance("problem", problem, Problem, "be a Problem, such as an energy")
+    eigenvalues = _eigenvalues(problem, states)
+    finite = eigenvalues.isfinite().all(-1)
+    values = eigenvalues[finite]
     moduli = values.abs()
     radius = moduli.amax(-1) if values.numel() else torch.zeros(0)
     if len(radius):
-        told = f"largest modulus: median {float(radius.median()):.3g}, at most {float(radius.max()):.3g}"
-        title = f"{title}\n{told}; 1 or more in {int((radius >= 1).sum())} of {len(radius)} problems"
+        words = f"largest modulus: median {float(radius.median()):.3g}, at most {float(radius.max()):.3g}"
+        title = f"{title}\n{words}; 1 or more in {int((radius >= 1).sum())} of {len(radius)} problems"
     if lost := int((~finite).sum()):
-        title = f"{title}\n{lost} of {len(found)} problems are not finite"
+        title = f"{title}\n{lost} of {len(eigenvalues)} problems are not finite"
     largest = float(radius.max()) if len(radius) else 1.0
     flat = values.numel() == 0 or float(values.imag.abs().max()) <= ROUNDING * max(largest, 1e-30)
     figure = new_figure(6.4, 3.6 if flat else 6.0, title)
     axes: Any = figure.subplots()
-    axes.tick_params(labelsize=8)
     if flat:
         height = _draw_lines(axes, radius)[:, None].expand_as(moduli)
         x, y, low = values.real, height, 0.0 if len(radius) == 0 else float(values.real.min())
@@ -96,8 +91,7 @@ def _draw_plane(axes: Any, largest: float) -> None:
         draw(0, color="0.8", lw=0.8, zorder=0)
     reach = 1.1 * max(largest, 1.0)
     axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-    axes.set_xlabel("real part", fontsize=9)
-    axes.set_ylabel("imaginary part", fontsize=9)
+    finish(axes, "real part", "imaginary part", size=9, grid=0)
 
 
 def _draw_lines(axes: Any, radius: Tensor) -> Tensor:
@@ -111,8 +105,7 @@ def _draw_lines(axes: Any, radius: Tensor) -> Tensor:
     axes.axvline(0, color="0.8", lw=0.8, zorder=0)
     axes.set_ylim(0, len(radius) + 1)
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-    axes.set_xlabel("eigenvalue (all are real)", fontsize=9)
-    axes.set_ylabel("problem, by its largest modulus", fontsize=9)
+    finish(axes, "eigenvalue (all are real)", "problem, by its largest modulus", size=9, grid=0)
     return place
 
 
@@ -129,8 +122,7 @@ def _eigenvalues(problem: Problem, states: Tensor) -> Tensor:
     with exact_precision(z):
         linear = problem.linearize(z)
         for unit in torch.eye(count, dtype=z.dtype, device=z.device):
-            column = linear.jvp(unit.reshape(event).expand_as(z).contiguous())
-            columns.append(column.reshape(-1, count))
+            columns.append(linear.jvp(unit.reshape(event).expand_as(z).contiguous()).reshape(-1, count))
     jacobian = torch.stack(columns, -1).double().cpu()
     known = jacobian.isfinite().all(-1).all(-1)
     values: Tensor = torch.linalg.eigvals(jacobian.masked_fill(~known[:, None, None], 0.0))

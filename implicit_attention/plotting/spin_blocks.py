@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _validate
-from .style import COLORS, add_legend, new_figure
+from .style import COLORS, Figure, add_legend, finish, new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ..spins import Decomposition
 
-#: The parts of a `Decomposition`, and what they correspond to in a transformer.
+#: The parts of a `Decomposition`, and their counterparts in a transformer.
 PARTS = {
     "field": "own field (residual)",
     "coupling": "couplings (token mixing)",
@@ -27,7 +25,7 @@ PARTS = {
 def decomposition_figure(
     blocks: Sequence[Decomposition], *, names: Sequence[str] = (), title: str = "Parts of the magnetizations"
 ) -> Figure:
-    """The sizes of the four parts of m = -dF/dh, a group of bars for every block; their sum is the black line.
+    """Draw the sizes of the four parts of m = -dF/dh, a group of bars for every block; their sum is the black line.
 
     A bar is sqrt(<|part_i|^2>) over samples, heads and sites, sites with a NaN left out. Parts are vectors, and may
     cancel: the lengths do not add up to that of the sum.
@@ -66,9 +64,7 @@ def decomposition_figure(
         if index == 0:
             line.set_label("sum, m")
     axes.set_xticks(range(count), names)
-    axes.tick_params(labelsize=7)
-    axes.set_xlabel("block", fontsize=8)
-    axes.set_ylabel("root mean square length", fontsize=8)
+    finish(axes, "block", "root mean square length", grid=0)
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

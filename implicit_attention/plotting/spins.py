@@ -1,37 +1,34 @@
-"""Spins drawn as what they are, and what a system of them does against temperature."""
+"""Figures of spins: states as images, discs or arrows, and quantities of a system against temperature."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _validate
 from .couplings import lattice_columns, site_places
-from .style import COLORS, DASHES, MARKERS, add_legend, hide_ticks, new_figure
+from .style import COLORS, DASHES, MARKERS, Figure, add_bar, add_legend, finish, hide_ticks, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Without the black and the grey of what is exact.
+#: Colours of methods, without the black and the grey of exact ones.
 LINES = (*COLORS[:-1], "#7B4B2A", "#4B2E83")
-#: Markers on a line.
+#: The number of markers on a line.
 MARKED = 8
-#: Sites that find place on a circle; more are drawn in rows.
+#: Up to so many sites stand on a circle; more are drawn in rows.
 CIRCLE = 60
-#: Inches, for the colour bar.
+#: Inches for the colour bar.
 MARGIN_RIGHT = 0.7
 #: Panels side by side where every row is one state.
 WRAP = 5
-#: Where there is no number: a colour of no palette.
+#: The colour of NaN, which no palette has.
 NOTHING = "#F3DDC7"
 NEGATIVE_TO_POSITIVE = "RdBu_r"
-#: Smaller numbers are drawn as the zeros that solvers have made them of.
+#: Smaller numbers are drawn as zeros, whose rounding they are.
 ROUNDING = 1e-9
-#: Of arrows, which have to be seen whatever their third component.
+#: The palette of arrows, which have to be seen whatever their third component.
 UNDER_TO_OVER = "viridis"
 
 
@@ -45,7 +42,7 @@ def configuration_figure(
     palette: str = NEGATIVE_TO_POSITIVE,
     title: str = "Spins",
 ) -> Figure:
-    """Configurations or magnetizations: images and arrows in rows, or on a circle where all are coupled to all.
+    """Draw configurations or magnetizations: images and arrows in rows, or on a circle where all are coupled to all.
 
     Sites are in reading order in rows that are as square as their number allows. With `couplings`, a lattice of several
     rows has its own, and up to 60 sites that make no lattice are on a circle, clockwise from the top, so that no two
@@ -112,14 +109,12 @@ def configuration_figure(
         edge = 1 - MARGIN_RIGHT / figure.get_figwidth()
         width, height = 0.1 / figure.get_figwidth(), min(0.8, 2.5 / figure.get_figheight())
         place = figure.add_axes((edge + width, 0.5 - height / 2, width, height), label="<colorbar>")
-        bar = figure.colorbar(drawn, cax=place)
-        bar.ax.tick_params(labelsize=6)
-        bar.set_label("s/R" if dim == 1 else "third component/R", fontsize=7)
+        add_bar(figure, drawn, "s/R" if dim == 1 else "third component/R", size=7, cax=place)
     return figure
 
 
 def _grid(wide: int, high: int, title: str, *, single: bool, notes: bool) -> tuple[Figure, Any]:
-    """A figure with so many panels, by margins in inches: to measure the texts of hundreds of panels takes seconds."""
+    """Lay out so many panels by margins in inches: to measure the texts of hundreds of panels takes seconds."""
     side = 1.5 if single else 0.8
     gap = 0.3 if single else 0.16 if notes else 0.06
     left = 0.1 if single else 1.3
@@ -156,7 +151,7 @@ def _places(sites: int, couplings: Tensor | None) -> Tensor:
 
 
 def _draw(axes: Any, state: Tensor, palette: str, places: Tensor) -> Any:
-    """One state (N, D) in units of R; what a colour bar can be made of, if there are colours."""
+    """Draw one state (N, D) in units of R, and return the artist that a colour bar explains, if there is one."""
     sites, dim = state.shape
     in_rows = not places.is_floating_point()
     hide_ticks(axes)
@@ -173,9 +168,8 @@ def _draw(axes: Any, state: Tensor, palette: str, places: Tensor) -> Any:
         image[:sites] = state[:, 0]
         return axes.imshow(image.reshape(lines, side).numpy(), cmap=palette, vmin=-1, vmax=1)
     low, high = places.amin(0).double(), places.amax(0).double()
-    axes.set_xlim(float(low[0]) - 0.6, float(high[0]) + 0.6)
+    axes.set(xlim=(float(low[0]) - 0.6, float(high[0]) + 0.6), aspect="equal")
     axes.set_ylim(float(high[1]) + 0.6, float(low[1]) - 0.6)
-    axes.set_aspect("equal")
     if dim == 1:
         return _discs(axes, state[:, 0], palette, places)
     place, state = places[known], state[known]
@@ -193,14 +187,14 @@ def _draw(axes: Any, state: Tensor, palette: str, places: Tensor) -> Any:
 
 
 def _mark_negative(axes: Any, state: Tensor, places: Tensor) -> None:
-    """A dash on what is negative: without colours, the palette is as dark at both ends."""
+    """Put a dash on negative numbers: without colours, the palette is as dark at both ends."""
     for color, where in (("w", state < -0.5), ("k", (state >= -0.5) & (state < -0.02))):
         size = {"ms": min(4.0, 24 / math.sqrt(len(state))), "mew": 0.9}
         axes.plot(*places[where].T.numpy(), ls="", marker="_", color=color, zorder=3, **size)
 
 
 def _discs(axes: Any, state: Tensor, palette: str, places: Tensor) -> Any:
-    """Numbers (N,) as discs; what is no number has none."""
+    """Draw numbers (N,) as discs, and no disc for NaN."""
     from matplotlib.collections import EllipseCollection
 
     known = state.isfinite()
@@ -213,7 +207,7 @@ def _discs(axes: Any, state: Tensor, palette: str, places: Tensor) -> Any:
 
 
 def _principal(states: Tensor) -> tuple[Tensor, float]:
-    """The two components along which the squares of all spins add up to most, and their share."""
+    """Return the two components along which the squares of all spins add up to most, and their share."""
     spins = states.nan_to_num().flatten(0, -2)
     values, vectors = torch.linalg.eigh(spins.mT @ spins)
     total = float(values.sum())
@@ -229,7 +223,7 @@ def phase_figure(
     exact: Collection[str] = (),
     title: str = "Against temperature",
 ) -> Figure:
-    """Quantities against inverse temperature, one panel each, with a line for every method.
+    """Draw quantities against inverse temperature, one panel each, with a line for every method.
 
     Methods differ in colour, dashes and marks, so that they are told apart in grey.
 
@@ -261,7 +255,7 @@ def phase_figure(
     figure = new_figure(1.8 + 3.1 * len(panels), 3.6, title)
     grid: Any = figure.subplots(1, len(panels), squeeze=False)[0]
     others = [name for name in curves if name not in exact]
-    # Marks of what is exact are seen only where a point between two gaps has no line.
+    # The marks of an exact method are seen only where a point between two gaps has no line.
     broad = {"color": "0.0", "lw": 3.5, "alpha": 0.35, "marker": ".", "ms": 2}
     looks: dict[str, dict[str, Any]] = {name: broad for name in exact}
     for index, name in enumerate(others):
@@ -288,11 +282,8 @@ def phase_figure(
                 mark = {"color": looks[name]["color"], "ls": "", "marker": "x", "ms": 4}
                 axes.plot(x[lost].numpy(), height, transform=axes.get_xaxis_transform(), **mark)
         _scale(axes, torch.cat([torch.zeros(0, dtype=torch.float64), *finite]))
-        axes.set_xlabel("beta", fontsize=8)
-        axes.set_ylabel(label, fontsize=8)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.tick_params(labelsize=7)
-        axes.grid(alpha=0.3)
+        finish(axes, "beta", label, grid=0.3)
     crosses: tuple[Any, ...] = ()
     if failed is not None and any(bool(lost.any()) for lost in failed.values()):
         crosses = (Line2D([], [], color="0.4", ls="", marker="x", ms=4, label="no answer"),)
@@ -301,7 +292,7 @@ def phase_figure(
 
 
 def _marked(finite: Tensor, offset: int) -> list[int]:
-    """Points that have a mark: some, other ones for every method, and each between two gaps, which has no line."""
+    """Choose points to mark: some, other ones for every method, and each between two gaps, which has no line."""
     count = len(finite)
     stride = max(1, count // MARKED)
     padded = torch.nn.functional.pad(finite, (1, 1))
@@ -310,7 +301,7 @@ def _marked(finite: Tensor, offset: int) -> list[int]:
 
 
 def _scale(axes: Any, values: Tensor) -> None:
-    """Logarithmic where a peak would flatten everything else."""
+    """Take a logarithmic axis where a peak would flatten everything else."""
     positive = values[values > 0]
     if len(positive) and len(positive) == len(values) and float(values.max()) > 30 * float(values.median()):
         axes.set_yscale("log")

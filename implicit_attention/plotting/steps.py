@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
-from .style import new_figure
+from .style import Figure, legend_below, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Powers of 10 below this are one colour: what float32 rounds away.
+#: Powers of 10 below this, which float32 rounds away, are one colour.
 FLOOR = -8
 
 
@@ -54,15 +51,15 @@ def step_norms(
     _validate.require(bool(scales), "beta_scales", "hold at least one scale", "none")
     tokens = _validate.check_integer("tokens", tokens, low=1)
     draws = _validate.check_integer("draws", draws, low=1)
-    found = torch.empty(len(scales), len(dims), draws, dtype=torch.float64)
+    norms = torch.empty(len(scales), len(dims), draws, dtype=torch.float64)
     for column, dim in enumerate(dims):
         # A dimension has its own draws, whatever the others are.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + dim)
         x = torch.randn(draws, tokens, dim, generator=generator, dtype=torch.float64)
         scores = x @ x.mT / dim**0.5
         for row, scale in enumerate(scales):
-            found[row, column] = (x - (scale * scores).softmax(-1) @ x).flatten(1).norm(dim=-1)
-    return found
+            norms[row, column] = (x - (scale * scores).softmax(-1) @ x).flatten(1).norm(dim=-1)
+    return norms
 
 
 def step_norm_figure(
@@ -122,5 +119,5 @@ def step_norm_figure(
     form = LogFormatterMathtext()
     bar = figure.colorbar(drawn, ax=axes, ticks=levels, format=lambda power, _: form(10.0**power))
     bar.set_label(r"median of $|x - \mathrm{softmax}(s\, x x^T / \sqrt{d})\, x|$, all tokens", fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", fontsize=8, frameon=False)
+    legend_below(figure, axes.get_legend_handles_labels()[0], 1)
     return figure

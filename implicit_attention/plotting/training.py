@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _validate
-from .style import BAD, COLORS, DASHES, MARKERS, new_figure
+from .style import BAD, COLORS, DASHES, MARKERS, Figure, finish, name_columns, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Columns that rows have to have: those that name a point, and what the panels need.
+#: The columns that name a point; rows must have them, and those of the panels.
 KEYS = ("step", "layer")
-#: Layers with a name in the legend; of more, some.
+#: Up to so many layers have a name in the legend; of more layers, some.
 NAMED = 14
-#: Marks on a line.
+#: The number of marks on a line.
 MARKED = 7
 TOTAL = "all"
-#: The line of all layers, and that of a limit.
+#: The looks of the line of all layers, and of a limit.
 ALL: dict[str, Any] = {"color": "0.0", "lw": 3.0, "alpha": 0.25, "zorder": 1}
 LIMIT: dict[str, Any] = {"color": "0.2", "lw": 1.0, "ls": (0, (1, 2))}
-#: Residuals this far below the tolerance are all the same; of what moves less than this share, the axis is wider.
+#: Residuals below this part of the tolerance are drawn as one; a line that moves less than this share has a wider axis.
 NEGLIGIBLE, FLAT = 1e-3, 0.02
 
 
@@ -37,7 +35,7 @@ class Panel(NamedTuple):
     label: str
     #: The first has a line in the style of its layer, the second a thin dashed one.
     columns: tuple[str, ...]
-    #: What the dashed line is.
+    #: The name of the dashed line.
     second: str = ""
 
 
@@ -67,8 +65,8 @@ def training_figure(rows: str | os.PathLike[str] | Iterable[Any], *, title: str 
     Not for losses: plot them with your own tools.
 
     Args:
-        rows: the file of a `CSVFile` or of `JSONLines`; or what `Watch.take()` returned, look after look; or their rows
-            as dictionaries. Looks without a step are numbered.
+        rows: the file of a `CSVFile` or of `JSONLines`; or the looks of `Watch.take()`; or their rows as dictionaries.
+            Looks without a step are numbered.
         title: above the panels.
 
     Returns:
@@ -93,9 +91,9 @@ def training_figure(rows: str | os.PathLike[str] | Iterable[Any], *, title: str 
         ['Forward solves', 'Backward solves', 'Worst residual']
     """
     layers = _courses(_read(Path(rows)) if isinstance(rows, str | os.PathLike) else _expanded(rows))
-    if len(layers) == 2 and TOTAL in layers:
-        # Of one layer, all is the same.
-        del layers[TOTAL]
+    if len(layers) == 2:
+        # The line of all layers is that of the only one.
+        layers.pop(TOTAL, None)
     panels = [panel for panel in PANELS if any(_known(course, panel) for course in layers.values())]
     if not panels:
         figure = new_figure(6, 2, title)
@@ -110,20 +108,14 @@ def training_figure(rows: str | os.PathLike[str] | Iterable[Any], *, title: str 
     looks = _looks([name for name in layers if name != TOTAL])
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw(axes, panel, layers, looks)
-    for column in grid.T:
-        lowest = [axes for axes in column if axes.axison][-1]
-        lowest.set_xlabel("training step", fontsize=8)
-        lowest.tick_params(labelbottom=True)
+    name_columns(grid, "training step")
     _add_legend(figure, looks, TOTAL in layers)
     return figure
 
 
 def _draw(axes: Any, panel: Panel, layers: Mapping[str, Course], looks: Mapping[str, dict[str, Any]]) -> None:
     axes.set_title(panel.title, fontsize=9, loc="left")
-    axes.set_ylabel(panel.label, fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish(axes, y=panel.label, frame=False)
     drawn: list[float] = []
     lost: set[float] = set()
     for name, course in layers.items():
@@ -160,13 +152,13 @@ def _scale(axes: Any, panel: Panel, drawn: Sequence[float]) -> None:
         if high == 0:
             axes.text(0.5, 0.5, "no failures", transform=axes.transAxes, ha="center", fontsize=8, color="0.3")
     elif high - low < FLAT * abs(high):
-        # What hardly moves is to look like it.
+        # A line that hardly moves looks like it.
         axes.set_ylim(low - FLAT * abs(high), high + FLAT * abs(high))
     axes.ticklabel_format(axis="y", useOffset=False)
 
 
 def _explain(axes: Any, panel: Panel, lost: bool) -> None:
-    """Return the legend of the solid and dashed lines of a panel."""
+    """Name the solid and the dashed lines of a panel."""
     from matplotlib.lines import Line2D
 
     first = "forward" if panel.second == "backward" else "mean"
@@ -182,7 +174,7 @@ def _explain(axes: Any, panel: Panel, lost: bool) -> None:
 
 
 def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Few layers differ in colour and mark; many have tones from the first, dark, to the last, bright."""
+    """Give few layers a colour and a mark each, and many the tones from dark, the first, to bright, the last."""
     if len(names) <= len(COLORS):
         return {
             name: {"color": COLORS[i], "lw": 1.6, "marker": MARKERS[i], "ms": 3.5, "markevery": 1 / MARKED}
@@ -204,9 +196,8 @@ def _add_legend(figure: Figure, looks: Mapping[str, dict[str, Any]], with_total:
     if with_total:
         handles.append(Line2D([], [], label="all layers", **ALL))
     heading = "layer" if stride == 1 else f"some of {len(names)} layers"
-    figure.legend(
-        handles=handles, loc="outside right upper", fontsize=7, title=heading, title_fontsize=7, frameon=False
-    )
+    size = {"fontsize": 7, "title_fontsize": 7}
+    figure.legend(handles=handles, loc="outside right upper", title=heading, frameon=False, **size)
 
 
 def _known(course: Course, panel: Panel) -> bool:
@@ -215,7 +206,7 @@ def _known(course: Course, panel: Panel) -> bool:
 
 
 def _value(row: Mapping[str, float], column: str) -> float:
-    """The number of a column as it is drawn: failures as a share, and nothing where nothing was solved."""
+    """Return the number of a column as it is drawn: failures as a share, and NaN where nothing was solved."""
     value, side = row[column], column.partition("_")[0]
     if side not in ("forward", "backward"):
         return value
@@ -225,7 +216,7 @@ def _value(row: Mapping[str, float], column: str) -> float:
     if column.endswith("_failed"):
         return 100 * value / problems
     if column.endswith("_worst"):
-        # 0 is of solves that had no tolerance to reach; null, in JSON lines, of what was not finite.
+        # 0 stands for solves without a tolerance, and null, in JSON lines, for a number that is not finite.
         return math.nan if value == 0 else math.inf if math.isnan(value) else value
     return value
 
@@ -236,24 +227,22 @@ def _columns() -> list[str]:
 
 
 def _read(path: Path) -> list[Any]:
-    """The rows of a file, by what its first character is, without lines that were cut off."""
+    """Read the rows of a file of JSON lines or of a CSV file, without lines that were cut off."""
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("{"):
-        found = []
+        rows = []
         for line in text.splitlines():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+        return rows
     head, *lines = list(csv.reader(text.splitlines())) or [[]]
     return [dict(zip(head, cells, strict=True)) for cells in lines if len(cells) == len(head)]
 
 
 def _expanded(rows: Any) -> list[Any]:
-    """The rows of looks; what has a method `rows`, as an `Observed`, gives its own."""
+    """Return the rows of looks; an object with a method `rows`, as an `Observed`, has several."""
     several = [rows] if isinstance(rows, Mapping) or hasattr(rows, "rows") else rows
-    return [row for given in several for row in (given.rows() if hasattr(given, "rows") else [given])]
+    return [row for look in several for row in (look.rows() if hasattr(look, "rows") else [look])]
 
 
 def _courses(rows: Sequence[Any]) -> dict[str, Course]:
@@ -279,7 +268,7 @@ def _courses(rows: Sequence[Any]) -> dict[str, Course]:
 
 
 def _number(value: Any, place: int, name: str) -> float:
-    """Return the number in a cell; NaN for an empty one, as of a step that was not given, and for null."""
+    """Return the number in a cell; NaN for an empty cell, as of a missing step, and for null."""
     if value is None or value == "":
         return math.nan
     try:

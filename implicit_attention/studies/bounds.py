@@ -15,13 +15,12 @@ from .. import LogSumExp
 
 #: Separation over its threshold.
 RATIOS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
-#: (beta, K, d, p): two examples of theorem 3 in Ramsauer et al. (2020), and shorter patterns
-#: of which nothing is proved.
+#: (beta, K, d, p): two examples of theorem 3 in Ramsauer et al. (2020), and shorter patterns, on which it is silent.
 THEOREM = ((1.0, 3.0, 20, 0.001), (1.0, 1.0, 75, 0.001), (1.0, 0.8, 20, 0.001))
 
 
 def separations(keys: Tensor) -> Tensor:
-    """k_i . k_i - max_{j != i} k_j . k_i for every pattern, (*batch, N)."""
+    """Return k_i . k_i - max_{j != i} k_j . k_i for every pattern, (*batch, N)."""
     scores = keys @ keys.mT
     own: Tensor = scores.diagonal(dim1=-2, dim2=-1)
     others = scores.masked_fill(torch.eye(keys.shape[-2], dtype=torch.bool, device=keys.device), -torch.inf)
@@ -29,34 +28,34 @@ def separations(keys: Tensor) -> Tensor:
 
 
 def longest(keys: Tensor) -> Tensor:
-    """M, the length of the longest pattern, (*batch,)."""
+    """Return M, the length of the longest pattern, (*batch,)."""
     lengths: Tensor = torch.linalg.vector_norm(keys, dim=-1)
     return lengths.amax(-1)
 
 
 def separation_threshold(beta: Tensor, count: int, length: Tensor) -> Tensor:
-    """From this separation on there is one fixed point at most 1/(beta N M) away from the pattern: theorem 3, A5."""
+    """Return the separation from which on a fixed point is at most 1/(beta N M) from the pattern: theorem 3, A5."""
     return (2 / count + (2 * (count - 1) * count * beta * length.square()).log()) / beta
 
 
 def step_bound(beta: Tensor, count: int, length: Tensor, separation: Tensor, distance: Tensor) -> Tensor:
-    """An upper bound of |f(z) - k_i|, with `distance` the larger of |z - k_i| and |k_i* - k_i|: theorem 5."""
+    """Return an upper bound of |f(z) - k_i|, with `distance` the larger of |z - k_i| and |k_i* - k_i|: theorem 5."""
     return 2 * (count - 1) * length * (-beta * (separation - 2 * length * distance)).exp()
 
 
 def contraction_bound(beta: Tensor, count: int, length: Tensor, separation: Tensor, distance: Tensor) -> Tensor:
-    """An upper bound of |f(z) - k_i*| / |z - k_i*|, `distance` as in `step_bound`: theorem 4."""
+    """Return an upper bound of |f(z) - k_i*| / |z - k_i*|, `distance` as in `step_bound`: theorem 4."""
     return beta * count * length * step_bound(beta, count, length, separation, distance)
 
 
 def pattern_bound(beta: Tensor, count: int, length: Tensor, separation: Tensor) -> Tensor:
-    """An upper bound of |k_i* - k_i|, inf where the fixed point may be farther than 1/(2 beta M): theorem 5."""
+    """Return an upper bound of |k_i* - k_i|, inf where the fixed point may be farther than 1/(2 beta M): theorem 5."""
     bound = 2 * math.e * (count - 1) * length * (-beta * separation).exp()
     return bound.where(bound <= 1 / (2 * beta * length), torch.inf)
 
 
 def capacity(beta: float, factor: float, dim: int, failure: float) -> tuple[float | None, float]:
-    """(N, c) of theorem 3: N = sqrt(p) c^((d - 1)/4) random patterns of length K sqrt(d - 1) in d dimensions.
+    """Return (N, c) of theorem 3: N = sqrt(p) c^((d - 1)/4) random patterns of length K sqrt(d - 1) in d dimensions.
 
     All of them are stored with a probability of at least 1 - p. The theorem holds for c >= (2/sqrt p)^(4/(d - 1)); N is
     None where it does not.
@@ -98,22 +97,21 @@ def at_ratio(keys: Tensor, ratio: float | Tensor) -> Tensor:
 
 
 def random_patterns(sets: int, count: int, dim: int, *, length: float, spread: float, seed: int) -> Tensor:
-    """(sets, N, D) float64: patterns of equal `length` around one direction, with `spread` the part across it.
+    """Draw patterns (sets, N, D) in float64: of equal `length` around one direction, with `spread` the part across it.
 
     A small `spread` makes neighbours near, as the bounds' worst case asks for.
     """
     generator = torch.Generator().manual_seed(seed)
     centre = torch.randn(sets, 1, dim, generator=generator, dtype=torch.float64)
     around = torch.randn(sets, count, dim, generator=generator, dtype=torch.float64)
-    keys = (1 - spread) * centre / centre.norm(dim=-1, keepdim=True) + spread * around / around.norm(
-        dim=-1, keepdim=True
-    )
+    middle = (1 - spread) * centre / centre.norm(dim=-1, keepdim=True)
+    keys = middle + spread * around / around.norm(dim=-1, keepdim=True)
     patterns: Tensor = length * keys / keys.norm(dim=-1, keepdim=True)
     return patterns
 
 
 def measure_bounds(*, sets: int, seed: int) -> dict[str, Any]:
-    """Log-sum-exp beside what is proved of it: fixed points and steps near the threshold, and random patterns."""
+    """Compare log-sum-exp with its bounds: fixed points and steps near the threshold, and random patterns."""
     return {
         "near_threshold": [ratio_row(ratio, sets=sets, seed=seed) for ratio in RATIOS],
         "capacity": [_stored(*case, sets=20 * sets, seed=seed) for case in THEOREM],
@@ -122,7 +120,7 @@ def measure_bounds(*, sets: int, seed: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def ratio_row(ratio: float, *, sets: int, seed: int) -> dict[str, Any]:
-    """Patterns whose separation is `ratio` times the threshold: every measured length over its bound.
+    """Measure every length over its bound, for patterns whose separation is `ratio` times the threshold.
 
     A ratio above 1 is a violation. Fixed points are those that the map reaches from the pattern; steps start on the
     sphere of radius 1/(beta N M) around it.
@@ -150,20 +148,18 @@ def ratio_row(ratio: float, *, sets: int, seed: int) -> dict[str, Any]:
         shrunk = (stepped - z).norm(dim=-1)[:, 0] / (start - z).norm(dim=-1)[:, 0]
         contraction.append(shrunk / contraction_bound(beta, count, length, separation, farthest))
         own_error.append(distance / pattern_bound(beta, count, length, separation))
+    row: dict[str, Any] = {"ratio": ratio, "patterns": sum(map(len, fixed))}
     measured = {"fixed_point": fixed, "step": step, "contraction": contraction, "pattern": own_error}
-    return {"ratio": ratio, "patterns": sum(map(len, fixed))} | {
-        name: {
-            "worst": float(torch.cat(parts).max()),
-            "median": float(torch.cat(parts).median()),
-            "violations": int((torch.cat(parts) > 1 + 1e-9).sum()),
-        }
-        for name, parts in measured.items()
-    }
+    for name, parts in measured.items():
+        ratios = torch.cat(parts)
+        violations = int((ratios > 1 + 1e-9).sum())
+        row[name] = {"worst": float(ratios.max()), "median": float(ratios.median()), "violations": violations}
+    return row
 
 
 @torch.no_grad()
 def _stored(beta: float, factor: float, dim: int, failure: float, *, sets: int, seed: int) -> dict[str, Any]:
-    """The share of random sets all of whose patterns are stored: each has a fixed point of its own, in its own ball.
+    """Measure the share of random sets all of whose patterns are stored: each has a fixed point in its own ball.
 
     The balls end half-way to the nearest other pattern.
     """

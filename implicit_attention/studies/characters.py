@@ -16,9 +16,9 @@ from .training import Loss
 
 DIM, HEADS, HEAD_DIM, MEMORIES = 64, 4, 16, 128
 STEPS, STEP_SIZE = 6, 0.3
-#: Characters that are read at once, windows of a batch, peak learning rate, updates between two checkpoints.
+#: Characters of a window, windows of a batch, peak learning rate, updates between two checkpoints.
 LENGTH, BATCH, RATE, EPOCH = 64, 16, 3e-3, 100
-#: The last part of the text is held out; so many windows of it are asked for.
+#: This last part of the text is held out, and so many windows of it are predicted.
 HELD_OUT, WINDOWS, QUICK_WINDOWS = 0.1, 200, 20
 UNIGRAM, BIGRAM, MODEL = "frequencies of characters", "frequencies of pairs", "causal Energy Transformer"
 
@@ -39,7 +39,7 @@ class Text(NamedTuple):
 
 
 def load() -> Text:
-    """`pydoc_data.topics`, all help texts in the order of their names."""
+    """Load `pydoc_data.topics`, all help texts in the order of their names."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -59,17 +59,17 @@ def load() -> Text:
 
 
 def windows(codes: Tensor, count: int) -> Tensor:
-    """Windows (count, LENGTH + 1) at equal distances."""
+    """Take windows (count, LENGTH + 1) at equal distances."""
     begin = torch.linspace(0, len(codes) - LENGTH - 1, count).long()
     return codes[begin[:, None] + torch.arange(LENGTH + 1)]
 
 
-def baselines(text: Text, asked: Tensor) -> dict[str, float]:
-    """Bits per character of the targets of windows, by counts of the text to train on, each count plus one."""
+def baselines(text: Text, shown: Tensor) -> dict[str, float]:
+    """Measure the bits per character of windows, by counts of the text to train on, each count plus one."""
     counts = torch.bincount(text.train, minlength=text.size).double() + 1
     pairs = torch.bincount(text.train[:-1] * text.size + text.train[1:], minlength=text.size**2).double() + 1
     likely = pairs.view(text.size, text.size)
-    before, after = asked[:, :-1], asked[:, 1:]
+    before, after = shown[:, :-1], shown[:, 1:]
     unigram = (counts / counts.sum())[after]
     bigram = (likely / likely.sum(-1, keepdim=True))[before, after]
     return {UNIGRAM: float(-unigram.log2().mean()), BIGRAM: float(-bigram.log2().mean())}
@@ -82,37 +82,27 @@ class CharacterModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(size, DIM)
         self.positions = nn.Parameter(torch.empty(LENGTH, DIM))
-        self.block = EnergyTransformer(
-            DIM,
-            HEADS,
-            HEAD_DIM,
-            MEMORIES,
-            mode="published",
-            causal=True,
-            steps=STEPS,
-            step_size=STEP_SIZE,
-            on_failure="ignore",
-        )
+        dynamics: dict[str, Any] = {"mode": "published", "steps": STEPS, "step_size": STEP_SIZE}
+        self.block = EnergyTransformer(DIM, HEADS, HEAD_DIM, MEMORIES, causal=True, on_failure="ignore", **dynamics)
         self.head = nn.Linear(DIM, size)
         nn.init.normal_(self.positions, std=0.5)
         for weight in (self.block.w_query, self.block.w_key, self.block.memories):
             nn.init.normal_(weight, std=0.1)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Logits (count, N, size) of the next character, of codes (count, N), N <= LENGTH."""
+        """Return logits (count, N, size) of the next character after codes (count, N), N <= LENGTH."""
         tokens = self.embed(codes) + self.positions[: codes.shape[-1]]
         logits: Tensor = self.head(self.block.norm(self.block(tokens)))
         return logits
 
 
-def bits(model: nn.Module, asked: Tensor) -> Tensor:
-    """Bits per character of the targets of windows (count, N + 1)."""
-    logits = model(asked[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), asked[:, 1:].flatten()) / math.log(2)
+def bits(model: nn.Module, shown: Tensor) -> Tensor:
+    """Return the bits per character of a model on windows (count, N + 1)."""
+    return F.cross_entropy(model(shown[:, :-1]).flatten(0, 1), shown[:, 1:].flatten()) / math.log(2)
 
 
 def training_loss(text: Text) -> Loss:
-    """The bits per character of a batch of windows that begin anywhere in the text to train on."""
+    """Return the loss: bits per character of a batch of windows that begin anywhere in the text to train on."""
 
     def loss_of(model: nn.Module, generator: torch.Generator) -> Tensor:
         starts = torch.randint(len(text.train) - LENGTH, (BATCH, 1), generator=generator)
@@ -123,6 +113,6 @@ def training_loss(text: Text) -> Loss:
 
 @torch.no_grad()
 def measured(text: Text, model: nn.Module, count: int) -> dict[str, float]:
-    """Bits per character of so many windows of the held-out text, by counts and by the model."""
-    asked = windows(text.held_out, count)
-    return baselines(text, asked) | {MODEL: float(bits(model, asked))}
+    """Measure the bits per character of so many windows of the held-out text, by counts and by the model."""
+    shown = windows(text.held_out, count)
+    return baselines(text, shown) | {MODEL: float(bits(model, shown))}

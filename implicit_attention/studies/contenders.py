@@ -26,7 +26,7 @@ EQUILIBRIUM = "Anderson"
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One row of the table: a solver (made late, as it may need another package) and how it is differentiated."""
+    """One row of the table: a solver, built late as it may need another package, and its adjoint."""
 
     name: str
     solver: Callable[[], Solver]
@@ -35,7 +35,7 @@ class Contender:
 
 
 def contenders(descents: tuple[int, ...]) -> list[Contender]:
-    """All of them; `descents` are the step counts of unrolled gradient descent."""
+    """List all contenders; `descents` are the step counts of unrolled gradient descent."""
 
     def torchdeq(name: str) -> Solver:
         from ..solvers import TorchDEQ

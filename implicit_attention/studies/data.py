@@ -14,11 +14,10 @@ NOISE = 0.5
 
 
 def load_digits() -> Tensor:
-    """The 1797 digits of scikit-learn, (1797, 64) float64 in [-1, 1]."""
+    """Load the 1797 digits of scikit-learn, (1797, 64) float64 in [-1, 1]."""
     from sklearn import datasets
 
-    images: Tensor = torch.from_numpy(datasets.load_digits().data)
-    return images.to(torch.float64) / 8 - 1
+    return torch.from_numpy(datasets.load_digits().data).to(torch.float64) / 8 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,7 @@ class DataSample:
 
     Attributes:
         keys: stored patterns, (*draws, M, D).
-        queries: what is presented, (*draws, N, D), N even.
+        queries: the states that are completed, (*draws, N, D), N even.
         targets: the patterns that the queries were made from, (*draws, N, D).
     """
 
@@ -37,39 +36,39 @@ class DataSample:
 
     @cached_property
     def usable(self) -> Tensor:
-        """(*draws, M), patterns without NaN or infinity; only these are stored."""
+        """Return which patterns (*draws, M) are without NaN or infinity; only these are stored."""
         return self.keys.isfinite().all(-1)
 
     @property
     def finite(self) -> Tensor:
-        """(*draws, N), queries without NaN or infinity."""
+        """Return which queries (*draws, N) are without NaN or infinity."""
         return self.queries.isfinite().all(-1)
 
     @property
     def parts(self) -> tuple[slice, slice]:
-        """The rows of each of the `TASKS`."""
+        """Return the rows of each of the `TASKS`."""
         half = self.queries.shape[-2] // 2
         return slice(0, half), slice(half, None)
 
     @property
     def known(self) -> Tensor:
-        """(N, D) bool, the entries of the queries that were not masked."""
+        """Return which entries (N, D) of the queries were not masked."""
         known = torch.ones(self.queries.shape[-2:], dtype=torch.bool, device=self.queries.device)
         known[self.parts[0], _kept(self.queries.shape[-1]) :] = False
         return known
 
     def draw(self, index: int) -> DataSample:
-        """One of the draws."""
+        """Return one of the draws."""
         return DataSample(self.keys[index], self.queries[index], self.targets[index])
 
     def first(self, count: int) -> DataSample:
-        """The first `count` queries of each task in the first draw."""
+        """Return the first `count` queries of each task in the first draw."""
         draw = self.draw(0)
         queries, targets = (torch.cat([t[p][:count] for p in self.parts]) for t in (draw.queries, draw.targets))
         return DataSample(draw.keys, queries, targets)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> DataSample:
-        """The sample as the solvers see it; what overflows in `dtype` is not usable."""
+        """Convert the sample for the solvers; a pattern that overflows in `dtype` is not usable."""
         return DataSample(*(t.to(device, dtype) for t in (self.keys, self.queries, self.targets)))
 
 
@@ -79,7 +78,7 @@ def _kept(dim: int) -> int:
 
 
 def draw(data: Tensor, *, patterns: int, queries: int, noise: float, draws: int, seed: int) -> DataSample:
-    """`draws` independent choices of `patterns` rows of `data`, with `queries` queries of each task.
+    """Draw `draws` independent choices of `patterns` rows of `data`, with `queries` queries of each task.
 
     Half-masked: the second half of the entries (for an image the lower half) is 0. Noisy: Gaussian noise of standard
     deviation `noise` is added.
@@ -94,7 +93,7 @@ def draw(data: Tensor, *, patterns: int, queries: int, noise: float, draws: int,
 
 
 def noise_of(data: Tensor | None) -> float:
-    """The noise for a user's data, or for the digits (None)."""
+    """Return the noise for a user's data, or for the digits (None)."""
     if data is None:
         return NOISE
     finite = data[data.isfinite()]

@@ -17,20 +17,20 @@ SIDE, CLASSES = 8, 10
 HALF = SIDE * SIDE // 2
 #: A pixel is +1 from here on; they go from 0 to 16.
 THRESHOLD = 8
-#: Of all images, how many are used for the fit.
+#: The part of all images that is used for the fit.
 TRAINED = 2 / 3
 #: Pseudocount per image. Less, and pairs are coupled too strongly for TAP's equation.
 PSEUDOCOUNT = 1 / 4
 FIT: Literal["tap"] = "tap"
 #: Images per digit whose lower half is completed.
 COMPLETED, QUICK_COMPLETED = 20, 2
-#: Of the heat bath: chains, sweeps that do not count, sweeps that do.
+#: Chains of the heat bath, their sweeps before sampling, and their sweeps of sampling.
 SAMPLING, QUICK_SAMPLING = (10, 50, 150), (10, 20, 40)
 DATA = "mean of the images"
 
 
 class Digits(NamedTuple):
-    """Images of -1 and 1 with their digits, apart for the fit and for trying it, and the fit.
+    """Images of -1 and 1 with their digits, in two parts for the fit and for its test, and the fit.
 
     Attributes:
         images, digits: for the fit, (count, 64) and (count,).
@@ -52,17 +52,17 @@ class Digits(NamedTuple):
 
     @property
     def means(self) -> Tensor:
-        """The mean image of every digit, (10, 64)."""
+        """Return the mean image of every digit, (10, 64)."""
         return torch.stack([self.images[self.digits == c].mean(0) for c in range(CLASSES)])
 
     @property
     def examples(self) -> Tensor:
-        """The first held-out image of every digit, (10, 64)."""
+        """Return the first held-out image of every digit, (10, 64)."""
         return torch.stack([self.held_out[self.held_out_digits == c][0] for c in range(CLASSES)])
 
 
 def load(*, seed: int, dtype: torch.dtype) -> Digits:
-    """scikit-learn's digits, binarised, and a system of 64 spins for each of the ten."""
+    """Load scikit-learn's digits, binarised, and fit a system of 64 spins to each of the ten."""
     from sklearn import datasets
 
     raw = datasets.load_digits()
@@ -80,13 +80,13 @@ def load(*, seed: int, dtype: torch.dtype) -> Digits:
 
 
 def energies(system: SpinSystem, images: Tensor) -> Tensor:
-    """E of every image in every system, (count, 10)."""
+    """Return E of every image in every system, (count, 10)."""
     pairs = torch.einsum("ni,cij,nj->nc", images, system.couplings, images) / 2
     return -pairs - images @ system.field[..., 0].mT
 
 
 def named(digits: Digits, log_partition: Tensor) -> float:
-    """The share of held-out images that have the largest log p = -E - log Z in the system of their own digit."""
+    """Return the share of held-out images whose log p = -E - log Z is largest in the system of their own digit."""
     log_p = -energies(digits.system, digits.held_out) - log_partition
     # NaN is never the largest.
     best = log_p.nan_to_num(-torch.inf).argmax(-1)
@@ -112,30 +112,23 @@ class Completions(NamedTuple):
 def complete(
     digits: Digits, entries: list[Entry], *, seed: int, quick: bool, progress: Callable[[int, int], None] | None = None
 ) -> Completions:
-    """Hold the upper half of images, and ask every method, and the heat bath, for the lower half.
+    """Clamp the upper half of images, and complete the lower half by every method and by the heat bath.
 
-    With the upper spins held the lower ones are a system of their own, whose field has what the upper ones add to it.
+    With clamped upper spins the lower ones are a system of their own, to whose field the upper ones add.
     """
     each = QUICK_COMPLETED if quick else COMPLETED
     rows = [torch.nonzero(digits.held_out_digits == c)[:each, 0] for c in range(CLASSES)]
     truth, which = digits.held_out[torch.cat(rows)], digits.held_out_digits[torch.cat(rows)]
     couplings, field = digits.system.couplings[which], digits.system.field[which]
     guesses = {DATA: digits.means[which][:, HALF:]}
-    held = torch.arange(2 * HALF) < HALF
+    clamped = torch.arange(2 * HALF) < HALF
     chains, burn_in, sweeps = QUICK_SAMPLING if quick else SAMPLING
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(chains, *truth.shape, 1, generator=generator, dtype=torch.float64)
-    samples = heat_bath(
-        SpinSystem(couplings, field, radius=1.0),
-        chains=chains,
-        burn_in=burn_in,
-        sweeps=sweeps,
-        generator=generator,
-        # The lower half starts from random signs, which know nothing of the answer.
-        start=torch.where(held[:, None], truth[..., None], (noise - 0.5).sign().to(truth.dtype)),
-        clamp=held,
-        progress=progress,
-    )
+    # The lower half starts from random signs.
+    start = torch.where(clamped[:, None], truth[..., None], (noise - 0.5).sign().to(truth.dtype))
+    system, length = SpinSystem(couplings, field, radius=1.0), {"chains": chains, "burn_in": burn_in, "sweeps": sweeps}
+    samples = heat_bath(system, **length, generator=generator, start=start, clamp=clamped, progress=progress)
     guesses[SAMPLER] = samples.magnetization[:, HALF:, 0]
     added = couplings[:, HALF:, :HALF] @ truth[:, :HALF, None]
     lower = SpinSystem(couplings[:, HALF:, HALF:], field[:, HALF:] + added, radius=1.0)

@@ -1,4 +1,4 @@
-"""One solver on one retrieval task: what it reached, what it retrieved, how wrong its gradient is, what it cost."""
+"""One solver on one retrieval task: its fixed points, retrieval, error of the gradient, time and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .potentials import energy_of
 SUCCESS = 1e-2
 #: States nearer than this, relative to their length, are one fixed point.
 SAME = 1e-2
-#: Curvature below which a point is a saddle; what is nearer to 0 is within the error of an iterated state.
+#: A point of a curvature below this is a saddle; one nearer to 0 may be the error of an iterated state.
 NEGATIVE = -1e-4
 LANCZOS_STEPS = 20
 
@@ -52,14 +52,14 @@ class Task:
 
 
 def relative_error(z: Tensor, targets: Tensor) -> Tensor:
-    """|z - target|/|target| for every query, in float64."""
+    """Return |z - target|/|target| for every query, in float64."""
     exact = targets.double()
     error: Tensor = (z.double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return error
 
 
 def prepare(sample: DataSample, *, beta: float, anchor: float, potential: str, seed: int) -> Task:
-    """The task with its reference: the fixed points in float64 and the exact gradient there.
+    """Prepare the task with its reference: the fixed points in float64 and the exact gradient there.
 
     Queries that are not finite, and those for which the reference itself does not converge, have weight 0.
     """
@@ -69,13 +69,9 @@ def prepare(sample: DataSample, *, beta: float, anchor: float, potential: str, s
     finite = sample.finite
     keys = exact.keys.clone().requires_grad_()
     energy = partial(energy_of, usable=sample.usable, beta=beta, anchor=anchor, potential=potential)
-    solution = solve(
-        energy(keys, exact.queries[finite]),
-        exact.queries[finite],
-        solver=Anderson(rtol=1e-12, atol=1e-14, max_steps=2000),
-        adjoint=Implicit(CG(rtol=1e-12)),
-        on_failure="ignore",
-    )
+    queries, solver = exact.queries[finite], Anderson(rtol=1e-12, atol=1e-14, max_steps=2000)
+    adjoint = Implicit(CG(rtol=1e-12))
+    solution = solve(energy(keys, queries), queries, solver=solver, adjoint=adjoint, on_failure="ignore")
     reference = torch.full_like(exact.queries, torch.nan)
     reference[finite] = solution.value.detach()
     trusted = finite.clone()
@@ -90,7 +86,7 @@ def prepare(sample: DataSample, *, beta: float, anchor: float, potential: str, s
 def evaluate(
     contender: Contender, task: Task, *, repeats: int, max_seconds: float
 ) -> tuple[dict[str, Any], Solution | None]:
-    """(row of numbers, solution) of a solver; one that raises keeps its row, with the error as its status."""
+    """Return (row of numbers, solution) of a solver; one that raises keeps its row, with the error as its status."""
     row: dict[str, Any] = {"method": contender.name}
     solution = None
     try:
@@ -135,7 +131,7 @@ def _reached(task: Task, energy: Energy, solution: Solution) -> dict[str, Any]:
 
 
 def _cost(contender: Contender, task: Task, solver: Solver, repeats: int, max_seconds: float) -> dict[str, Any]:
-    """Gradient error, time and memory, on the queries that are finite."""
+    """Measure gradient error, time and memory, on the queries that are finite."""
     sample, finite = task.sample, task.sample.finite
     if not bool(finite.any()):
         return {}
@@ -152,13 +148,9 @@ def _cost(contender: Contender, task: Task, solver: Solver, repeats: int, max_se
         if loss.requires_grad:
             torch.autograd.backward(loss)
 
-    seconds = median_times(forward, backward, device=queries.device, repeats=repeats, max_seconds=max_seconds)
+    times = median_times(forward, backward, device=queries.device, repeats=repeats, max_seconds=max_seconds)
     gradient = keys.grad
-    memory = peak_memory(lambda: backward(forward()), queries.device)
     error = None if gradient is None else float((gradient.double() - task.gradient).norm() / task.gradient.norm())
-    return {
-        "gradient_error": error,
-        "forward_seconds": seconds[0],
-        "backward_seconds": seconds[1],
-        "peak_memory_bytes": memory,
-    }
+    cost = {"forward_seconds": times[0], "backward_seconds": times[1]}
+    memory = peak_memory(lambda: backward(forward()), queries.device)
+    return {"gradient_error": error, **cost, "peak_memory_bytes": memory}

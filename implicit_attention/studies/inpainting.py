@@ -21,12 +21,12 @@ STEP_SIZE = 0.2
 SHOWN = 6
 #: Held-out images that `--quick` looks at.
 QUICK_IMAGES = 48
-#: How an equilibrium is found of held-out images; and in training, where a hundredth is enough for a gradient.
+#: The solver for held-out images, and that of training, where a hundredth is enough for a gradient.
 SOLVER = Anderson(rtol=1e-3, max_steps=200)
 TRAINING_SOLVER = Anderson(rtol=1e-2, max_steps=60)
 ADJOINT = Implicit(CG(rtol=1e-2), fallback=Phantom(5))
 MEAN, HARMONIC, EQUILIBRIUM = "visible mean", "harmonic", "equilibrium"
-#: What is asked of five minutes on two cores: errors that are at most this part of another method's.
+#: After five minutes on two cores errors should be at most this part of another method's.
 MARGINS = {"digits": {MEAN: 0.6, HARMONIC: 0.7}, "photos": {MEAN: 0.8, HARMONIC: 0.99}}
 
 
@@ -46,25 +46,25 @@ RECIPES = {"digits": Recipe(64, 4, 16, 64, 32, 3e-3), "photos": Recipe(64, 4, 16
 
 @torch.no_grad()
 def spread(model: ImageEnergyTransformer) -> None:
-    """Larger initial weights than the published ones, from which a few hundred updates learn nothing but a mean image.
+    """Draw larger initial weights than the published ones, from which few hundred updates learn but a mean image.
 
-    Tokens that differ by their positions, and an attention that reads them, are there from the start. An equilibrium
-    begins with a weaker pull, where it is soon found.
+    From the start tokens differ by their positions, and attention reads them. An equilibrium begins with a weaker
+    pull, with which solves are short.
     """
     block = model.block
     pull = 0.1 if block.mode == "published" else 0.05
     for weight in (block.w_query, block.w_key, block.memories):
         nn.init.normal_(weight, std=pull)
     nn.init.normal_(model.embedding.positions, std=0.5)
-    # What is answered begins near what it is added to.
+    # Answers begin near 0, and so near the image that they are added to.
     nn.init.normal_(model.decoder.weight, std=0.01)
 
 
 class Inpainter(nn.Module):
     """A model of the hidden pixels, for the images of a task.
 
-    Pixels of digits are seen, and answered, as differences from the mean of all digits: where ink may be is known. In a
-    photograph they are differences from the mean of its visible pixels, and what is answered is added to the harmonic
+    The model reads pixels of digits, and answers with pixels, as differences from the mean of all digits. In a
+    photograph it reads differences from the mean of the visible pixels, and its answer is added to the harmonic
     interpolation. The unit of both is the usual spread of the pixels.
     """
 
@@ -80,7 +80,7 @@ class Inpainter(nn.Module):
         spread(self.model)
 
     def forward(self, images: Tensor, masked: Tensor, base: Tensor | None = None, **options: Any) -> Tensor:
-        """The images with the hidden patches (count, patches) filled in.
+        """Return the images with the hidden patches (count, patches) filled in.
 
         Args:
             images: (count, channels, side, side).
@@ -98,8 +98,8 @@ class Inpainter(nn.Module):
     def energies(self, images: Tensor, masked: Tensor) -> Tensor:
         """Return the energy of every image after every evaluation, (evaluations, count)."""
         hidden = hidden_pixels(masked, images.shape[-1], self.patch)
-        _, found = self.model(self._seen(images, hidden), masked, return_energies=True)
-        return found  # type: ignore[no-any-return]
+        energies: Tensor = self.model(self._seen(images, hidden), masked, return_energies=True)[1]
+        return energies
 
     def _seen(self, images: Tensor, hidden: Tensor) -> Tensor:
         return (images - (visible_mean(images, hidden) if self.remainder else self.mean)) / self.scale
@@ -132,17 +132,17 @@ class Inpainting(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The method that was trained, of which verdicts are given."""
+        """Return the name of the trained method, which the verdicts judge."""
         return EQUILIBRIUM if self.mode == "equilibrium" else stage("published", SHOWN_STEPS[-1])
 
     @property
     def verdicts(self) -> list[dict[str, Any]]:
-        """Whether the errors are as small as is asked of a whole training."""
-        found = []
+        """Return whether the errors are within the `MARGINS` of a whole training."""
+        verdicts = []
         for baseline, margin in MARGINS[self.task.name].items():
             part = self.errors[self.answer] / self.errors[baseline]
-            found.append({"baseline": baseline, "at_most": margin, "part": part, "holds": part <= margin})
-        return found
+            verdicts.append({"baseline": baseline, "at_most": margin, "part": part, "holds": part <= margin})
+        return verdicts
 
 
 def stage(dynamics: str, steps: int) -> str:
@@ -150,7 +150,7 @@ def stage(dynamics: str, steps: int) -> str:
 
 
 def training_loss(task: ImageTask, recipe: Recipe) -> Loss:
-    """The loss of a batch of images of the task, half of whose patches are hidden at random."""
+    """Return the loss of a batch of images of the task, half of whose patches are hidden at random."""
 
     def loss_of(net: nn.Module, generator: torch.Generator) -> Tensor:
         images = task.draw(recipe.batch, generator)
@@ -160,7 +160,7 @@ def training_loss(task: ImageTask, recipe: Recipe) -> Loss:
 
 
 def loss(net: nn.Module, images: Tensor, masked: Tensor) -> Tensor:
-    """Root mean square error over the hidden pixels of a batch."""
+    """Return the root mean square error over the hidden pixels of a batch."""
     solved: dict[str, Any] = {"solver": TRAINING_SOLVER, "adjoint": ADJOINT} if net.mode == EQUILIBRIUM else {}
     wrong: Tensor = net(images, masked, **solved) - images
     # A norm has a gradient where nothing is wrong; visible pixels add 0.
@@ -181,24 +181,17 @@ def measured(task: ImageTask, recipe: Recipe, trained: Trained, net: Inpainter, 
         same.load_state_dict(net.state_dict())
     stages = [stage(mode, steps) for steps in SHOWN_STEPS]
     for name, steps in zip(stages, SHOWN_STEPS, strict=True):
-        plain = {"solver": Picard(max_steps=steps, rtol=0.0, atol=0.0)}
-        asked: dict[str, Any] = {"max_steps": steps} if mode == "published" else plain
-        answers[name] = nets[mode](images, masked, answers[HARMONIC], **asked)
+        plain: dict[str, Any] = {"solver": Picard(max_steps=steps, rtol=0.0, atol=0.0)}
+        options = {"max_steps": steps} if mode == "published" else plain
+        answers[name] = nets[mode](images, masked, answers[HARMONIC], **options)
     answers[EQUILIBRIUM] = nets[EQUILIBRIUM](images, masked, answers[HARMONIC])
     solve = nets[EQUILIBRIUM].model.block.last_solve
     assert solve is not None
-    # From all over the held-out images: the first crops of a photograph are sky.
+    # The first crops of a photograph are sky, so that images from all over it are shown.
     shown = torch.linspace(0, len(images) - 1, SHOWN).long()
     columns = [("hidden", images), *((name, answers[name]) for name in (*stages, EQUILIBRIUM)), ("truth", images)]
-    return Inpainting(
-        task=task,
-        recipe=recipe,
-        trained=trained,
-        mode=mode,
-        errors={name: rmse(images, answer, hidden) for name, answer in answers.items()},
-        converged=float(solve.converged.double().mean()),
-        evaluations=float(solve.num_evals.double().mean()),
-        columns=[(name, pictures[shown]) for name, pictures in columns],
-        hidden=hidden[shown],
-        energies={name: same.energies(images[shown], masked[shown]) for name, same in nets.items()},
-    )
+    pictures = [(name, column[shown]) for name, column in columns]
+    errors = {name: rmse(images, answer, hidden) for name, answer in answers.items()}
+    evidence = float(solve.converged.double().mean()), float(solve.num_evals.double().mean())
+    energies = {name: same.energies(images[shown], masked[shown]) for name, same in nets.items()}
+    return Inpainting(task, recipe, trained, mode, errors, *evidence, pictures, hidden[shown], energies)

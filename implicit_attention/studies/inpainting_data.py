@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..models.image import scatter_mask
 
-#: Of 1797 digits, how many are trained on.
+#: So many of the 1797 digits are trained on.
 TRAINED_DIGITS = 1400
-#: Of a photograph's columns, the part from the left that crops to train on are drawn from; the rest is held out.
+#: Crops to train on come from this left part of a photograph's columns; the rest is held out.
 TRAINED_COLUMNS = 2 / 3
 #: Pixels along a side of a crop and of its patches, and the same of digits.
 CROP, CROP_PATCH = 32, 4
@@ -45,12 +45,12 @@ class ImageTask:
 
     @property
     def patches(self) -> int:
-        """Patches of an image."""
+        """Return the number of patches of an image."""
         return (self.side // self.patch) ** 2
 
     @property
     def epoch(self) -> int:
-        """Images with as many pixels as all regions have."""
+        """Return the number of images with as many pixels as all regions have."""
         count, _, height, width = self.regions.shape
         return count * height * width // self.side**2
 
@@ -61,12 +61,12 @@ class ImageTask:
 
     @functools.cached_property
     def scale(self) -> float:
-        """Standard deviation of the pixels of images to train on around the mean of their own image."""
+        """Return the standard deviation of pixels of images to train on around the mean of their own image."""
         images = self.draw(1000, torch.Generator().manual_seed(0))
         return float((images - images.mean((-1, -2), keepdim=True)).square().mean().sqrt())
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Images to train on, (count, channels, side, side), at random places of random regions."""
+        """Draw images to train on, (count, channels, side, side), at random places of random regions."""
         number, _, height, width = self.regions.shape
         which = torch.randint(number, (count,), generator=generator)
         top = torch.randint(height - self.side + 1, (count, 1, 1), generator=generator)
@@ -77,7 +77,7 @@ class ImageTask:
 
 
 def load(name: Literal["digits", "photos"]) -> ImageTask:
-    """scikit-learn's 1797 digits, or its two photographs: both are files of its package, nothing is downloaded."""
+    """Load scikit-learn's 1797 digits, or its two photographs: both are files of its package, nothing is downloaded."""
     return _digits() if name == "digits" else _photos()
 
 
@@ -102,7 +102,7 @@ def _photos() -> ImageTask:
     raw = load_sample_images().images
     photos = torch.stack([torch.from_numpy(photo / 255).float().permute(2, 0, 1) for photo in raw])
     train, rest = photos.tensor_split([round(TRAINED_COLUMNS * photos.shape[-1])], dim=-1)
-    # Neighbouring crops that do not overlap; what is left over at the right and lower edges is not used.
+    # Neighbouring crops that do not overlap; a rest at the right and lower edges is not used.
     crops = rest.unfold(2, CROP, CROP).unfold(3, CROP, CROP).permute(0, 2, 3, 1, 4, 5).flatten(0, 2).contiguous()
     source = {
         "source": "sklearn.datasets.load_sample_images",
@@ -114,25 +114,25 @@ def _photos() -> ImageTask:
 
 
 def scattered(count: int, patches: int, generator: torch.Generator) -> Tensor:
-    """Which patches are hidden, (count, patches) bool: half of every image's, at random."""
+    """Hide half of the patches of every image at random, (count, patches) bool."""
     return scatter_mask(count, patches, replaced=patches // 2, kept=0, generator=generator)[0]
 
 
 def hidden_pixels(masked: Tensor, side: int, patch: int) -> Tensor:
-    """The pixels (count, 1, side, side) bool of hidden patches (count, patches), which go row by row."""
+    """Return the pixels (count, 1, side, side) bool of hidden patches (count, patches), which go row by row."""
     per_side = side // patch
     grid = masked.view(-1, 1, per_side, per_side)
     return grid.repeat_interleave(patch, dim=-2).repeat_interleave(patch, dim=-1)
 
 
 def visible_mean(images: Tensor, hidden: Tensor) -> Tensor:
-    """The images with each hidden pixel replaced by the mean of the visible ones of its image and channel."""
+    """Replace each hidden pixel by the mean of the visible ones of its image and channel."""
     means = images.masked_fill(hidden, 0.0).sum((-1, -2), keepdim=True) / (~hidden).sum((-1, -2), keepdim=True)
     return images.where(~hidden, means)
 
 
 def harmonic(images: Tensor, hidden: Tensor) -> Tensor:
-    """The images with hidden pixels such that each is the mean of its neighbours: Laplace's equation.
+    """Fill in hidden pixels such that each is the mean of its neighbours: Laplace's equation.
 
     Visible pixels are its boundary; at an edge of the image there is one neighbour less. Every image needs a visible
     pixel. Computed in float64.
@@ -157,12 +157,12 @@ def harmonic(images: Tensor, hidden: Tensor) -> Tensor:
     degree, known = np.zeros(len(unknown)), np.zeros((len(unknown), channels))
     pairs: list[tuple[Any, Any]] = []
     for inside, step in ((row > 0, -width), (row < height - 1, width), (column > 0, -1), (column < width - 1, 1)):
-        here = inside.nonzero()[0]
-        there = unknown[here] + step
-        degree[here] += 1
-        free = number[there] >= 0
-        known[here[~free]] += values[there[~free]]
-        pairs.append((here[free], number[there[free]]))
+        pixel = inside.nonzero()[0]
+        neighbour = unknown[pixel] + step
+        degree[pixel] += 1
+        free = number[neighbour] >= 0
+        known[pixel[~free]] += values[neighbour[~free]]
+        pairs.append((pixel[free], number[neighbour[free]]))
     diagonal = np.arange(len(unknown))
     rows, columns = (np.concatenate([*side, diagonal]) for side in zip(*pairs, strict=True))
     entries = np.concatenate([np.full(len(rows) - len(unknown), -1.0), degree])
@@ -174,6 +174,6 @@ def harmonic(images: Tensor, hidden: Tensor) -> Tensor:
 
 
 def rmse(images: Tensor, answers: Tensor, hidden: Tensor) -> float:
-    """Root mean square difference over the hidden pixels of all channels."""
+    """Return the root mean square difference over the hidden pixels of all channels."""
     square = (answers - images).double().square().masked_select(hidden.expand_as(images))
     return float(square.mean().sqrt())

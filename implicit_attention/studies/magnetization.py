@@ -1,4 +1,4 @@
-"""Every method that holds for a spin system, side by side."""
+"""The magnetizations of a spin system by every method that holds for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .spin_methods import REFERENCES, SCALARS, Entry
 
 @dataclasses.dataclass(frozen=True)
 class Magnetization:
-    """Everything that the methods say of a system.
+    """The answers of all methods to a system.
 
     Attributes:
         system: all samples of it.
@@ -33,7 +33,7 @@ class Magnetization:
         betas, sweep: inverse temperatures, and rows against them.
         driven, paths: of every method that was driven, plain numbers by step, and its path if it has one.
         samples: of the sampler, if one ran.
-        digits, completions: without a file, the images and what was made of their upper halves.
+        digits, completions: without a file, the images and the completions of their upper halves.
     """
 
     system: SpinSystem
@@ -51,18 +51,18 @@ class Magnetization:
 
     @property
     def unreadable(self) -> str:
-        """A note on samples that hold no finite numbers; nothing where there are none."""
-        held, lost = not_finite(self.system)
-        return f"{int(lost.sum())} of {lost.numel()} systems get no answer: NaN or infinity in {held}" if held else ""
+        """Return a note on samples with numbers that are not finite, or nothing if there are none."""
+        names, lost = not_finite(self.system)
+        return f"{int(lost.sum())} of {lost.numel()} systems get no answer: NaN or infinity in {names}" if names else ""
 
     @property
     def reference(self) -> str | None:
-        """The method that the others' magnetizations are compared with."""
+        """Return the method that the others' magnetizations are compared with."""
         return _reference(self.magnetizations)
 
 
 def not_finite(system: SpinSystem) -> tuple[str, Tensor]:
-    """The names of the arrays that hold a NaN or an infinity, and which samples (*batch) read one."""
+    """Return the names of the arrays that hold a NaN or an infinity, and which samples (*batch) read one."""
     beta = torch.as_tensor(system.beta, dtype=system.field.dtype)
     parts = {"J": (system.couplings, system.pair_axes), "h": (system.field, 2), "beta": (beta, 0)}
     wrong = {name: ~(t.isfinite().flatten(t.ndim - k).all(-1) if k else t.isfinite()) for name, (t, k) in parts.items()}
@@ -90,12 +90,12 @@ def ask(
     Args:
         system: all samples of it.
         methods: to ask.
-        progress: is told of it.
+        progress: gets the reports.
         images: those that the system is fitted to, whose lower halves are completed.
         betas: inverse temperatures of a sweep.
         driven: methods to ask in `fields`.
         fields: (T, *batch, N, D).
-        max_seconds: no further timed run of a method is begun after so long.
+        max_seconds: after so long no further timed run of a method begins.
         seed: of what is sampled.
         quick: with fewer samples.
 
@@ -108,53 +108,38 @@ def ask(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise InputError(f"`--methods` must list one that holds for this system, got none ({reasons}); leave it out")
     rows: list[dict[str, Any]] = []
-    found: dict[str, Tensor] = {}
+    answers: dict[str, Tensor] = {}
     samples = None
     for entry in entries:
         progress.begin(entry.name)
         answer = spin_methods.evaluate(
-            entry,
-            system,
-            max_seconds=max_seconds,
-            seed=seed,
-            quick=quick,
-            progress=progress.part,
+            entry, system, max_seconds=max_seconds, seed=seed, quick=quick, progress=progress.part
         )
         progress.end(entry.name, answer.row)
         rows.append(answer.row)
         samples = answer.samples or samples
         if answer.magnetization is not None:
             failed = torch.as_tensor(answer.row.get("failed", False)).expand(system.batch)
-            found[entry.name] = answer.magnetization.masked_fill(failed[..., None, None], torch.nan)
-    _add_distances(rows, found, system)
+            answers[entry.name] = answer.magnetization.masked_fill(failed[..., None, None], torch.nan)
+    _add_distances(rows, answers, system)
     _mark_averaged(rows, system)
     approximations = [entry for entry in entries if isinstance(entry.method, Approximation)]
-    against_beta = [] if betas is None else _sweep(approximations, system, betas, progress)
+    sweep = [] if betas is None else _sweep(approximations, system, betas, progress)
     driven_rows, paths = ([], {}) if fields is None else _drive(driven, system, fields, progress)
     completions = None
     if images is not None:
         progress.begin("completing digits")
         completions = complete(images, approximations, seed=seed, quick=quick, progress=progress.part)
         _add_rates(rows, images, completions)
+    equilibrium = spin_methods.in_equilibrium(system)
     return Magnetization(
-        system=system,
-        equilibrium=spin_methods.in_equilibrium(system),
-        rows=rows,
-        magnetizations=found,
-        refused=refused,
-        betas=betas,
-        sweep=against_beta,
-        driven=driven_rows,
-        paths=paths,
-        samples=samples,
-        digits=images,
-        completions=completions,
+        system, equilibrium, rows, answers, refused, betas, sweep, driven_rows, paths, samples, images, completions
     )
 
 
 def _sweep(entries: list[Entry], system: SpinSystem, betas: Tensor, progress: Listener) -> list[dict[str, Any]]:
     rows = []
-    # What is too large for all temperatures at once is left out here, with the reason.
+    # A method whose state is too large for all temperatures at once is left out, with the reason.
     fitting, refused = spin_methods.applicable(entries, spin_methods.at_all(system, betas))
     for entry in fitting:
         progress.begin(f"{entry.name} against beta")
@@ -165,7 +150,7 @@ def _sweep(entries: list[Entry], system: SpinSystem, betas: Tensor, progress: Li
 def _drive(
     entries: Sequence[Entry], system: SpinSystem, fields: Tensor, progress: Listener
 ) -> tuple[list[dict[str, Any]], dict[str, DrivenPath]]:
-    """The numbers of every method in the fields, or why it does not hold, and the paths."""
+    """Return the numbers of every method in the fields, or why it does not hold, and the paths."""
     fitting, refused = spin_methods.applicable(entries, system)
     rows, paths = [], {}
     for entry in fitting:
@@ -181,21 +166,21 @@ def _left_out(refused: dict[str, str]) -> list[dict[str, Any]]:
     return [{"method": name, "error": "left out", "message": reason} for name, reason in refused.items()]
 
 
-def _reference(found: dict[str, Tensor]) -> str | None:
-    return next((name for name in REFERENCES if name in found), None)
+def _reference(answers: dict[str, Tensor]) -> str | None:
+    return next((name for name in REFERENCES if name in answers), None)
 
 
-def _add_distances(rows: list[dict[str, Any]], found: dict[str, Tensor], system: SpinSystem) -> None:
-    """The distance of magnetizations from the exact or sampled ones, root mean square over sites, in units of R."""
-    name = _reference(found)
+def _add_distances(rows: list[dict[str, Any]], answers: dict[str, Tensor], system: SpinSystem) -> None:
+    """Add the distance of magnetizations from the reference, root mean square over sites, in units of R."""
+    name = _reference(answers)
     for row in rows:
-        if name is not None and row["method"] in found and row["method"] != name:
-            apart = (found[row["method"]] - found[name]).square().sum(-1).mean(-1).sqrt() / system.radius
+        if name is not None and row["method"] in answers and row["method"] != name:
+            apart = (answers[row["method"]] - answers[name]).square().sum(-1).mean(-1).sqrt() / system.radius
             row |= {"distance": apart.tolist(), "distance_from": name}
 
 
 def _mark_averaged(rows: list[dict[str, Any]], system: SpinSystem) -> None:
-    """Mark the samples that means are over: those answered in every row, but for rows without any answer."""
+    """Mark the samples for means: those with an answer in every row that has any answer."""
     averaged = torch.ones(system.batch, dtype=torch.bool)
     answered = [row for row in rows if "mean_length" in row]
     for row in answered:

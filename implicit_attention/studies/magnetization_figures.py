@@ -1,4 +1,4 @@
-"""The figures of what methods say of a spin system."""
+"""The figures of the answers of all methods to a spin system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN_SAMPLES = 10
 
 
 def figures(result: Magnetization, source: str, drive: str) -> dict[str, Figure]:
-    """All figures, by the names of their files; `source` and `drive` name the system and its fields in titles."""
+    """Draw all figures, by the names of their files; `source` and `drive` name the system and its fields in titles."""
     system, images, completions = result.system, result.digits, result.completions
     drawn = {"spins.png": _spins_figure(result, source) if images is None else _digits_figure(result, images)}
     if result.betas is not None:
@@ -39,7 +39,7 @@ def figures(result: Magnetization, source: str, drive: str) -> dict[str, Figure]
 
 
 def _spins_figure(result: Magnetization, source: str) -> Figure:
-    """The field, a configuration of the samples, and what every method answers."""
+    """Draw the field, a configuration of the samples, and the answer of every method."""
     system = result.system
     n, d, samples = system.num_sites, system.dim, system.batch.numel()
     field = system.field.detach()
@@ -61,7 +61,7 @@ def _spins_figure(result: Magnetization, source: str) -> Figure:
 
 
 def _graph(system: SpinSystem) -> Tensor:
-    """Which pairs are coupled in any of the samples, (N, N)."""
+    """Return which pairs are coupled in any of the samples, (N, N)."""
     n = system.num_sites
     if system.low_rank:
         return torch.ones(n, n)
@@ -72,26 +72,26 @@ def _graph(system: SpinSystem) -> Tensor:
 
 
 def _digits_figure(result: Magnetization, digits: Digits) -> Figure:
-    """An image, the mean image, two configurations and magnetizations for every digit."""
-    found = result.magnetizations
+    """Draw an image, the mean image, two configurations and magnetizations for every digit."""
     rows = [("an image", digits.examples), ("mean of the images", digits.means)]
     if result.samples is not None:
         rows += [("a sample", result.samples.final[0, ..., 0]), ("another", result.samples.final[1, ..., 0])]
-    rows += [(f"m, {name}", m[..., 0]) for name, m in sorted(found.items(), key=lambda pair: pair[0] != SAMPLER)]
+    answers = sorted(result.magnetizations.items(), key=lambda pair: pair[0] != SAMPLER)
+    rows += [(f"m, {name}", m[..., 0]) for name, m in answers]
     side = math.isqrt(result.system.num_sites)
     title = f"One Ising system of {side} x {side} spins for every digit, fitted to {len(digits.images)} images"
     return _images_figure(rows, title=title)
 
 
 def _images_figure(rows: list[tuple[str, Tensor]], **options: Any) -> Figure:
-    """Rows (name, (10, 64)) with a column for every digit."""
+    """Draw rows (name, (10, 64)) with a column for every digit."""
     states = [(name, state[..., None]) for name, state in rows]
     columns = [str(digit) for digit in range(len(states[0][1]))]
     return configuration_figure(states, columns=columns, palette="gray_r", **options)
 
 
 def _completions_figure(completions: Completions) -> Figure:
-    """Truth, what is held, and what every method makes of it."""
+    """Draw the truth, the clamped upper half, and the completion of every method."""
     truth = completions.truth[completions.shown]
     upper, hidden = truth.tensor_split(2, dim=-1)
     rows = [("an image", truth), ("what is held", torch.cat([upper, torch.full_like(upper, torch.nan)], -1))]
@@ -110,7 +110,7 @@ def _completions_figure(completions: Completions) -> Figure:
 
 
 def _phase_figure(result: Magnetization, source: str) -> Figure:
-    """Every method against beta; of several samples the mean, where all have an answer."""
+    """Draw every method against beta; of several samples the mean, where all have an answer."""
     curves, failed = {}, {}
     for row in result.sweep:
         if "failed" in row:

@@ -14,21 +14,22 @@ from torch import Tensor, nn
 from .. import EquilibriumTransformer, Picard, Solution
 from .mazes import FEATURES, IGNORED, Mazes, mazes
 from .progress import Listener
+from .training import make_update
 
 DIM, HEADS = 32, 2
-#: Mazes to learn from, of one size and one generator; and so many more that have a crossing, which are rare.
+#: Mazes to learn from, of one size and one generator, and so many more with a crossing, which is rare.
 TRAIN_SIZE, TRAIN_GENERATOR, TRAIN_MAZES, TRAIN_CROSSED = 5, "depth-first", 6000, 200
 #: Mazes of a batch, and how many of them have a crossing.
 BATCH, CROSSED = 64, 21
-#: Steps of the loop in training, drawn for every batch: numbers that are drawn make states settle. Every second state
-#: of the later half has a loss, which keeps training from collapsing.
+#: Steps of the loop in training, drawn anew for every batch, which makes states settle. Every second state of the
+#: later half has a loss, which keeps training from collapsing.
 STEPS, EVERY = range(8, 17), 2
-#: Weight of the last step's relative change in the loss. It grows in the third quarter of training: asked for at once,
-#: states come to rest before they answer anything.
+#: Weight of the last step's relative change in the loss. It grows in the third quarter of training: from the start, it
+#: would bring states to rest before they answer anything.
 SETTLE = 0.5
 RTOL, RATE = 1e-3, 2e-3
-#: Updates between two that a line tells of.
-TOLD_EVERY = 100
+#: Updates between two lines of progress.
+LINE_EVERY = 100
 
 
 class SolvedMaze(NamedTuple):
@@ -54,12 +55,12 @@ class MazeModel(nn.Module):
         self.layer = EquilibriumTransformer(DIM, HEADS, solver=Picard(rtol=RTOL, max_steps=1000))
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        """Two logits for every token (B, N, 2); the second is for being on the path."""
+        """Return two logits for every token (B, N, 2); the second is for being on the path."""
         logits: Tensor = self.head(self.layer(self.embed(inputs), mask))
         return logits
 
     def course(self, inputs: Tensor, mask: Tensor, steps: int) -> list[Tensor]:
-        """The states after 0, 1, ... `steps` steps, (B, N, DIM) each."""
+        """Return the states after 0, 1, ... `steps` steps, (B, N, DIM) each."""
         x, heads = self.embed(inputs), mask.unsqueeze(-3)
         states = [torch.zeros_like(x)]
         for _ in range(steps):
@@ -68,10 +69,10 @@ class MazeModel(nn.Module):
 
     @torch.no_grad()
     def solved(self, maze: Mazes) -> SolvedMaze:
-        """The one maze of a batch, with what the state was on its way."""
+        """Solve the one maze of a batch, and keep the states on the way."""
         x, mask = self.embed(maze.inputs), maze.mask
         state, solution = self.layer(x, mask, return_solution=True, on_failure="ignore")
-        # Picard's steps are plain: made once more, one by one, they pass through the same states.
+        # Picard's steps are plain: one by one they pass through the same states again.
         states = self.course(maze.inputs, mask, int(solution.num_evals))
         residuals = [float((after - z).norm() / after.norm()) for z, after in itertools.pairwise(states)]
         paths = [self.head(z)[0, : maze.cells].softmax(-1)[:, 1] for z in (*states[1:-1], state)]
@@ -79,7 +80,7 @@ class MazeModel(nn.Module):
 
 
 def trained(updates: int, progress: Listener) -> MazeModel:
-    """The model, trained with a line of progress: always the same one, whatever torch's generator would draw."""
+    """Train the model with a line of progress: always the same one, whatever torch's generator would draw."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MazeModel()
@@ -87,17 +88,17 @@ def trained(updates: int, progress: Listener) -> MazeModel:
         name = f"training {count} parameters on {TRAIN_SIZE} x {TRAIN_SIZE} mazes"
         progress.begin(name, 0, updates)
 
-        def told(update: int, loss: float) -> None:
-            progress.begin(f"{name}, loss {loss:.3f}", update, updates)
-            if (update % TOLD_EVERY == 0 and not progress.has_bar) or update == updates:
-                progress.end(name, {"line": f"update {update} of {updates}, loss {loss:.3f}"})
+        def report(done: int, loss: float) -> None:
+            progress.begin(f"{name}, loss {loss:.3f}", done, updates)
+            if (done % LINE_EVERY == 0 and not progress.has_bar) or done == updates:
+                progress.end(name, {"line": f"update {done} of {updates}, loss {loss:.3f}"})
 
-        train(model, updates, told)
+        train(model, updates, report)
     return model
 
 
 def loss_of(model: MazeModel, batch: tuple[Tensor, Tensor, Tensor], steps: int, settle: float) -> Tensor:
-    """Cross-entropy at every second state of the later half, and `settle` times the last relative change."""
+    """Return the cross-entropy at every second state of the later half + `settle` times the last relative change."""
     inputs, mask, targets = batch
     states = model.course(inputs, mask, steps)
     judged = torch.stack(states[: (steps - 1) // 2 : -EVERY])
@@ -108,8 +109,8 @@ def loss_of(model: MazeModel, batch: tuple[Tensor, Tensor, Tensor], steps: int, 
     return loss
 
 
-def train(model: MazeModel, updates: int, told: Callable[[int, float], None]) -> None:
-    """AdamW with one cycle of the learning rate; `told` hears the number of every update and its loss."""
+def train(model: MazeModel, updates: int, report: Callable[[int, float], None]) -> None:
+    """Train by AdamW with one cycle of the learning rate; `report` gets the number of every update and its loss."""
     counts, pools = (BATCH - CROSSED, CROSSED), []
     for count, crossed in ((TRAIN_MAZES, False), (TRAIN_CROSSED, True)):
         drawn = mazes(TRAIN_GENERATOR, TRAIN_SIZE, count, "to train", crossed=crossed)
@@ -118,18 +119,14 @@ def train(model: MazeModel, updates: int, told: Callable[[int, float], None]) ->
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=updates, pct_start=0.15)
     draw = random.Random(0)
     model.train()
-    for update in range(1, updates + 1):
+    for done in range(1, updates + 1):
         chosen = [torch.randint(len(pool[0]), (count,)) for pool, count in zip(pools, counts, strict=True)]
         inputs, mask, targets = (
             torch.cat([part[some] for part, some in zip(parts, chosen, strict=True)])
             for parts in zip(*pools, strict=True)
         )
-        settle = SETTLE * min(max(4 * (update - 1) / updates - 2, 0.0), 1.0)
-        loss = loss_of(model, (inputs, mask, targets), draw.choice(STEPS), settle)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        settle = SETTLE * min(max(4 * (done - 1) / updates - 2, 0.0), 1.0)
+        loss = make_update(model, loss_of(model, (inputs, mask, targets), draw.choice(STEPS), settle), optimizer)
         schedule.step()
-        told(update, float(loss.detach()))
+        report(done, loss)
     model.eval()

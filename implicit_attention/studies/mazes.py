@@ -11,20 +11,21 @@ from torch import Tensor
 
 #: The four ways out of a cell, as (rows, columns): up, down, left, right.
 WAYS = ((-1, 0), (1, 0), (0, -1), (0, 1))
-#: What is known of a token: whether it is the start, the goal, a wall.
+#: The features of a token: whether it is the start, the goal, a wall.
 FEATURES = 3
-#: A place of a list of edges that holds none.
+#: This fills up a list of edges.
 NONE = -1
-#: Targets with this number are not asked for.
+#: Targets with this number have no loss.
 IGNORED = -100
 
 Parents = list[int]
+Generator = Callable[[int, random.Random], Parents]
 
 
 class Mazes(NamedTuple):
     """Mazes of one size: N tokens are the cells, row by row, and behind them four walls, one for each side.
 
-    inputs: (B, N, FEATURES), what is known of every token.
+    inputs: (B, N, FEATURES), the features of every token.
     edges: (B, N, 4), the tokens that a token attends to. A cell attends on each of its sides (the `WAYS`) to the cell
         beside it or to the wall: always four, so that their mean counts the ways out. A wall attends to itself, and its
         other places are `NONE`.
@@ -42,26 +43,26 @@ class Mazes(NamedTuple):
 
     @property
     def ways(self) -> Tensor:
-        """(B, cells, 4) bool, which ways out of a cell are open."""
+        """Return which ways out of a cell are open, (B, cells, 4) bool."""
         return self.edges[..., : self.cells, :] < self.cells
 
     @property
     def mask(self) -> Tensor:
-        """(B, N, N) bool, which tokens a token attends to."""
+        """Return which tokens a token attends to, (B, N, N) bool."""
         return mask_of(self.edges)
 
 
 def mask_of(lists: Tensor) -> Tensor:
-    """The mask (B, N, N) of lists of edges (B, N, K), filled up with `NONE`."""
+    """Return the mask (B, N, N) of lists of edges (B, N, K), which are filled up with `NONE`."""
     tokens = lists.shape[-2]
-    # What holds no edge is written into a column that is cut off.
+    # `NONE` is written into a column that is cut off.
     places = torch.where(lists == NONE, tokens, lists)
     mask = torch.zeros(*lists.shape[:-1], tokens + 1, dtype=torch.bool, device=lists.device)
     return mask.scatter_(-1, places, True)[..., :tokens]
 
 
 def around(cell: int, size: int) -> list[int]:
-    """The cells beside one in the grid, walls or not."""
+    """Return the cells beside one in the grid, with and without a wall between."""
     row, column = divmod(cell, size)
     return [
         (row + down) * size + column + right
@@ -70,11 +71,17 @@ def around(cell: int, size: int) -> list[int]:
     ]
 
 
+def _root(size: int, draw: random.Random) -> tuple[int, Parents]:
+    """Draw the root of a tree, whose parent is itself; the other cells have none yet."""
+    root, parent = draw.randrange(size * size), [-1] * size**2
+    parent[root] = root
+    return root, parent
+
+
 def depth_first(size: int, draw: random.Random) -> Parents:
-    """Walk to a cell not seen before until there is none, then back: long winding ways with few branches."""
-    first = draw.randrange(size * size)
-    parent, way = [-1] * size**2, [first]
-    parent[first] = first
+    """Walk to a new cell as long as there is one, then back: long winding ways with few branches."""
+    root, parent = _root(size, draw)
+    way = [root]
     while way:
         free = [cell for cell in around(way[-1], size) if parent[cell] < 0]
         if not free:
@@ -87,11 +94,9 @@ def depth_first(size: int, draw: random.Random) -> Parents:
 
 
 def prim(size: int, draw: random.Random) -> Parents:
-    """Open a wall drawn from all that border what is reached, again and again: short ways with many branches."""
-    first = draw.randrange(size * size)
-    parent = [-1] * size**2
-    parent[first] = first
-    walls = [(first, cell) for cell in around(first, size)]
+    """Open a random wall around the reached cells, again and again: short ways with many branches."""
+    root, parent = _root(size, draw)
+    walls = [(root, cell) for cell in around(root, size)]
     while walls:
         index = draw.randrange(len(walls))
         walls[index], walls[-1] = walls[-1], walls[index]
@@ -103,10 +108,8 @@ def prim(size: int, draw: random.Random) -> Parents:
 
 
 def wilson(size: int, draw: random.Random) -> Parents:
-    """Random walks without their loops, from every cell to what is reached: every spanning tree is as likely."""
-    parent = [-1] * size**2
-    first = draw.randrange(size * size)
-    parent[first] = first
+    """Join random walks without their loops from every cell to a reached one: every spanning tree is as likely."""
+    _, parent = _root(size, draw)
     for begin in range(size * size):
         cell, last = begin, {}
         while parent[cell] < 0:
@@ -120,15 +123,11 @@ def wilson(size: int, draw: random.Random) -> Parents:
 
 
 #: Each draws a spanning tree of the grid, as the parent of every cell (the root is its own).
-GENERATORS: dict[str, Callable[[int, random.Random], Parents]] = {
-    "depth-first": depth_first,
-    "Prim": prim,
-    "Wilson": wilson,
-}
+GENERATORS: dict[str, Generator] = {"depth-first": depth_first, "Prim": prim, "Wilson": wilson}
 
 
 def path(parent: Parents, start: int, goal: int) -> list[int]:
-    """The cells from start to goal: up from both to where their ways meet."""
+    """Return the cells from start to goal: up from both to where their ways meet."""
     up = [start]
     while parent[up[-1]] != up[-1]:
         up.append(parent[up[-1]])
@@ -139,7 +138,7 @@ def path(parent: Parents, start: int, goal: int) -> list[int]:
 
 
 def has_crossing(parent: Parents) -> bool:
-    """Whether some cell has four ways out: to its parent, and to children."""
+    """Return whether some cell has four ways out: to its parent, and to children."""
     ways = [int(cell != above) for cell, above in enumerate(parent)]
     for cell, above in enumerate(parent):
         ways[above] += cell != above
@@ -147,9 +146,9 @@ def has_crossing(parent: Parents) -> bool:
 
 
 def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = False) -> Mazes:
-    """`count` mazes of size x size cells, from the first corner to the opposite one.
+    """Draw `count` mazes of size x size cells, from the first corner to the opposite one.
 
-    With `crossed` only mazes that have a crossing. The first mazes of a larger count are those of a smaller one.
+    With `crossed` all of them have a crossing. The first mazes of a larger count are those of a smaller one.
     """
     draw, cells, sides = random.Random(f"{generator}, {size} x {size}, {seed}"), size * size, len(WAYS)
     inputs, edges = torch.zeros(count, cells + sides, FEATURES), torch.full((count, cells + sides, sides), NONE)
@@ -166,7 +165,7 @@ def mazes(generator: str, size: int, count: int, seed: str, *, crossed: bool = F
             parent = GENERATORS[generator](size, draw)
         passages = [(cell, other) for cell, other in enumerate(parent) if cell != other]
         both = passages + [(other, cell) for cell, other in passages]
-        here, there = (list(ends) for ends in zip(*both, strict=True))
-        edges[index, here, [side[other - cell] for cell, other in both]] = torch.tensor(there)
+        begins, ends = (list(cells) for cells in zip(*both, strict=True))
+        edges[index, begins, [side[other - cell] for cell, other in both]] = torch.tensor(ends)
         targets[index, path(parent, 0, cells - 1)] = 1
     return Mazes(inputs, edges, targets)

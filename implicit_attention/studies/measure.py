@@ -21,7 +21,7 @@ def median_times(
     warmup: int = 1,
     max_seconds: float = 10.0,
 ) -> list[float]:
-    """Median wall-clock seconds of every stage of a chain, each stage fed with the result of the one before.
+    """Measure the median seconds of every stage of a chain, each stage fed with the result of the one before.
 
     Args:
         first: the first stage, for example a forward pass.
@@ -29,7 +29,7 @@ def median_times(
         device: synchronised before and after every stage where it is an accelerator.
         repeats: measured runs of the chain, >= 1.
         warmup: runs before them that do not count.
-        max_seconds: no further run is begun after this time, so that a slow method costs one.
+        max_seconds: after this time no further run begins, so that a slow method costs one.
     """
     begin = time.perf_counter()
     runs: list[list[float]] = []
@@ -50,7 +50,7 @@ def median_times(
 
 @contextmanager
 def one_thread(wanted: bool = True) -> Iterator[int]:
-    """One thread for problems too small to share, if it is `wanted`; the number of threads is yielded."""
+    """Use one thread for problems too small to share, if it is `wanted`, and yield the number of threads."""
     before = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(1)
@@ -67,9 +67,9 @@ def _now(device: torch.device) -> float:
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
-    """Largest number of bytes that torch held at once during `function()`, beyond what it held before.
+    """Measure the largest number of bytes in use by torch during `function()`, less those in use before.
 
-    On CUDA the allocator's own count. On a CPU the profiler's allocations and frees added up in order of time, which
+    On CUDA the allocator counts. On a CPU the profiler's allocations and frees are added up in order of time, which
     unlike the size of the process is the same on every run.
     """
     if device.type == "cuda":
@@ -80,25 +80,24 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     level = "KINETO_LOG_LEVEL"
-    given = os.environ.get(level)
+    usual = os.environ.get(level)
     # Keeps the profiler's lines about its start and stop off stderr.
     os.environ.setdefault(level, "99")
     try:
         with torch.autograd.profiler.profile(profile_memory=True) as profiler:
             function()
     finally:
-        if given is None:
+        if usual is None:
             del os.environ[level]
     results = profiler.kineto_results
     if results is None:
         raise RuntimeError("the profiler recorded nothing; is another one running?")
-    changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda change: change[0])
-    held: list[int] = list(itertools.accumulate((size for _, size in changes), initial=0))
-    return max(held)
+    changes = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns())
+    in_use: list[int] = list(itertools.accumulate((event.nbytes() for event in changes), initial=0))
+    return max(in_use)
 
 
 def error_row(error: Exception) -> dict[str, Any]:
-    """Return the text in the row of a method that raised: the kind of error and the first line of its message."""
+    """Return the row of a method that raised: the kind of error and the first line of its message."""
     text = str(error).strip().splitlines()
     return {"error": type(error).__name__, "message": text[0] if text else ""}

@@ -9,31 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import potentials
 from ..energies import AnchoredEnergy, Energy, Epanechnikov, SphereEnergy
-from ..potentials import (
-    BernoulliUnits,
-    ConstantUnits,
-    DistanceLogSumExp,
-    EluFeatures,
-    Entmax,
-    Exponential,
-    ExponentialUnits,
-    GaussianUnits,
-    KernelPotential,
-    LaplaceUnits,
-    LogSumExp,
-    NormalisedScores,
-    PoissonUnits,
-    Polynomial,
-    PositiveFeatures,
-    ReluFeatures,
-    SignUnits,
-    SoftcapLogSumExp,
-    Softmax1,
-    SphereUnits,
-    SquaredScores,
-    units_potential,
-)
 
 #: The potential of softmax attention.
 LOG_SUM_EXP = "log-sum-exp"
@@ -41,8 +18,6 @@ LOG_SUM_EXP = "log-sum-exp"
 FEATURES, FEATURE_SEED = 256, 0
 #: Scores beyond this are cut by `SoftcapLogSumExp`.
 SOFTCAP = 50.0
-
-
 #: The similarities of patterns from which `--beta auto` is found, by the potentials that have one.
 SIMILARITIES = {LOG_SUM_EXP: "dot", "distance": "distance"}
 
@@ -67,44 +42,44 @@ def _anchored(
 
 
 def _of(factory: Callable[..., Any], beta: float = 8.0) -> Choice:
-    """The anchored energy of a factory (keys, beta, *, mask) of potentials."""
+    """Choose the anchored energy of a factory (keys, beta, *, mask) of potentials."""
     return Choice(partial(_anchored, factory), beta)
 
 
-def _random_features(keys: Tensor, beta: float, **options: Any) -> KernelPotential:
+def _random_features(keys: Tensor, beta: float, **options: Any) -> potentials.KernelPotential:
     generator = torch.Generator().manual_seed(FEATURE_SEED)
-    features = PositiveFeatures(keys.shape[-1], FEATURES, generator=generator)
-    return KernelPotential(keys, beta, features=features, **options)
+    features = potentials.PositiveFeatures(keys.shape[-1], FEATURES, generator=generator)
+    return potentials.KernelPotential(keys, beta, features=features, **options)
 
 
-def _plain(keys: Tensor, beta: float, mask: Tensor | None) -> LogSumExp:
-    return LogSumExp(keys, beta, mask=mask)
+def _plain(keys: Tensor, beta: float, mask: Tensor | None) -> potentials.LogSumExp:
+    return potentials.LogSumExp(keys, beta, mask=mask)
 
 
 #: By name. To add one: its line, and its name in docs/compare.md.
 POTENTIALS: dict[str, Choice] = {
-    LOG_SUM_EXP: _of(LogSumExp),
-    "softmax1": _of(Softmax1),
-    "distance": _of(DistanceLogSumExp),
-    "entmax": _of(Entmax),
-    "sparsemax": _of(partial(Entmax, alpha=2.0)),
-    "softcap": _of(partial(SoftcapLogSumExp, cap=SOFTCAP), 2.0**-3),
-    "normalised-scores": _of(NormalisedScores),
-    "squared-scores": _of(SquaredScores, 2.0**-13),
-    "polynomial-2": _of(Polynomial, 2.0**-13),
-    "polynomial-3": _of(partial(Polynomial, degree=3), 2.0**-16),
-    "exponential": _of(Exponential, 2.0**-5),
-    "units-bernoulli": _of(units_potential(BernoulliUnits(0.5)), 2.0**-3),
-    "units-sign": _of(units_potential(SignUnits()), 2.0**-7),
-    "units-sphere": _of(units_potential(SphereUnits(5)), 2.0**-7),
-    "units-gaussian": _of(units_potential(GaussianUnits()), 2.0**-13),
-    "units-poisson": _of(units_potential(PoissonUnits(1.0)), 2.0**-5),
-    "units-exponential": _of(units_potential(ExponentialUnits(1.0)), 2.0**-10),
-    "units-laplace": _of(units_potential(LaplaceUnits(1.0)), 2.0**-10),
-    "units-constant": _of(units_potential(ConstantUnits(1.0))),
+    LOG_SUM_EXP: _of(potentials.LogSumExp),
+    "softmax1": _of(potentials.Softmax1),
+    "distance": _of(potentials.DistanceLogSumExp),
+    "entmax": _of(potentials.Entmax),
+    "sparsemax": _of(partial(potentials.Entmax, alpha=2.0)),
+    "softcap": _of(partial(potentials.SoftcapLogSumExp, cap=SOFTCAP), 2.0**-3),
+    "normalised-scores": _of(potentials.NormalisedScores),
+    "squared-scores": _of(potentials.SquaredScores, 2.0**-13),
+    "polynomial-2": _of(potentials.Polynomial, 2.0**-13),
+    "polynomial-3": _of(partial(potentials.Polynomial, degree=3), 2.0**-16),
+    "exponential": _of(potentials.Exponential, 2.0**-5),
+    "units-bernoulli": _of(potentials.units_potential(potentials.BernoulliUnits(0.5)), 2.0**-3),
+    "units-sign": _of(potentials.units_potential(potentials.SignUnits()), 2.0**-7),
+    "units-sphere": _of(potentials.units_potential(potentials.SphereUnits(5)), 2.0**-7),
+    "units-gaussian": _of(potentials.units_potential(potentials.GaussianUnits()), 2.0**-13),
+    "units-poisson": _of(potentials.units_potential(potentials.PoissonUnits(1.0)), 2.0**-5),
+    "units-exponential": _of(potentials.units_potential(potentials.ExponentialUnits(1.0)), 2.0**-10),
+    "units-laplace": _of(potentials.units_potential(potentials.LaplaceUnits(1.0)), 2.0**-10),
+    "units-constant": _of(potentials.units_potential(potentials.ConstantUnits(1.0))),
     "kernel-positive": _of(_random_features, 2.0**-5),
-    "kernel-elu": _of(partial(KernelPotential, features=EluFeatures())),
-    "kernel-relu": _of(partial(KernelPotential, features=ReluFeatures())),
+    "kernel-elu": _of(partial(potentials.KernelPotential, features=potentials.EluFeatures())),
+    "kernel-relu": _of(partial(potentials.KernelPotential, features=potentials.ReluFeatures())),
     # States as long as a typical pattern.
     "sphere": Choice(lambda k, x, b, a, m: SphereEnergy(_plain(k, b, m), x, a, radius=float(k.norm(dim=-1).median()))),
     "epanechnikov": Choice(lambda k, x, b, a, m: Epanechnikov(k, b, mask=m), 2.0**-5),
@@ -114,6 +89,6 @@ POTENTIALS: dict[str, Choice] = {
 def energy_of(
     keys: Tensor, queries: Tensor, usable: Tensor, *, beta: float, anchor: float, potential: str = LOG_SUM_EXP
 ) -> Energy:
-    """The energy of retrieval; patterns that are not usable are masked, so that no query reads them."""
+    """Return the energy of retrieval, in which patterns that are not usable are masked."""
     mask = None if bool(usable.all()) else usable[..., None, :]
     return POTENTIALS[potential].energy(keys, queries, beta, anchor, mask)

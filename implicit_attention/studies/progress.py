@@ -1,4 +1,4 @@
-"""The progress of a study, as it is reported to whoever shows it."""
+"""The interface by which a study reports its progress."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 
 class Listener(Protocol):
-    """An object that is told how far a study is."""
+    """An object that shows the progress of a study."""
 
     @property
     def has_bar(self) -> bool:
-        """Whether it shows what has begun all the time, so that lines about it are not needed."""
+        """Whether a bar shows the current work all the time, so that lines about it are not needed."""
 
     def begin(self, name: str, done: int = 0, total: int | None = None) -> None:
         """`name` begins, after `done` of `total` pieces of work."""

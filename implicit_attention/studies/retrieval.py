@@ -16,10 +16,10 @@ from .data import TASKS, DataSample
 from .evaluate import SUCCESS, relative_error
 from .potentials import LOG_SUM_EXP, energy_of
 
-#: Multiples of `--beta` at which retrieval is tried.
+#: Retrieval is tried at these multiples of `--beta`.
 FACTORS = tuple(2.0**power for power in range(-2, 7))
 ONE, TWO, EQUILIBRIUM = "one step", "two steps", "equilibrium"
-#: What has no beta: the stored pattern that is nearest to the query, by three measures.
+#: The methods without beta: the stored pattern nearest to the query, by three measures.
 NEAREST = ("nearest by dot product", "nearest by distance", "nearest by distance, known")
 #: Retrieval rates of digits measured independently of this command: log-sum-exp, beta 8, 200 patterns, anchor 0,
 #: mean and standard deviation over 8 draws.
@@ -46,20 +46,20 @@ def states(sample: DataSample, *, beta: float, anchor: float, potential: str = L
 
 
 def nearest(sample: DataSample) -> dict[str, Tensor]:
-    """The stored pattern with the largest <pattern, query>, or the smallest distance from it, (*draws, N, D) each.
+    """Return the stored patterns with the largest <pattern, query> or the smallest distance, (*draws, N, D) each.
 
-    The last distance leaves out the entries that were masked: it is told which these are, as no other method is.
+    The last distance leaves out the masked entries, which no other method knows.
     """
     if sample.keys.ndim > 2:
         # Draw by draw: the scores of all at once are large.
         draws = [nearest(sample.draw(index)) for index in range(len(sample.keys))]
-        return {name: torch.stack([found[name] for found in draws]) for name in NEAREST}
-    found = (score.masked_fill(~sample.usable, torch.inf).argmin(-1) for score in _scores(sample))
-    return {name: sample.keys[index] for name, index in zip(NEAREST, found, strict=True)}
+        return {name: torch.stack([answers[name] for answers in draws]) for name in NEAREST}
+    closest = (score.masked_fill(~sample.usable, torch.inf).argmin(-1) for score in _scores(sample))
+    return {name: sample.keys[index] for name, index in zip(NEAREST, closest, strict=True)}
 
 
 def _scores(sample: DataSample) -> Iterator[Tensor]:
-    """(N, M) for each of `NEAREST`, smallest where the key is nearest; one at a time, as they are large."""
+    """Yield (N, M) for each of `NEAREST`, smallest where the key is nearest; one at a time, as they are large."""
     keys, queries, known = sample.keys.double(), sample.queries.double(), sample.known.double()
     yield -(queries @ keys.mT)
     for weight in (torch.ones_like(known), known):
@@ -68,29 +68,23 @@ def _scores(sample: DataSample) -> Iterator[Tensor]:
 
 
 def sweep(
-    drawn: DataSample,
-    part: Callable[[int, int], None],
-    *,
-    beta: float,
-    anchor: float,
-    potential: str,
-    reference: bool,
+    drawn: DataSample, part: Callable[[int, int], None], *, beta: float, anchor: float, potential: str, reference: bool
 ) -> Rates:
-    """Retrieval rates of every method at every beta, with mean and standard deviation over the draws.
+    """Measure the retrieval rates of every method at every beta, with mean and standard deviation over the draws.
 
     Args:
         drawn: all draws.
-        part: is told how many of how many betas are done.
+        part: gets how many of how many betas are done.
         beta: inverse temperature that `FACTORS` multiply.
         anchor: weight of the query in the energy.
         potential: one of `POTENTIALS`.
         reference: whether rates at `beta` are put beside `REFERENCE`.
     """
-    found: list[tuple[str, float | None, Tensor]] = []
+    hits: list[tuple[str, float | None, Tensor]] = []
     refused: dict[float | None, str] = {}
 
-    def add(made: dict[str, Tensor], beta: float | None) -> None:
-        found.extend((name, beta, retrieved(z, drawn)) for name, z in made.items())
+    def add(answers: dict[str, Tensor], beta: float | None) -> None:
+        hits.extend((name, beta, retrieved(z, drawn)) for name, z in answers.items())
 
     for done, factor in enumerate(FACTORS):
         part(done, len(FACTORS))
@@ -103,7 +97,7 @@ def sweep(
     add(nearest(drawn), None)
     entries = []
     for task, rows in zip(TASKS, drawn.parts, strict=True):
-        for name, sharpness, hit in found:
+        for name, sharpness, hit in hits:
             rates = hit[..., rows].double().mean(-1)
             mean, std = float(rates.mean()), float(rates.std())
             entry = {"task": task, "state": name, "beta": sharpness, "rates": rates.tolist(), "mean": mean, "std": std}
@@ -124,7 +118,7 @@ def retrieved(z: Tensor, sample: DataSample) -> Tensor:
 
 
 def examples(sample: DataSample, entries: Rates, *, beta: float, anchor: float, potential: str) -> dict[str, Tensor]:
-    """States (N, D) of one draw to look at: one step at `beta`, and methods at their own best betas."""
+    """Return states (N, D) of one draw to look at: one step at `beta`, and methods at their own best betas."""
 
     def at(beta: float, state: str) -> Tensor:
         return states(sample, beta=beta, anchor=anchor, potential=potential)[state]
@@ -142,25 +136,25 @@ def examples(sample: DataSample, entries: Rates, *, beta: float, anchor: float, 
 
 
 def betas_of(entries: Rates) -> list[float]:
-    """Those that were tried, rising."""
+    """Return the betas of the sweep, rising."""
     return sorted({entry["beta"] for entry in entries} - {None})
 
 
 def of(entries: Rates, task: str, state: str) -> Rates:
-    """The entries of one method on one task, in the order of beta; one if it has no beta."""
+    """Return the entries of one method on one task, in the order of beta; one if it has no beta."""
     return [entry for entry in entries if (entry["task"], entry["state"]) == (task, state)]
 
 
 def best(entries: Rates, task: str, state: str) -> dict[str, Any]:
-    """The entry of the method's own best beta, of equal ones the smallest."""
+    """Return the entry of the method's own best beta, of equal ones the smallest."""
     return max(of(entries, task, state), key=lambda entry: entry["mean"])
 
 
 def verdict(entries: Rates, task: str) -> tuple[float, float, str]:
-    """(gain, its standard error, word) of the equilibrium over one step, each at its own best beta.
+    """Return (gain, its standard error, word) of the equilibrium over one step, each at its own best beta.
 
-    Both see the same draws: the standard error is that of their differences, and a word counts from two of them. Draws
-    that all gain the same, as those of few patterns do, tell no error.
+    Both have the same draws: the standard error is that of their differences, and a word needs two of them. Draws that
+    all gain the same, as those of few patterns do, say nothing of the error.
     """
     pairs = (best(entries, task, state)["rates"] for state in (EQUILIBRIUM, ONE))
     gains = torch.tensor([ours - theirs for ours, theirs in zip(*pairs, strict=True)], dtype=torch.float64)
@@ -182,13 +176,13 @@ def summary(entries: Rates, beta: float) -> str:
         return " and ".join(spreads)
 
     verdicts = [verdict(entries, task) for task in TASKS]
-    words = {task: word for task, (_, _, word) in zip(TASKS, verdicts, strict=True)}
-    told = " and ".join(f"{word} for {task} queries" for task, word in words.items())
-    told = told if len({*words.values()}) > 1 else verdicts[0][2]
+    words = [word for _, _, word in verdicts]
+    each = " and ".join(f"{word} for {task} queries" for task, word in zip(TASKS, words, strict=True))
+    outcome = each if len({*words}) > 1 else words[0]
     gains = ", ".join(f"{100 * gain:+.1f} +- {100 * error:.1f}" for gain, error, _ in verdicts)
     known = " and ".join(f"{100 * best(entries, task, NEAREST[-1])['mean']:.1f}" for task in TASKS)
     return (
         f"From beta {beta:.4g} to {betas_of(entries)[-1]:.4g} the equilibrium's rate moves by {moved(EQUILIBRIUM)} "
         f"points ({' and '.join(TASKS)}), that of one step by {moved(ONE)}; each at its own best beta, the equilibrium "
-        f"is {told} ({gains} points), and the nearest key over the known entries retrieves {known} %."
+        f"is {outcome} ({gains} points), and the nearest key over the known entries retrieves {known} %."
     )

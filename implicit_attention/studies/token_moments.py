@@ -24,7 +24,7 @@ class Law:
     """Tokens eta ~ N(mean, covariance) whose keys are x = Sigma eta, scored by <eta, x>.
 
     Attributes:
-        name: what is said of it.
+        name: in tables and pictures.
         mean: (D,).
         covariance: (D, D), a multiple of Sigma^-1; once Sigma^-1 itself it is the law of Shim (2022), theorem 1.
         sigma: (D, D), symmetric.
@@ -37,12 +37,12 @@ class Law:
 
 
 def law(name: str, mu: Tensor, sigma: Tensor, spread: float = 1.0) -> Law:
-    """The law N(Sigma^-1 mu, spread Sigma^-1)."""
+    """Return the law N(Sigma^-1 mu, spread Sigma^-1)."""
     return Law(name, _matrices.solve(sigma, mu[:, None])[:, 0], spread * _matrices.inverse(sigma), sigma)
 
 
 def laws(seed: int) -> list[Law]:
-    """The theorem's own numbers, and narrow tokens in four dimensions, whose scores are small."""
+    """Return the law with the theorem's own numbers, and one of narrow tokens in four dimensions, with small scores."""
     mu = torch.tensor([0.5, -1.0], dtype=torch.float64)
     sigma = torch.tensor([[1.2, 0.3], [0.3, 0.8]], dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def laws(seed: int) -> list[Law]:
 
 
 def sample(law: Law, *, seeds: int, count: int, seed: int) -> Tensor:
-    """Tokens (seeds, count, D), float64."""
+    """Draw tokens (seeds, count, D), float64."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(seeds, count, len(law.mean), generator=generator, dtype=torch.float64)
     tokens: Tensor = law.mean + noise @ torch.linalg.cholesky(law.covariance).mT
@@ -64,7 +64,7 @@ def sample(law: Law, *, seeds: int, count: int, seed: int) -> Tensor:
 
 
 def step(law: Law, x: Tensor, way: str) -> Tensor:
-    """One attention of all tokens over all tokens: softmax(<eta_i, Sigma eta_j>) times Sigma eta_j."""
+    """Move tokens by one attention over all of them: softmax(<eta_i, Sigma eta_j>) times Sigma eta_j."""
     moved: Tensor = LogSumExp(x @ law.sigma, 1.0).mean(x)
     if way != ATTENTION:
         moved = x + moved
@@ -72,13 +72,13 @@ def step(law: Law, x: Tensor, way: str) -> Tensor:
 
 
 def start(law: Law) -> tuple[Tensor, Tensor]:
-    """Mean, and variances along the eigenvectors of Sigma in ascending order of its eigenvalues."""
+    """Return the mean, and variances along the eigenvectors of Sigma in ascending order of its eigenvalues."""
     basis = torch.linalg.eigh(law.sigma)[1]
     return law.mean, (basis * (law.covariance @ basis)).sum(0)
 
 
 def closed_form(law: Law, mean: Tensor, variances: Tensor, way: str) -> tuple[Tensor, Tensor]:
-    """Mean and variances, as of `start`, of infinitely many Gaussian tokens after a step.
+    """Return mean and variances, as `start` does, of infinitely many Gaussian tokens after a step.
 
     Keys are N(Sigma m, Sigma C Sigma), so attention is the affine map eta -> Sigma m + Sigma C Sigma eta; its matrix
     commutes with C. As eigenvalues, no variance is lost to rounding beside a larger one.
@@ -92,29 +92,29 @@ def closed_form(law: Law, mean: Tensor, variances: Tensor, way: str) -> tuple[Te
 
 
 def spread(law: Law, variances: Tensor) -> Tensor:
-    """The covariance that has these variances along the eigenvectors of Sigma."""
+    """Return the covariance that has these variances along the eigenvectors of Sigma."""
     basis = torch.linalg.eigh(law.sigma)[1]
     covariance: Tensor = basis @ torch.diag(variances) @ basis.mT
     return covariance
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (*batch, D), covariance (*batch, D, D) of tokens (*batch, N, D), divided by N, and its eigenvalues."""
+    """Return mean (*batch, D) and covariance (*batch, D, D) of tokens (*batch, N, D), over N, and its eigenvalues."""
     mean = x.mean(-2)
     centred = (x - mean[..., None, :]) / math.sqrt(x.shape[-2])
-    # The roots of small eigenvalues are found beside large ones, the eigenvalues themselves would not be.
+    # Beside large eigenvalues the roots of small ones keep their digits, the eigenvalues themselves would not.
     return mean, centred.mT @ centred, torch.linalg.svdvals(centred).square()
 
 
 def entropy(eigenvalues: Tensor) -> Tensor:
-    """1/2 log det(2 pi e C) in nats, from the eigenvalues of C; -inf where one of them is 0."""
+    """Return 1/2 log det(2 pi e C) in nats, from the eigenvalues of C; -inf where one of them is 0."""
     values: Tensor = (2 * math.pi * math.e * eigenvalues).log().sum(-1) / 2
     return values
 
 
 @torch.no_grad()
 def move(law: Law, way: str, count: int, seeds: int, seed: int) -> list[dict[str, Any]]:
-    """A row for every step from 0 on, over samples of `count` tokens."""
+    """Return a row for every step from 0 on, over samples of `count` tokens."""
     first = sample(law, seeds=seeds, count=count, seed=seed)
     x, mean, variances, rows = first, *start(law), list[dict[str, Any]]()
     for number in range(STEPS + 1):
@@ -123,14 +123,13 @@ def move(law: Law, way: str, count: int, seeds: int, seed: int) -> list[dict[str
             x = torch.stack([step(law, one, way) for one in x])
             mean, variances = closed_form(law, mean, variances, way)
         means, covariances, eigenvalues = moments(x)
-        covariance = spread(law, variances)
+        covariance, size = spread(law, variances), torch.linalg.matrix_norm
         measured = {
             "mean_shift": (means - law.mean).norm(dim=-1),
             "mean_error": (means - mean).norm(dim=-1),
-            "covariance_error": torch.linalg.matrix_norm(covariances - covariance)
-            / torch.linalg.matrix_norm(covariance),
+            "covariance_error": size(covariances - covariance) / size(covariance),
             "entropy": entropy(eigenvalues),
-            # Of the width of the tokens.
+            # In units of the width of the tokens.
             "moved": ((x - first).square().sum(-1).mean(-1) / law.covariance.trace()).sqrt(),
         }
         place = {"law": law.name, "way": way, "tokens": count, "step": number}
@@ -144,13 +143,13 @@ def move(law: Law, way: str, count: int, seeds: int, seed: int) -> list[dict[str
 
 
 def summary(measured: dict[str, Tensor]) -> dict[str, float]:
-    """Means over seeds, and as NAME_std standard deviations."""
+    """Return means over seeds, and as NAME_std standard deviations."""
     means = {name: float(values.mean()) for name, values in measured.items()}
     return means | {f"{name}_std": float(values.std()) for name, values in measured.items()}
 
 
 def gain(law: Law, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """From the law's own entropy to that after one step with residual, of the largest sample."""
+    """Return the gain of entropy by one step with residual, from the law's own, in the largest sample."""
     before, after = [row for row in rows if row["way"] == RESIDUAL and row["tokens"] == COUNTS[-1]][:2]
     factors = torch.linalg.eigvalsh(law.sigma).square() * start(law)[1]
     return {
@@ -163,7 +162,7 @@ def gain(law: Law, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def slope(law: Law, way: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The exponent of N in the error of the covariance after one step; where that is set, of the tokens' way."""
+    """Fit the exponent of N in the error of the covariance after one step, or in the way of renormalised tokens."""
     quantity = "moved" if way == RENORMALISED else "covariance_error"
     errors = [row[quantity] for row in rows if (row["way"], row["step"]) == (way, 1)]
     x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (COUNTS, errors))

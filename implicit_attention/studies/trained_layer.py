@@ -1,4 +1,4 @@
-"""Is W_q^T W_k of a layer that was trained on digits the inverse covariance of its tokens?"""
+"""The nearness of W_q^T W_k, in a layer trained on digits, to the inverse covariance of its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM, HEADS, BATCH, RATE = 16, 2, 64, 3e-3
 TRAINED, INITIAL, ROTATED, IDENTITY = "trained", "before training", "rotated at random", "identity matrix"
 COMPARED = (TRAINED, INITIAL, ROTATED, IDENTITY)
 TRAIN = 1397
-#: Numbers that tell how near score matrices are to the inverse covariance.
+#: The measures of how near score matrices are to the inverse covariance.
 NEARNESS = ("alignment", "distance", "whitened_alignment")
 
 
@@ -41,22 +41,21 @@ class DigitsClassifier(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         x = self.tokens(patches)
-        q, k, v = (
-            project(x).unflatten(-1, (HEADS, DIM)).transpose(-2, -3) for project in (self.query, self.key, self.value)
-        )
+        heads = (project(x).unflatten(-1, (HEADS, DIM)) for project in (self.query, self.key, self.value))
+        q, k, v = (head.transpose(-2, -3) for head in heads)
         read = nn.functional.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
         scores: Tensor = self.classes((x + self.out(read)).relu().mean(-2))
         return scores
 
     def score_matrices(self) -> Tensor:
-        """W_q^T W_k / sqrt(DIM) of every head, (HEADS, DIM, DIM): the score of tokens h, g is h^T (this) g."""
+        """Return W_q^T W_k / sqrt(DIM) of every head, (HEADS, DIM, DIM); h^T (this) g is the score of tokens h, g."""
         q, k = (layer.weight.detach().double().view(HEADS, DIM, DIM) for layer in (self.query, self.key))
         scores: Tensor = q.mT @ k / DIM**0.5
         return scores
 
 
 def alignment(matrix: Tensor, other: Tensor) -> Tensor:
-    """The cosine <A, B>/(|A| |B|) of matrices; the distance after the best factor is sqrt(1 - cosine^2)."""
+    """Return the cosine <A, B>/(|A| |B|) of matrices; the distance after the best factor is sqrt(1 - cosine^2)."""
     product: Tensor = (matrix * other).sum((-1, -2))
     cosine: Tensor = product / (torch.linalg.matrix_norm(matrix) * torch.linalg.matrix_norm(other))
     return cosine
@@ -80,7 +79,7 @@ def measure(matrices: Tensor, covariance: Tensor) -> dict[str, float]:
 
 
 def rotated(matrices: Tensor, generator: torch.Generator) -> Tensor:
-    """The matrices between random orthogonal ones: the same singular values, so the same norms."""
+    """Multiply matrices by random orthogonal ones from both sides, which keep singular values and norms."""
     noise = torch.randn(2, *matrices.shape, generator=generator, dtype=matrices.dtype)
     left, right = torch.linalg.qr(noise).Q
     turned: Tensor = left @ matrices @ right
@@ -88,7 +87,7 @@ def rotated(matrices: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(seed: int, *, steps: int) -> list[dict[str, Any]]:
-    """Train one classifier; a row for its score matrices and for each of the controls."""
+    """Train one classifier, and return a row for its score matrices and for each of the controls."""
     from sklearn import datasets
 
     images = load_digits().float()
@@ -96,7 +95,7 @@ def train(seed: int, *, steps: int) -> list[dict[str, Any]]:
     patches = images.reshape(-1, 4, 2, 4, 2).transpose(2, 3).reshape(-1, 16, 4)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(labels), generator=generator)
-    learned, held = order[:TRAIN], order[TRAIN:]
+    learned, held_out = order[:TRAIN], order[TRAIN:]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = DigitsClassifier()
@@ -109,14 +108,13 @@ def train(seed: int, *, steps: int) -> list[dict[str, Any]]:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
-        accuracy = float((model(patches[held]).argmax(-1) == labels[held]).double().mean())
+        accuracy = float((model(patches[held_out]).argmax(-1) == labels[held_out]).double().mean())
     covariance, final = _covariance(model, patches[learned]), model.score_matrices()
-    identity = torch.eye(DIM, dtype=torch.float64).expand_as(final)
     compared = {
         TRAINED: (final, covariance),
         INITIAL: (initial, initial_covariance),
         ROTATED: (rotated(final, generator), covariance),
-        IDENTITY: (identity, covariance),
+        IDENTITY: (torch.eye(DIM, dtype=torch.float64).expand_as(final), covariance),
     }
     shared = {"seed": seed, "accuracy": accuracy, "condition": float(torch.linalg.cond(covariance))}
     return [{"matrix": name} | shared | measure(*pair) for name, pair in compared.items()]
@@ -128,7 +126,7 @@ def _covariance(model: DigitsClassifier, patches: Tensor) -> Tensor:
 
 
 def nearness(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Nearness of the matrices in the mean over seeds, and of the trained less the rotated ones."""
+    """Return the nearness of the matrices in the mean over seeds, and that of the trained less the rotated ones."""
 
     def column(matrix: str, name: str) -> Tensor:
         return torch.tensor([row[name] for row in layers if row["matrix"] == matrix], dtype=torch.float64)
@@ -137,9 +135,5 @@ def nearness(layers: list[dict[str, Any]]) -> dict[str, Any]:
         less = column(TRAINED, name) - column(ROTATED, name)
         return {"mean": float(less.mean()), "standard_error": float(less.std() / math.sqrt(len(less)))}
 
-    return {
-        "matrices": [
-            {"matrix": matrix} | summary({name: column(matrix, name) for name in NEARNESS}) for matrix in COMPARED
-        ],
-        "trained_less_rotated": {name: excess(name) for name in NEARNESS},
-    }
+    means = [{"matrix": m} | summary({name: column(m, name) for name in NEARNESS}) for m in COMPARED]
+    return {"matrices": means, "trained_less_rotated": {name: excess(name) for name in NEARNESS}}

@@ -19,11 +19,11 @@ from .progress import Listener
 #: AdamW, gradient clipping and the shape of the learning rate as published (Hoover et al., 2023): a warm-up of 2 of 100
 #: epochs, then a cosine down to 1/1000 of the peak.
 BETAS, WEIGHT_DECAY, CLIP, WARM_UP, LOWEST = (0.9, 0.99), 0.05, 1.0, 0.02, 1e-3
-#: To plan a training by its time at least so many updates are timed, for this part of it, as solves grow longer while
-#: weights grow; and the fewest that are planned.
+#: To plan a training by its time at least so many updates are timed, for at least this part of the time, as solves grow
+#: longer while weights grow; and the fewest updates of a plan.
 TIMED, TIMED_PART, FEWEST = 4, 0.05, 10
 #: Seconds between two lines where stderr is no terminal.
-TELL_EVERY = 10.0
+LINE_EVERY = 10.0
 
 #: The loss of one batch, which it draws with the generator.
 Loss = Callable[[nn.Module, torch.Generator], Tensor]
@@ -33,7 +33,7 @@ class TrainingPlan(NamedTuple):
     """The length of a training.
 
     Attributes:
-        updates: of all.
+        updates: their number.
         epoch: updates between two checkpoints.
         rate: peak learning rate.
     """
@@ -47,7 +47,7 @@ class Trained(NamedTuple):
     """The description of a training run.
 
     Attributes:
-        plan: of a resumed training the first one's.
+        plan: of a resumed training that of the first run.
         losses: the mean loss of every epoch.
         resumed_after: updates that an earlier process had made.
         seconds: of the other updates.
@@ -69,10 +69,10 @@ def planned(
     progress.begin("timing a few updates")
     trial, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     optimizer, _ = _optimizer(trial, TrainingPlan(TIMED, epoch, rate))
-    _update(trial, loss_of, generator, optimizer)
+    make_update(trial, loss_of(trial, generator), optimizer)
     seconds, begin, count, spent = 60 * minutes, time.perf_counter(), 0, 0.0
     while count < TIMED or spent < TIMED_PART * seconds:
-        _update(trial, loss_of, generator, optimizer)
+        make_update(trial, loss_of(trial, generator), optimizer)
         count, spent = count + 1, time.perf_counter() - begin
     return TrainingPlan(max(FEWEST, int((seconds - spent) * count / spent)), epoch, rate)
 
@@ -95,34 +95,35 @@ def train(
     Args:
         model: in the state it begins with.
         loss_of: the loss of a batch.
-        make_plan: how long; not asked when a training is resumed.
-        progress: is told of it.
-        generator: of all that is drawn during the training.
+        make_plan: makes the plan, unless a training is resumed.
+        progress: gets the reports.
+        generator: of all random numbers of the training.
         checkpoint: the file.
-        resume: go on from the file, else begin, and refuse a file that is there.
+        resume: go on from the file, else begin, and refuse a file that exists.
         identity: settings that a resumed training must share.
 
     Raises:
         InputError: a file that is missing, in the way, damaged or of other settings; a loss that is not finite.
     """
     if resume:
-        held = _read(checkpoint, model, identity)
-        plan, losses = TrainingPlan(**held["plan"]), list(held["losses"])
+        record = _read(checkpoint, model, identity)
+        plan, losses = TrainingPlan(**record["plan"]), list(record["losses"])
     elif checkpoint.exists():
         required, remedy = "hold no checkpoint", "go on with --resume, choose another folder, or delete the file"
         raise InputError(f"`--out` must {required} of another training, got {checkpoint.name} there; {remedy}")
     else:
         plan, losses = make_plan(), []
     optimizer, schedule = _optimizer(model, plan)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+    state["generators"] = {"data": generator}
     done, begin = 0, time.perf_counter()
     if resume:
-        drawn = {"data": generator}
-        done, _ = load_checkpoint(checkpoint, model=model, optimizer=optimizer, scheduler=schedule, generators=drawn)
-    count = sum(p.numel() for p in model.parameters())
-    name, told, of_epoch = f"training {count} parameters", begin, 0.0
+        done, _ = load_checkpoint(checkpoint, **state)
+    name = f"training {sum(p.numel() for p in model.parameters())} parameters"
+    reported, of_epoch = begin, 0.0
     model.train()
     for update in range(done + 1, plan.updates + 1):
-        loss = _update(model, loss_of, generator, optimizer)
+        loss = make_update(model, loss_of(model, generator), optimizer)
         if not math.isfinite(loss):
             remedy = "lower --rate; the last checkpoint is from before"
             raise InputError(f"training stopped at update {update}: the loss must be finite, got {loss}; {remedy}")
@@ -132,18 +133,11 @@ def train(
         if update % plan.epoch == 0 or update == plan.updates:
             losses.append(of_epoch / ((update - 1) % plan.epoch + 1))
             of_epoch = 0.0
-            save_checkpoint(
-                checkpoint,
-                model=model,
-                optimizer=optimizer,
-                scheduler=schedule,
-                step=update,
-                generators={"data": generator},
-                extra={"identity": identity, "plan": plan._asdict(), "losses": losses},
-            )
+            extra = {"identity": identity, "plan": plan._asdict(), "losses": losses}
+            save_checkpoint(checkpoint, **state, step=update, extra=extra)
         now = time.perf_counter()
-        if update == plan.updates or (now - told > TELL_EVERY and not progress.has_bar):
-            told = now
+        if update == plan.updates or (now - reported > LINE_EVERY and not progress.has_bar):
+            reported = now
             progress.end(name, {"line": f"update {update} of {plan.updates}, loss {loss:.3f}, {now - begin:.0f} s"})
     model.eval()
     return Trained(plan, losses, done, time.perf_counter() - begin)
@@ -165,22 +159,22 @@ def _optimizer(model: nn.Module, plan: TrainingPlan) -> tuple[torch.optim.AdamW,
 def _read(checkpoint: Path, model: nn.Module, identity: dict[str, Any]) -> dict[str, Any]:
     """Return the record saved beside the weights; raise `InputError` where it is of another training."""
     try:
-        _, held = load_checkpoint(checkpoint, model=model)
+        _, record = load_checkpoint(checkpoint, model=model)
     except FileNotFoundError:
         required = "find a checkpoint of an earlier run in --out"
         raise InputError(f"`--resume` must {required}, got no {checkpoint.name} there; leave --resume out") from None
     except ValueError as error:
         raise InputError(f"`--resume` cannot use {checkpoint.name} in --out: {error}") from None
-    differing = [name for name, value in identity.items() if held["identity"].get(name) != value]
+    saved = {name: record["identity"].get(name) for name in identity}
+    differing = [f"{name} {saved[name]} instead of {value}" for name, value in identity.items() if saved[name] != value]
     if differing:
-        told = ", ".join(f"{name} {held['identity'].get(name)} instead of {identity[name]}" for name in differing)
-        raise InputError(f"`--resume` must have the settings of the earlier run, which has {told}; give the same ones")
-    return dict(held)
+        required = f"have the settings of the earlier run, which has {', '.join(differing)}"
+        raise InputError(f"`--resume` must {required}; give the same ones")
+    return dict(record)
 
 
-def _update(model: nn.Module, loss_of: Loss, generator: torch.Generator, optimizer: torch.optim.Optimizer) -> float:
-    """One update; its loss."""
-    loss = loss_of(model, generator)
+def make_update(model: nn.Module, loss: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """Make one update with clipped gradients, and return the loss as a number."""
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)

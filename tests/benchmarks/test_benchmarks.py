@@ -336,7 +336,7 @@ def test_the_committed_tables_are_those_of_the_newest_runs(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text(text)
     for name, suite in command.SUITES.items():
-        report.rewrite(name, suite.NOTES, **command.ways_to_tell(suite), readme=copy)
+        report.rewrite(name, suite.NOTES, **command.options_of(suite), readme=copy)
     assert copy.read_text() == text
 
 

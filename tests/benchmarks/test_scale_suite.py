@@ -320,7 +320,7 @@ def test_the_page_tells_a_run_and_whether_the_machine_was_busy(told, tmp_path):
         assert all(f"| {' | '.join(line)} |" in text for line in table.lines)
     readme = tmp_path / "README.md"
     readme.write_text(report.README.read_text())
-    report.rewrite("scale", scale.NOTES, **command.ways_to_tell(scale), readme=readme, folder=tmp_path)
+    report.rewrite("scale", scale.NOTES, **command.options_of(scale), readme=readme, folder=tmp_path)
     assert f"From `{tmp_path.name}/{path.name}`" in readme.read_text()
 
 

@@ -252,7 +252,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(small, tmp_path, monkeypatch
     whole.mkdir()
     cut.mkdir()
     expected = run(whole, updates=14)
-    calls, update = [], training._update
+    calls, update = [], training.make_update
 
     def killed(*arguments):
         calls.append(1)
@@ -261,7 +261,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(small, tmp_path, monkeypatch
         return update(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_update", killed)
+        patch.setattr(training, "make_update", killed)
         with pytest.raises(Killed):
             run(cut, updates=14)
     assert weights(cut)[0] == 8
@@ -299,9 +299,9 @@ def test_a_training_learns_and_its_rate_rises_and_falls(small, tmp_path, monkeyp
 def test_minutes_become_updates(small, tmp_path, monkeypatch):
     # A clock by which every update takes half a second.
     ticks = iter(range(10_000))
-    update = training._update
+    update = training.make_update
     now = [0.0]
-    monkeypatch.setattr(training, "_update", lambda *arguments: (now.append(now[-1] + 0.5), update(*arguments))[1])
+    monkeypatch.setattr(training, "make_update", lambda *arguments: (now.append(now[-1] + 0.5), update(*arguments))[1])
     monkeypatch.setattr(training.time, "perf_counter", lambda: now[-1] + 1e-9 * next(ticks))
     # Four of them are timed, and 10 of 12 seconds are left.
     assert run(tmp_path, minutes=0.2).trained.plan.updates == 19
@@ -352,8 +352,10 @@ def test_checkpoints_of_other_trainings_and_damaged_ones_are_refused(small, tmp_
 
 def test_a_loss_that_is_not_finite_stops_the_training(small, tmp_path, monkeypatch):
     monkeypatch.setattr(inpainting_data.ImageTask, "epoch", 8)
-    update, calls = training._update, []
-    monkeypatch.setattr(training, "_update", lambda *a: (calls.append(1), update(*a) if len(calls) < 6 else np.nan)[1])
+    update, calls = training.make_update, []
+    monkeypatch.setattr(
+        training, "make_update", lambda *a: (calls.append(1), update(*a) if len(calls) < 6 else np.nan)[1]
+    )
     result = invoke("--quick", "--updates", 9, "--out", tmp_path)
     assert result.exit_code == 2
     assert "training stopped at update 6: the loss must be finite, got nan" in result.stderr

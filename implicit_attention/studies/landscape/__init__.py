@@ -1,4 +1,4 @@
-"""Scenes of energies of attention in the plane: measured, drawn, told and put on a page."""
+"""Scenes of energies of attention in the plane: numbers, pictures, sentences and a page."""
 
 from __future__ import annotations
 

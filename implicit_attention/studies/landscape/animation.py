@@ -10,7 +10,7 @@ from ...plotting.style import BAD
 from .plane import Plane
 from .steps import COLD, moved
 
-#: Steps of the descent and their size; for how many milliseconds a frame stays, and the last one.
+#: Steps of the descent and their size; milliseconds of a frame, and of the last one.
 STEPS, STEP_SIZE, STAYS, LAST_STAYS = 40, 0.15, 100, 2000
 DPI, COLOURS = 90, 200
 
@@ -28,7 +28,7 @@ def write_gif(file: Path | BinaryIO, plane: Plane) -> None:
     axes: Any = figure.axes[0]
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
-    # What does not move is drawn once.
+    # The landscape does not move, and is drawn once.
     still = canvas.copy_from_bbox(figure.bbox)
     lines = [axes.plot([], [], color=BAD, lw=1.4, animated=True)[0] for _ in plane.queries]
     (dots,) = axes.plot([], [], ls="", marker="D", ms=6, color=BAD, mec="w", animated=True)

@@ -1,4 +1,4 @@
-"""The page of `landscape`: one file that needs no script and loads nothing, with its pictures inside."""
+"""The page of `landscape`: one file with its pictures inside, which needs no script and loads nothing."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from string import Template
 
 from .plane import Plane, PlaneScene, number, points
 
-#: The part of the page that a reader can touch; beside this file, so that tests can run it alone.
+#: The script of the part that a reader can touch, in a file of its own, so that tests can run it alone.
 SCRIPT = Path(__file__).with_name("landscape.js")
-#: The scene that it belongs to, and the number of patterns up to which it can be touched.
+#: The scene of this part, and the number of patterns up to which it can be touched.
 TOUCHED, MOST_TOUCHED = "anchor-0.3", 40
 
-#: Pixels from which on a picture keeps its size, and is moved from side to side in the page.
+#: Above this width in pixels a picture keeps its size, and is scrolled from side to side in the page.
 WIDE = 1000
 
 
 def _text(name: str) -> str:
-    """The text of a file beside this one."""
+    """Read the text of a file beside this one."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def page(plane: Plane, scenes: Sequence[PlaneScene], pictures: Mapping[str, bytes]) -> str:
-    """The HTML of all scenes; `pictures` are PNG files by the names of the scenes."""
+    """Return the HTML of all scenes; `pictures` are PNG files by the names of the scenes."""
     contents = "\n".join(f'<li><a href="#{escape(scene.name)}">{escape(scene.title)}</a></li>' for scene in scenes)
     touched = next((scene for scene in scenes if scene.name == TOUCHED and len(plane.patterns) <= MOST_TOUCHED), None)
     return Template(_text("page.html")).substitute(
@@ -48,13 +48,10 @@ def _section(scene: PlaneScene, picture: bytes, plane: Plane, touched: bool) -> 
     width, height = struct.unpack(">II", picture[16:24])
     wide = f' class="wide" role="region" aria-label="{escape(scene.title)}" tabindex="0"' if width > WIDE else ""
     return Template(_text("scene.html")).substitute(
+        {name: escape(getattr(scene, name)) for name in ("name", "title", "sentence", "description")},
         shape=wide,
         width=width,
         height=height,
-        name=escape(scene.name),
-        title=escape(scene.title),
-        sentence=escape(scene.sentence),
-        description=escape(scene.description),
         data=base64.b64encode(picture).decode(),
         rows="\n".join(rows),
         touch=_touch(plane.reach) if touched else "",
@@ -63,12 +60,12 @@ def _section(scene: PlaneScene, picture: bytes, plane: Plane, touched: bool) -> 
 
 def _touch(reach: float) -> str:
     lengths = {"reach": reach, "side": 2 * reach, "thin": reach / 80, "thick": reach / 50, "arm": reach / 25}
-    # Without a script it stays hidden, and the still picture above it is all there is.
+    # Without a script this part stays hidden, below the still picture.
     return Template(_text("touch.html")).substitute({name: f"{length:.6g}" for name, length in lengths.items()})
 
 
 def _script(plane: Plane, scene: PlaneScene) -> str:
-    """The script and what it starts from. JSON of numbers alone cannot end a script."""
+    """Return the script and its problem. JSON of numbers alone cannot end a script."""
     problem = {
         "keys": plane.patterns.tolist(),
         "query": scene.numbers["query"].tolist(),
@@ -76,6 +73,5 @@ def _script(plane: Plane, scene: PlaneScene) -> str:
         "anchor": scene.numbers["anchor"],
         "reach": plane.reach,
     }
-    source = SCRIPT.read_text(encoding="utf-8")
     start = f'<script type="application/json" id="touch-problem">{json.dumps(problem)}</script>'
-    return f"{start}\n<script>\n{source}</script>"
+    return f"{start}\n<script>\n{SCRIPT.read_text(encoding='utf-8')}</script>"

@@ -29,9 +29,9 @@ DRAWN, HALF_SIDE = 5, 1.5
 REACH, STARTS = 2.0, 17
 #: The largest coordinate of the default patterns, in units of which those of users are measured.
 LARGEST = 1.3
-#: Patterns whose coordinates reach beyond these make squares that are no longer numbers.
+#: The limits of the largest coordinate, beyond which squares are not finite, and the most patterns.
 SMALLEST_SIZE, LARGEST_SIZE, MOST = 1e-6, 1e6, 10_000
-#: An attractor is near a pattern within this part of half the side of the picture.
+#: An attractor within this part of half the side of the picture is near a pattern.
 OWN = 0.1
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -48,7 +48,7 @@ class Plane:
 
     @property
     def starts(self) -> Tensor:
-        """States all over the picture, (S, 2)."""
+        """Return states all over the picture, (S, 2)."""
         return square(self.reach, STARTS)
 
 
@@ -59,7 +59,7 @@ class PlaneScene:
     Attributes:
         name: of the file, and in the terminal.
         title: a few words.
-        sentence: what the picture shows.
+        sentence: the message of the picture.
         description: the same for somebody who does not see the picture.
         facts: the numbers to read, by name.
         numbers: all numbers.
@@ -76,13 +76,13 @@ class PlaneScene:
 
 
 def plane_of(patterns: Tensor | None, name: str, *, beta: float | None, seed: int) -> Plane:
-    """The plane of the six patterns, or of a user's, with queries and maps drawn from a seed.
+    """Return the plane of the six patterns, or of a user's, with queries and maps drawn from a seed.
 
     Args:
         patterns: (M, 2) float64, or None for the six.
         name: of the patterns in messages.
         beta: inverse temperature; None for the one that suits the size of the patterns.
-        seed: of what is drawn.
+        seed: of queries and maps.
 
     Raises:
         InputError: patterns that cannot be used.
@@ -98,7 +98,7 @@ def plane_of(patterns: Tensor | None, name: str, *, beta: float | None, seed: in
 
 
 def _maps(drawn: Tensor) -> Tensor:
-    """Maps that stretch by s and 1/s, s from 1/2 to 3/2, and turn by any angle, of rows of two numbers in [0, 1)."""
+    """Return maps that turn by any angle and stretch by s and 1/s, s from 1/2 to 3/2, from numbers (3, 2) in [0, 1)."""
     angle, stretch = 2 * math.pi * drawn[:, 0], drawn[:, 1] + 0.5
     cos, sin = angle.cos(), angle.sin()
     turn = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
@@ -114,8 +114,7 @@ def _size(patterns: Tensor, name: str) -> float:
         raise InputError(f"{name} must have shape (M, 2), got {(count, width)}; {remedy}")
     if not 1 <= count <= MOST:
         raise InputError(f"{name} must hold 1 to {MOST} patterns, got {count}; choose some of them")
-    bad = int((~patterns.isfinite()).any(-1).sum())
-    if bad:
+    if bad := int((~patterns.isfinite()).any(-1).sum()):
         raise InputError(f"{name} must hold finite numbers, got NaN or inf in {bad} of {count} patterns; remove those")
     largest = float(patterns.abs().max())
     if largest > 0 and not SMALLEST_SIZE <= largest <= LARGEST_SIZE:
@@ -125,34 +124,40 @@ def _size(patterns: Tensor, name: str) -> float:
 
 
 def square(reach: float, side: int) -> Tensor:
-    """States on a square around 0, row after row, (side^2, 2) float64."""
+    """Return states on a square around 0, row after row, (side^2, 2) float64."""
     line = torch.linspace(-reach, reach, side, dtype=torch.float64)
-    y, x = torch.meshgrid(line, line, indexing="ij")
-    return torch.stack((x, y), -1).flatten(0, 1)
+    return torch.cartesian_prod(line, line).flip(-1)
 
 
 def descend(energy: AnchoredEnergy, start: Tensor, step_size: float, steps: int) -> Solution:
-    """Exactly so many gradient steps from `start`, with their trace."""
+    """Make exactly so many gradient steps from `start`, with their trace."""
     solver = GradientDescent(step_size=step_size, max_steps=steps, atol=0.0, rtol=0.0)
     return solve(energy, start, solver=solver, trace=True, on_failure="ignore")
+
+
+def course(energy: AnchoredEnergy, beta: float, solution: Solution, **options: Any) -> dict[str, Any]:
+    """Return the numbers of a solve with a trace: the energy, options of the solve, and the path."""
+    assert solution.trace is not None
+    numbers = {"potential": type(energy.potential).__name__, "beta": beta, "anchor": float(energy.anchor), **options}
+    return numbers | {"path": solution.trace.value, "energy": solution.trace.energy}
 
 
 def stationary(
     potential: Potential, starts: Tensor, *, anchor: float = 0.0, query: Tensor | None = None
 ) -> StationaryPoints:
-    """The stationary points of one query's energy; without an anchor the query does not matter."""
+    """Find the stationary points of one query's energy; without an anchor the query does not matter."""
     field = (starts if query is None else query).expand(starts.shape)
     return stationary_points(AnchoredEnergy(potential, field, anchor), starts)
 
 
 def nearest(states: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    """The distance from every state to the nearest of the points, and which that is."""
-    found = torch.cdist(states, points, compute_mode="donot_use_mm_for_euclid_dist").min(-1)
-    return found.values, found.indices
+    """Return the distance from every state to the nearest of the points, and the number of that point."""
+    away, index = torch.cdist(states, points, compute_mode="donot_use_mm_for_euclid_dist").min(-1)
+    return away, index
 
 
 def have_own(patterns: Tensor, attractors: Tensor, reach: float) -> Tensor:
-    """Whether a pattern has an attractor nearby that is near no other pattern, (M,)."""
+    """Return whether a pattern has an attractor nearby that is near no other pattern, (M,)."""
     away, index = nearest(patterns, attractors)
     near = away < OWN * reach
     alone: Tensor = torch.bincount(index[near], minlength=len(attractors))[index] == 1
@@ -163,23 +168,23 @@ def have_own(patterns: Tensor, attractors: Tensor, reach: float) -> Tensor:
 
 
 def point(state: Tensor | Sequence[float], digits: int = 2) -> str:
-    """`(0.09, -0.66)`, without negative zeros."""
+    """Write `(0.09, -0.66)`, without negative zeros."""
     numbers = state.tolist() if isinstance(state, Tensor) else state
     return "(" + ", ".join(f"{round(x, digits) + 0.0:.{digits}f}" for x in numbers) + ")"
 
 
 def listing(parts: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Write `a, b and c`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def points(states: Tensor, most: int = 7) -> str:
-    """The states one after the other, at most so many."""
+    """Write the states one after the other, at most so many."""
     shown = [point(state) for state in states[:most]]
     return listing([*shown, f"{len(states) - most} more"] if len(states) > most else shown)
 
 
 def number(count: int, noun: str, plural: str | None = None) -> str:
-    """`one minimum`, `six patterns`."""
+    """Write `one minimum` or `six patterns`."""
     word = NUMBERS[count] if count < len(NUMBERS) else str(count)
     return f"{word} {noun if count == 1 else plural or noun + 's'}"

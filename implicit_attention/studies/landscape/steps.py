@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,32 +15,22 @@ from ...energies import AnchoredEnergy, RepeatedSelfAttention
 from ...plotting import landscape_figure, step_norm_figure, step_norms
 from ...potentials import LogSumExp
 from ...solvers import Picard
-from .plane import (
-    Plane,
-    PlaneScene,
-    descend,
-    have_own,
-    listing,
-    nearest,
-    number,
-    point,
-    points,
-    stationary,
-)
+from .plane import Plane, PlaneScene, course, descend, have_own, listing, nearest, number, point, points, stationary
 
-#: Betas of the scenes, in units of that of the plane.
+#: Inverse temperatures of the scenes, in units of that of the plane.
 HOT, MILD, VALLEYS, COLD = 0.2, 2.0, 4.0, 10.0
 DIMS, SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 
 
 class Moved(NamedTuple):
-    """Queries after some steps: what they descended, where they were and what there is to find."""
+    """Queries after some steps: their energy, their path, its stationary points, and how far each query came."""
 
     energy: AnchoredEnergy
     solution: Solution
     points: StationaryPoints
     numbers: dict[str, Any]
     facts: dict[str, str]
+    lengths: Tensor
 
     @property
     def ends(self) -> Tensor:
@@ -49,59 +40,40 @@ class Moved(NamedTuple):
     def minima(self) -> Tensor:
         return self.points.of_kind("minimum")
 
-    @property
-    def lengths(self) -> Tensor:
-        """Describe the progress of every query."""
-        lengths: Tensor = torch.linalg.vector_norm(self.ends - self.numbers["path"][0], dim=-1)
-        return lengths
-
 
 def moved(keys: Tensor, queries: Tensor, starts: Tensor, beta: float, step_size: float, steps: int) -> Moved:
-    """So many steps on the energy of `keys`, which has its stationary points near `starts`."""
+    """Make so many steps on the energy of `keys`, whose stationary points are searched from `starts`."""
     potential = LogSumExp(keys, beta)
     energy = AnchoredEnergy(potential, queries, 0.0)
     solution = descend(energy, queries, step_size, steps)
-    found = stationary(potential, starts)
-    trace = solution.trace
-    assert trace is not None
-    assert trace.energy is not None
-    path, energies = trace.value, trace.energy
+    fixed = stationary(potential, starts)
+    numbers = course(energy, beta, solution, step_size=step_size, steps=steps)
+    path, energies = numbers["path"], numbers["energy"]
+    numbers["stationary_points"] = stationary_numbers(fixed)
     lengths = torch.linalg.vector_norm(path[-1] - path[0], dim=-1)
-    numbers = {
-        "potential": "LogSumExp",
-        "beta": beta,
-        "anchor": 0.0,
-        "step_size": step_size,
-        "steps": steps,
-        "path": path,
-        "energy": energies,
-        "stationary_points": stationary_numbers(found),
-    }
     facts = {
         "beta": f"{beta:.4g}",
         "steps": f"{steps} of size {step_size:g}",
         "a query moves": f"{float(lengths.mean()):.3g} in the mean, {float(lengths.max()):.3g} at most",
         "mean energy": f"{float(energies[0].mean()):.4g} before, {float(energies[-1].mean()):.4g} after",
-        "stationary points": told(found),
+        "stationary points": kinds(fixed),
     }
-    return Moved(energy, solution, found, numbers, facts)
+    return Moved(energy, solution, fixed, numbers, facts, lengths)
 
 
-def stationary_numbers(found: StationaryPoints) -> dict[str, Any]:
-    return {"value": found.value, "energy": found.energy, "curvatures": found.curvatures, "kind": found.kind}
+def stationary_numbers(fixed: StationaryPoints) -> dict[str, Any]:
+    return {"value": fixed.value, "energy": fixed.energy, "curvatures": fixed.curvatures, "kind": fixed.kind}
 
 
-def counts(found: StationaryPoints) -> tuple[int, int, int]:
+def counts(fixed: StationaryPoints) -> tuple[int, int, int]:
     """Count minima, saddles and maxima."""
-    kinds = [found.kind.count(kind) for kind in ("minimum", "saddle", "maximum")]
-    return kinds[0], kinds[1], kinds[2]
+    return fixed.kind.count("minimum"), fixed.kind.count("saddle"), fixed.kind.count("maximum")
 
 
-def told(found: StationaryPoints) -> str:
-    """`two minima, one saddle`."""
-    minima, saddles, maxima = counts(found)
-    parts = ((minima, "minimum", "minima"), (saddles, "saddle", "saddles"), (maxima, "maximum", "maxima"))
-    return listing([number(*part) for part in parts if part[0]])
+def kinds(fixed: StationaryPoints) -> str:
+    """Write `two minima and one saddle`."""
+    nouns = (("minimum", "minima"), ("saddle", "saddles"), ("maximum", "maxima"))
+    return listing([number(count, *noun) for count, noun in zip(counts(fixed), nouns, strict=True) if count])
 
 
 def seen(of: str, plane: Plane, minima: Tensor) -> str:
@@ -119,13 +91,13 @@ def descended(it: Moved) -> str:
 
 
 def ways(starts: Tensor, ends: Tensor) -> str:
-    """Whose paths there are, and where the first of them lead."""
+    """Say whose paths there are, and where the first of them lead."""
     pairs = [f"from {point(start)} to {point(end)}" for start, end in zip(starts[:3], ends[:3], strict=True)]
     return f"Lines follow {number(len(starts), 'query', 'queries')}, the first {listing(pairs)}."
 
 
 def scene(name: str, title: str, sentence: str, plane: Plane, it: Moved, **look: Any) -> PlaneScene:
-    """The scene of queries that moved."""
+    """Return the scene of queries that moved."""
     description = f"{seen('the energy', plane, it.minima)} {descended(it)}"
     drawn = {"trace": it.solution.trace, "fixed_points": it.points, "reach": plane.reach, "title": title} | look
     draw = partial(landscape_figure, it.energy, it.numbers["path"][0], **drawn)
@@ -137,7 +109,7 @@ def _moved(plane: Plane, factor: float, step_size: float, steps: int) -> Moved:
 
 
 def _apart(it: Moved) -> float:
-    """The largest distance between ends, noted among the numbers and the facts."""
+    """Return the largest distance between ends, and note it among the numbers and the facts."""
     apart = float(torch.pdist(it.ends).max())
     it.numbers["largest_distance_between_ends"] = apart
     it.facts["ends"] = f"at most {apart:.2g} apart"
@@ -158,15 +130,13 @@ def one_step(plane: Plane) -> PlaneScene:
 def surface(plane: Plane) -> PlaneScene:
     it = _moved(plane, VALLEYS, 1.0, 5)
     said = f"The energy as a surface, at beta {it.numbers['beta']:.3g}: attention rolls downhill into its hollows."
-    made = scene("surface", "Minima, saddles and maxima as a surface", said, plane, it, kind="surface")
-    return made
+    return scene("surface", "Minima, saddles and maxima as a surface", said, plane, it, kind="surface")
 
 
 def small_steps(plane: Plane) -> PlaneScene:
     it = _moved(plane, 1.0, 0.1, 1)
-    said = (
-        f"A step of size 0.1 goes a tenth of the way of softmax attention, {float(it.lengths.mean()):.2g} in the mean."
-    )
+    length = float(it.lengths.mean())
+    said = f"A step of size 0.1 goes a tenth of the way of softmax attention, {length:.2g} in the mean."
     return scene("small-steps", "Small steps go nowhere", said, plane, it)
 
 
@@ -204,7 +174,7 @@ def critical(plane: Plane) -> PlaneScene:
     it.numbers["minima_minus_saddles_plus_maxima"] = total
     it.facts["minima - saddles + maxima"] = f"{minima} - {saddles} + {maxima} = {total}"
     stop = "plain steps end at minima, a solver without a safeguard may stop at a saddle"
-    said = f"At beta {it.numbers['beta']:.3g} the energy has {told(it.points)}{f'; {stop}' if saddles else ''}."
+    said = f"At beta {it.numbers['beta']:.3g} the energy has {kinds(it.points)}{f'; {stop}' if saddles else ''}."
     return scene("stationary-points", "Minima, saddles and maxima", said, plane, it)
 
 
@@ -224,16 +194,15 @@ def with_maps(plane: Plane) -> PlaneScene:
         "Query and key maps choose the start and the landscape; the values are read once at the end, "
         f"and lead uphill for {uphill} of {len(read)} queries."
     )
-    made = scene("maps", "With query, key and value maps", said, wide, it, values=values)
+    drawn = scene("maps", "With query, key and value maps", said, wide, it, values=values)
     more = f" Arrows lead on from there to what is read of the values, {points(read)}."
-    return PlaneScene(**{**vars(made), "description": made.description + more})
+    return dataclasses.replace(drawn, description=drawn.description + more)
 
 
 def self_frozen(plane: Plane) -> PlaneScene:
     patterns = plane.patterns
     it = moved(patterns, patterns, plane.starts, plane.beta, 1.0, 1)
-    weights = (plane.beta * patterns @ patterns.mT).softmax(-1)
-    own = weights.diagonal()
+    own = (plane.beta * patterns @ patterns.mT).softmax(-1).diagonal()
     it.numbers["attention_to_itself"] = own
     it.facts["attention to itself"] = f"{float(own.mean()):.2g} in the mean"
     said = (
@@ -249,8 +218,7 @@ def self_moving(plane: Plane) -> PlaneScene:
     solver = Picard(max_steps=steps, atol=0.0, rtol=0.0)
     trace = solve(repeated, patterns, solver=solver, trace=True, on_failure="ignore").trace
     assert trace is not None
-    states = trace.value
-    weights = repeated.probabilities(patterns)
+    states, weights = trace.value, repeated.probabilities(patterns)
     query_side, key_side = weights @ patterns, weights.mT @ patterns
     frozen = descend(repeated.frozen_energy(patterns), patterns, 1.0, steps)
     apart, apart_frozen = (float(torch.pdist(x).max()) if len(x) > 1 else 0.0 for x in (states[-1], frozen.value))
@@ -271,32 +239,29 @@ def self_moving(plane: Plane) -> PlaneScene:
         "gradient of the first pattern": f"{point(gradient[0], 4)} with both of its roles",
         "without its role as a key": f"{point((patterns - query_side)[0], 4)}",
     }
-    said = (
-        f"Where the context moves along, {number(steps, 'step')} bring all patterns within {apart:.2g} of each other."
-    )
+    within = f"{number(steps, 'step')} bring all patterns within {apart:.2g} of each other"
+    said = f"Where the context moves along, {within}."
     description = (
         f"Contours of the energy of the first context, both coordinates from {-plane.reach:.3g} to {plane.reach:.3g}. "
         f"{ways(patterns, states[-1])} All end within {apart:.2g}."
     )
     title = "Bare self-attention, the context moving along"
-    draw = partial(
-        landscape_figure, repeated.frozen_energy(patterns), patterns, trace=trace, reach=plane.reach, title=title
-    )
+    first = repeated.frozen_energy(patterns)
+    draw = partial(landscape_figure, first, patterns, trace=trace, reach=plane.reach, title=title)
     return PlaneScene("self-moving", title, said, description, facts, numbers, draw)
 
 
 def norms(plane: Plane) -> PlaneScene:
     del plane  # of Gaussian tokens in more dimensions
-    found = step_norms(DIMS, SCALES)
-    quartiles = found.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=found.dtype), dim=-1)
-    median = {
-        scale: dict(zip(DIMS, row.tolist(), strict=True)) for scale, row in zip(SCALES, quartiles[1], strict=True)
-    }
+    lengths = step_norms(DIMS, SCALES)
+    quartiles = lengths.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=lengths.dtype), dim=-1)
+    rows = (dict(zip(DIMS, row.tolist(), strict=True)) for row in quartiles[1])
+    median = dict(zip(SCALES, rows, strict=True))
     numbers = {
         "dims": DIMS,
         "beta_scales": SCALES,
         "tokens": 32,
-        "draws": found.shape[-1],
+        "draws": lengths.shape[-1],
         "first_quartile": quartiles[0],
         "median": quartiles[1],
         "third_quartile": quartiles[2],
@@ -307,15 +272,15 @@ def norms(plane: Plane) -> PlaneScene:
         "Of 32 Gaussian tokens at beta 1/sqrt d a step of bare self-attention moves much in few dimensions "
         "and nothing in many, which is why small heads still move."
     )
-    rows = "; ".join(
+    listed = "; ".join(
         f"scale {scale:g}: " + ", ".join(f"{median[scale][dim]:.2g} in {dim} dimensions" for dim in (2, 64, 512))
         for scale in SCALES[::3]
     )
     description = (
         "Contours of the length of a step of bare self-attention over the dimension, in powers of two, and the scale "
-        f"of beta; medians of {found.shape[-1]} draws. {rows}. From few dimensions and small scales to many and large "
-        "ones it falls by many powers of ten."
+        f"of beta; medians of {lengths.shape[-1]} draws. {listed}. From few dimensions and small scales to many and "
+        "large ones it falls by many powers of ten."
     )
     title = "How far self-attention moves: dimension and scale"
-    draw = partial(step_norm_figure, DIMS, SCALES, norms=found)
+    draw = partial(step_norm_figure, DIMS, SCALES, norms=lengths)
     return PlaneScene("step-norms", title, said, description, facts, numbers, draw)
