@@ -1,4 +1,4 @@
-"""Equilibrium attention inside x-transformers: what `Attention.attend` is replaced by."""
+"""Equilibrium attention inside x-transformers, in the place of `Attention.attend`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from .._autograd import at_least_single
 from ..layers.projections import Scalar
 from ..options import SolveKeywords
 from ._base import HostAttention, capped, check_shape, joined_masks, with_zero_key
+from ._hosts import library_of
 
-try:
+with library_of("xtransformers"):
     from x_transformers.attend import Attend, Intermediates
     from x_transformers.x_transformers import Attention, AttentionLayers
-except ImportError as error:
-    raise ImportError(
-        "implicit_attention.integrations.xtransformers needs x-transformers; "
-        'in the checkout: pip install -e ".[x-transformers]"'
-    ) from error
 
 # Settings of `Attend` that are carried over, under its names; those of it, and of the layers around it, that are not.
 _CARRIED = ("scale", "causal", "dropout", "l2_distance", "add_zero_kv", "softclamp_logits", "logit_softclamp_value")
