@@ -22,14 +22,12 @@ ULPS = 4
 
 def output(solution: Thermodynamics, name: str) -> Tensor:
     """One of `OUTPUTS`."""
-    if name == "susceptibility":
-        return solution.susceptibility()
-    value: Tensor = getattr(solution, name)
+    value: Tensor = solution.susceptibility() if name == "susceptibility" else getattr(solution, name)
     return value
 
 
 class ApproximationContract:
-    """Tests that every method with a free energy passes. A subclass defines `make`, and what its systems are like.
+    """Tests that every method with a free energy passes. A subclass defines `make` and the attributes of its systems.
 
     A test that a method is not meant to pass is taken out by name: `test_... = None`, with the reason.
 
@@ -96,7 +94,7 @@ class ApproximationContract:
     def test_derivatives_of_every_output(self, name: str) -> None:
         assert torch.autograd.gradcheck(self.function(name), self.leaves(), fast_mode=True, atol=1e-6)
 
-    # log Z and S are made of the others.
+    # log Z and S are combinations of the others.
     @pytest.mark.parametrize("name", [name for name in OUTPUTS if name not in ("log_partition", "entropy")])
     def test_second_derivatives(self, name: str) -> None:
         assert torch.autograd.gradgradcheck(self.function(name), self.leaves(), fast_mode=True, atol=1e-6)

@@ -23,7 +23,7 @@ def dense_map(matrix: Tensor) -> Matvec:
 
 
 def symmetric_matrices(*batch: int, eigenvalues: Tensor, seed: int = 0) -> Tensor:
-    """Random symmetric matrices (*batch, n, n) with the given eigenvalues, (n,) or (*batch, n)."""
+    """Random symmetric matrices (*batch, n, n) with these eigenvalues, (n,) or (*batch, n)."""
     basis = torch.linalg.qr(random(*batch, eigenvalues.shape[-1], eigenvalues.shape[-1], seed=seed))[0]
     matrix = torch.matmul(basis * eigenvalues.unsqueeze(-2), basis.mT)
     return (matrix + matrix.mT) / 2
@@ -36,7 +36,7 @@ def relative_residual(matrix: Tensor, b: Tensor, value: Tensor) -> Tensor:
 
 
 class LinearSolverContract:
-    """The contract of a `LinearSolver`; a subclass sets `solver` (its default options) and what it can do."""
+    """The contract of a `LinearSolver`; a subclass sets `solver`, with its default options."""
 
     solver: ClassVar[LinearSolver[Any]]
 
@@ -249,21 +249,20 @@ class LinearSolverContract:
     def test_refuses_what_it_cannot_do(self) -> None:
         b, matrix, solve = random(2, 5), self.matrices(2), self.solver.solve
         product = dense_map(matrix)
-        with pytest.raises(ValueError, match="float64"):
-            self.solve(matrix.float(), b.float(), rtol=1e-8)
-        for half in (torch.float16, torch.bfloat16):
-            with pytest.raises(TypeError, match=r"b\.float\(\)"):
-                solve(product, b.to(half))
-        with pytest.raises(TypeError, match="`b`"):
-            solve(product, b.long())
-        with pytest.raises(TypeError, match="`matvec`"):
-            solve(matrix, b)  # type: ignore[arg-type]
-        for wrong in (b[:1], b.float()):
-            with pytest.raises(ValueError, match="`initial`"):
-                solve(product, b, initial=wrong)
-        for broken in (lambda v: v[..., :1], lambda v: v.float()):
-            with pytest.raises(ValueError, match="matvec"):
-                solve(broken, b)
+        calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
+            (ValueError, "float64", lambda: self.solve(matrix.float(), b.float(), rtol=1e-8)),
+            (TypeError, r"b\.float\(\)", lambda: solve(product, b.half())),
+            (TypeError, r"b\.float\(\)", lambda: solve(product, b.bfloat16())),
+            (TypeError, "`b`", lambda: solve(product, b.long())),
+            (TypeError, "`matvec`", lambda: solve(matrix, b)),  # type: ignore[arg-type]
+            (ValueError, "`initial`", lambda: solve(product, b, initial=b[:1])),
+            (ValueError, "`initial`", lambda: solve(product, b, initial=b.float())),
+            (ValueError, "matvec", lambda: solve(lambda v: v[..., :1], b)),
+            (ValueError, "matvec", lambda: solve(lambda v: v.float(), b)),
+        ]
+        for error, match, call in calls:
+            with pytest.raises(error, match=match):
+                call()
 
     def test_refuses_wrong_options(self) -> None:
         for name, wrong in (("rtol", -1.0), ("rtol", 2.0), ("atol", -1e-9), ("max_steps", 0), ("check_every", 0)):

@@ -33,10 +33,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         self.operators.append(str(function))
-        given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
+        inputs = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):
-            # A view of what was there is no allocation, and an expanded tensor is as small as its storage.
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+            # A view of an input is no allocation, and an expanded tensor is as small as its storage.
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
         return result
 
@@ -77,10 +77,10 @@ class PotentialContract:
         """Second derivatives (create_graph=True) of a solution would silently be zero without."""
         potential, where = self.differentiable()
         names = ["z", *(name for name, _ in potential.named_tensors())]
-        given = [self.state(), *potential.tensors()]
-        mean = potential.mean(given[0])
+        arguments = [self.state(), *potential.tensors()]
+        mean = potential.mean(arguments[0])
         for i in (0, *(1 + i for i in where)):
-            moved = [*given[:i], (1.1 * given[i].detach() + 0.1).requires_grad_(), *given[i + 1 :]]
+            moved = [*arguments[:i], (1.1 * arguments[i].detach() + 0.1).requires_grad_(), *arguments[i + 1 :]]
             after = potential.replace(*moved[1:]).mean(moved[0])
             if not torch.equal(after.detach(), mean.detach()):
                 linked = after.requires_grad and torch.autograd.grad(after.sum(), moved[i], allow_unused=True)[0]
@@ -130,16 +130,16 @@ class PotentialContract:
 
     def test_first_and_second_derivatives(self) -> None:
         potential, where = self.differentiable()
-        given = potential.tensors()
+        tensors = potential.tensors()
         # Finite differences cannot move an entry that is masked by -inf.
-        usable = [i for i in where if bool(torch.isfinite(given[i]).all())]
+        usable = [i for i in where if bool(torch.isfinite(tensors[i]).all())]
 
         def functions(z: Tensor, *new: Tensor) -> tuple[Tensor, Tensor]:
-            tensors = dict(enumerate(given)) | dict(zip(usable, new, strict=True))
-            changed = potential.replace(*tensors.values())
+            both = dict(enumerate(tensors)) | dict(zip(usable, new, strict=True))
+            changed = potential.replace(*both.values())
             return changed.value(z), changed.mean(z)
 
-        inputs = [self.state().requires_grad_(), *(given[i].detach().clone().requires_grad_() for i in usable)]
+        inputs = [self.state().requires_grad_(), *(tensors[i].detach().clone().requires_grad_() for i in usable)]
         check_derivatives(functions, inputs)
 
     def test_problems_do_not_see_each_other(self) -> None:

@@ -38,7 +38,7 @@ class Reach(NamedTuple):
 
 
 def reach(model: nn.Module) -> Reach:
-    """The attention modules of a model, told by the source of their classes."""
+    """The attention modules of a model, recognised by the source of their classes."""
     kinds = [(name, type(module), _kind(type(module))) for name, module in model.named_modules()]  # type: ignore[arg-type]
     asks, own = ({name: cls for name, cls, kind in kinds if kind == wanted} for wanted in ("asks", "own"))
     return Reach(asks, own)
@@ -158,7 +158,7 @@ class _Steps:
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield "p"
         elif isinstance(node, ast.Attribute) and _named(node.value) == "self" and node.attr in self.methods:
-            # A method may be handed on instead of being called here.
+            # A method may be handed on instead of being called.
             yield from self.of(*self.methods[node.attr])
         if isinstance(node, ast.Call):
             yield from self._call(source, node.func)
