@@ -180,7 +180,8 @@ class EquilibriumForward:
             first = None if first is None else first + 1
         site, beta = _site(module), query.shape[-1] ** -0.5 if scaling is None else scaling
         anchor = anchor_of_call(module, settings.anchor, others, query)
-        make, rest = capped(softcap), {"return_weights": _weights_wanted(module, output_attentions), "site": site}
+        make, weights_wanted = capped(softcap), _weights_wanted(module, output_attentions)
+        rest: dict[str, Any] = {"return_weights": weights_wanted, "site": site}
         call = Call(query, key, value, beta, anchor, settings.options, mask, bias, first, make, dropout, True, **rest)
         attended = attend(call)
         output, weights = attended.output.transpose(1, 2).contiguous(), attended.weights

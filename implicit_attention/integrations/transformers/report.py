@@ -169,7 +169,8 @@ def _row(name: str, last: Last) -> LayerReport:
     anchor = last.anchor.mean() if isinstance(last.anchor, Tensor) else last.anchor
     states, evals, backward = sample.state, solve.num_evals, solve.adjoint.status
     if evals.numel() == 0 or states.numel() == 0:
-        return LayerReport(name, float(anchor), 0.0, 0, *[math.nan] * 5, 0)
+        nan = math.nan
+        return LayerReport(name, float(anchor), 0.0, 0, nan, nan, nan, nan, nan, 0)
     potential: Any = sample.problem(last.anchor).potential
     aims = (solve.status != Status.EXPLICIT) & (solve.status != Status.BUDGET)
     return LayerReport(
