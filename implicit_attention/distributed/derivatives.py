@@ -1,4 +1,4 @@
-"""First derivatives of what is read over keys that are spread over processes, and the refusal of others."""
+"""First derivatives of attention over keys that are spread over processes, and the refusal of others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._autograd import exact_precision, is_differentiated, sum_to_shape
 from ..errors import UnsupportedImplementation
+from ..potentials import LogSumExp
 from .local_keys import LocalWeights
 
 
@@ -27,49 +28,53 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, by_out: Tensor, by_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
         z, values, out, logsumexp, *tensors = ctx.saved_tensors
         potential = ctx.potential.replace(*tensors)
-        local, by_temperature = potential.local, None
+        local, by_z, by_temperature = potential.local, None, None
         with torch.no_grad(), exact_precision(z):
-            # -inf is no number that anything depends on.
+            # Nothing depends on a log-sum-exp of -inf.
             by_logsumexp = by_logsumexp.where(logsumexp != -torch.inf, 0.0)
             weights = LocalWeights(local, z, values, logsumexp)
             shared = ctx.needs_input_grad[1] or (isinstance(local.beta, Tensor) and local.beta.requires_grad)
             by_scores, by_keys, by_values, by_bias = weights.gradients(out, by_out, by_logsumexp, by_states=shared)
-            by_z = None
             if by_scores is not None:
                 cotangent = torch.cat([by_out, by_logsumexp[..., None]], -1)
                 (by_scores,) = potential._steps.sum("backward pass", cotangent, by_scores)
                 by_z = local._scale * by_scores
                 if isinstance(local.beta, Tensor):
                     by_temperature = by_beta(by_scores, z, local.beta)
-        gradients = [by_z, by_values, by_keys]
-        gradients += [by_temperature] if isinstance(local.beta, Tensor) else []
-        gradients += [None] if local.mask is not None else []
-        gradients += [by_bias] if local.bias is not None else []
+        gradients = [by_z, by_values, *by_tensors(local, by_keys, by_temperature, by_bias)]
         inputs = (by_out, by_logsumexp, z)
         return None, *(None if g is None else undifferentiated(g, "The gradient", *inputs) for g in gradients)
 
 
 class _Undifferentiated(torch.autograd.Function):
-    """(result, what it is, *inputs) -> the result, whose derivative raises."""
+    """(result, its name, *inputs) -> the result, whose derivative raises."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, what: str, *inputs: Tensor) -> Tensor:
-        ctx.what = what
+    def forward(ctx: Any, result: Tensor, name: str, *inputs: Tensor) -> Tensor:
+        ctx.name = name
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise UnsupportedImplementation(
-            f"{ctx.what} of ShardedLogSumExp has no derivative: keys that are spread over processes have gradients of "
+            f"{ctx.name} of ShardedLogSumExp has no derivative: keys that are spread over processes have gradients of "
             "first order alone; use LogSumExp in one process, or leave create_graph=True out"
         )
 
 
-def undifferentiated(result: Tensor, what: str, *inputs: Tensor) -> Tensor:
+def undifferentiated(result: Tensor, name: str, *inputs: Tensor) -> Tensor:
     if not is_differentiated(*inputs):
         return result
-    found: Tensor = _Undifferentiated.apply(result, what, *inputs)  # type: ignore[no-untyped-call]
-    return found
+    refusing: Tensor = _Undifferentiated.apply(result, name, *inputs)  # type: ignore[no-untyped-call]
+    return refusing
+
+
+def by_tensors(
+    local: LogSumExp, by_keys: Tensor, by_temperature: Tensor | None, by_bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the tensors of a potential in their order: keys, beta, mask and bias, where it has them."""
+    optional = ((local.beta, by_temperature), (local.mask, None), (local.bias, by_bias))
+    return by_keys, *(gradient for tensor, gradient in optional if isinstance(tensor, Tensor))
 
 
 def by_beta(by_scores: Tensor, z: Tensor, beta: Tensor) -> Tensor:

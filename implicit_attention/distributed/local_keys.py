@@ -1,4 +1,4 @@
-"""One process's part of a softmax over keys of which it holds some, at the log-sum-exp of all."""
+"""One process's part of a softmax over keys that are spread over processes, at the log-sum-exp of all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..potentials import LogSumExp
 from ..potentials.log_sum_exp import CUTOFF
 from ..potentials.masked_keys import Read
 
-# So many weights at most are kept for all products at a state; where there are more, each product computes them again.
+# The largest number of weights that are kept for all products at a state; each product computes more than that again.
 KEPT = 2**24
-# Weights that are worked on at a time.
+# Number of weights in a tile.
 TILE = 2**18
 
 
@@ -30,7 +30,7 @@ def read_local(local: LogSumExp, z: Tensor, values: Tensor | None) -> tuple[Tens
 
 
 class KeyTile(NamedTuple):
-    """Some of the keys: what is read of them, the weights (*kept, *folded, N, m) if they are kept, and where."""
+    """Keys from `start` to `stop` as they are read, and their weights (*kept, *folded, N, m) if these are kept."""
 
     read: Read
     weights: Tensor | None
@@ -120,10 +120,7 @@ class LocalWeights:
             if local.bias is not None:
                 width = tile.stop - tile.start if local.bias.shape[-1] > 1 else 1
                 by_bias.append(sum_to_shape(fold.restored(a), torch.Size((*local.bias.shape[:-1], width))))
-        bias = None
-        if local.bias is not None:
-            whole = torch.cat(by_bias, -1)
-            bias = sum_to_shape(whole, local.bias.shape)
+        bias = None if local.bias is None else sum_to_shape(torch.cat(by_bias, -1), local.bias.shape)
         keys = self._unfolded(by_keys, local.keys.shape)
         values = None if self.values is None else self._unfolded(by_values, self.values)
         return None if by_state is None else fold.restored(by_state), keys, values, bias

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,18 +16,18 @@ from .. import _validate
 
 # An odd number whose multiples spread over all bits (2^64 divided by the golden ratio), as a signed one.
 _SPREAD = -7046029254386353131
-# What is compared of each state: two whole numbers of so many bits at most; in float32 of 11 bits for two processes, of
-# 7 for a thousand. States that differ pass for equal once in 2^22 or 2^14 times then; a solve compares many of them,
-# and what it starts from in float64.
+# A fingerprint of a state is two whole numbers of at most so many bits; in float32 of 11 bits for two processes, of 7
+# for a thousand. States that differ pass for equal once in 2^22 or 2^14 times then; a solve compares many of them, and
+# its start in float64.
 _BITS = 20
-# So many different values are told of.
+# Number of different values that an error lists.
 MOST = 4
-# The bits of so many numbers are added up at once.
+# Number of words whose bits are added up at once.
 _AT_ONCE = 2**20
 
 
 class LockStepError(RuntimeError):
-    """The processes of a group differ in what they were given, or one of them has ended; raised in all of them.
+    """The processes of a group differ in their arguments, or one of them has ended; raised in all of them.
 
     Not for a solve without an answer: that raises `ConvergenceError`, in all processes alike.
 
@@ -57,24 +57,24 @@ class LockStep:
         # A group belongs to its process, and its copies are the same group.
         return self
 
-    def compare(self, given: dict[str, str], device: torch.device) -> None:
-        """Raise in all processes unless `given`, a value for each argument, is the same in each of them."""
-        text = hashlib.blake2b(repr(given).encode(), digest_size=8).digest()
+    def compare(self, values: dict[str, str], device: torch.device) -> None:
+        """Raise in all processes unless `values`, by the names of arguments, are the same in each of them."""
+        text = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
         total = torch.tensor(int.from_bytes(text, "little", signed=True), device=device)
-        # As many numbers whatever is given, so that what differs cannot break the comparison itself. Devices without
-        # float64 compare fewer bits.
+        # The count of numbers is always the same, so that a difference cannot break the comparison itself. Devices
+        # without float64 compare fewer bits.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if not self._alike(self._sum(self._digits(total, dtype))):
-            self._tell(given)
+            self._report(values)
 
-    def sum(self, what: str, state: Tensor, *parts: Tensor) -> list[Tensor]:
-        """The sums of `parts` over the processes, if all are at `what` with the same bits of `state`."""
-        digits = self._digits(_total(state) + zlib.crc32(what.encode()), parts[0].dtype)
+    def sum(self, operation: str, state: Tensor, *parts: Tensor) -> list[Tensor]:
+        """The sums of `parts` over the processes, if all are at this operation with the same bits of `state`."""
+        digits = self._digits(_total(state) + zlib.crc32(operation.encode()), parts[0].dtype)
         sums = self._sum(torch.cat([*(part.flatten() for part in parts), digits]))
-        *found, digits = torch.split(sums, [*(part.numel() for part in parts), len(digits)])
+        *totals, digits = torch.split(sums, [*(part.numel() for part in parts), len(digits)])
         if not self._alike(digits):
-            self._tell({"operation": what, "state": described(state)})
-        return [total.view_as(part) for total, part in zip(found, parts, strict=True)]
+            self._report({"operation": operation, "state": described(state)})
+        return [total.view_as(part) for total, part in zip(totals, parts, strict=True)]
 
     def maximum(self, numbers: Tensor) -> Tensor:
         """The largest of each number, which must not be NaN, over the processes."""
@@ -108,15 +108,16 @@ class LockStep:
         self.call(lambda: distributed.all_reduce(numbers, operation, group=self.group))
         return numbers
 
-    def _tell(self, given: dict[str, str]) -> None:
-        all_given: list[Any] = [None] * self.size
-        self.call(lambda: distributed.all_gather_object(all_given, given, group=self.group))
-        for name in given:
-            held = [one.get(name) for one in all_given]
-            if len(set(held)) > 1:
+    def _report(self, values: dict[str, str]) -> None:
+        """Raise with the first argument that differs, and its values by rank."""
+        gathered: list[Any] = [None] * self.size
+        self.call(lambda: distributed.all_gather_object(gathered, values, group=self.group))
+        for name in values:
+            by_rank = [each.get(name) for each in gathered]
+            if len(set(by_rank)) > 1:
                 break
-        ranks = {one: [rank for rank, other in enumerate(held) if other == one] for one in held}
-        received = ", ".join(f"{_named(some)}: {one}" for one, some in list(ranks.items())[:MOST])
+        ranks = {value: [rank for rank, other in enumerate(by_rank) if other == value] for value in by_rank}
+        received = ", ".join(f"{_named(some)}: {value}" for value, some in list(ranks.items())[:MOST])
         remedy = "broadcast it from one process (torch.distributed.broadcast), or give all the same options"
         raise LockStepError(_validate.message(name, "be the same in all processes of the group", received, remedy))
 
@@ -137,18 +138,23 @@ def _named(ranks: list[int]) -> str:
 def described(value: Any) -> str:
     """Return the fingerprint of an argument: shape, dtype and bits of a tensor, the text of anything else.
 
-    The text is without what differs between processes that were given the same: where functions lie in memory.
+    The text leaves out addresses of functions in memory, which differ between processes.
     """
     if not isinstance(value, Tensor):
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-    told = f"shape {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    text = shape_text(value, value.shape)
     if value.numel() == 0:
-        return told
+        return text
     value = value.detach()
     if value.is_floating_point():
         size = float(torch.linalg.vector_norm(value.double() if value.device.type != "mps" else value.float()))
-        told += f" of length {size:.9g}"
-    return f"{told} (bits {int(_total(value)) & 0xFFFFFFFF:08x})"
+        text += f" of length {size:.9g}"
+    return f"{text} (bits {int(_total(value)) & 0xFFFFFFFF:08x})"
+
+
+def shape_text(tensor: Tensor, shape: Iterable[Any]) -> str:
+    """A shape, in which sizes may be replaced, and the dtype of the tensor."""
+    return f"shape {tuple(shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _total(tensor: Tensor) -> Tensor:

@@ -11,9 +11,12 @@ from torch import Tensor, distributed
 
 from .. import _validate
 from ..attention.masks import check_whole
-from .lock_step import LockStep, LockStepError, described
+from .lock_step import LockStep, LockStepError, described, shape_text
 
 Exchange: TypeAlias = Literal["heads", "keys"]
+_Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+#: The numbers of queries and keys of each process.
+_Lengths: TypeAlias = tuple[list[int], list[int]]
 
 # Arguments of attention functions that may have one number for each head.
 _PER_HEAD = ("scale", "anchor")
@@ -43,8 +46,8 @@ def sequence_parallel(
     Returns:
         A function of query (*batch, H, N, D), key (*batch, Hkv, M, D), value (*batch, Hkv, M, E), where N and M are
         those of this process, and of the options of `fn`. Its answer is (*batch, H, N, E), or what `fn` returned with
-        the answer first (a solution is that of the problems that were solved here). Options with a number for each
-        head (`scale`, `anchor`, shape (..., H)) are given whole, and so is `attn_mask`, over all tokens; with
+        the answer first (a solution is that of the problems of this process). Options with a number for each
+        head (`scale`, `anchor`, shape (..., H)) are passed whole, and so is `attn_mask`, over all tokens; with
         exchange="keys" its rows are those of the queries of this process.
 
     Raises:
@@ -79,26 +82,26 @@ def sequence_parallel(
     if not callable(fn):
         raise TypeError(_validate.message("fn", "be callable", type(fn).__name__, "pass equilibrium_attention"))
     _validate.check_choice("exchange", exchange, ("heads", "keys"))
-    # Numbers per head may be among what a partial holds.
-    held: dict[str, Any] = {}
+    # Numbers per head may be among the keywords of a partial.
+    keywords: dict[str, Any] = {}
     inner: Any = fn
     while isinstance(inner, functools.partial) and not inner.args:
-        inner, held = inner.func, {**inner.keywords, **held}
+        inner, keywords = inner.func, {**inner.keywords, **keywords}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         check_whole()
-        lock, options = LockStep(group), {**held, **options}
+        lock, options = LockStep(group), {**keywords, **options}
         device = query.device if isinstance(query, Tensor) else torch.device("cpu")
         try:
             _check(query, key, value)
-            given = _given(exchange, query, key, value, options)
+            shared = _shared(exchange, query, key, value, options)
         except Exception as error:  # the others, whose arguments may fit, learn of it
             lock.compare({"arguments": f"{type(error).__name__}: {error}"}, device)
             raise
-        lock.compare(given, device)
+        lock.compare(shared, device)
         lengths = _lengths(lock, exchange, query, key, options)
         run = _by_heads if exchange == "heads" else _by_keys
-        return run(inner, lock, lengths, query, key, value, options)
+        return run(inner, lock, lengths, (query, key, value), options)
 
     return attention
 
@@ -116,30 +119,24 @@ def _check(query: Any, key: Any, value: Any) -> None:
     _validate.require(fits, "value", required, f"shape {tuple(value.shape)}")
 
 
-def _given(exchange: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> dict[str, str]:
+def _shared(exchange: str, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> dict[str, str]:
     """Return the arguments that must be the same in all processes."""
-    given = {"arguments": "fit", "exchange": repr(exchange), "options": ", ".join(sorted(options))}
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        *lead, _, dim = tensor.shape
-        given[name] = f"shape {(*lead, '...', dim)} {str(tensor.dtype).removeprefix('torch.')}"
-    for name, option in sorted(options.items()):
-        if name == "attn_mask" and exchange == "keys" and isinstance(option, Tensor) and option.ndim > 1:
-            # Its rows are those of the queries of each process.
-            shape = (*option.shape[:-2], "...", option.shape[-1])
-            given[name] = f"shape {shape} {str(option.dtype).removeprefix('torch.')}"
+    shared = {"arguments": "fit", "exchange": repr(exchange), "options": ", ".join(sorted(options))}
+    for name, argument in [("query", query), ("key", key), ("value", value), *sorted(options.items())]:
+        # The rows of these arguments differ between processes.
+        own_rows = name not in options or (name == "attn_mask" and exchange == "keys")
+        if own_rows and isinstance(argument, Tensor) and argument.ndim > 1:
+            shared[name] = shape_text(argument, (*argument.shape[:-2], "...", argument.shape[-1]))
         else:
-            given[name] = described(option)
-    return given
+            shared[name] = described(argument)
+    return shared
 
 
-def _lengths(
-    lock: LockStep, exchange: str, query: Tensor, key: Tensor, options: dict[str, Any]
-) -> tuple[list[int], list[int]]:
-    """Return the numbers of queries and keys that each process holds."""
+def _lengths(lock: LockStep, exchange: str, query: Tensor, key: Tensor, options: dict[str, Any]) -> _Lengths:
     own = torch.tensor([query.shape[-2], key.shape[-2]], device=query.device)
-    held = [torch.empty_like(own) for _ in range(lock.size)]
-    lock.call(lambda: distributed.all_gather(held, own, group=lock.group))
-    of_queries, of_keys = (list(numbers) for numbers in zip(*(each.tolist() for each in held), strict=True))
+    gathered = [torch.empty_like(own) for _ in range(lock.size)]
+    lock.call(lambda: distributed.all_gather(gathered, own, group=lock.group))
+    of_queries, of_keys = (list(numbers) for numbers in zip(*(each.tolist() for each in gathered), strict=True))
     if exchange == "keys" and options.get("is_causal"):
         required, received = "be as many as the keys of each process with is_causal=True", f"{of_queries} of {of_keys}"
         _validate.require(of_queries == of_keys, "query", required, received)
@@ -147,64 +144,44 @@ def _lengths(
 
 
 def _by_heads(
-    fn: Callable[..., Any],
-    lock: LockStep,
-    lengths: tuple[list[int], list[int]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: dict[str, Any],
+    fn: Callable[..., Any], lock: LockStep, lengths: _Lengths, inputs: _Inputs, options: dict[str, Any]
 ) -> Any:
-    size, heads, of_keys = lock.size, query.shape[-3], key.shape[-3]
+    size, (heads, of_keys, _) = lock.size, (tensor.shape[-3] for tensor in inputs)
     for name, count in (("query", heads), ("key", of_keys)):
         remedy = "use exchange='keys', which takes any number"
         _validate.require(count % size == 0, name, f"have heads that {size} processes can share", f"{count}", remedy)
-    parts = [tensor.chunk(size, -3) for tensor in (query, key, value)]
-    counts = (lengths[0], lengths[1], lengths[1])
-    arrived = _exchanged(
-        lock,
-        [[part[rank] for part in parts] for rank in range(size)],
-        [[_shape(part[0], -2, count[rank]) for part, count in zip(parts, counts, strict=True)] for rank in range(size)],
-    )
-    whole = [torch.cat([source[i] for source in arrived], -2) for i in range(3)]
-    here = {name: _own_heads(option, heads, lock) for name, option in options.items() if name in _PER_HEAD}
+    parts = list(zip(*(tensor.chunk(size, -3) for tensor in inputs), strict=True))
+    counts = zip(lengths[0], lengths[1], lengths[1], strict=True)
+    arrived = _exchanged(lock, parts, [[*map(_with_rows, parts[0], rows)] for rows in counts])
+    whole = [torch.cat(sources, -2) for sources in zip(*arrived, strict=True)]
+    own = {name: _own_heads(option, heads, lock) for name, option in options.items() if name in _PER_HEAD}
     if isinstance(mask := options.get("attn_mask"), Tensor) and mask.ndim > 2 and mask.shape[-3] == heads > 1:
-        here["attn_mask"] = mask.chunk(size, -3)[lock.rank]
-    answer = _called(fn, lock, *whole, **{**options, **here})
+        own["attn_mask"] = mask.chunk(size, -3)[lock.rank]
+    answer = _called(fn, lock, *whole, **{**options, **own})
     output, *others = answer if isinstance(answer, tuple) else (answer,)
-    back = _exchanged(
-        lock,
-        [[rows] for rows in output.split(lengths[0], -2)],
-        [[_shape(output, -2, query.shape[-2])] for _ in range(size)],
-    )
+    returned = [[rows] for rows in output.split(lengths[0], -2)]
+    back = _exchanged(lock, returned, [[_with_rows(output, inputs[0].shape[-2])]] * size)
     output = torch.cat([source[0] for source in back], -3)
     return (output, *others) if isinstance(answer, tuple) else output
 
 
 def _by_keys(
-    fn: Callable[..., Any],
-    lock: LockStep,
-    lengths: tuple[list[int], list[int]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: dict[str, Any],
+    fn: Callable[..., Any], lock: LockStep, lengths: _Lengths, inputs: _Inputs, options: dict[str, Any]
 ) -> Any:
-    counts = lengths[1]
-    arrived = _exchanged(
-        lock, [[key, value]] * lock.size, [[_shape(t, -2, count) for t in (key, value)] for count in counts]
-    )
-    keys, values = (torch.cat([source[i] for source in arrived], -2) for i in range(2))
-    here = {"query_offset": sum(counts[: lock.rank])} if options.get("is_causal") else {}
-    return _called(fn, lock, query, keys, values, **{**options, **here})
+    query, *own = inputs
+    expected = [[_with_rows(tensor, count) for tensor in own] for count in lengths[1]]
+    arrived = _exchanged(lock, [own] * lock.size, expected)
+    keys, values = (torch.cat(sources, -2) for sources in zip(*arrived, strict=True))
+    place = {"query_offset": sum(lengths[1][: lock.rank])} if options.get("is_causal") else {}
+    return _called(fn, lock, query, keys, values, **{**options, **place})
 
 
 def _called(fn: Callable[..., Any], lock: LockStep, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Return the answer of `fn` here, if it has answered in all processes."""
+    """Return the answer of `fn` in this process, if it has answered in all processes."""
     answer, error = None, None
     try:
         answer = fn(query, key, value, **options)
-    except Exception as raised:  # the others wait, and are told
+    except Exception as raised:  # the others wait, and learn of it
         error = raised
     failed = lock.maximum(torch.tensor(float(error is not None), device=query.device))
     if error is not None:
@@ -221,19 +198,18 @@ def _own_heads(option: Any, heads: int, lock: LockStep) -> Any:
     return option.chunk(lock.size, -1)[lock.rank]
 
 
-def _shape(tensor: Tensor, axis: int, size: int) -> torch.Size:
-    shape = list(tensor.shape)
-    shape[axis] = size
-    return torch.Size(shape)
+def _with_rows(tensor: Tensor, rows: int) -> torch.Size:
+    """The shape of a tensor with another number of rows."""
+    return torch.Size((*tensor.shape[:-2], rows, tensor.shape[-1]))
 
 
 def _exchanged(
-    lock: LockStep, given: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[torch.Size]]
+    lock: LockStep, outgoing: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[torch.Size]]
 ) -> list[list[Tensor]]:
-    """given[r] goes to rank r, and what rank r gives to this process comes, in the shapes expected[r]."""
-    sent = [sum(t.numel() for t in parts) for parts in given]
+    """Send outgoing[r] to rank r; return the tensors that come from each rank r, in the shapes expected[r]."""
+    sent = [sum(t.numel() for t in parts) for parts in outgoing]
     come = [sum(shape.numel() for shape in shapes) for shapes in expected]
-    flat = torch.cat([t.reshape(-1) for parts in given for t in parts])
+    flat = torch.cat([t.reshape(-1) for parts in outgoing for t in parts])
     received = _AllToAll.apply(flat, lock, sent, come)  # type: ignore[no-untyped-call]
     arrived = []
     for shapes, part in zip(expected, received.split(come), strict=True):
@@ -243,7 +219,7 @@ def _exchanged(
 
 
 class _AllToAll(torch.autograd.Function):
-    """(numbers, lock, how many go to each rank, how many come from each) -> what comes; its transpose goes back."""
+    """(numbers, lock, counts to each rank, counts from each) -> the numbers that come; its transpose goes back."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, lock: LockStep, sent: list[int], come: list[int]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,21 +29,12 @@ from ..errors import UnsupportedImplementation
 from ..potentials import CovarianceMap, LogSumExp, Potential
 from ..potentials.masked_keys import row_block
 from ..solvers import Solver
-from .derivatives import Attend, by_beta, undifferentiated
+from .derivatives import Attend, by_beta, by_tensors, undifferentiated
 from .local_keys import LocalWeights, read_local
 from .lock_step import LockStep, described
 
 # Sums of weights outside exp(-RANGE) .. exp(RANGE) lose digits or overflow.
 RANGE = {torch.float32: 60.0, torch.float64: 600.0}
-
-
-class Shift:
-    """The states of the last evaluation and their log-sum-exp over all keys, equal in all processes."""
-
-    __slots__ = ("logsumexp",)
-
-    def __init__(self, logsumexp: Tensor | None = None) -> None:
-        self.logsumexp = logsumexp
 
 
 class ShardedLogSumExp(Potential):
@@ -116,7 +108,8 @@ class ShardedLogSumExp(Potential):
         bias: Float[Tensor, "..."] | None = None,
     ) -> None:
         self._steps = LockStep(group)
-        self._shift = Shift()
+        # The log-sum-exp of the last evaluation over all keys, equal in all processes; shared by shallow copies.
+        self._last = SimpleNamespace(logsumexp=None)
         # Whether the start of a solve was compared, and whether this object is evaluated inside of one.
         self._compared = self._solving = False
         self._empty = isinstance(keys, Tensor) and keys.ndim >= 2 and keys.shape[-2] == 0
@@ -127,9 +120,9 @@ class ShardedLogSumExp(Potential):
         except (TypeError, ValueError) as error:
             self._steps.compare({"arguments": f"{type(error).__name__}: {error}"}, device)
             raise
-        given = self.local.keys
-        told = f"leading axes {tuple(given.shape[:-2])}, dimension {given.shape[-1]}, {given.dtype}"
-        self._steps.compare({"arguments": "fit", "keys": told, "beta": described(self.local.beta)}, device)
+        keys = self.local.keys
+        text = f"leading axes {tuple(keys.shape[:-2])}, dimension {keys.shape[-1]}, {keys.dtype}"
+        self._steps.compare({"arguments": "fit", "keys": text, "beta": described(self.local.beta)}, device)
 
     @property
     def keys(self) -> Tensor:
@@ -202,18 +195,16 @@ class ShardedLogSumExp(Potential):
         weights, mean = self._weights(z)
         local = weights.local
 
+        def summed(v: Tensor) -> Tensor:
+            return self._steps.sum("product with the covariance", v, weights.spread(mean, v))[0]
+
         def product(v: Tensor) -> Tensor:
-            return local._scale * self._steps.sum("product with the covariance", v, weights.spread(mean, v))[0]
+            return local._scale * summed(v)
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             _, by_keys, _, by_bias = weights.gradients(mean, u, None, by_states=False)
-            gradients: list[Tensor | None] = [by_keys]
-            if isinstance(local.beta, Tensor):
-                (by_scores,) = self._steps.sum("product with the covariance", u, weights.spread(mean, u))
-                gradients.append(by_beta(by_scores, z, local.beta))
-            gradients += [None] if local.mask is not None else []
-            gradients += [by_bias] if local.bias is not None else []
-            return tuple(gradients)
+            by_temperature = by_beta(summed(u), z, local.beta) if isinstance(local.beta, Tensor) else None
+            return by_tensors(local, by_keys, by_temperature, by_bias)
 
         return CovarianceMap(product, pullback)
 
@@ -227,8 +218,8 @@ class ShardedLogSumExp(Potential):
             return None
         clone = copy.copy(self)
         clone.local = local
-        last = self._shift.logsumexp
-        clone._shift = Shift(None if last is None or last.ndim != index.ndim else pick(last, index))
+        last = self._last.logsumexp
+        clone._last = SimpleNamespace(logsumexp=None if last is None or last.ndim != index.ndim else pick(last, index))
         return clone
 
     def check_state(self, argument: str, z: Tensor) -> None:
@@ -243,13 +234,8 @@ class ShardedLogSumExp(Potential):
         _refuse_transforms()
         tensors = [t for t in given.values() if isinstance(t, Tensor)]
         recorded = is_differentiated(*tensors, *self.tensors())
-        told = {name: described(value) for name, value in given.items()}
-        options = {
-            "solver": described(solver),
-            "adjoint": described(adjoint),
-            "requires_grad of any tensor": str(recorded),
-        }
-        self._compare(told | options)
+        arguments = {**given, "solver": solver, "adjoint": adjoint, "requires_grad of any tensor": recorded}
+        self._compare({name: described(value) for name, value in arguments.items()})
         if recorded and isinstance(adjoint, Unrolled):
             required = "not be Unrolled() where keys are spread over processes"
             remedy = "use Implicit() with a tolerance, Phantom() or OneStep(), or solve under torch.no_grad()"
@@ -260,29 +246,29 @@ class ShardedLogSumExp(Potential):
 
     def _mapped(self, *args: Any) -> Self:
         clone = super()._mapped(*args)
-        clone._shift = Shift()
+        clone._last = SimpleNamespace(logsumexp=None)
         # A solve evaluates such copies of the potential that was compared at its start.
         clone._solving = self._compared
         return clone
 
     def _single(self) -> Self:
-        """The same in float32 where it holds half precision."""
+        """This potential, in float32 where its tensors are in half precision."""
         half = self.local.keys.dtype in HALF
         return self.replace(*map(at_least_single, self.tensors())) if half else self
 
-    def _compare(self, given: dict[str, str]) -> None:
-        self._steps.compare(given, self.local.keys.device)
+    def _compare(self, values: dict[str, str]) -> None:
+        self._steps.compare(values, self.local.keys.device)
 
     @uncompiled
     def _attended(self, z: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
         """The read-out of the values (None: keys) over all processes, and the log-sum-exp, -inf without any key."""
         _refuse_transforms()
         if not self._solving:
-            beta = self.local.beta
-            grads = [name for name, t in (("z", z), ("beta", beta)) if isinstance(t, Tensor) and is_differentiated(t)]
-            read = "keys" if values is None else f"values of width {values.shape[-1]}, {values.dtype}"
-            given = {"operation": f"attention, read out in {read}", "z": _shape(z)}
-            self._compare(given | {"tensors that require grad": ", ".join(grads) or "none"})
+            named = (("z", z), ("beta", self.local.beta))
+            grads = ", ".join(name for name, t in named if isinstance(t, Tensor) and is_differentiated(t)) or "none"
+            read = f"read out in {'keys' if values is None else f'values of width {values.shape[-1]}, {values.dtype}'}"
+            call = {"operation": f"attention, {read}", "z": _shape(z), "tensors that require grad": grads}
+            self._compare(call)
         if values is not None and self._empty:
             values = F.pad(values[..., :0, :], (0, 0, 0, 1))
         self.local.check_state("z", z)
@@ -297,11 +283,11 @@ class ShardedLogSumExp(Potential):
         return out.to(z.dtype), logsumexp.to(z.dtype)
 
     def _merged(self, z: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same in the precision of the sums, without graph."""
+        """`_attended` in the precision of the sums, without graph."""
         out, own = read_local(self.local, z, values)
         # Scores that overflow have no weights.
         own = own.where(own != torch.inf, torch.nan)
-        last, limit = self._shift.logsumexp, RANGE[z.dtype]
+        last, limit = self._last.logsumexp, RANGE[z.dtype]
         if last is None or last.shape != own.shape:
             last = self._largest(own)
         shift = last.nan_to_num(0.0, 0.0, 0.0)
@@ -313,13 +299,13 @@ class ShardedLogSumExp(Potential):
         if bool(lost.any()):
             lost &= ~(moved.isnan() | ((last == -torch.inf) & (weight == 0)))
             if bool(lost.any()):
-                found = shift + flatness * coarse.log()
-                known = bool((found.isfinite() | ~lost).all())
-                shift = found.where(lost, shift) if known else self._largest(own).nan_to_num(0.0, 0.0, 0.0)
-                total, weight, coarse = self._sum(z, out, own, shift, flatness)
+                coarse = shift + flatness * coarse.log()
+                known = bool((coarse.isfinite() | ~lost).all())
+                shift = coarse.where(lost, shift) if known else self._largest(own).nan_to_num(0.0, 0.0, 0.0)
+                total, weight, _ = self._sum(z, out, own, shift, flatness)
                 moved = weight.log()
             weight = weight.where(weight != 0, 1.0)
-        self._shift.logsumexp = logsumexp = shift + moved
+        self._last.logsumexp = logsumexp = shift + moved
         return total / weight[..., None], logsumexp
 
     def _largest(self, own: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from .. import _validate
+from .lock_step import LockStep
 
 _INDEX, _LOCK, _FORMAT, _VERSION = "index.json", "index.lock", "implicit_attention.patterns", 2
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -42,23 +43,24 @@ class StoredPatterns:
     """Patterns in a folder: safetensors files of some rows each, and `index.json`, which says in which order.
 
     A file holds `keys` (rows, D) and, if there are any, `values` (rows, E). Files are read where they lie
-    (memory-mapped), row by row as asked for, and compared with the checksums of these rows. `append` writes a new file,
-    then replaces the index. After a crash in between, what was there before is read; the new file stays unread beside
-    it.
+    (memory-mapped), the requested rows alone, and compared with the checksums of these rows. `append` writes a new
+    file, then replaces the index. After a crash in between, the old patterns are read; the new file stays unread beside
+    them.
 
     Any number of objects and processes may append to one folder: they wait for each other (`index.lock`), and each
-    begins behind what is there by then. An object knows the patterns that were there when it was made or appended last.
+    begins behind the patterns of the others. An object knows the patterns that existed when it was made or appended
+    last.
 
     Args:
-        folder: made by the first `append` if it is not there.
-        check: compare all patterns with their checksums now, which reads them. Otherwise `load` compares what it reads.
+        folder: made by the first `append` if it does not exist.
+        check: read all patterns now and compare them with their checksums. Otherwise `load` compares the rows it reads.
 
     Attributes:
         dim, value_dim: D, and E or None; None while nothing is stored.
         dtype: of the stored numbers; None while nothing is stored.
 
     Raises:
-        ValueError: a folder that is not as it was written, here or where `load` reads it: the error names the file.
+        ValueError: a folder that is not as it was written, in this call or in `load`: the error names the file.
             Also `check` for files of versions of this library that wrote no checksums; they are read without.
         ImportError: without safetensors (`pip install safetensors`).
 
@@ -112,8 +114,8 @@ class StoredPatterns:
             values: (M, E), one for each key; for all appended patterns or for none.
 
         Raises:
-            TypeError, ValueError: no tensors of two axes; other sizes or another dtype than what is stored; a folder
-                that is damaged, or no longer holds what this object has found there.
+            TypeError, ValueError: no tensors of two axes; other sizes or another dtype than the stored patterns; a
+                folder that is damaged, or no longer holds the files that this object knows.
         """
         from filelock import FileLock
         from safetensors.torch import save_file
@@ -134,27 +136,28 @@ class StoredPatterns:
             now._check(keys, values)
             if not (self.folder / _INDEX).exists():
                 # Patterns without an index are damage, not an append that ended early.
-                self._write_index(None, None, None, [])
+                self._write_index([], dim=None, value_dim=None, dtype=None)
             name = f"patterns-{self._next():05d}.safetensors"
             beside = self.folder / f"{name}.part"
             save_file(parts, beside)
             _settle(beside, self.folder / name)
             size = (self.folder / name).stat().st_size
             file = {"name": name, "rows": rows, "bytes": size, "block": block, "checksums": checksums}
-            self._take(self._write_index(keys.shape[-1], width, dtype, [*now._files, file]))
+            files = [*now._files, file]
+            self._take(self._write_index(files, dim=keys.shape[-1], value_dim=width, dtype=dtype))
 
     def load(
         self, rows: slice = slice(None), *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Patterns:
-        """Some of the patterns, of which no others are read but the nearest, up to 256 kB, that share a checksum.
+        """Some of the patterns; of the others only the nearest, up to 256 kB, are read, which share their checksum.
 
         Args:
-            rows: which, without a step.
-            device: where to.
-            dtype: in which to hold them; None as they are stored.
+            rows: the rows, without a step.
+            device: of the tensors.
+            dtype: of the tensors; None as they are stored.
 
         Raises:
-            ValueError: what is read is not what was written, or there are no patterns.
+            ValueError: the rows are not as they were written, or there are no patterns.
         """
         _validate.require(rows.step in (None, 1), "rows", "be a slice without a step", rows)
         start, stop, _ = rows.indices(len(self))
@@ -174,8 +177,6 @@ class StoredPatterns:
 
         For `ShardedLogSumExp`: no process reads the part of another.
         """
-        from .lock_step import LockStep
-
         lock = LockStep(group)
         count = len(self)
         return self.load(slice(lock.rank * count // lock.size, (lock.rank + 1) * count // lock.size), **options)
@@ -183,9 +184,8 @@ class StoredPatterns:
     # Parts.
 
     def _pieces(self, start: int, stop: int) -> Iterator[list[Tensor | None]]:
-        _validate.require(
-            self.dim is not None, "folder", "hold patterns", f"{self.folder}, where none are", "append some"
-        )
+        received = f"{self.folder}, where none are"
+        _validate.require(self.dim is not None, "folder", "hold patterns", received, "append some")
         begin = 0
         for file in self._files:
             first, last = max(start - begin, 0), min(stop - begin, file["rows"])
@@ -194,21 +194,21 @@ class StoredPatterns:
                 yield self._rows(file, first, last)
 
     def _rows(self, file: dict[str, Any], first: int, last: int) -> list[Tensor | None]:
-        """Keys and values (None: there are none) of rows of a file, or an error if they are not what was written."""
+        """Keys and values (or None) of rows of a file; raise if their checksums are not those that were written."""
         if "checksums" not in file:
             return self._read(file, first, last)
         size = file["block"]
         low, high = first // size * size, min(-(-last // size) * size, file["rows"])
-        found = self._read(file, low, high)
+        parts = self._read(file, low, high)
         for begin in range(low, high, size):
-            block = [part[begin - low : begin - low + size] for part in found if part is not None]
+            block = [part[begin - low : begin - low + size] for part in parts if part is not None]
             same = _checksum(block) == file["checksums"][begin // size]
             received = f"rows {begin} to {begin + len(block[0]) - 1} of another checksum"
             _validate.require(same, "folder", f"hold {file['name']} as it was written", received, _ANEW)
-        return [None if part is None else part[first - low : last - low] for part in found]
+        return [None if part is None else part[first - low : last - low] for part in parts]
 
     def _read(self, file: dict[str, Any], first: int, last: int) -> list[Tensor | None]:
-        """The same, where only sizes and dtypes are compared."""
+        """Keys and values of rows of a file, of which only sizes and dtypes are checked."""
         from safetensors import safe_open
 
         sizes = {"keys": self.dim, "values": self.value_dim}
@@ -216,20 +216,19 @@ class StoredPatterns:
         try:
             with safe_open(self.folder / file["name"], "pt") as opened:
                 parts = {name: opened.get_slice(name) for name in set(opened.keys())}
-                held = {name: (part.get_shape(), part[:0].dtype) for name, part in parts.items()}
-                found = {name: part[first:last] for name, part in parts.items()} if held == wanted else {}
-        except Exception as error:  # a damaged file may end anywhere in what reads it
+                written = {name: (part.get_shape(), part[:0].dtype) for name, part in parts.items()}
+                rows = {name: part[first:last] for name, part in parts.items()} if written == wanted else {}
+        except Exception as error:  # a damaged file may raise any error
             required = f"hold {file['name']} as it was written"
             received = f"one that cannot be read ({type(error).__name__}: {error})"
             raise ValueError(_validate.message("folder", required, received, _ANEW)) from error
-        _validate.require(held == wanted, "folder", f"hold {file['name']} of {wanted}", held, _ANEW)
-        return [found.get(name) for name in sizes]
+        _validate.require(written == wanted, "folder", f"hold {file['name']} of {wanted}", written, _ANEW)
+        return [rows.get(name) for name in sizes]
 
     def _joined(self, parts: list[Tensor | None], size: int | None) -> Tensor | None:
         if size is None:
             return None
-        found = [part for part in parts if part is not None]
-        return torch.cat(found) if found else torch.empty(0, size, dtype=self.dtype)
+        return torch.cat([torch.empty(0, size, dtype=self.dtype), *(part for part in parts if part is not None)])
 
     def _check(self, keys: Tensor, values: Tensor | None) -> None:
         named = [("keys", keys)] if values is None else [("keys", keys), ("values", values)]
@@ -243,10 +242,10 @@ class StoredPatterns:
         if self.dim is None:
             return
         stored = (self.dim, self.value_dim, self.dtype)
-        given = (keys.shape[-1], None if values is None else values.shape[-1], keys.dtype)
-        for name, held, new in zip(("keys", "values", "keys"), stored, given, strict=True):
+        added = (keys.shape[-1], None if values is None else values.shape[-1], keys.dtype)
+        for name, old, new in zip(("keys", "values", "keys"), stored, added, strict=True):
             required = f"be like what is stored (dimension {self.dim}, values of {self.value_dim}, {self.dtype})"
-            _validate.require(held == new, name, required, new)
+            _validate.require(old == new, name, required, new)
 
     def _unchecked(self) -> list[str]:
         return [file["name"] for file in self._files if "checksums" not in file]
@@ -258,7 +257,7 @@ class StoredPatterns:
 
     def _read_index(self) -> None:
         path = self.folder / _INDEX
-        # Looked for first: an index is there before the first patterns are.
+        # Listed first: an index is written before the first patterns are.
         patterns = sorted(file.name for file in self.folder.glob("patterns-*.safetensors"))
         required = f"hold an {_INDEX} of format {_FORMAT!r}, version 1 or {_VERSION}"
         if not path.exists():
@@ -268,33 +267,25 @@ class StoredPatterns:
         try:
             index = json.loads(written)
             known = _is_index(index)
-        except Exception:  # a damaged file may end anywhere in what reads it
+        except Exception:  # a damaged file may raise any error
             known = False
         remedy = f"name a folder of its own, or {_ANEW}"
         _validate.require(known, "folder", required, f"{path}, which is another or damaged", remedy)
         for file in index["files"]:
-            there = self.folder / file["name"]
-            size = there.stat().st_size if there.exists() else None
+            path = self.folder / file["name"]
+            size = path.stat().st_size if path.exists() else None
             required = f"hold {file['name']} of {file['bytes']} bytes"
             received = "no such file" if size is None else f"one of {size} bytes"
             _validate.require(size == file["bytes"], "folder", required, received, _ANEW)
         self._take(index)
         if index["version"] == 1:
-            # Such an index has no checksum: what it says is compared with what the files say.
+            # Such an index has no checksum: its sizes are compared with those in the files.
             for file in self._files:
                 self._read(file, 0, 0)
 
-    def _write_index(
-        self, dim: int | None, value_dim: int | None, dtype: str | None, files: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        index = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "dim": dim,
-            "value_dim": value_dim,
-            "dtype": dtype,
-            "files": files,
-        }
+    def _write_index(self, files: list[dict[str, Any]], **contents: int | str | None) -> dict[str, Any]:
+        """Write `dim`, `value_dim` and `dtype` of the contents, and the files; return the index."""
+        index: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **contents, "files": files}
         index["checksum"] = _checksum_of(index)
         beside = self.folder / f"{_INDEX}.part"
         beside.write_text(json.dumps(index, indent=1))
@@ -307,7 +298,7 @@ class StoredPatterns:
 
 
 def _is_index(index: Any) -> bool:
-    """Whether an index is whole; any error of what reads it says that it is not."""
+    """Whether an index is whole; any error that this raises says that it is not."""
     rest, files = {name: value for name, value in index.items() if name != "checksum"}, index["files"]
     if rest.keys() != {"format", "version", "dim", "value_dim", "dtype", "files"} or index["format"] != _FORMAT:
         return False

@@ -1,5 +1,5 @@
-"""Equilibrium attention inside models of other libraries: one module for each host, loaded when it is asked for.
+"""Equilibrium attention inside models of other libraries, the hosts: one module for each, loaded when it is imported.
 
 `integrations.transformers` (Hugging Face), `integrations.multihead` (torch.nn), `integrations.xtransformers`,
-`integrations.timm`.
+`integrations.timm`. `_hosts.py` lists them.
 """

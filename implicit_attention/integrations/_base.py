@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,36 +22,39 @@ from ..options import SolveKeywords, SolveOptions
 from ..potentials import LogSumExp
 from ..potentials.softcap import SoftcapLogSumExp
 
+#: (mask, bias), each None or broadcasting to (B, H, N, M): True means attend, and the bias is added to the scores.
+Masks: TypeAlias = tuple[Tensor | None, Tensor | None]
+
 
 class HostAttention(Remembering):
     """Base of a module that stands where a host's attention stood, with the host's parameters and arguments."""
 
     anchor: nn.Module
 
-    def _set_up(self, heads: int, anchor: Scalar, options: SolveKeywords, **made: Any) -> None:
-        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **made))
+    def _set_up(self, heads: int, anchor: Scalar, options: SolveKeywords, **placement: Any) -> None:
+        self.anchor = anchor_or_beta("anchor", anchor, LearnedAnchor((heads,), **placement))
         self.options = SolveOptions().override(**options)
 
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, *, dropout: float, **given: Any) -> Attended:
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, beta: Any, masks: Masks, dropout: float, **others: Any
+    ) -> Attended:
         """`attend` with the anchor and options of this module, which remembers the solve; weights drop in training."""
-        given["dropout_p"] = dropout if self.training else 0.0
-        attended = attend(
-            Call(query, keys, values, anchor=self.anchor(), options=self.options, site=self._site, **given)
-        )
+        others |= {"mask": masks[0], "bias": masks[1], "dropout_p": dropout if self.training else 0.0}
+        attended = attend(Call(query, keys, values, beta, self.anchor(), self.options, site=self._site, **others))
         self._remember(attended.report)
         return attended
 
     def _shown(self, **settings: Any) -> str:
-        """Settings that are not None, False or 0, and the options of the solve that are given, for `extra_repr`."""
-        shown = {name: value for name, value in settings.items() if value}
+        """Settings that are not None, False or 0, and the options of the solve that were passed, for `extra_repr`."""
         options = {name: getattr(self.options, name) for name in ("solver", "adjoint", "max_steps")}
-        shown |= {name: value for name, value in options.items() if value is not None}
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
+        shown = [item for item in settings.items() if item[1]]
+        shown += [item for item in options.items() if item[1] is not None]
+        return ", ".join(f"{name}={value}" for name, value in shown)
 
 
 def check_shape(fits: bool, argument: str, tensor: Tensor, requirement: str, remedy: str = "") -> None:
     """Raise ValueError with the shape of the tensor unless it fits."""
-    if not fits:  # The shape is written out only here: torch.compile would fix sizes that it keeps open.
+    if not fits:  # The shape is written out in errors alone: torch.compile would fix sizes that it keeps open.
         raise ValueError(_validate.message(argument, requirement, f"shape {tuple(tensor.shape)}", remedy))
 
 
@@ -60,14 +63,11 @@ def capped(cap: float | None) -> PotentialFactory:
     return LogSumExp if cap is None else partial(SoftcapLogSumExp, cap=cap)
 
 
-def joined_masks(masks: Mapping[str, Tensor | None], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, bias) of several masks by the names of their arguments: all boolean ones, and the sum of the additive.
-
-    Both are None or broadcast to what the given ones do; True means attend.
-    """
+def joined_masks(masks: Mapping[str, Tensor | None], like: Tensor) -> Masks:
+    """The pairs that all boolean masks allow, and the sum of the additive ones, for masks by their arguments' names."""
     pairs = bias = None
-    for name, given in masks.items():
-        mask, added = split_mask(name, given, like)
+    for name, argument in masks.items():
+        mask, added = split_mask(name, argument, like)
         if mask is not None:
             pairs = mask if pairs is None else pairs & mask
         if added is not None:
@@ -78,7 +78,7 @@ def joined_masks(masks: Mapping[str, Tensor | None], like: Tensor) -> tuple[Tens
 def with_zero_key(
     k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, score: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Keys and values with zeros in front, to which all queries attend: part of the weight then reads nothing.
+    """Keys and values with zeros in front, to which all queries attend: the weight of that key reads nothing.
 
     Args:
         k: (B, H, M, D), or with fewer heads.

@@ -9,37 +9,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ._base import check_shape, joined_masks
+from ._base import Masks, check_shape, joined_masks
 
 
 def mask_and_bias(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, queries: Tensor, *, given: int, more: int, batched: bool
-) -> tuple[Tensor | None, Tensor | None]:
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, queries: Tensor, *, count: int, more: int, batched: bool
+) -> Masks:
     """(mask, bias), each None or broadcasting to (B, H, N, M + more), of torch's masks, where True means ignore.
 
     Args:
         attn_mask: boolean or additive, (N, M) or (B * H, N, M).
         key_padding_mask: boolean or additive, (B, M), or (M,) if not batched.
         queries: (B, H, N, D).
-        given: M, the number of keys that the masks speak of.
+        count: M, the number of keys that the masks cover.
         more: the number of keys behind them, to which every query may attend.
         batched: whether the caller's tensors have an axis of samples.
     """
     batch, heads, rows = queries.shape[:3]
     masks: dict[str, Tensor] = {}
     if attn_mask is not None:
-        pair, head = (rows, given), (batch * heads, rows, given)
+        pair, head = (rows, count), (batch * heads, rows, count)
         _check_mask("attn_mask", attn_mask, f"(N, M) = {pair} or (B * num_heads, N, M) = {head}", pair, head)
         masks["attn_mask"] = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
     if key_padding_mask is not None:
-        keys = (batch, given) if batched else (given,)
+        keys = (batch, count) if batched else (count,)
         _check_mask("key_padding_mask", key_padding_mask, f"{'(B, M)' if batched else '(M,)'} = {keys}", keys)
-        masks["key_padding_mask"] = key_padding_mask.reshape(batch, 1, 1, given)
+        masks["key_padding_mask"] = key_padding_mask.reshape(batch, 1, 1, count)
     attended = {name: ~mask if mask.dtype == torch.bool else mask for name, mask in masks.items()}
     mask, bias = joined_masks(attended, queries)
-    if mask is not None:
-        mask = F.pad(mask, (0, more), value=True)
-    return mask, None if bias is None else F.pad(bias, (0, more))
+    return None if mask is None else F.pad(mask, (0, more), value=True), None if bias is None else F.pad(
+        bias, (0, more)
+    )
 
 
 def _check_mask(argument: str, mask: Any, meaning: str, *shapes: tuple[int, ...]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,12 @@ from ..options import SolveKeywords
 from ._base import HostAttention
 from ._multihead_input import check_tokens, mask_and_bias
 
+_Old = TypeVar("_Old", bound=nn.Module)
+_New = TypeVar("_New", bound=nn.Module)
+
 _SIZES = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+_KEPT = (*_SIZES, *_PARAMETERS, "out_proj")
 
 
 class ImplicitMultiheadAttention(HostAttention):
@@ -123,10 +128,10 @@ class ImplicitMultiheadAttention(HostAttention):
         remedy = f"use a divisor of {embed_dim}"
         _validate.require(embed_dim % num_heads == 0, "num_heads", f"divide embed_dim = {embed_dim}", num_heads, remedy)
         _validate.check_number("dropout", dropout, low=0.0, high=1.0)
-        theirs = nn.MultiheadAttention(
+        torchs = nn.MultiheadAttention(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self._take(theirs, anchor, beta, **options)
+        self._take(torchs, anchor, beta, **options)
 
     @classmethod
     def from_torch(cls, mha: nn.MultiheadAttention, **options: Any) -> ImplicitMultiheadAttention:
@@ -143,15 +148,14 @@ class ImplicitMultiheadAttention(HostAttention):
             TypeError: if `mha` is no `nn.MultiheadAttention`, or an option is unknown.
             ValueError: if `mha` computes something else (a forward of its own, hooks, other parameters).
         """
-        if not isinstance(mha, nn.MultiheadAttention):
-            raise TypeError(_validate.message("mha", "be an nn.MultiheadAttention", type(mha).__name__))
-        if reason := _peculiarity(mha):
-            raise ValueError(_validate.message("mha", "be a plain nn.MultiheadAttention", f"one with {reason}"))
-        made = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta")
-        made._take(mha, **options)
-        # In a tuple: what stands in the place of `mha` holds it as no part.
-        made._original = (mha,)
-        return made.train(mha.training)
+        _validate.check_instance("mha", mha, nn.MultiheadAttention, "be an nn.MultiheadAttention")
+        reason = _peculiarity(mha)
+        _validate.require(not reason, "mha", "be a plain nn.MultiheadAttention", f"one with {reason}")
+        new = cls(**{name: getattr(mha, name) for name in _SIZES}, device="meta")
+        new._take(mha, **options)
+        # In a tuple, so that `mha` is no submodule of its replacement.
+        new._original = (mha,)
+        return new.train(mha.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
         """An `nn.MultiheadAttention` with copied parameters that computes what this module does with `max_steps=0`.
@@ -163,19 +167,19 @@ class ImplicitMultiheadAttention(HostAttention):
         sizes: dict[str, Any] = {name: getattr(self, name) for name in _SIZES}
         sizes |= {"bias": self.in_proj_bias is not None, "add_bias_kv": self.bias_k is not None, "dtype": like.dtype}
         # Without memory first, as its parameters need no random numbers.
-        made = nn.MultiheadAttention(**sizes, device="meta").to_empty(device=like.device)
+        mha = nn.MultiheadAttention(**sizes, device="meta").to_empty(device=like.device)
         with torch.no_grad():
-            for name, parameter in made.named_parameters():
+            for name, parameter in mha.named_parameters():
                 own = self.get_parameter(name)
                 parameter.copy_(own).requires_grad_(own.requires_grad)
             single = torch.promote_types(like.dtype, torch.float32)
             factor = torch.as_tensor(self.beta() / head_dim**-0.5, dtype=single, device=like.device)
             factor = factor.expand(self.num_heads).repeat_interleave(head_dim)
-            weight = made.q_proj_weight if made.in_proj_weight is None else made.in_proj_weight[: self.embed_dim]
+            weight = mha.q_proj_weight if mha.in_proj_weight is None else mha.in_proj_weight[: self.embed_dim]
             weight.mul_(factor[:, None])
-            if made.in_proj_bias is not None:
-                made.in_proj_bias[: self.embed_dim].mul_(factor)
-        return made.train(self.training)
+            if mha.in_proj_bias is not None:
+                mha.in_proj_bias[: self.embed_dim].mul_(factor)
+        return mha.train(self.training)
 
     def forward(
         self,
@@ -207,8 +211,8 @@ class ImplicitMultiheadAttention(HostAttention):
             `add_zero_attn`, which come last.
         """
         remedy = "pass nn.Transformer.generate_square_subsequent_mask(N), or is_causal=False"
-        told = attn_mask is not None or not is_causal
-        _validate.require(told, "attn_mask", "be given with is_causal=True, which is a hint", "None", remedy)
+        explicit = attn_mask is not None or not is_causal
+        _validate.require(explicit, "attn_mask", "be given with is_causal=True, which is a hint", "None", remedy)
         batch_first, samples = self.batch_first, None
         if isinstance(query, Tensor) and query.is_nested:
             # nn.TransformerEncoder makes nested tensors of padded samples in evaluation, whatever `batch_first` says.
@@ -226,22 +230,14 @@ class ImplicitMultiheadAttention(HostAttention):
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
         elif not batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        given = key.shape[-2]
+        count = key.shape[-2]
         queries, keys, values = (split_heads(t, self.num_heads) for t in self._projected(query, key, value))
-        more = keys.shape[-2] - given
-        mask, bias = mask_and_bias(attn_mask, key_padding_mask, queries, given=given, more=more, batched=batched)
+        more = keys.shape[-2] - count
+        masks = mask_and_bias(attn_mask, key_padding_mask, queries, count=count, more=more, batched=batched)
         # Keys are read at every evaluation: they are laid out once.
-        found = self._attend(
-            queries,
-            keys.contiguous(),
-            values.contiguous(),
-            beta=self.beta(),
-            mask=mask,
-            bias=bias,
-            dropout=self.dropout,
-            return_weights=need_weights,
-        )
-        output, weights = self.out_proj(merge_heads(found.output)), found.weights
+        keys, values = keys.contiguous(), values.contiguous()
+        attended = self._attend(queries, keys, values, self.beta(), masks, self.dropout, return_weights=need_weights)
+        output, weights = self.out_proj(merge_heads(attended.output)), attended.weights
         if weights is not None:
             weights = (weights.mean(-3) if average_attn_weights else weights).to(query.dtype)
         if samples is not None:
@@ -253,26 +249,26 @@ class ImplicitMultiheadAttention(HostAttention):
 
     # Parts.
 
-    def _given_back(self) -> nn.MultiheadAttention:
+    def _restored(self) -> nn.MultiheadAttention:
         """The module that this one was made from, with the parameters, the settings and the mode of this one."""
         assert self._original is not None
-        (theirs,) = self._original
-        for name in (*_SIZES, *_PARAMETERS, "out_proj"):
+        (mha,) = self._original
+        for name in _KEPT:
             # Moved or loaded since, a parameter may be another object; a dropout may be another number.
-            setattr(theirs, name, getattr(self, name))
-        return theirs.train(self.training)
+            setattr(mha, name, getattr(self, name))
+        return mha.train(self.training)
 
     def _take(
-        self, theirs: nn.MultiheadAttention, anchor: Scalar = "learned", beta: Scalar | None = "learned", **options: Any
+        self, mha: nn.MultiheadAttention, anchor: Scalar = "learned", beta: Scalar | None = "learned", **options: Any
     ) -> None:
-        """Hold the parameters of `theirs` and, on their device and in their precision, an anchor and a beta."""
-        for name in (*_SIZES, *_PARAMETERS, "out_proj"):
-            setattr(self, name, getattr(theirs, name))
+        """Take the parameters of `mha` and add, on their device and in their precision, an anchor and a beta."""
+        for name in _KEPT:
+            setattr(self, name, getattr(mha, name))
         like, usual = self.out_proj.weight, (self.embed_dim // self.num_heads) ** -0.5
-        made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self._set_up(self.num_heads, anchor, cast(SolveKeywords, options), **made)
-        beta = usual if beta is None else beta
-        self.beta = anchor_or_beta("beta", beta, LearnedBeta((self.num_heads,), usual, **made))
+        placement: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        self._set_up(self.num_heads, anchor, cast(SolveKeywords, options), **placement)
+        learned = LearnedBeta((self.num_heads,), usual, **placement)
+        self.beta = anchor_or_beta("beta", usual if beta is None else beta, learned)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)  # type: ignore[assignment]
@@ -281,11 +277,10 @@ class ImplicitMultiheadAttention(HostAttention):
         for name, weight in (("in_proj_weight", weights[0]), ("out_proj.weight", self.out_proj.weight)):
             _validate.check_local(name, weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        query, key, value = (F.linear(*given) for given in zip((query, key, value), weights, biases, strict=True))
+        query, key, value = map(F.linear, (query, key, value), weights, biases)
         if self.bias_k is not None and self.bias_v is not None:
-            key, value = (
-                torch.cat([t, b.expand(len(t), 1, -1)], dim=1) for t, b in ((key, self.bias_k), (value, self.bias_v))
-            )
+            pairs = ((key, self.bias_k), (value, self.bias_v))
+            key, value = (torch.cat([t, b.expand(len(t), 1, -1)], dim=1) for t, b in pairs)
         if self.add_zero_attn:
             key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
         return query, key, value
@@ -341,36 +336,27 @@ def replace_attention(
 
     Not for models of transformers, timm or x-transformers, which have attention modules of their own.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(_validate.message("module", "be an nn.Module", type(module).__name__))
-    if isinstance(module, nn.MultiheadAttention):
-        remedy = "it cannot be replaced in place: use ImplicitMultiheadAttention.from_torch(module)"
-        raise ValueError(_validate.message("module", "hold the attention to replace", type(module).__name__, remedy))
-    modules = module.named_modules(remove_duplicate=False)
-    found = {name: part for name, part in modules if isinstance(part, nn.MultiheadAttention)}
-    _validate.require(bool(found), "module", "have an nn.MultiheadAttention", f"{type(module).__name__} without any")
-    peculiar = {name: reason for name, part in found.items() if (reason := _peculiarity(part))}
-    if peculiar:
-        received = "; ".join(f"`{name}` with {reason}" for name, reason in peculiar.items())
-        remedy = "call replace_attention on parts of the model that have none of these"
-        raise ValueError(_validate.message("module", "have plain nn.MultiheadAttention only", received, remedy))
+    parts = _parts(module, nn.MultiheadAttention)
+    remedy = "it cannot be replaced in place: use ImplicitMultiheadAttention.from_torch(module)"
+    _validate.require("" not in parts, "module", "hold the attention to replace", type(module).__name__, remedy)
+    _validate.require(bool(parts), "module", "have an nn.MultiheadAttention", f"{type(module).__name__} without any")
+    peculiar = "; ".join(f"`{name}` with {reason}" for name, part in parts.items() if (reason := _peculiarity(part)))
+    remedy = "call replace_attention on parts of the model that have none of these"
+    _validate.require(not peculiar, "module", "have plain nn.MultiheadAttention only", peculiar, remedy)
     make = partial(ImplicitMultiheadAttention.from_torch, anchor=anchor, beta=beta, **options)
-    replacements = {part: make(part) for part in dict.fromkeys(found.values())}
-    for name, part in found.items():
-        module.set_submodule(name, replacements[part])
-    return {name: replacements[part] for name, part in found.items()}
+    return _exchanged(module, parts, make)
 
 
 def restore_attention(module: nn.Module) -> dict[str, nn.MultiheadAttention]:
     """Put every `nn.MultiheadAttention` that `replace_attention` took out of a model back into its place.
 
-    The modules are the same objects that they were, with the parameters and the dropout that the model has now: what
-    was trained, moved, loaded or set meanwhile stays. The keys of the state dict and the bits of the answers are those
-    of a model that was never replaced. Learned anchors and betas are lost; `ImplicitMultiheadAttention.to_torch` keeps
-    a beta.
+    The modules are the same objects that they were, with the parameters and the dropout that the model has now, so that
+    nothing that was trained, moved, loaded or set meanwhile is lost. The keys of the state dict and the bits of the
+    answers are those of a model that was never replaced. Learned anchors and betas are lost;
+    `ImplicitMultiheadAttention.to_torch` keeps a beta.
 
     Args:
-        module: a model that holds modules which `replace_attention`, or `from_torch`, has made.
+        module: a model with modules from `replace_attention` or `from_torch`.
 
     Returns:
         {qualified name: `nn.MultiheadAttention`}.
@@ -390,24 +376,31 @@ def restore_attention(module: nn.Module) -> dict[str, nn.MultiheadAttention]:
         >>> list(restore_attention(encoder)), encoder.layers[0].self_attn is first
         (['layers.0.self_attn', 'layers.1.self_attn'], True)
 
-    Not for an `ImplicitMultiheadAttention` that was made as such, which nothing stood in the place of: such modules
-    stay as they are.
+    Not for an `ImplicitMultiheadAttention` that replaced no other module: it stays as it is.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(_validate.message("module", "be an nn.Module", type(module).__name__))
-    modules = module.named_modules(remove_duplicate=False)
-    found = {name: part for name, part in modules if isinstance(part, ImplicitMultiheadAttention) and part._original}
+    parts = {name: part for name, part in _parts(module, ImplicitMultiheadAttention).items() if part._original}
     received = f"{type(module).__name__} without any"
-    _validate.require(bool(found), "module", "hold attention that replace_attention has replaced", received)
+    _validate.require(bool(parts), "module", "hold attention that replace_attention has replaced", received)
     remedy = "it cannot be replaced in place: restore the model that holds it"
-    _validate.require("" not in found, "module", "hold the attention to restore", type(module).__name__, remedy)
-    hooked = ", ".join(f"`{name}`" for name, part in found.items() if _has_hooks(part))
+    _validate.require("" not in parts, "module", "hold the attention to restore", type(module).__name__, remedy)
+    hooked = ", ".join(f"`{name}`" for name, part in parts.items() if _has_hooks(part))
     remedy = "remove them, and register them afterwards"
     _validate.require(not hooked, "module", "have no hooks on what is restored", f"some on {hooked}", remedy)
-    originals = {part: part._given_back() for part in dict.fromkeys(found.values())}
-    for name, part in found.items():
-        module.set_submodule(name, originals[part])
-    return {name: originals[part] for name, part in found.items()}
+    return _exchanged(module, parts, ImplicitMultiheadAttention._restored)
+
+
+def _parts(module: nn.Module, kind: type[_Old]) -> dict[str, _Old]:
+    """The parts of a model that are of this kind, each under all of its names."""
+    _validate.check_instance("module", module, nn.Module, "be an nn.Module")
+    return {name: part for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, kind)}
+
+
+def _exchanged(module: nn.Module, parts: dict[str, _Old], make: Callable[[_Old], _New]) -> dict[str, _New]:
+    """Put `make(part)` into the place of each part; return the new modules by name."""
+    new = {part: make(part) for part in dict.fromkeys(parts.values())}
+    for name, part in parts.items():
+        module.set_submodule(name, new[part])
+    return {name: new[part] for name, part in parts.items()}
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -416,7 +409,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _peculiarity(mha: nn.MultiheadAttention) -> str:
-    """List what would be lost if this module were replaced; empty if nothing would be."""
+    """List the peculiarities that a replacement of this module would lose; empty if it has none."""
     if type(mha).forward is not nn.MultiheadAttention.forward:
         return f"a forward of its own ({type(mha).__name__})"
     if _has_hooks(mha):

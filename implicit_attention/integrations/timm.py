@@ -98,19 +98,19 @@ class EquilibriumAttention(HostAttention):
         self.num_heads = num_heads
         self.head_dim = dim // num_heads if attn_head_dim is None else attn_head_dim
         self.attn_dim = inner = num_heads * self.head_dim
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def norm(wanted: bool, width: int) -> nn.Module:
-            return norm_layer(width, **made) if wanted and norm_layer is not None else nn.Identity()
+            return norm_layer(width, **placement) if wanted and norm_layer is not None else nn.Identity()
 
-        self.qkv = nn.Linear(dim, 3 * inner, qkv_bias, **made)
+        self.qkv = nn.Linear(dim, 3 * inner, qkv_bias, **placement)
         self.q_norm, self.k_norm = norm(qk_norm, self.head_dim), norm(qk_norm, self.head_dim)
         self.attn_drop = nn.Dropout(attn_drop)
         self.norm = norm(scale_norm, inner)
-        self.gate = nn.Linear(dim, inner, qkv_bias, **made) if gated else None
-        self.proj = nn.Linear(inner, dim if dim_out is None else dim_out, proj_bias, **made)
+        self.gate = nn.Linear(dim, inner, qkv_bias, **placement) if gated else None
+        self.proj = nn.Linear(inner, dim if dim_out is None else dim_out, proj_bias, **placement)
         self.proj_drop = nn.Dropout(proj_drop)
-        self._set_up(num_heads, anchor, options, **made)
+        self._set_up(num_heads, anchor, options, **placement)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend from every token to all.
@@ -136,10 +136,10 @@ class EquilibriumAttention(HostAttention):
         shape = (batch, self.num_heads, count, count)
         if is_causal:
             check_causal("attn_mask", attn_mask, "is_causal")
-        mask, bias = mask_and_bias(attn_mask, shape=shape, like=q, name="attn_mask")
-        scale, dropout, first = self.head_dim**-0.5, self.attn_drop.p, 0 if is_causal else None
-        found = self._attend(q, k, v, beta=scale, mask=mask, bias=bias, first=first, dropout=dropout)
-        output: Tensor = self.norm(merge_heads(found.output))
+        masks = mask_and_bias(attn_mask, shape=shape, like=q, name="attn_mask")
+        scale, first = self.head_dim**-0.5, 0 if is_causal else None
+        attended = self._attend(q, k, v, scale, masks, self.attn_drop.p, first=first)
+        output: Tensor = self.norm(merge_heads(attended.output))
         if self.gate is not None:
             output = output * self.gate(x).sigmoid()
         output = self.proj_drop(self.proj(output))

@@ -1,4 +1,4 @@
-"""Equilibrium attention inside x-transformers: what `Attention.attend` is replaced by."""
+"""Equilibrium attention inside x-transformers, in the place of `Attention.attend`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from .._autograd import at_least_single
 from ..layers.projections import Scalar
 from ..options import SolveKeywords
 from ._base import HostAttention, capped, check_shape, joined_masks, with_zero_key
+from ._hosts import library_of
 
-try:
+with library_of("xtransformers"):
     from x_transformers.attend import Attend, Intermediates
     from x_transformers.x_transformers import Attention, AttentionLayers
-except ImportError as error:
-    raise ImportError(
-        "implicit_attention.integrations.xtransformers needs x-transformers; "
-        'in the checkout: pip install -e ".[x-transformers]"'
-    ) from error
 
 # Settings of `Attend` that are carried over, under its names; those of it, and of the layers around it, that are not.
 _CARRIED = ("scale", "causal", "dropout", "l2_distance", "add_zero_kv", "softclamp_logits", "logit_softclamp_value")
@@ -36,6 +32,11 @@ _REFUSED = {
     "cope": "contextual positions make a score depend on all other scores",
     "inverted_attention": "inverted attention couples the queries",
     "flash_pack_seq": "packed sequences are not carried; use one sequence per batch entry with a mask",
+}
+_REFUSED_ARGUMENTS = {
+    "prev_attn": "scores of the layer before are not kept",
+    "attn_delta": "weights that are changed behind the softmax belong to no energy",
+    "flash_pack_seq_kwargs": "packed sequences would attend to each other",
 }
 _REFUSED_BESIDE = dict.fromkeys(("residual_attn", "cross_residual_attn"), "the scores of the layer before are not kept")
 # Arguments of Attend's constructor that the above accounts for under another name, or that change no result.
@@ -122,9 +123,9 @@ class EquilibriumAttend(HostAttention):
         self.heads, self.scale, self.causal, self.dropout = heads, scale, causal, dropout
         self.l2_distance, self.add_zero_kv = l2_distance, add_zero_kv
         self.softclamp_logits, self.logit_softclamp_value = softclamp_logits, logit_softclamp_value
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.head_attn_sink = nn.Parameter(torch.zeros(heads, **made)) if head_learned_sink else None
-        self._set_up(heads, anchor, options, **made)
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.head_attn_sink = nn.Parameter(torch.zeros(heads, **placement)) if head_learned_sink else None
+        self._set_up(heads, anchor, options, **placement)
 
     def forward(
         self,
@@ -157,10 +158,12 @@ class EquilibriumAttend(HostAttention):
             (B, H, N, E), and empty `Intermediates`, as with flash=True. A query without a key to attend to gives zeros,
             as with flash=True, also where only mask and causality together leave it no key.
         """
-        _refuse_arguments(prev_attn=prev_attn, attn_delta=attn_delta, flash_pack_seq_kwargs=flash_pack_seq_kwargs)
+        refused = (prev_attn, attn_delta, flash_pack_seq_kwargs)
+        for (name, reason), value in zip(_REFUSED_ARGUMENTS.items(), refused, strict=True):
+            _validate.require(value is None, name, f"be None: {reason}", type(value).__name__)
         self._check_call(q, k, v, attn_bias)
         shape = (*q.shape[:-1], k.shape[-2])
-        masks = {"mask": _four_axes(mask, shape), "attn_bias": attn_bias}
+        mask = _four_axes(mask, shape)
         if attn_bias is not None:
             _validate.check_broadcast("attn_bias", attn_bias.shape, shape, "(B, H, N, M)")
         first = None
@@ -169,7 +172,7 @@ class EquilibriumAttend(HostAttention):
             received, remedy = f"{count} keys", "pass causal=False to attend to a context"
             _validate.require(count >= rows, "k", f"hold the {rows} queries' own keys if causal", received, remedy)
             first = count - rows
-        mask, bias = joined_masks(masks, q)
+        mask, bias = joined_masks({"mask": mask, "attn_bias": attn_bias}, q)
         beta = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self.l2_distance:
             # -beta |z - k|^2 is 2 beta <z, k> - beta |k|^2, up to a term that all keys share.
@@ -181,21 +184,11 @@ class EquilibriumAttend(HostAttention):
         if self.head_attn_sink is not None:
             k, v, mask, bias = with_zero_key(k, v, mask, bias, self.head_attn_sink)
         if first is not None:
-            # Keys that were put before those of the tokens.
+            # Added keys lie before those of the tokens.
             first += k.shape[2] - shape[3]
-        found = self._attend(
-            q,
-            k,
-            v,
-            beta=beta,
-            mask=mask,
-            bias=bias,
-            first=first,
-            potential=capped(self.logit_softclamp_value if self.softclamp_logits else None),
-            dropout=self.dropout,
-            grouped="tiled",
-        )
-        return found.output, Intermediates()
+        others: dict[str, Any] = {"first": first, "grouped": "tiled"}
+        others["potential"] = capped(self.logit_softclamp_value if self.softclamp_logits else None)
+        return self._attend(q, k, v, beta, (mask, bias), self.dropout, **others).output, Intermediates()
 
     def _check_call(self, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> None:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -260,8 +253,8 @@ def replace_attend(
         if not isinstance(attend, EquilibriumAttend):
             _refuse_settings(name, attend)
         settings: dict[str, Any] = {setting: getattr(attend, setting) for setting in _CARRIED}
-        made: dict[str, Any] = {"device": owner.to_q.weight.device, "dtype": owner.to_q.weight.dtype}
-        new[name] = EquilibriumAttend(owner.heads, **settings, anchor=anchor, **made, **options).train(attend.training)
+        settings |= {"device": owner.to_q.weight.device, "dtype": owner.to_q.weight.dtype}
+        new[name] = EquilibriumAttend(owner.heads, **settings, anchor=anchor, **options).train(attend.training)
         new[name].head_attn_sink = attend.head_attn_sink
     for (_, owner), module in zip(owners, new.values(), strict=True):
         owner.attend = module
@@ -280,7 +273,7 @@ def _refuse_settings(name: str, attend: Any) -> None:
     received = getattr(getattr(function, "func", function), "__name__", repr(function))
     required = "weigh by the softmax over keys, whose equilibrium is known"
     _validate.require(softmax, name, required, received, remedy)
-    # A later release may know more: what is not known here must be left as it comes.
+    # A later release may have more settings, which must keep their defaults.
     known = {*_CARRIED, *_REFUSED, *_ACCOUNTED}
     for setting, parameter in inspect.signature(Attend.__init__).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and setting not in known:
@@ -298,22 +291,12 @@ def _refuse(name: str, module: Any, reasons: dict[str, str]) -> None:
         _validate.require(plain, name, f"be without {setting}: {reason}", received, "build the model without it")
 
 
-def _refuse_arguments(**given: Any) -> None:
-    reasons = {
-        "prev_attn": "scores of the layer before are not kept",
-        "attn_delta": "weights that are changed behind the softmax belong to no energy",
-        "flash_pack_seq_kwargs": "packed sequences would attend to each other",
-    }
-    for name, value in given.items():
-        _validate.require(value is None, name, f"be None: {reasons[name]}", type(value).__name__)
-
-
 def _four_axes(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     """A boolean mask that broadcasts to (B, H, N, M)."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        received = getattr(mask, "dtype", type(mask).__name__)
+    received = getattr(mask, "dtype", type(mask).__name__)
+    if received != torch.bool:
         raise TypeError(_validate.message("mask", "be a boolean tensor (True = attend)", received))
     if mask.ndim == 2:
         keys = shape[0], shape[3]

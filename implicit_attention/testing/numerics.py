@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +24,24 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     error = float(torch.linalg.vector_norm((value - truth).detach().double()))
     norm = float(torch.linalg.vector_norm(truth.detach().double()))
     return error / norm if norm > 0 else error
+
+
+def check_close(value: Any, truth: Any, tolerance: float, absolute: float | None = None) -> None:
+    """Check tensors, or tuples of them, against others of the same dtypes; `absolute` is by default the tolerance."""
+    torch.testing.assert_close(value, truth, rtol=tolerance, atol=tolerance if absolute is None else absolute)
+
+
+def check_autocast(function: Callable[..., Any], *inputs: Tensor) -> None:
+    """Check that autocast changes no bit of the tensors that a function returns."""
+    plain = function(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_close(function(*inputs), plain, 0.0)
+
+
+def check_derivatives(function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> None:
+    """Check first and second derivatives against differences."""
+    assert torch.autograd.gradcheck(function, inputs, **options)
+    assert torch.autograd.gradgradcheck(function, inputs, **options)
 
 
 def dense_jacobian(problem: Problem, z: Tensor) -> Tensor:

@@ -93,10 +93,7 @@ def _scipy_f5(x: Tensor) -> Tensor:
 
 def _scipy_f6(x: Tensor) -> Tensor:
     first, second = x[..., 0], x[..., 1]
-    root = torch.stack(
-        [(first + 3) * (second**5 - 7) + 18, (second * first.exp() - 1).sin()],
-        dim=-1,
-    )
+    root = torch.stack([(first + 3) * (second**5 - 7) + 18, (second * first.exp() - 1).sin()], dim=-1)
     a, b = -0.5, 1.4
     slope = math.exp(a) * math.cos(b * math.exp(a) - 1)
     jacobian = x.new_tensor([[b**5 - 7, 5 * (a + 3) * b**4], [b * slope, slope]])

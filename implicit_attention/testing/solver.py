@@ -20,7 +20,7 @@ from ..problem import Problem
 from ..solution import Solution
 from ..solvers import Solver
 from ..status import Status
-from .numerics import random
+from .numerics import check_close, random
 from .problems import Case, fixed_point_cases, hopfield_energy
 
 CASES = {case.name: case for case in fixed_point_cases()}
@@ -28,8 +28,8 @@ CASES = {case.name: case for case in fixed_point_cases()}
 
 def recomputed_residual(problem: Problem, solution: Solution) -> Tensor:
     z = solution.value.detach()
-    difference = problem.fixed_point_map(z) - z
-    residual: Tensor = torch.linalg.vector_norm(difference.reshape(*solution.residual.shape, -1), dim=-1)
+    step = (problem.fixed_point_map(z) - z).reshape(*solution.residual.shape, -1)
+    residual: Tensor = torch.linalg.vector_norm(step, dim=-1)
     return residual
 
 
@@ -49,6 +49,10 @@ class SolverContract:
     def to(self, rtol: float = 0.0, atol: float = 1e-6, **options: Any) -> Solver:
         """The solver under test with these tolerances."""
         return dataclasses.replace(self.solver, rtol=rtol, atol=atol, **options)
+
+    def solved(self, problem: Problem, initial: Tensor, *tolerances: float, **options: Any) -> Solution:
+        """The solution with these relative and absolute tolerances, failed or not."""
+        return solve(problem, initial, solver=self.to(*tolerances, **options), on_failure="ignore")
 
     def energy(self, dtype: torch.dtype = torch.float64, anchor: float = 0.5, seed: int = 0) -> AnchoredEnergy:
         keys, field = random(2, 7, 5, seed=seed, dtype=dtype), random(2, 3, 5, seed=seed + 1, dtype=dtype)
@@ -71,7 +75,7 @@ class SolverContract:
                 solve(CASES[name].problem, CASES[name].initial, solver=self.solver)
             return
         case: Case = CASES[name]
-        solution = solve(case.problem, case.initial, solver=self.to(), on_failure="ignore")
+        solution = self.solved(case.problem, case.initial)
         self.check_evidence(case.problem, solution)
         if name in self.beyond:
             assert solution.failed.all()
@@ -80,7 +84,7 @@ class SolverContract:
         if case.answer is not None:
             # Geometric decay contracts by .999 per step: a residual of 1e-6 is then an error of 1e-3.
             tolerance = 2e-3 if name == "geometric decay" else 1e-5
-            torch.testing.assert_close(solution.value, case.answer, rtol=0, atol=tolerance)
+            check_close(solution.value, case.answer, 0.0, tolerance)
 
     def test_quadratic_energy_has_its_closed_form(self) -> None:
         keys, field = 0.3 * random(2, 7, 5), random(2, 3, 5, seed=1)
@@ -122,16 +126,14 @@ class SolverContract:
 
         for make in (linear, *((memory,) if scale < 1 else ()), *(() if self.needs_energy else (halved,))):
             start = scale * field.to(dtype)
-            solution = solve(
-                make(dtype, scale), start, solver=self.to(rtol=1e-4, atol=0.0, max_steps=2000), on_failure="ignore"
-            )
+            solution = self.solved(make(dtype, scale), start, 1e-4, 0.0, max_steps=2000)
             z, wide = solution.value.double() / scale, make(torch.float64, 1.0 if make is not memory else scale)
             mapped = wide.fixed_point_map(z) if make is not memory else wide.fixed_point_map(z * scale) / scale
             true, size = (torch.linalg.vector_norm(t, dim=-1) for t in (mapped - z, mapped))
             rounding = 1e2 * torch.finfo(dtype).eps * (1 + size)
-            told = solution.residual.double() / scale
+            reported = solution.residual.double() / scale
             assert bool((solution.relative_residual <= 2e-4).all()), make.__name__
-            assert bool(((told - true).abs() <= rounding)[solution.converged].all()), make.__name__
+            assert bool(((reported - true).abs() <= rounding)[solution.converged].all()), make.__name__
             assert solution.converged.all(), (make.__name__, solution.message(0, 0))
             assert bool((true <= 1e-4 * size + rounding).all()), make.__name__
 
@@ -144,13 +146,12 @@ class SolverContract:
 
     def test_exhausted(self) -> None:
         energy = hopfield_energy(queries=5, keys=20, dim=8, sharpness=2.0, clustered=True)
-        hasty = self.to(rtol=0.0, atol=1e-13, max_steps=1)
-        solution = solve(energy, energy.field, solver=hasty, on_failure="ignore")
+        solution = self.solved(energy, energy.field, 0.0, 1e-13, max_steps=1)
         assert solution.failed.all()
         assert "max_steps" in solution.message(0) or "rtol" in solution.message(0)
         self.check_evidence(energy, solution)
         with pytest.raises(ConvergenceError, match=r"failed for 5 of 5 problems, first at 0, 1, 2, \.\.\."):
-            solve(energy, energy.field, solver=hasty)
+            solve(energy, energy.field, solver=self.to(0.0, 1e-13, max_steps=1))
 
     def test_no_step_and_fixed_budget_are_no_failures(self) -> None:
         energy = self.energy()
@@ -168,7 +169,7 @@ class SolverContract:
         problem: Problem = AnchoredEnergy(SquaredScores(keys, 1.0), field, 0.5, unbounded="ignore")
         if not self.needs_energy:
             problem = FixedPointMap(lambda x: x + x.square() + 1, event_ndim=1)
-        solution = solve(problem, field, solver=self.to(), on_failure="ignore")
+        solution = self.solved(problem, field)
         assert solution.failed.all()
         assert solution.value.isfinite().all()
         start = recomputed_residual(problem, dataclasses.replace(solution, value=field))
@@ -181,12 +182,11 @@ class SolverContract:
         field[0, 1, 2] = torch.nan
         broken = AnchoredEnergy(energy.potential, field, 0.5)
         clean = solve(energy, energy.field, solver=self.to())
-        solution = solve(broken, field, solver=self.to(), on_failure="ignore")
+        solution = self.solved(broken, field)
         assert solution.status[0, 1] == Status.NONFINITE
         assert solution.value[0, 1].isnan().any()
         assert "NaN" in solution.message(0, 1)
-        others = torch.ones(2, 3, dtype=torch.bool)
-        others[0, 1] = False
+        others = field.isfinite().all(-1)
         assert torch.equal(solution.status[others], clean.status[others])
         if self.bitwise:
             assert torch.equal(solution.value[others], clean.value[others])
@@ -197,26 +197,17 @@ class SolverContract:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     @pytest.mark.parametrize(("count", "dim"), [(40, 16), (41, 7), (101, 9)])
     def test_easy_problems_do_not_move_with_hard_neighbours(self, count: int, dim: int, dtype: torch.dtype) -> None:
-        energy = hopfield_energy(
-            queries=70, keys=count, dim=dim, sharpness=3.0, clustered=True, anchor=0.3, dtype=dtype
-        )
-        keys = energy.potential.tensors()[0]
+        sizes: dict[str, Any] = {"queries": 70, "keys": count, "dim": dim, "dtype": dtype}
+        energy = hopfield_energy(**sizes, sharpness=3.0, clustered=True, anchor=0.3)
         field = energy.field.clone()
-        field[35:] = keys[:35]
-        rtol = 1e-5
-        mixed = solve(energy, energy.field, solver=self.to(rtol, 0.0), on_failure="ignore")
-        easy = AnchoredEnergy(energy.potential, field, 0.3)
-        alone = solve(easy, field, solver=self.to(rtol, 0.0), on_failure="ignore")
-        some = solve(
-            AnchoredEnergy(energy.potential, field[:35], 0.3),
-            field[:35],
-            solver=self.to(rtol, 0.0),
-            on_failure="ignore",
+        field[35:] = energy.potential.tensors()[0][:35]
+        mixed, alone, some = (
+            self.solved(AnchoredEnergy(energy.potential, fields, 0.3), fields, 1e-5, 0.0)
+            for fields in (energy.field, field, field[:35])
         )
         for other in (mixed, some):
             if self.bitwise:
-                assert torch.equal(alone.value[:35], other.value[:35])
-                assert torch.equal(alone.num_evals[:35], other.num_evals[:35])
+                check_close((alone.value[:35], alone.num_evals[:35]), (other.value[:35], other.num_evals[:35]), 0.0)
             torch.testing.assert_close(alone.value[:35], other.value[:35], rtol=1e-3, atol=1e-3)
 
     def test_a_state_that_is_not_finite_is_never_returned_as_an_answer(self) -> None:
@@ -227,7 +218,7 @@ class SolverContract:
         mask = torch.ones(2, 3, 7, dtype=torch.bool)
         mask[1, 2] = False
         masked = AnchoredEnergy(LogSumExp(energy.potential.tensors()[0], 0.5, mask=mask), energy.field, 0.5)
-        solution = solve(masked, initial, solver=self.to(), on_failure="ignore")
+        solution = self.solved(masked, initial)
         bad = solution.status == Status.NONFINITE
         assert bad.nonzero().tolist() == [[0, 1], [1, 2]]
         assert solution.value[bad].isnan().all()
@@ -253,13 +244,8 @@ class SolverContract:
 
     def test_looking_less_often_changes_nothing(self) -> None:
         energy = hopfield_energy(queries=40, keys=20, dim=8, sharpness=2.0, clustered=True, anchor=0.2)
-        often, seldom = (
-            solve(energy, energy.field, solver=self.to(1e-6, 0.0, check_every=every), on_failure="ignore")
-            for every in (1, 7)
-        )
-        assert torch.equal(often.value, seldom.value)
-        for name, ours, theirs in zip(often.record._fields, often.record, seldom.record, strict=True):
-            assert torch.equal(ours, theirs), name
+        often, seldom = (self.solved(energy, energy.field, 1e-6, 0.0, check_every=every) for every in (1, 7))
+        check_close((seldom.value, seldom.record), (often.value, often.record), 0.0)
 
     def test_trace_tells_the_course(self) -> None:
         energy = self.energy()
@@ -267,11 +253,9 @@ class SolverContract:
         trace = solution.trace
         assert trace is not None
         assert trace.energy is not None
-        assert trace.residual.shape[1:] == trace.energy.shape[1:] == trace.num_evals.shape[1:] == (2, 3)
-        assert len(trace.residual) == len(trace.energy) == len(trace.num_evals) == len(trace.value)
+        assert trace.residual.shape == trace.energy.shape == trace.num_evals.shape == (len(trace.value), 2, 3)
         torch.testing.assert_close(trace.residual[-1], solution.residual)
-        assert torch.equal(trace.value[0], energy.field)
-        assert torch.equal(trace.value[-1], solution.value)
+        check_close((trace.value[0], trace.value[-1]), (energy.field, solution.value), 0.0)
         assert bool((trace.residual.diff(dim=0) <= 0).all())
         assert bool((trace.num_evals.diff(dim=0) >= 0).all())
         untraced = solve(energy, energy.field, solver=self.to(max_steps=1000))
@@ -282,20 +266,19 @@ class SolverContract:
         if self.needs_energy:
             return
         start = torch.full(shape, 0.5, dtype=torch.float64)
-        solution = solve(
-            FixedPointMap(torch.cos, event_ndim=event_ndim), start, solver=self.to(atol=1e-9, max_steps=2000)
-        )
+        solution = self.solved(FixedPointMap(torch.cos, event_ndim=event_ndim), start, 0.0, 1e-9, max_steps=2000)
         torch.testing.assert_close(solution.value, torch.full_like(start, 0.7390851332151607))
         assert solution.status.shape == shape[: len(shape) - event_ndim]
         assert solution.message(*(0 for _ in solution.status.shape)).startswith("converged")
 
     def test_tolerances_and_max_steps_change_behaviour(self) -> None:
         energy = hopfield_energy(queries=8, keys=20, dim=8, anchor=0.3)
-        loose = solve(energy, energy.field, solver=self.to(1e-2, 0.0, max_steps=2000))
-        tight = solve(energy, energy.field, solver=self.to(1e-8, 0.0, max_steps=2000))
+        loose, tight, absolute = (
+            solve(energy, energy.field, solver=self.to(*tolerances, max_steps=2000))
+            for tolerances in ((1e-2, 0.0), (1e-8, 0.0), (0.0, 1e-3))
+        )
         assert bool((loose.num_evals < tight.num_evals).any())
         assert float(tight.residual.max()) < float(loose.residual.max())
-        absolute = solve(energy, energy.field, solver=self.to(0.0, 1e-3, max_steps=2000))
         assert float(absolute.tolerance.max()) == pytest.approx(1e-3)
 
     def test_options_are_checked_and_copies_are_equal(self) -> None:

@@ -1,4 +1,4 @@
-"""Training runs, seen from outside: `watch` counts what the solves of every layer came to, and writers keep it.
+"""Training runs, seen from outside: `watch` counts the outcomes of every layer's solves, and writers store them.
 
 `FailurePolicy`, which says how many failures a run tolerates, is an option of every layer: `on_failure`.
 """

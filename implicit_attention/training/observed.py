@@ -62,10 +62,10 @@ class Side:
         if problems:
             mean = int(counts[EVALUATIONS]) / problems
             p99 = float(torch.searchsorted(spent.cumsum(0), math.ceil(0.99 * problems)))
-            # What is beyond the last bin was not counted one by one.
+            # Numbers beyond the last bin were not counted one by one.
             p99 = p99 if p99 < BINS - 1 else float(peaks[STATUSES])
         failures = {status.name: int(statuses[status]) for status in FAILURES}
-        # A fixed budget, and what was lost, aimed at no tolerance.
+        # A fixed budget, and lost cotangents, aimed at no tolerance.
         aimed = [code for code in Status if code not in (Status.EXPLICIT, Status.BUDGET)]
         worst = float(peaks[aimed].amax())
         calls, most = int(counts[CALLS]), int(peaks[STATUSES])
@@ -82,10 +82,10 @@ class Observation:
         layer: the name of the layer in the model, or "all".
         forward: how the solves went.
         backward: how the linear solves behind gradients went.
-        anchor: the mean over heads when it was taken; NaN for a layer without.
+        anchor: the mean over heads at the time of `take`; NaN for a layer without.
         beta: likewise.
-        spectral_radius: the largest of df/dz at some states of the last call, if `watch` was asked to keep them; below
-            1 plain iteration converges there. NaN if not.
+        spectral_radius: the largest of df/dz at some states of the last call, with `watch(..., spectral=True)`; below
+            1 plain iteration converges there. NaN otherwise.
 
     Examples:
         >>> import torch
@@ -116,15 +116,11 @@ class Observation:
         """All numbers by the names of columns: `forward_mean`, `backward_failed_MAX_STEPS`, ..."""
         row: dict[str, Any] = {"layer": self.layer}
         for name, side in (("forward", self.forward), ("backward", self.backward)):
-            for field in ("calls", "problems", "mean", "p99", "most", "worst", "failed"):
-                row[f"{name}_{field}"] = getattr(side, field)
+            fields = ("calls", "problems", "mean", "p99", "most", "worst", "failed")
+            row |= {f"{name}_{field}": getattr(side, field) for field in fields}
             row |= {f"{name}_failed_{status}": count for status, count in side.failures.items()}
-        return row | {
-            "backward_lost": self.backward.lost,
-            "anchor": self.anchor,
-            "beta": self.beta,
-            "spectral_radius": self.spectral_radius,
-        }
+        row["backward_lost"] = self.backward.lost
+        return row | {name: getattr(self, name) for name in ("anchor", "beta", "spectral_radius")}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -136,7 +132,7 @@ class Observed:
     Attributes:
         layers: one `Observation` for each layer, in the order of the model.
         total: of all layers together.
-        step: the number that was given to `take`.
+        step: the argument of `take`.
 
     Examples:
         >>> import torch
@@ -161,44 +157,34 @@ class Observed:
     def line(self) -> str:
         """One line over all layers, for a terminal."""
         forward, backward = self.total.forward, self.total.backward
-        told = "" if self.step is None else f"step {self.step}: "
-        parts = []
+        step, parts = "" if self.step is None else f"step {self.step}: ", []
         if forward.problems:
             parts.append(f"evaluations {forward.mean:.1f}, p99 {forward.p99:.0f}, max {forward.most}")
             parts.append(f"failed {_share(forward)}, worst residual {forward.worst:.2g} of its tolerance")
         if backward.problems:
             parts.append(f"backward failed {_share(backward)}")
-        return told + ("; ".join(parts) or "nothing was solved")
+        return step + ("; ".join(parts) or "nothing was solved")
 
     def __repr__(self) -> str:
         return table([_HEAD, *(_cells(seen) for seen in (*self.layers, self.total))])
 
 
 _HEAD = (
-    "layer",
-    "problems",
-    "evals",
-    "p99",
-    "max",
-    "failed",
-    "worst",
-    "backward",
-    "failed",
-    "anchor",
-    "beta",
-    "radius",
+    *("layer", "problems", "evals", "p99", "max", "failed", "worst"),
+    *("backward", "failed", "anchor", "beta", "radius"),
 )
 
 
 def _cells(seen: Observation) -> tuple[str, ...]:
     forward, backward = seen.forward, seen.backward
-    counts = (f"{forward.problems:,}", _number(forward.mean), _number(forward.p99), f"{forward.most}")
+    counts = (f"{forward.problems:,}", or_dash(forward.mean), or_dash(forward.p99), f"{forward.most}")
     sides = (f"{forward.failed:,}", f"{forward.worst:.2g}", f"{backward.problems:,}", f"{backward.failed:,}")
-    return (seen.layer or "(model)", *counts, *sides, *map(_number, (seen.anchor, seen.beta, seen.spectral_radius)))
+    return (seen.layer or "(model)", *counts, *sides, *map(or_dash, (seen.anchor, seen.beta, seen.spectral_radius)))
 
 
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3g}"
+def or_dash(value: float, style: str = ".3g") -> str:
+    """A number in this style; a dash for NaN."""
+    return "-" if math.isnan(value) else f"{value:{style}}"
 
 
 def _share(side: Side) -> str:
@@ -206,6 +192,6 @@ def _share(side: Side) -> str:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean of those that are numbers; NaN for none."""
+    """The mean of the values that are numbers; NaN for none."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan

@@ -38,8 +38,8 @@ class Tally:
 
     def _make(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            # Parameters, whose sizes torch.compile takes as they are. Those of other tensors it leaves open, and then
-            # compiles anew where a size of the input was the same as one of them and no longer is.
+            # Parameters, whose sizes torch.compile takes as they are. It leaves those of other tensors open, and
+            # compiles again where a size of the input was equal to one of them and no longer is.
             self.counts: Tensor = nn.Parameter(torch.zeros(2, WIDTH, dtype=torch.int64, device=device), False)
             self.peaks: Tensor = nn.Parameter(torch.zeros(2, STATUSES + 1, dtype=torch.float64, device=device), False)
 
@@ -51,7 +51,7 @@ class Tally:
     def add_backward(
         self, status: Tensor, residual: Tensor, tolerance: Tensor, num_steps: Tensor, lost: Tensor | None
     ) -> None:
-        """Count a backward solve; `lost` says where what came from above was not finite."""
+        """Count a backward solve; `lost` says where the cotangent from above was not finite."""
         self._add(BACKWARD, status, residual, tolerance, num_steps, lost)
 
     def _add(self, side: int, *fields: Any) -> None:
@@ -65,10 +65,10 @@ class Tally:
             return
         if self.counts.device != status.device:
             # The model was moved.
-            before = self.counts, self.peaks
+            counts, peaks = self.counts, self.peaks
             self._make(status.device)
-            self.counts += before[0].to(status.device)
-            self.peaks += before[1].to(status.device)
+            self.counts += counts.to(status.device)
+            self.peaks += peaks.to(status.device)
         if not transforms_active():
             _count(self.counts, self.peaks, fields, side)
             return
@@ -76,12 +76,12 @@ class Tally:
             _count(self.counts, self.peaks, [t if t is None else _unwrapped(t) for t in fields], side)
 
     def keep(self, problem: Problem, value: Tensor) -> None:
-        """Keep a problem and its solution, of which the spectral radius may be asked for."""
+        """Keep a problem and its solution, from which `take` may compute the spectral radius."""
         if not (is_batched(value) or transforms_active()):
             self.sample = problem.replace(*(t.detach() for t in problem.tensors())), value.detach()
 
     def taken(self) -> tuple[Tensor, Tensor]:
-        """The sums so far, which begin anew."""
+        """The sums so far, which begin again at zero."""
         taken = self.counts.clone(), self.peaks.clone()
         self.counts.zero_()
         self.peaks.zero_()
@@ -90,7 +90,7 @@ class Tally:
 
 @torch.no_grad()
 def _count(counts: Tensor, peaks: Tensor, fields: Sequence[Any], side: int) -> None:
-    # Asked here, as this runs where a compiled graph does.
+    # Read in this function, which runs when a compiled graph runs.
     if side == FORWARD and backward_running():
         return
     status, residual, tolerance, evaluations, lost = fields
@@ -101,15 +101,15 @@ def _count(counts: Tensor, peaks: Tensor, fields: Sequence[Any], side: int) -> N
     row.index_add_(0, codes, one)
     row.index_add_(0, spent.clamp(max=BINS - 1).add_(STATUSES), one)
     row[CALLS:].add_(torch.stack([one[0], spent.sum()]))
-    # What is no number stays so here, and is infinite when it is taken.
+    # NaN stays NaN in the sums; `Watch.take` reads it as infinite.
     ratio = residual.flatten().double() / tolerance.flatten().double().clamp(min=TINY)
     peak = peaks[side]
     peak[:STATUSES].scatter_reduce_(0, codes, ratio, "amax")
     peak[STATUSES] = torch.maximum(peak[STATUSES], spent.amax())
 
 
-def _counted(counts: Tensor, peaks: Tensor, *given: Any) -> None:
-    fields, side = given[:-1], given[-1]
+def _counted(counts: Tensor, peaks: Tensor, *fields_and_side: Any) -> None:
+    *fields, side = fields_and_side
     if counts.device != fields[0].device:
         # A graph holds the tensors of a tally, which cannot follow a model then.
         required = f"be watched where it is when it is compiled ({fields[0].device})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,13 +37,13 @@ def watch(model: nn.Module, *, group: Any = None, spectral: bool = False) -> Wat
         model: a module with layers of this library, or a model of transformers that was given its attention.
         group: processes over which `take` sums, a group of torch.distributed (`torch.distributed.group.WORLD` for all);
             then all of them call it. None looks at this process alone.
-        spectral: keep the last problem of each layer, so that `take` can tell the spectral radius of its map. That
-            holds on to the tensors of one call, solves without the fastest path, and costs about 20 evaluations at 16
-            states of each head per look. Known for layers that call `solve`, not for those of spin systems, and in a
-            compiled graph for models of transformers only.
+        spectral: keep the last problem of each layer, so that `take` can compute the spectral radius of its map. That
+            keeps the tensors of one call in memory, solves without the fastest path, and costs about 20 evaluations at
+            16 states of each head per look. It works for layers that call `solve`, not for those of spin systems, and
+            in a compiled graph for models of transformers only.
 
     Returns:
-        A `Watch`, to be asked by `take()`; `close()`, or leaving its `with` block, ends it.
+        A `Watch`, whose `take()` returns the counts; `close()`, or leaving its `with` block, ends it.
 
     Raises:
         TypeError, ValueError: `model` is no module, has no layer that solves, or is watched already.
@@ -67,10 +66,9 @@ def watch(model: nn.Module, *, group: Any = None, spectral: bool = False) -> Wat
     sites = _sites(model)
     remedy = "give it one first, for example by implicit_attention.integrations.transformers.attach(model)"
     _validate.require(bool(sites), "model", "have a layer that solves", type(model).__name__, remedy)
-    taken = [name for name, (_, site) in sites.items() if site.tally is not None]
-    _validate.require(
-        not taken, "model", "not be watched already", f"a watched layer {taken[:1]}", "close() that watch"
-    )
+    watched = [name for name, (_, site) in sites.items() if site.tally is not None]
+    received = f"a watched layer {watched[:1]}"
+    _validate.require(not watched, "model", "not be watched already", received, "close() that watch")
     for module, site in sites.values():
         site.tally = Tally(_device(module, model), spectral)
     return Watch(sites, group)
@@ -111,11 +109,10 @@ class Watch:
             ValueError: the watch was closed, or the processes of the group watch other layers.
         """
         _validate.require(bool(self._sites), "take", "be called before close()", "a closed watch")
-        tallies = [site.tally for _, site in self._sites.values()]
-        found = [tally.taken() for tally in tallies]
-        device = found[0][0].device
-        counts, peaks = (torch.stack([pair[i].to(device) for pair in found]) for i in (0, 1))
-        # Before sums and maxima, which may pass over what is no number.
+        sums = [site.tally.taken() for _, site in self._sites.values()]
+        device = sums[0][0].device
+        counts, peaks = (torch.stack([pair[i].to(device) for pair in sums]) for i in (0, 1))
+        # Before sums and maxima, which may pass over NaN.
         peaks = peaks.nan_to_num(math.inf, math.inf)
         if self._group is not None:
             counts, peaks = self._summed(counts, peaks)
@@ -134,14 +131,14 @@ class Watch:
         return Observed(tuple(seen), total, step)
 
     def _radii(self) -> list[float]:
-        """The spectral radius of each layer; what is solved for that, by layers inside of others, is not counted."""
-        tallies = [site.tally for _, site in self._sites.values()]
+        """The spectral radius of each layer; solves of inner layers that this takes are not counted."""
+        watched = [(module, site, site.tally) for module, site in self._sites.values()]
         try:
-            for _, site in self._sites.values():
+            for _, site, _ in watched:
                 site.tally = None
-            return [_radius(module, tally) for (module, _), tally in zip(self._sites.values(), tallies, strict=True)]
+            return [_radius(module, tally) for module, _, tally in watched]
         finally:
-            for (_, site), tally in zip(self._sites.values(), tallies, strict=True):
+            for _, site, tally in watched:
                 site.tally = tally
 
     def _summed(self, counts: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,46 +160,38 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def _sites(model: nn.Module) -> dict[str, tuple[nn.Module, FailureSite]]:
     """The layers of a model that solve, by name, with their sites."""
-    named = dict(model.named_modules())
-    sites: dict[str, tuple[nn.Module, FailureSite]] = {}
-    sites |= {name: (module, module._site) for name, module in named.items() if isinstance(module, Remembering)}
-    # Transformers are not imported to find out that there are none.
-    if (
-        watching := sys.modules.get(f"{__package__.rpartition('.')[0]}.integrations.transformers.watching")
-    ) is not None:
-        sites |= {name: (named[name], site) for name, site in watching.sites(model).items()}
-    return sites
+    sites = {name: module._site for name, module in model.named_modules() if isinstance(module, Remembering)}
+    # Transformers are not imported to find out that the model is none of theirs.
+    watching = sys.modules.get(f"{__package__.rpartition('.')[0]}.integrations.transformers.watching")
+    sites |= {} if watching is None else watching.sites(model)
+    return {name: (model.get_submodule(name), site) for name, site in sites.items()}
 
 
 def _device(module: nn.Module, model: nn.Module) -> torch.device:
-    for each in (module, model):
-        for tensor in (*each.parameters(), *each.buffers()):
-            # A layer that is still to be made somewhere has no numbers to count: its tally moves when it solves.
-            return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    return torch.device("cpu")
+    first = next((t for each in (module, model) for t in (*each.parameters(), *each.buffers())), None)
+    # The tally of a layer on the device "meta" moves when the layer solves first.
+    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
 
 
 def _settings(module: nn.Module) -> dict[str, float]:
     """Anchor and inverse temperature of a layer, the mean over its heads."""
-    found = {"anchor": getattr(module, "anchor", None), "beta": getattr(module, "beta", None)}
+    sources: dict[str, Any] = {"anchor": module, "beta": module}
     if not isinstance(module, Remembering):
         last = getattr(module, "_equilibrium_last", None)
-        sample = getattr(last, "sample", None)
-        found = {"anchor": getattr(last, "anchor", None), "beta": getattr(sample, "beta", None)}
-    return {name: _mean(value() if callable(value) else value) for name, value in found.items()}
+        sources = {"anchor": last, "beta": getattr(last, "sample", None)}
+    values = {name: getattr(source, name, None) for name, source in sources.items()}
+    return {name: _mean(value() if callable(value) else value) for name, value in values.items()}
 
 
 def _mean(value: Any) -> float:
     if isinstance(value, Tensor):
-        # Of a parameter that is spread over processes, the part that is here.
+        # The local part of a parameter that is spread over processes.
         value = value.to_local() if hasattr(value, "to_local") else value
         return float(value.double().mean()) if value.numel() else math.nan
     return float(value) if isinstance(value, float | int) else math.nan
@@ -211,15 +200,12 @@ def _mean(value: Any) -> float:
 def _radius(module: nn.Module, tally: Tally) -> float:
     if not tally.spectral:
         return math.nan
-    last = getattr(module, "_equilibrium_last", None)
-    found = tally.sample
-    if found is None and last is not None and last.sample is not None:
-        found = last.sample.problem(last.anchor), last.sample.state
-    if found is None:
+    last, sample = getattr(module, "_equilibrium_last", None), tally.sample
+    if sample is None and last is not None and last.sample is not None:
+        sample = last.sample.problem(last.anchor), last.sample.state
+    if sample is None or sample[1].numel() == 0:
         return math.nan
-    problem, value = _some_states(*found)
-    if value.numel() == 0:
-        return math.nan
+    problem, value = _some_states(*sample)
     # Torch's faster attention, which a block may use, has no derivative of its derivative.
     with exact_precision(value), sdpa_kernel(SDPBackend.MATH):
         return float(spectral_radius(problem, value, steps=KRYLOV).max())

@@ -1,4 +1,4 @@
-"""Writers of what `watch` saw: to a CSV file, to JSON lines, to a TensorBoard writer, to a line of a terminal."""
+"""Writers of the observations of `watch`: to a CSV file, JSON lines, a TensorBoard writer, a line of a terminal."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Writer(Protocol):
         ...         print(observed.line())
         >>> writer: Writer = Printer()
 
-    Not for reading back: files are read by what reads CSV or JSON.
+    Not for reading: any reader of CSV or JSON reads the files.
     """
 
     def write(self, observed: Observed) -> None:
-        """Put it there."""
+        """Store an observation."""
 
 
 class CSVFile:
     """One row for each layer and one of all ("all"), with the columns of `Observed.rows`; a file that exists goes on.
 
     Args:
-        path: the file. What a run wrote before it was resumed stays.
+        path: the file. Its rows from before a run was resumed stay.
 
     Raises:
         ValueError: the file has other columns.
@@ -67,9 +67,9 @@ class CSVFile:
         begins = not self.path.exists() or self.path.stat().st_size == 0
         if not begins:
             with self.path.open(newline="", encoding="utf-8") as file:
-                found = next(csv.reader(file), [])
-            received = f"{self.path} with the columns {', '.join(found[:4])}, ..."
-            _validate.require(found == columns, "path", "be a file of this writer", received, "use a new file")
+                existing = next(csv.reader(file), [])
+            received = f"{self.path} with the columns {', '.join(existing[:4])}, ..."
+            _validate.require(existing == columns, "path", "be a file of this writer", received, "use a new file")
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns)
         if begins:

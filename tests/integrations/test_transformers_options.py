@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -324,12 +322,6 @@ def test_an_unknown_layer_is_named():
     register(layers={0: {"anchor": 0.9}, 2: {"anchor": 0.9}})
     with pytest.raises(ValueError, match=r"`layers` must hold indices of LlamaAttention among 0 to 1, got \[2\]"):
         logits(model, given)
-
-
-def test_a_missing_package_gives_the_line_that_installs_it():
-    code = "import sys; sys.modules['transformers'] = None; import implicit_attention.integrations.transformers"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert 'in the checkout: pip install -e ".[transformers]"' in found.stderr
 
 
 def test_a_model_that_does_not_ask_is_named():

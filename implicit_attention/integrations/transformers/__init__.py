@@ -1,12 +1,9 @@
 """Equilibrium attention for Hugging Face models: `attach(model)`, and `load` for a saved one."""
 
-try:
+from .._hosts import library_of
+
+with library_of("transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "`implicit_attention.integrations.transformers` needs transformers 5.23 or newer; "
-        'in the checkout: pip install -e ".[transformers]"'
-    ) from error
 
 from .attach import attach, load, register
 from .checkpoints import last_whole_checkpoint

@@ -1,4 +1,4 @@
-"""Anchors that are parameters of attention modules: how they are made, found by a call, and read from a file."""
+"""Learned anchors of attention modules: their making, their values in a call, their reading from a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ... import _validate
 from ...layers.projections import LearnedAnchor
 from ...layers.sharding import HeadShard
 from .reach import reach
-from .saved import held
+from .saved import entry
 from .settings import ANCHORS, LEARNED, OVERRIDES, Given
 
 Per: TypeAlias = Literal["head", "layer"]
@@ -25,7 +25,7 @@ PART = "anchor"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
 
-def anchor_here(module: nn.Module, anchor: float | Tensor, call: Given, query: Tensor) -> float | Tensor:
+def anchor_of_call(module: nn.Module, anchor: float | Tensor, call: Given, query: Tensor) -> float | Tensor:
     """The anchor of a call: the learned one, unless the call or an `override` replaces it, for the heads of `query`.
 
     Args:
@@ -35,7 +35,7 @@ def anchor_here(module: nn.Module, anchor: float | Tensor, call: Given, query: T
         query: (B, heads that the module sees, N, D).
     """
     learned: nn.Module | None = getattr(module, PART, None)
-    replaced = any(given.get(PART) is not None for given in (call, getattr(module, OVERRIDES, None) or {}))
+    replaced = any(options.get(PART) is not None for options in (call, getattr(module, OVERRIDES, None) or {}))
     anchor = anchor if learned is None or replaced else learned()
     return _of_heads(anchor.to(query.device), module, query.shape[1]) if isinstance(anchor, Tensor) else anchor
 
@@ -52,7 +52,7 @@ def _of_heads(anchor: Tensor, module: nn.Module, heads: int) -> Tensor:
         required = f"be one number, or one for each of the {heads} heads that {type(module).__name__} has here"
         raise ValueError(_validate.message("anchor", required, f"{len(anchor)} numbers"))
     shard = HeadShard(mesh, mesh.get_local_rank(), mesh.size())
-    # The gradient of what all heads share is the sum over processes.
+    # The gradient of an anchor that all heads share is the sum over processes.
     return shard.shared(anchor) if shared else shard.own(anchor)
 
 
@@ -73,12 +73,12 @@ def has_learned(model: nn.Module) -> bool:
 
 def learned_per(model: PreTrainedModel, name: str) -> str | None:
     """ "head" or "layer" for a model with learned anchors, else None, also where its configuration was another's."""
-    per: str | None = held(model.config, LEARNED, name)
-    return per if has_learned(model) else None
+    per: str | None = entry(model.config, LEARNED, name) if has_learned(model) else None
+    return per
 
 
 def check_none_learned(model: nn.Module) -> None:
-    """Refuse a model whose learned anchors would go on, whatever fixed ones it was given."""
+    """Refuse a model whose learned anchors would replace the fixed ones that it is to get."""
     if isinstance(model, nn.Module) and has_learned(model):
         remedy = "give it options before learn_anchors; to fix its anchors where they are, use requires_grad_(False)"
         raise ValueError(_validate.message("model", "have fixed anchors", "learned ones", remedy))
@@ -89,42 +89,39 @@ def put_anchors(model: nn.Module, names: Iterable[str], per: Per) -> dict[str, L
     modules = {name: model.get_submodule(name) for name in names}
     # All are counted before any is changed.
     counts = {name: 1 if per == "layer" else _heads(name, module) for name, module in modules.items()}
-    found = {}
     for name, module in modules.items():
         if getattr(module, PART, None) is None:
             like = next((p for p in module.parameters() if p.is_floating_point()), None)
-            made: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
+            placement: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
             # FSDP takes no parameters without an axis.
-            module.add_module(PART, LearnedAnchor((counts[name],), **made))
-        found[name] = getattr(module, PART)
-    return found
+            module.add_module(PART, LearnedAnchor((counts[name],), **placement))
+    return {name: getattr(module, PART) for name, module in modules.items()}
 
 
 @contextmanager
 def with_learned() -> Iterator[None]:
-    """A context in which models whose configuration names learned anchors are made with them, to be read from a file.
+    """A context in which models get the learned anchors that their configuration names, to read them from a file.
 
     Transformers read a file into the parameters that a model has at the end of its construction.
     """
-    made = PreTrainedModel.post_init
+    original = PreTrainedModel.post_init
 
     def post_init(model: PreTrainedModel) -> None:
-        kinds = set((getattr(model.config, LEARNED, None) or {}).values())
-        for per in kinds:
+        for per in set((getattr(model.config, LEARNED, None) or {}).values()):
             put_anchors(model, reach(model).asks, per)
-        made(model)  # type: ignore[no-untyped-call]
+        original(model)  # type: ignore[no-untyped-call]
 
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PreTrainedModel.post_init = made  # type: ignore[method-assign]
+        PreTrainedModel.post_init = original  # type: ignore[method-assign]
 
 
 def check_read(config: Any, name: str, missing: Iterable[str]) -> None:
-    """Raise unless a file held all learned anchors that its configuration names."""
+    """Raise unless a file has all learned anchors that its configuration names."""
     absent = sorted(key for key in missing if key.endswith(f"{PART}.logit"))
-    if held(config, LEARNED, name) is not None and absent:
+    if entry(config, LEARNED, name) is not None and absent:
         required = f"hold the learned anchors that its configuration names (config.{LEARNED})"
         received = f"a file without {', '.join(absent[:3])}{' and more' if len(absent) > 3 else ''}"
         remedy = f"save the model by save_pretrained, or delete that entry for the fixed ones of config.{ANCHORS}"

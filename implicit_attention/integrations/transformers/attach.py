@@ -25,7 +25,7 @@ from ...solvers import Solver
 from .anchors import check_none_learned, check_read, learned_per, with_learned
 from .attention import EquilibriumForward, site_of
 from .reach import Reach, attention_names, listed, reach, takes_masks
-from .saved import held, keep, names, of_config, written
+from .saved import entry, keep, names, of_config, written
 from .settings import ANCHORS, SAYS_CAUSAL, SOLVERS, Layers, Settings, check_fixed
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
@@ -37,7 +37,7 @@ _MISREAD = ("flash", "sdpa", "flex", "paged", "/", "|", ":")
 #: Where a model of transformers, or a part that is one, keeps the name of the attention that it had before.
 BEFORE = "_equilibrium_before"
 
-# The functions that `register` has made.
+# The functions of all registered names.
 _REGISTERED: dict[str, EquilibriumForward] = {}
 
 
@@ -125,7 +125,7 @@ def attach(
 
     Args:
         model: a model of transformers. Its parameters stay as they are.
-        partial: what to do about modules that compute attention by themselves instead of asking transformers' attention
+        partial: the treatment of modules that compute attention by themselves instead of asking transformers' attention
             interface: "refuse" the model, or "warn" and leave them as they are. Both name the modules. A model without
             any attention that asks is always refused.
         name: the name of the attention, which is registered if it is not yet.
@@ -149,7 +149,7 @@ def attach(
         >>> model(torch.randint(10, (1, 5))).logits.shape
         torch.Size([1, 5, 10])
 
-    Not for a trained model that should keep what it knows, which `convert` moves by small steps, and not for models
+    Not for a trained model that should stay as good as it is, which `convert` moves by small steps, and not for models
     outside transformers: `integrations.multihead.replace_attention` serves those of torch.nn.
     """
     check_none_learned(model)
@@ -174,7 +174,7 @@ def load(
 
     Name, anchors and solver come from its configuration, and anchors of `learn_anchors` from its weights: on the same
     machine the logits are the same, bit for bit.
-    The other options belong to a run, are not saved, and are given here.
+    The other options belong to a run, are not saved, and are arguments of this call.
 
     Args:
         cls: a class of models, or an auto class such as `AutoModelForCausalLM`.
@@ -208,22 +208,22 @@ def load(
     """
     # A class that chooses its attention modules by the name of the attention would not know this one.
     with with_learned():
-        given = {**loading, "attn_implementation": None, "output_loading_info": True}
-        model, found = cls.from_pretrained(path, **given)
+        loading_all = {**loading, "attn_implementation": None, "output_loading_info": True}
+        model, info = cls.from_pretrained(path, **loading_all)
     known = names(model.config)
     wanted = [each for each in known if name in (each, None)]
     received = f"anchors for {', '.join(map(repr, known))}" if known else "none"
     remedy = "say which by name=" if known else "save a model after attach, or use from_pretrained and attach"
     _validate.require(len(wanted) == 1, "path", f"hold one model's anchors (config.{ANCHORS})", received, remedy)
     (name,) = wanted
-    if solver is None and held(model.config, SOLVERS, name) is None:
+    if solver is None and entry(model.config, SOLVERS, name) is None:
         required, remedy = f"be given where the configuration has none (config.{SOLVERS})", "pass load(..., solver=...)"
         raise ValueError(_validate.message("solver", required, None, remedy))
     options: SolveKeywords = {"adjoint": adjoint, "impl": impl, "on_failure": on_failure}
     settings = of_config(model.config, name, Settings.of_model(0.5, None, ignore, options), solver)
-    check_read(model.config, name, found["missing_keys"])
+    check_read(model.config, name, info["missing_keys"])
     _put(model, name, settings, partial)
-    return (model, found) if loading.get("output_loading_info") else model
+    return (model, info) if loading.get("output_loading_info") else model
 
 
 def is_ours(name: str | None) -> bool:
@@ -236,13 +236,12 @@ def registered(name: str) -> Settings:
     return _REGISTERED[name].settings if is_ours(name) else Settings()
 
 
-def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
+def explicit_mask(config: Any = None, **arguments: Any) -> Tensor | None:
     """The mask that transformers make for a registered name, (B, 1, N, M), True = attend.
 
     Transformers give an attention function None if there is no mask function of its name, so that padding, sliding
-    windows and the unwritten part of a static cache would be forgotten. None is given here where a mask would say no
-    more than that the queries are the last tokens and attend to those before them, to models whose attention says by
-    itself that it is causal.
+    windows and the unwritten part of a static cache would be forgotten. This function returns None to models whose
+    attention says by itself that it is causal, if the queries are the last tokens and attend to all before them.
 
     Raises:
         ValueError: for a model that computes attention by itself and would add the mask to its scores.
@@ -252,50 +251,41 @@ def explicit_mask(config: Any = None, **given: Any) -> Tensor | None:
             f"models of type {config.model_type!r} compute attention by themselves, not by transformers' attention "
             "interface, so that it cannot be replaced; choose another architecture"
         )
-    if getattr(config, SAYS_CAUSAL, False) and _is_plainly_causal(**given):
+    if getattr(config, SAYS_CAUSAL, False) and _is_plainly_causal(arguments):
         return None
     # Informer halves its sequences between layers, and would give a mask of the first length to all of them.
-    skip = given.get("allow_is_bidirectional_skip", False) and getattr(config, "model_type", None) == "informer"
-    mask: Tensor | None = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": skip})
+    skip = arguments.get("allow_is_bidirectional_skip", False) and getattr(config, "model_type", None) == "informer"
+    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": skip}
+    mask: Tensor | None = sdpa_mask(**arguments)
     return mask
 
 
-def _is_plainly_causal(
-    *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **others: Any,
-) -> bool:
+def _is_plainly_causal(arguments: dict[str, Any]) -> bool:
     """Whether the queries are the last of all tokens, none of which is missing or beyond a window."""
-    if not allow_is_causal_skip or torch.compiler.is_compiling() or not isinstance(q_offset, int):
-        # A graph would keep what was found for the lengths that it was made with.
+    rows, count, offset = arguments["q_length"], arguments["kv_length"], arguments.get("q_offset", 0)
+    if not arguments.get("allow_is_causal_skip", True) or torch.compiler.is_compiling() or not isinstance(offset, int):
+        # A graph would keep the answer for the lengths that it was made with.
         return False
-    if kv_offset != 0 or q_offset + q_length != kv_length or (local_size is not None and kv_length >= local_size):
+    window, mask = arguments.get("local_size"), arguments.get("attention_mask")
+    if arguments.get("kv_offset", 0) != 0 or offset + rows != count or (window is not None and count >= window):
         return False
-    if attention_mask is None:
-        return True
-    return attention_mask.shape[-1] == kv_length and host_may_look(attention_mask) and bool(attention_mask.all())
+    return mask is None or (mask.shape[-1] == count and host_may_look(mask) and bool(mask.all()))
 
 
 def _put(model: PreTrainedModel, name: str, settings: Settings, partial: Partial) -> None:
-    found = checked(model, partial, stacklevel=4)
-    settings = resolved(settings, model, found)
+    reachable = checked(model, partial, stacklevel=4)
+    settings = resolved(settings, model, reachable)
     written(settings)  # Settings that cannot be saved are refused before anything changes.
-    keep(model, seated(model, name, found), name, settings, learned_per(model, name))
+    keep(model, seated(model, name, reachable), name, settings, learned_per(model, name))
 
 
 def checked(model: Any, partial: Partial, stacklevel: int) -> Reach:
     """The attention of a model that can be reached; the rest is refused, or warned of, by the names of its modules."""
     _validate.check_choice("partial", partial, ("refuse", "warn"))
     check_model(model)
-    found, who = reach(model), type(model).__name__
-    own = listed(found.own)
-    if not found.asks:
+    reachable, who = reach(model), type(model).__name__
+    own = listed(reachable.own)
+    if not reachable.asks:
         own = own or listed(attention_names(model))
         where = f"It attends by itself in {own}" if own else "It has no module that calls itself attention"
         raise ValueError(
@@ -311,55 +301,55 @@ def checked(model: Any, partial: Partial, stacklevel: int) -> Reach:
     if own:
         message = f"{who} computes some attention by itself, which stays what it is: {own}"
         message += '; partial="warn" accepts that' if partial == "refuse" else ""
-        if any(issubclass(kind, nn.MultiheadAttention) for kind in found.own.values()):
+        if any(issubclass(kind, nn.MultiheadAttention) for kind in reachable.own.values()):
             message += "; integrations.multihead.replace_attention(model) replaces nn.MultiheadAttention"
         if partial == "refuse":
             raise ValueError(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel)
-    return found
+    return reachable
 
 
-def seated(model: PreTrainedModel, name: str, found: Reach) -> list[PreTrainedConfig]:
+def seated(model: PreTrainedModel, name: str, reachable: Reach) -> list[PreTrainedConfig]:
     """Give a model this attention; return its configurations, which it shares with no other model from here on."""
     if not is_ours(name):
         register(name)
     configs = own_configs(model)
-    before = [(config, config._attn_implementation) for config in configs]
+    before = {id(config): config._attn_implementation for config in configs}
     model.set_attn_implementation(name)
-    deaf = {key: kind for key, kind in found.asks.items() if asked(model.get_submodule(key)) not in (name, None)}
-    if deaf:
-        for config, attention in before:
-            config._attn_implementation_internal = attention
+    modules = {key: model.get_submodule(key) for key in reachable.asks}
+    unreached = {key: type(module) for key, module in modules.items() if attention_of(module) not in (name, None)}
+    if unreached:
+        for config in configs:
+            config._attn_implementation_internal = before[id(config)]
         raise ValueError(
-            f"{type(model).__name__}.set_attn_implementation does not reach all attention: {listed(deaf)}; attach to "
-            "the parts that it reaches"
+            f"{type(model).__name__}.set_attn_implementation does not reach all attention: {listed(unreached)}; attach "
+            "to the parts that it reaches"
         )
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    had = {id(config): attention for config, attention in before}
     for part in parts:
-        if not is_ours(had[id(part.config)]):
-            setattr(part, BEFORE, had[id(part.config)])
-    told = all(isinstance(getattr(model.get_submodule(key), "is_causal", None), bool) for key in found.asks)
+        if not is_ours(before[id(part.config)]):
+            setattr(part, BEFORE, before[id(part.config)])
+    says_causal = all(isinstance(getattr(module, "is_causal", None), bool) for module in modules.values())
     for config in configs:
         # Where torch's own attention is supported, transformers themselves leave causality to the modules.
-        setattr(config, SAYS_CAUSAL, told and all(part._supports_sdpa for part in parts))
-    for module in map(model.get_submodule, found.asks):
-        # Not at the first call: a compiler, which may make that, cannot make these.
+        setattr(config, SAYS_CAUSAL, says_causal and all(part._supports_sdpa for part in parts))
+    for module in modules.values():
+        # Not at the first call: a compiler may trace that, and cannot make sites.
         site_of(module)
     return configs
 
 
-def resolved(settings: Settings, model: nn.Module, found: Reach) -> Settings:
+def resolved(settings: Settings, model: nn.Module, reachable: Reach) -> Settings:
     """Settings with the options of each layer written out, so that they can be saved and copied."""
     layers = settings.layers
     if layers is None:
         return settings
-    numbers = (getattr(model.get_submodule(key), "layer_idx", None) for key in found.asks)
+    numbers = (getattr(model.get_submodule(key), "layer_idx", None) for key in reachable.asks)
     indices = sorted({index for index in numbers if index is not None})
     if callable(layers):
         layers = {index: layers(index) for index in indices}
-        for given in layers.values():
-            check_fixed(given.get("anchor"))
+        for options in layers.values():
+            check_fixed(options.get("anchor"))
     unknown = [index for index in layers if index not in indices]
     required = f"hold indices of layers of {type(model).__name__} ({', '.join(map(str, indices)) or 'it has none'})"
     _validate.require(not unknown, "layers", required, unknown)
@@ -374,8 +364,7 @@ def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
             if isinstance(value, PreTrainedConfig):
                 # `copies` keeps the parts of one configuration parts of its copy.
                 setattr(module, attribute, copy.deepcopy(value, copies))
-    configs = [value for value in copies.values() if isinstance(value, PreTrainedConfig)]
-    return list({id(config): config for config in configs}.values())
+    return list({id(value): value for value in copies.values() if isinstance(value, PreTrainedConfig)}.values())
 
 
 def check_model(model: Any) -> None:
@@ -391,6 +380,6 @@ def check_model(model: Any) -> None:
     raise TypeError(_validate.message("model", "be a PreTrainedModel of transformers", type(model).__name__, remedy))
 
 
-def asked(module: nn.Module) -> str | None:
+def attention_of(module: nn.Module) -> str | None:
     """The name of the attention that a module asks for."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)

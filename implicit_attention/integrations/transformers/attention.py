@@ -22,8 +22,8 @@ from ...attention.read_out import PotentialFactory, made_by
 from ...energies import AnchoredEnergy
 from ...failure_policy import FailureSite
 from ...solution import Record, SolveReport
-from .._base import capped, with_zero_key
-from .anchors import anchor_here
+from .._base import capped, check_shape, with_zero_key
+from .anchors import anchor_of_call
 from .saved import settings_of
 from .settings import OPTIONS, SAYS_CAUSAL, Given, Settings
 
@@ -33,7 +33,7 @@ LAST = "_equilibrium_last"
 #: Where it keeps its `FailureSite`.
 SITE = "_equilibrium_site"
 
-#: An attention module with this attribute measures how far its answer is from softmax attention on the same inputs.
+#: An attention module with this attribute measures the distance of its answer from softmax attention on its inputs.
 COMPARE = "_equilibrium_compare"
 
 # The number of queries of the first sample whose states are kept for the report.
@@ -58,7 +58,7 @@ _PACKED = (
     "a packed batch would attend across its sequences; pass position_ids that restart, without a mask and with "
     "use_cache=False"
 )
-# Arguments that change what is computed, with the reason why they are refused.
+# Arguments that change the attention, with the reason why they are refused.
 _REFUSED = {
     "cache": "paged caches (continuous batching) hold keys that this function is not given; use generate()",
     "block_table": "paged caches hold keys that this function is not given; use a dynamic or a static cache",
@@ -90,7 +90,7 @@ class Sample(NamedTuple):
         return AnchoredEnergy(potential, self.state, anchor, unbounded="ignore")
 
 
-# Of modules that no `attach` has given one. Not on the module: a graph that was compiled without would be made anew.
+# Sites of modules that no `attach` gave one. A site on the module would make torch.compile compile its graph again.
 _SITES: WeakKeyDictionary[nn.Module, FailureSite] = WeakKeyDictionary()
 
 
@@ -105,9 +105,7 @@ def site_of(module: nn.Module) -> FailureSite:
 
 def _site(module: nn.Module) -> FailureSite | None:
     site: FailureSite | None = getattr(module, SITE, None)
-    if site is None and not torch.compiler.is_compiling():
-        site = _SITES.setdefault(module, FailureSite())
-    return site
+    return site if site is not None or torch.compiler.is_compiling() else _SITES.setdefault(module, FailureSite())
 
 
 @dataclasses.dataclass(eq=False)
@@ -171,10 +169,8 @@ class EquilibriumForward:
         """
         # Settings of `attach` or `convert`, else those of the model's file, else those registered for the name.
         general = settings_of(module, self.name, self.settings)
-        settings = general.of(module, self._call_options(module, others, general))
-        mask, bias, first = self._mask_and_bias(
-            module, query, key, attention_mask, is_causal, others.get("position_ids")
-        )
+        settings = general.of(module, _call_options(module, others, general))
+        mask, bias, first = _mask_and_bias(module, query, key, attention_mask, is_causal, others.get("position_ids"))
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         if s_aux is not None:
@@ -182,90 +178,66 @@ class EquilibriumForward:
             _validate.require(s_aux.numel() == heads, "s_aux", "have one logit for each head", tuple(s_aux.shape))
             key, value, mask, bias = with_zero_key(key, value, mask, bias, s_aux)
             first = None if first is None else first + 1
-        make, anchor, site = capped(softcap), settings.anchor, _site(module)
-        beta = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call = Call(
-            query,
-            key,
-            value,
-            beta,
-            anchor_here(module, anchor, others, query),
-            settings.options,
-            mask=mask,
-            bias=bias,
-            first=first,
-            potential=make,
-            dropout_p=dropout,
-            grouped=True,
-            return_weights=_weights_wanted(module, output_attentions),
-            site=site,
-        )
-        found = attend(call)
-        if found.report is not None and site is not None and site.tally is not None:
-            site.tally.add(found.report)
+        site, beta = _site(module), query.shape[-1] ** -0.5 if scaling is None else scaling
+        anchor = anchor_of_call(module, settings.anchor, others, query)
+        make, weights_wanted = capped(softcap), _weights_wanted(module, output_attentions)
+        rest: dict[str, Any] = {"return_weights": weights_wanted, "site": site}
+        call = Call(query, key, value, beta, anchor, settings.options, mask, bias, first, make, dropout, True, **rest)
+        attended = attend(call)
+        output, weights = attended.output.transpose(1, 2).contiguous(), attended.weights
+        if weights is not None:
+            weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
+        if attended.report is not None and site is not None and site.tally is not None:
+            site.tally.add(attended.report)
         if torch.compiler.is_exporting():
             # Nothing of a program is remembered: its tensors have shapes alone, which may be open.
-            weights = None if found.weights is None else found.weights[..., s_aux is not None :].to(query.dtype)
-            return found.output.transpose(1, 2).contiguous(), weights
+            return output, weights
         change = None
         if getattr(module, COMPARE, False):
             with torch.no_grad():
                 options = settings.options.override(max_steps=0)
                 explicit = attend(call._replace(options=options, dropout_p=0.0, return_weights=False)).output
-                change = torch.linalg.vector_norm(found.output - explicit) / torch.linalg.vector_norm(explicit)
-        sample = _sample(make, found.state, key, beta, mask, bias, first)
+                change = torch.linalg.vector_norm(attended.output - explicit) / torch.linalg.vector_norm(explicit)
+        sample = _sample(call, attended.state)
         # A graph that looked at the tensors of the last call would be compiled again for each of their shapes.
         if torch.compiler.is_compiling() or not is_repetition(getattr(module, LAST, Last()).report):
-            anchor = call.anchor.detach() if isinstance(call.anchor, Tensor) else call.anchor
-            setattr(module, LAST, Last(found.report, sample, settings, change, anchor, site))
-        weights = found.weights
-        if weights is not None:
-            weights = (weights if s_aux is None else weights[..., 1:]).to(query.dtype)
-        return found.output.transpose(1, 2).contiguous(), weights
+            anchor = anchor.detach() if isinstance(anchor, Tensor) else anchor
+            setattr(module, LAST, Last(attended.report, sample, settings, change, anchor, site))
+        return output, weights
 
-    @staticmethod
-    def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings) -> Given:
-        """Options for this call among the arguments; other arguments that might change attention are refused."""
-        call = {}
-        for name, given in others.items():
-            if name in OPTIONS:
-                call[name] = given
-            elif given is None or name in _HARMLESS or name in settings.ignore:
-                continue
-            else:
-                who = type(module).__name__
-                if name in _REFUSED:
-                    raise ValueError(f"`{name}` must be None for equilibrium attention in {who}: {_REFUSED[name]}")
-                raise ValueError(
-                    f"`{name}` is neither an option of equilibrium attention ({', '.join(OPTIONS)}) nor known not to "
-                    f"change the attention of {who}; if it does not, register with ignore=({name!r},)"
-                )
-        return call
 
-    @staticmethod
-    def _mask_and_bias(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        attention_mask: Tensor | None,
-        is_causal: bool | None,
-        position_ids: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None, int | None]:
-        """(mask, bias), each None or broadcasting to (B, H, N, M), and which key the first query is, if causal."""
-        rows, count = query.shape[-2], key.shape[-2]
-        if attention_mask is not None and attention_mask.ndim != 4:
-            required, received = "have four axes (B, 1 or H, N, M) here", f"shape {tuple(attention_mask.shape)}"
-            raise ValueError(_validate.message("attention_mask", required, received))
-        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        causal = bool(causal) and attention_mask is None and rows != 1
-        mask, bias = mask_and_bias(attention_mask, shape=(*query.shape[:-1], count), like=query, name="attention_mask")
-        # Where transformers leave causality to the module, they have looked for several documents.
-        looked = getattr(getattr(module, "config", None), SAYS_CAUSAL, False)
-        several = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[-1] == rows
-        if causal and several and not looked:
-            assert position_ids is not None
-            mask = _same_document(position_ids.to(query.device), count)
-        return mask, bias, count - rows if causal else None
+def _call_options(module: nn.Module, others: dict[str, Any], settings: Settings) -> Given:
+    """Options for this call among the arguments; other arguments that might change attention are refused."""
+    options = {}
+    for name, argument in others.items():
+        if name in OPTIONS:
+            options[name] = argument
+        elif argument is not None and name not in _HARMLESS and name not in settings.ignore:
+            who = type(module).__name__
+            if name in _REFUSED:
+                raise ValueError(f"`{name}` must be None for equilibrium attention in {who}: {_REFUSED[name]}")
+            raise ValueError(
+                f"`{name}` is neither an option of equilibrium attention ({', '.join(OPTIONS)}) nor known not to "
+                f"change the attention of {who}; if it does not, register with ignore=({name!r},)"
+            )
+    return options
+
+
+def _mask_and_bias(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, positions: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """(mask, bias), each None or broadcasting to (B, H, N, M), and which key the first query is, if causal."""
+    rows, count = query.shape[-2], key.shape[-2]
+    if mask is not None and mask.ndim != 4:
+        check_shape(False, "attention_mask", mask, "have four axes (B, 1 or H, N, M) here")
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    causal = bool(causal) and mask is None and rows != 1
+    mask, bias = mask_and_bias(mask, shape=(*query.shape[:-1], count), like=query, name="attention_mask")
+    # Where transformers leave causality to the module, they have looked for several documents.
+    looked = getattr(getattr(module, "config", None), SAYS_CAUSAL, False)
+    if causal and not looked and positions is not None and positions.ndim == 2 and positions.shape[-1] == rows:
+        mask = _same_document(positions.to(query.device), count)
+    return mask, bias, count - rows if causal else None
 
 
 def _same_document(position_ids: Tensor, count: int) -> Tensor:
@@ -285,7 +257,7 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
         output_attentions = getattr(getattr(module, "config", None), "output_attentions", False)
     if output_attentions:
         return True
-    # Some models keep the flag to themselves and collect what their attention modules return.
+    # Some models keep the flag to themselves and collect the weights that their attention modules return.
     collector: Any = output_capturing._active_collector
     if torch.compiler.is_compiling() and not collector.compiling:
         return False
@@ -293,17 +265,9 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     return collected is not None and ("attentions" in collected or "cross_attentions" in collected)
 
 
-def _sample(
-    make: PotentialFactory,
-    state: Tensor,
-    keys: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    first: int | None,
-) -> Sample:
+def _sample(call: Call, state: Tensor) -> Sample:
     """Evenly spaced states of the first sequence, with keys and masks. All are copies, as caches change and go."""
-    count = state.shape[-2]
+    count, keys = state.shape[-2], call.keys
     step = -(-count // SAMPLE) if count else 1
 
     def rows(pairs: Tensor | None) -> Tensor | None:
@@ -312,9 +276,10 @@ def _sample(
         pairs = pairs.detach()[:1] if pairs.ndim == 4 else pairs.detach()
         return (pairs if pairs.shape[-2] == 1 else pairs[..., ::step, :]).clone()
 
-    if first is not None:
-        places = torch.arange(first, first + count, step, device=keys.device)
+    mask = rows(call.mask)
+    if call.first is not None:
+        places = torch.arange(call.first, call.first + count, step, device=keys.device)
         lower = places[:, None] >= torch.arange(keys.shape[-2], device=keys.device)
-        mask = lower if mask is None else rows(mask) & lower  # type: ignore[operator]
-        return Sample(make, state.detach()[:1, :, ::step].clone(), keys.detach()[:1].clone(), beta, mask, rows(bias))
-    return Sample(make, state.detach()[:1, :, ::step].clone(), keys.detach()[:1].clone(), beta, rows(mask), rows(bias))
+        mask = lower if mask is None else mask & lower
+    states, keys = state.detach()[:1, :, ::step].clone(), keys.detach()[:1].clone()
+    return Sample(call.potential, states, keys, call.beta, mask, rows(call.bias))

@@ -15,7 +15,7 @@ from ... import _validate
 
 #: The Trainer writes this file last.
 STATE = "trainer_state.json"
-#: Weights, by the ends of their names; and what torch.save wrote.
+#: The ends of the names of weights, and of files by torch.save.
 WEIGHTS, SAVED = (".safetensors",), (".pt", ".pth", ".bin")
 
 
@@ -23,10 +23,10 @@ def last_whole_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """The newest checkpoint of a Trainer that was written to its end, for `trainer.train(resume_from_checkpoint=...)`.
 
     The Trainer writes the files of a checkpoint in place, one after the other. A process that is killed, or a disk that
-    is full, leaves one that has no end, and `transformers.trainer_utils.get_last_checkpoint` would choose it. Here a
-    checkpoint counts if its `trainer_state.json`, which is written last, can be read; if there are weights, and all
-    that their index names; and if every file of tensors is as long as its own table says. What the files hold is not
-    read: a byte that has changed is not found.
+    is full, leaves an incomplete one, and `transformers.trainer_utils.get_last_checkpoint` would choose it. This
+    function chooses a checkpoint if its `trainer_state.json`, which is written last, can be read; if there are weights,
+    and all that their index names; and if every file of tensors is as long as its own table says. The numbers in the
+    files are not read: a byte that has changed is not found.
 
     Args:
         folder: the Trainer's `output_dir`, which holds `checkpoint-...`. It need not exist.
@@ -43,23 +43,17 @@ def last_whole_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         ...     print(last_whole_checkpoint(folder))
         None
 
-    Not for checkpoints by `implicit_attention.models.save_checkpoint`, which are whole or not there.
+    Not for checkpoints by `implicit_attention.models.save_checkpoint`, which are whole or missing.
     """
-    folder = Path(folder)
-    found = [
-        (int(match[1]), path) for path in _folders(folder) if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    ]
-    for _, path in sorted(found, reverse=True):
+    folders = [path for path in Path(folder).glob("checkpoint-*") if path.is_dir()]
+    checkpoints = [(int(match[1]), path) for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))]
+    for _, path in sorted(checkpoints, reverse=True):
         damage = _damage(path)
         if damage is None:
             return str(path)
         remedy = "the one before is used, if there is any"
         warnings.warn(_validate.message(path.name, "be a whole checkpoint", damage, remedy), stacklevel=2)
     return None
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
 
 def _damage(path: Path) -> str | None:
@@ -72,9 +66,8 @@ def _damage(path: Path) -> str | None:
         return "no weights (*.safetensors)"
     for name in sorted(name for name in names if name.endswith(".index.json")):
         index = _json(path / name)
-        missing = sorted({name} if index is None else set(index.get("weight_map", {}).values()) - names)
-        if missing:
-            return f"no whole {missing[0]}"
+        if missing := {name} if index is None else set(index.get("weight_map", {}).values()) - names:
+            return f"no whole {min(missing)}"
     for name in sorted(names):
         ends = _is_whole_safetensors if name in weights else zipfile.is_zipfile if name.endswith(SAVED) else None
         if ends is not None and not ends(path / name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 from ... import _validate
 from ..._reporting import table
 from ...options import SolveKeywords, SolveOptions
-from ...solution import SolveReport
 from .anchors import check_none_learned
 from .attach import Partial, checked, registered, resolved, seated
 from .attention import COMPARE, LAST, Last
@@ -89,7 +88,7 @@ def convert(
     name: str = "equilibrium",
     **options: Unpack[SolveKeywords],
 ) -> Conversion:
-    """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report what changes.
+    """Move a trained model from softmax attention to equilibria, by steps of the anchor, and report the changes.
 
     At every anchor the model is measured on `inputs`, then given to `fine_tune`, which may train it. The model keeps
     the last anchor and the solver as with `attach`, also in its configuration, so that `load` finds them.
@@ -102,8 +101,8 @@ def convert(
         fine_tune: called with the model and the `Stage` at every anchor.
         partial: as in `attach`: what to do about attention that cannot be replaced.
         name: the name of the attention, which is registered if it is not yet.
-        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`. An option that is not given
-            stays what it is for this model, or for the name.
+        **options: solver, adjoint, impl, max_steps and on_failure, as in `SolveOptions`. Other options
+            keep their values of this model, or of the name.
 
     Returns:
         The `Conversion`; `print` shows it.
@@ -123,19 +122,19 @@ def convert(
     Not for a model that is trained from the start with equilibria, which needs no schedule: use `attach`.
     """
     SolveOptions().override(**options)  # Options that do not fit are refused before anything changes.
-    given = {option: value for option, value in options.items() if value is not None}
+    replaced = {option: value for option, value in options.items() if value is not None}
     anchors = _checked(schedule, inputs)
     check_none_learned(model)
-    found = checked(model, partial, stacklevel=3)
-    before = resolved(settings_of(model, name, registered(name)), model, found)
+    reachable = checked(model, partial, stacklevel=3)
+    before = resolved(settings_of(model, name, registered(name)), model, reachable)
     assert not callable(before.layers)
-    configs = seated(model, name, found)
+    configs = seated(model, name, reachable)
     if inputs is None:
         inputs = {argument: value.to(model.device) for argument, value in model.dummy_inputs.items()}
     stages: list[Stage] = []
     for anchor in anchors:
-        changes = {**given, "anchor": anchor}
-        # Options that are given here hold in all layers.
+        changes = {**replaced, "anchor": anchor}
+        # Options of this call hold in all layers.
         layers = {i: {k: v for k, v in own.items() if k not in changes} for i, own in (before.layers or {}).items()}
         settings = dataclasses.replace(before.override(changes, "options"), layers=layers or None)
         keep(model, configs, name, settings)
@@ -145,7 +144,9 @@ def convert(
         with marked(model, COMPARE, True):
             output, last = _measured(model, inputs)
         moved = {key: math.nan if call.change is None else float(call.change) for key, call in last}
-        stages.append(Stage(anchor, moved, _distance(output, softmax), _converged(last_solves(model).values())))
+        # Queries without a tolerance to reach are left out.
+        converged = [solve.converged[solve.tolerance > 0].cpu() for solve in last_solves(model).values()]
+        stages.append(Stage(anchor, moved, _distance(output, softmax), float(torch.cat(converged).double().mean())))
         if fine_tune is not None:
             fine_tune(model, stages[-1])
     return Conversion(stages)
@@ -167,7 +168,7 @@ def _checked(schedule: Any, inputs: Any) -> list[float]:
 
 @torch.no_grad()
 def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor, list[tuple[str, Last]]]:
-    """The model's first output in evaluation, and what its attention modules remember of it."""
+    """The model's first output in evaluation, and the records of its attention modules."""
     for module in model.modules():
         if hasattr(module, LAST):
             delattr(module, LAST)
@@ -175,20 +176,10 @@ def _measured(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Tensor
     devices = [] if model.device.type == "cpu" else [model.device]
     with marked(model, "training", False), torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
-        found = model(**inputs)
-    return _output(found), last_calls(model)
-
-
-def _output(found: Any) -> Tensor:
-    """The logits, or the first output that is not a loss."""
-    outputs = (getattr(found, "logits", None), *(found.values() if isinstance(found, Mapping) else found))
-    return next(output for output in outputs if isinstance(output, Tensor) and output.ndim > 1)
-
-
-def _converged(found: Iterable[SolveReport]) -> float:
-    """The share of converged queries among those that had a tolerance to reach."""
-    asked = [solve.converged[solve.tolerance > 0].cpu() for solve in found]
-    return float(torch.cat(asked).double().mean())
+        answer = model(**inputs)
+    # The logits, or the first output that is not a loss.
+    outputs = (getattr(answer, "logits", None), *(answer.values() if isinstance(answer, Mapping) else answer))
+    return next(t for t in outputs if isinstance(t, Tensor) and t.ndim > 1), last_calls(model)
 
 
 def _distance(output: Tensor, reference: Tensor) -> float:

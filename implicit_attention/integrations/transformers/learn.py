@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ... import _validate
 from ...layers.projections import MARGIN
 from .anchors import Per, has_learned, put_anchors
-from .attach import asked, check_model, is_ours
+from .attach import attention_of, check_model, is_ours
 from .reach import reach
 from .saved import configs_of, names
 from .settings import LEARNED, SETTINGS
@@ -58,13 +58,13 @@ def learn_anchors(model: PreTrainedModel, initial: float = 0.9, per: Per = "head
     _validate.check_choice("per", per, ("head", "layer"))
     remedy = "the parameters are in model.named_parameters(), and LearnedAnchor.set moves them"
     _validate.require(not has_learned(model), "model", "have fixed anchors", "learned ones", remedy)
-    found = [key for key in reach(model).asks if _is_attached(model.get_submodule(key))]
+    attached = [key for key in reach(model).asks if _is_attached(model.get_submodule(key))]
     required, received = "have equilibrium attention with options of its own", type(model).__name__
-    _validate.require(bool(found), "model", required, received, "call attach(model) or convert(model) first")
-    parts = put_anchors(model, found, per)
+    _validate.require(bool(attached), "model", required, received, "call attach(model) or convert(model) first")
+    parts = put_anchors(model, attached, per)
     for part in parts.values():
         part.set(initial)
-    name = asked(model.get_submodule(found[0]))
+    name = attention_of(model.get_submodule(attached[0]))
     for config in configs_of(model):
         if name in names(config):
             setattr(config, LEARNED, {**(getattr(config, LEARNED, None) or {}), name: per})
@@ -72,5 +72,5 @@ def learn_anchors(model: PreTrainedModel, initial: float = 0.9, per: Per = "head
 
 
 def _is_attached(module: nn.Module) -> bool:
-    name = asked(module)
+    name = attention_of(module)
     return is_ours(name) and name in (getattr(module, SETTINGS, None) or {})

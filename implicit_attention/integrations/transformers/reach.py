@@ -38,7 +38,7 @@ class Reach(NamedTuple):
 
 
 def reach(model: nn.Module) -> Reach:
-    """The attention modules of a model, told by the source of their classes."""
+    """The attention modules of a model, recognised by the source of their classes."""
     kinds = [(name, type(module), _kind(type(module))) for name, module in model.named_modules()]  # type: ignore[arg-type]
     asks, own = ({name: cls for name, cls, kind in kinds if kind == wanted} for wanted in ("asks", "own"))
     return Reach(asks, own)
@@ -157,16 +157,16 @@ class _Steps:
             yield "i"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield "p"
-        elif isinstance(node, ast.Attribute) and _named(node.value) == "self" and node.attr in self.methods:
-            # A method may be handed on instead of being called here.
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" and node.attr in self.methods:
+            # A method may be handed on instead of being called.
             yield from self.of(*self.methods[node.attr])
         if isinstance(node, ast.Call):
             yield from self._call(source, node.func)
 
     def _call(self, source: Source, called: ast.expr) -> Iterator[str]:
-        name, owner = _named(called), ""
+        name, owner = getattr(called, "id", ""), ""
         if isinstance(called, ast.Attribute):
-            name, owner = called.attr, _named(called.value)
+            name, owner = called.attr, getattr(called.value, "id", "")
         if name in _FUSED:
             yield "f"
         elif name in _SOFTMAX or owner in _SOFTMAX:
@@ -175,7 +175,3 @@ class _Steps:
             yield "p"
         elif isinstance(called, ast.Name) and isinstance(function := source.get(name), ast.FunctionDef):
             yield from self.of(source, function)
-
-
-def _named(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else ""

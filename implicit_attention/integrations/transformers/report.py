@@ -1,4 +1,4 @@
-"""`report` and `last_solves`: how the equilibria of a model were found in its last forward, layer by layer."""
+"""`report` and `last_solves`: evidence of the equilibria of a model's last forward, layer by layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ...attention.core import report_from_graph
 from ...diagnostics import distinct_fixed_points, effective_keys
 from ...solution import Record, SolveReport
 from ...status import Status
-from .attach import is_ours
+from ...training.observed import or_dash
+from .attach import attention_of, is_ours
 from .attention import LAST, Last
 from .reach import attention_names, listed
 from .saved import names
@@ -93,7 +94,7 @@ class LayerReports(list[LayerReport]):
 
 
 def report(model: nn.Module) -> LayerReports:
-    """Print and return what every attention layer did in the last forward of the model.
+    """Print and return a row for every attention layer, about the last forward of the model.
 
     Of a model with many layers the table has the first and the last ones, and those where a solve failed. Attention
     that took no part in that forward is named below it.
@@ -118,40 +119,39 @@ def report(model: nn.Module) -> LayerReports:
         >>> [row.queries for row in rows]
         [5, 5]
 
-    Not for every step of a training loop, as it looks at all numbers on the host: `last_solves` leaves them there.
+    Not for every step of a training loop, as it reads all numbers on the host: `last_solves` leaves them on the device.
     """
     rows = LayerReports(_row(name, last) for name, last in last_calls(model))
-    shown = [row for i, row in enumerate(rows) if min(i, len(rows) - 1 - i) < SHOWN or _failed(row)]
-    print(_table(shown[:MOST]))
-    if left := len(rows) - len(shown[:MOST]):
+    failed = [row.converged < 1 or row.gradient < 1 for row in rows]
+    shown = [row for i, row in enumerate(rows) if min(i, len(rows) - 1 - i) < SHOWN or failed[i]][:MOST]
+    print(table([_HEAD, *map(_cells, shown)]))
+    if left := len(rows) - len(shown):
         print(f"and {left} layers more, which are in the list that is returned")
-    told = {row.name for row in rows}
-    if others := {name: kind for name, kind in attention_names(model).items() if name not in told}:
+    reported = {row.name for row in rows}
+    if others := {name: kind for name, kind in attention_names(model).items() if name not in reported}:
         print(f"not in this forward, or with attention of their own: {listed(others)}")
     return rows
 
 
 def last_calls(model: nn.Module) -> list[tuple[str, Last]]:
     """The attention modules that have called equilibrium attention, by name, with their `Last`."""
-    found = _calls(model)
-    if not found:
-        saved = names(getattr(model, "config", None))
+    calls = _calls(model)
+    if not calls:
         remedy = "after `attach(model)`, call the model"
-        if saved:
+        if saved := names(getattr(model, "config", None)):
             remedy = f"its configuration has anchors for {saved[0]!r}: load it with `load`, then call it"
         raise ValueError(f"no layer of {type(model).__name__} has called equilibrium attention; {remedy}")
-    return found
+    return calls
 
 
 def _calls(model: nn.Module) -> list[tuple[str, Last]]:
-    named = [(name, module, getattr(module, LAST, None)) for name, module in model.named_modules()]
-    return [(name, last) for name, module, last in named if last is not None and last.report and _is_current(module)]
-
-
-def _is_current(module: nn.Module) -> bool:
-    """Whether the model of this module still has equilibrium attention."""
-    config = getattr(module, "config", None)
-    return config is None or is_ours(getattr(config, "_attn_implementation", None))
+    # A module whose configuration names another attention now is left out.
+    current = {
+        name: getattr(module, LAST, None)
+        for name, module in model.named_modules()
+        if getattr(module, "config", None) is None or is_ours(attention_of(module))
+    }
+    return [(name, last) for name, last in current.items() if last is not None and last.report]
 
 
 def report_of(last: Last) -> SolveReport:
@@ -187,30 +187,18 @@ def _row(name: str, last: Last) -> LayerReport:
     )
 
 
-def _failed(row: LayerReport) -> bool:
-    return row.converged < 1 or row.gradient < 1
-
-
 #: How many layers a table has from either end, and in all where many failed.
 SHOWN, MOST = 6, 24
 _HEAD = ("layer", "anchor", "evals", "max", "residual", "converged", "gradient", "eff. keys", "distinct")
 
 
-def _table(rows: list[LayerReport]) -> str:
-    return table([_HEAD, *map(_cells, rows)])
-
-
 def _cells(row: LayerReport) -> tuple[str, ...]:
-    numbers = (f"{row.anchor:.3g}", f"{row.num_evals:.3g}", f"{row.max_evals}", _or_dash(row.residual, ".1e"))
+    numbers = (f"{row.anchor:.3g}", f"{row.num_evals:.3g}", f"{row.max_evals}", or_dash(row.residual, ".1e"))
     shares = (percent(row.converged), percent(row.gradient))
-    sample = (_or_dash(row.effective_keys, ".1f"), f"{_or_dash(row.distinct, '.1f')} of {row.queries}")
+    sample = (or_dash(row.effective_keys, ".1f"), f"{or_dash(row.distinct, '.1f')} of {row.queries}")
     return (row.name, *numbers, *shares, *sample)
 
 
 def percent(share: float) -> str:
     """A share in [0, 1] as text; a dash for NaN."""
     return "-" if math.isnan(share) else f"{100 * share:.4g} %"
-
-
-def _or_dash(value: float, style: str) -> str:
-    return "-" if math.isnan(value) else f"{value:{style}}"

@@ -45,10 +45,8 @@ def restore_attention(model: _Model) -> _Model:
     """
     check_model(model)
     remedy = "there is nothing to restore; set_attn_implementation chooses the attention of a model by name"
-    held = any(getattr(module, SETTINGS, None) for module in model.modules())
-    _validate.require(
-        held, "model", "have equilibria of attach, convert or load", f"{type(model).__name__} without", remedy
-    )
+    attached, received = any(getattr(m, SETTINGS, None) for m in model.modules()), f"{type(model).__name__} without"
+    _validate.require(attached, "model", "have equilibria of attach, convert or load", received, remedy)
     own = {id(part.config): _attention_of(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
     for config in configs_of(model):
         if is_ours(config._attn_implementation):
@@ -65,5 +63,5 @@ def restore_attention(model: _Model) -> _Model:
 
 def _attention_of(part: PreTrainedModel) -> str:
     """The attention that a model had, or that transformers would choose for it."""
-    found: str | None = getattr(part, BEFORE, None)
-    return found or ("sdpa" if part._supports_sdpa else "eager")
+    before: str | None = getattr(part, BEFORE, None)
+    return before or ("sdpa" if part._supports_sdpa else "eager")

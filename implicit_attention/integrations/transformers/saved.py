@@ -1,4 +1,4 @@
-"""The options of one model: held by its modules, and written into its configuration, which is saved with it."""
+"""The options of one model: kept by its modules, and written into its configuration, which is saved with it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def keep(
     saved = {**written(settings), LEARNED: learned}
     for config in configs:
         for attribute, value in saved.items():
-            known = {key: other for key, other in (getattr(config, attribute, None) or {}).items() if key != name}
-            if value is not None or known != (getattr(config, attribute, None) or {}):
-                setattr(config, attribute, known if value is None else {**known, name: value})
+            entries = getattr(config, attribute, None) or {}
+            if value is not None or name in entries:
+                others = {key: other for key, other in entries.items() if key != name}
+                setattr(config, attribute, others if value is None else {**others, name: value})
         setattr(config, NAME, name)
     for module in model.modules():
         setattr(module, SETTINGS, {**(getattr(module, SETTINGS, None) or {}), name: settings})
@@ -46,9 +47,9 @@ def settings_of(module: nn.Module, name: str, general: Settings) -> Settings:
         return own[name]
     config = getattr(module, "config", None)
     if not torch.compiler.is_compiling() and name in names(config) and not hasattr(config, NAME):
-        # Transformers forget the name when they read a file, and it would not be there when the model is saved again.
+        # Transformers forget the name when they read a file, and would save the model without it.
         setattr(config, NAME, name)
-    if held(config, LEARNED, name) is not None:
+    if entry(config, LEARNED, name) is not None:
         required = f"be loaded by `load`, which reads its learned anchors (config.{LEARNED})"
         raise ValueError(_validate.message("model", required, "one by from_pretrained", "load(cls, path)"))
     return of_config(config, name, general)
@@ -65,54 +66,49 @@ def names(config: Any) -> list[str]:
     return list(getattr(config, ANCHORS, None) or ())
 
 
-def held(config: Any, attribute: str, name: str) -> Any:
+def entry(config: Any, attribute: str, name: str) -> Any:
     """The entry of a name in `attribute` (ANCHORS, ...) of a configuration, or None."""
     return (getattr(config, attribute, None) or {}).get(name)
 
 
 def of_config(config: Any, name: str, general: Settings, instead: Solver | None = None) -> Settings:
-    """General settings with what a configuration holds for a name; `instead` replaces the solver of all layers."""
-    anchor, layers = held(config, ANCHORS, name), held(config, LAYERS, name)
+    """General settings with those of a configuration for a name; `instead` replaces the solver of all layers."""
+    anchor, layers = entry(config, ANCHORS, name), entry(config, LAYERS, name)
     if anchor is None:
         return general
-    found = general.override(_read(anchor, held(config, SOLVERS, name), instead), ANCHORS)
+    settings = general.override(_read(anchor, entry(config, SOLVERS, name), instead), ANCHORS)
     if not layers:
-        return found
-    read = {int(i): _read(given["anchor"], given.get("solver"), instead) for i, given in layers.items()}
-    return dataclasses.replace(found, layers=read)
+        return settings
+    read = {int(i): _read(saved["anchor"], saved.get("solver"), instead) for i, saved in layers.items()}
+    return dataclasses.replace(settings, layers=read)
 
 
 def written(settings: Settings) -> dict[str, Any]:
     """Anchors and solvers as a configuration holds them."""
     layers = settings.layers
     assert not callable(layers)
-    own = {str(i): _written(settings.override(given, "layers")) for i, given in (layers or {}).items() if given}
+    own = {str(i): _written(settings.override(some, "layers")) for i, some in (layers or {}).items() if some}
     general = _written(settings)
     return {ANCHORS: general["anchor"], SOLVERS: general["solver"], LAYERS: own or None}
 
 
 def _written(settings: Settings) -> dict[str, Any]:
-    anchor = settings.anchor
+    anchor, solver = settings.anchor, settings.options.effective_solver
     numbers = anchor.detach().tolist() if isinstance(anchor, Tensor) else float(anchor)
-    return {"anchor": numbers, "solver": _plain(settings.options.effective_solver)}
-
-
-def _plain(solver: Solver) -> dict[str, Any]:
-    fields = {"name": type(solver).__name__, **dataclasses.asdict(solver)}
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(fields))
+        fields = json.loads(json.dumps({"name": type(solver).__name__, **dataclasses.asdict(solver)}))
     except TypeError as error:
         required = "be made of numbers, texts and lists of them, to be saved with the model"
         raise ValueError(_validate.message("solver", required, repr(solver), "use one without such options")) from error
-    return plain
+    return {"anchor": numbers, "solver": fields}
 
 
 def _read(anchor: Any, solver: Mapping[str, Any] | None, instead: Solver | None) -> dict[str, Any]:
     # In double precision, so that no anchor is rounded before it meets its queries.
-    found = {"anchor": torch.tensor(anchor, dtype=torch.float64) if isinstance(anchor, list) else anchor}
+    options = {"anchor": torch.tensor(anchor, dtype=torch.float64) if isinstance(anchor, list) else anchor}
     if solver is not None and instead is None:
         instead = solver_of(solver)
-    return found if instead is None else {**found, "solver": instead}
+    return options if instead is None else {**options, "solver": instead}
 
 
 def solver_of(saved: Mapping[str, Any]) -> Solver:

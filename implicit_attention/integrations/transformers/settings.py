@@ -20,15 +20,15 @@ Layers: TypeAlias = Mapping[int, Given] | Callable[[int], Given]
 
 OPTIONS = ("anchor", *SolveKeywords.__annotations__)
 
-#: Where the configuration of a model holds its anchors, its solver, and both for layers that differ, by registered
+#: Where the configuration of a model has its anchors, its solver, and both for layers that differ, by registered
 #: name; saved with it.
 ANCHORS, SOLVERS, LAYERS = "equilibrium_anchors", "equilibrium_solver", "equilibrium_layers"
 #: Where a configuration says that all attention of its model knows by itself whether it is causal, so that no mask
 #: needs to be written for that.
 SAYS_CAUSAL = "equilibrium_says_causal"
-#: Where an attention module holds the settings of its model, by registered name.
+#: Where an attention module keeps the settings of its model, by registered name.
 SETTINGS = "_equilibrium_settings"
-#: Where it holds the options of an `override`, for all names.
+#: Where it keeps the options of an `override`, for all names.
 OVERRIDES = "_equilibrium_options"
 #: Where a configuration says that anchors are parameters, one per "head" or "layer", by registered name.
 LEARNED = "equilibrium_learned"
@@ -42,7 +42,7 @@ class Settings:
 
     Args:
         anchor: in [0, 1]; 1 is softmax attention. A tensor has one for each head.
-        options: how the equilibrium is found and differentiated.
+        options: how to solve for the equilibrium and how to differentiate it.
         layers: other options for some layers.
         ignore: names of arguments of the model that are known not to change attention.
     """
@@ -61,50 +61,45 @@ class Settings:
             raise TypeError(_validate.message("ignore", "be a collection of names", repr(ignore), f"({ignore!r},)"))
         solve = SolveOptions().override(**options)
         settings = cls(anchor=anchor, options=solve, layers=layers, ignore=frozenset(ignore))
-        of_layers = layers.values() if isinstance(layers, Mapping) else ()
-        for each in (anchor, *(given.get("anchor") for given in of_layers)):
-            check_fixed(each)
+        for each in ({"anchor": anchor}, *(layers.values() if isinstance(layers, Mapping) else ())):
+            check_fixed(each.get("anchor"))
         return settings
 
     def __post_init__(self) -> None:
+        _validate.check_per_batch("anchor", self.anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
         if isinstance(self.anchor, Tensor):
-            _validate.check_float_tensor("anchor", self.anchor)
             received = f"shape {tuple(self.anchor.shape)}"
             _validate.require(self.anchor.ndim <= 1, "anchor", "be a number or one for each head", received)
-            _validate.check_range("anchor", self.anchor, low=0.0, high=1.0, remedy="parametrise it by a sigmoid")
-        else:
-            _validate.check_number("anchor", self.anchor, low=0.0, high=1.0)
         if self.layers is None or (not isinstance(self.layers, Mapping) and callable(self.layers)):
             return
         required = "be a dict from layer index to options, or a function of the index"
-        _check_mapping("layers", self.layers, required, "{3: {'anchor': 0.8}}")
-        for index, given in self.layers.items():
+        _validate.check_instance("layers", self.layers, Mapping, required, "for example {3: {'anchor': 0.8}}")
+        for index, options in self.layers.items():
             _validate.check_integer("layers", index, low=0, remedy="its keys are indices of layers")
-            self.override(given, f"layers[{index}]")
+            self.override(options, f"layers[{index}]")
 
-    def override(self, given: Given, argument: str) -> Self:
+    def override(self, changes: Given, argument: str) -> Self:
         """These settings with some replaced; another solver comes with its own `max_steps`."""
-        _check_mapping(argument, given, "be a dict of options", "{'anchor': 0.8}")
-        for name in given:
+        _validate.check_instance(argument, changes, Mapping, "be a dict of options", "for example {'anchor': 0.8}")
+        for name in changes:
             _validate.require(name in OPTIONS, argument, f"hold options among {', '.join(OPTIONS)}", repr(name))
-        if not given:
+        if not changes:
             return self
-        rest = dict(given)
+        rest = dict(changes)
         anchor = rest.pop("anchor", None)
         options = self.options.override(**rest)
         return dataclasses.replace(self, anchor=self.anchor if anchor is None else anchor, options=options, layers=None)
 
     def of(self, module: nn.Module, call: Given) -> Self:
         """The settings of one attention module in one call: general, layer, override and call; the last wins."""
-        found = self
+        settings = self
         if self.layers is not None:
-            given = self._of_layer(module, self.layers)
-            check_fixed(given.get("anchor"))
-            found = found.override(given, "layers")
-        held: Given | None = getattr(module, OVERRIDES, None)
-        if held:
-            found = found.override(held, "options")
-        return found.override(call, "options") if call else found
+            options = self._of_layer(module, self.layers)
+            check_fixed(options.get("anchor"))
+            settings = settings.override(options, "layers")
+        for changes in (getattr(module, OVERRIDES, None), call):
+            settings = settings.override(changes, "options") if changes else settings
+        return settings
 
     @staticmethod
     def _of_layer(module: nn.Module, layers: Layers) -> Given:
@@ -113,13 +108,12 @@ class Settings:
             return {}
         if not isinstance(layers, Mapping):
             return layers(index)
-        config = getattr(module, "config", None)
-        count = index + 1
+        config, count = getattr(module, "config", None), index + 1
         # Not max() of them, which torch.compile does not follow.
         for name in _COUNTS:
-            layers_there = getattr(config, name, None)
-            if isinstance(layers_there, int) and layers_there > count:
-                count = layers_there
+            number = getattr(config, name, None)
+            if isinstance(number, int) and number > count:
+                count = number
         unknown = [i for i in layers if i >= count]
         if unknown:
             required = f"hold indices of {type(module).__name__} among 0 to {count - 1}"
@@ -159,24 +153,24 @@ def override(model: nn.Module, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def marked(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
-    """A context in which all modules of a model have this attribute; at its end they have what they had before."""
+    """A context in which all modules of a model have this attribute; at its end they get their old ones back."""
     before = [(module, getattr(module, attribute, None)) for module in model.modules()]
     for module, _ in before:
         setattr(module, attribute, value)
     try:
         yield
     finally:
-        for module, held in before:
-            if held is None:
+        for module, old in before:
+            if old is None:
                 delattr(module, attribute)
             else:
-                setattr(module, attribute, held)
+                setattr(module, attribute, old)
 
 
 def check_fixed(anchor: Any) -> None:
-    """Refuse an anchor that requires a gradient where it is held beside the parameters of a model.
+    """Refuse an anchor that requires a gradient where it is kept beside the parameters of a model.
 
-    No optimiser would train it, no file would hold it, and no engine would keep it alike on all ranks.
+    No optimiser would train it, no file would have it, and no engine would keep it alike on all ranks.
     """
     if isinstance(anchor, Tensor) and anchor.requires_grad:
         remedy = (
@@ -184,8 +178,3 @@ def check_fixed(anchor: Any) -> None:
             "model(**inputs, anchor=parameter); to keep it fixed, pass anchor.detach()"
         )
         raise ValueError(_validate.message("anchor", "not require grad here", "a tensor that does", remedy))
-
-
-def _check_mapping(argument: str, given: Any, required: str, example: str) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(_validate.message(argument, required, repr(given), f"for example {example}"))

@@ -6,24 +6,21 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from ... import _validate
 from ...failure_policy import FailureSite
 from ...training.watch import Watch, watch
 from ...training.writers import Writer
-from .attach import is_ours
+from .attach import attention_of, is_ours
 from .attention import site_of
 from .reach import reach
 
 
 def sites(model: nn.Module) -> dict[str, FailureSite]:
     """The sites of the attention modules of a model that ask for attention of ours, by name."""
-    found = {}
-    for name, module in ((name, model.get_submodule(name)) for name in reach(model).asks):
-        if is_ours(getattr(getattr(module, "config", None), "_attn_implementation", None)):
-            found[name] = site_of(module)
-    return found
+    modules = {name: model.get_submodule(name) for name in reach(model).asks}
+    return {name: site_of(module) for name, module in modules.items() if is_ours(attention_of(module))}
 
 
 class WatchCallback(TrainerCallback):
@@ -57,17 +54,15 @@ class WatchCallback(TrainerCallback):
         self.writers, self.spectral = writers, spectral
         self.watch: Watch | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begin to watch the trainer's model."""
-        # A training that was interrupted has not said that it ended.
+        # A training that was interrupted did not call `on_train_end`.
         self.on_train_end(args, state, control)
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.watch = watch(others["model"], group=group, spectral=self.spectral)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Look, if it is a loss of training that was logged."""
+    def on_log(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Look, if the logged number is a loss of training."""
         # A training logs "train_loss" at its end, after steps that logged no loss.
         if self.watch is None or not {"loss", "train_loss"} & (others.get("logs") or {}).keys():
             return
@@ -86,9 +81,7 @@ class WatchCallback(TrainerCallback):
             for writer in self.writers:
                 writer.write(observed)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """End the watch."""
         if self.watch is not None:
             self.watch.close()
