@@ -22,6 +22,7 @@ from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
 from ._curvature import everywhere
+from .methods import listed
 from .system import SpinSystem
 
 #: What is checked of a solution: only that it solves the equations ("none"), or that it is a minimum ("stability").
@@ -90,6 +91,8 @@ class Approximation:
         [-0.164, -0.058]
     """
 
+    #: Whether log Z is the true one of every system that `check` lets pass.
+    exact: ClassVar[bool] = False
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
     symmetric: ClassVar[bool] = True
     #: What to do about a sample that ended with a status.
@@ -126,7 +129,7 @@ class Approximation:
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
         """Raise if no solve can start from these magnetizations."""
         required = f"be None for {type(self).__name__}, which has one answer"
-        remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianClosure or KineticPlefka"
+        remedy = f"leave it out, or use {listed(FixedPointApproximation)}"
         raise ValueError(_validate.message("initial", required, "a tensor", remedy))
 
     def log_partition(self, system: SpinSystem) -> LogPartition:

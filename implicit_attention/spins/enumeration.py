@@ -38,6 +38,8 @@ class Enumeration(Approximation):
         tensor([0.2910, 0.1350])
     """
 
+    exact = True
+
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         require_ising(self, system)

@@ -25,11 +25,10 @@ from ._site import SpinSite
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation, FixedPointApproximation
 from .bethe import Bethe
-from .enumeration import Enumeration
+from .methods import METHODS
 from .saddle_point import SaddlePoint
 from .system import SpinSystem, couple
 from .thermodynamics import Thermodynamics, thermodynamics
-from .transfer_matrix import TransferMatrix
 
 #: Neighbours of an Ising spin, in the mean, up to which one loop is nearer to the truth than `AdaTAP`.
 FEW = 6
@@ -220,12 +219,12 @@ def stability(
 
 def _recommended(system: SpinSystem) -> Approximation:
     """The method that is exact for the system, or else the best."""
-    for exact in (Enumeration(), TransferMatrix()):
+    for method in (row.method for row in METHODS if row.kind.exact):
         try:
-            exact.check(system)
+            method.check(system)
         except ValueError:
             continue
-        return exact
+        return method
     if system.dim > 1:
         return SaddlePoint(one_loop=True)
     if system.low_rank:

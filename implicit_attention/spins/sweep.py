@@ -16,10 +16,8 @@ from ..solution import SolveReport
 from ..status import Status
 from .approximation import Approximation
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
-from .enumeration import Enumeration
 from .system import SpinSystem
 from .thermodynamics import Thermodynamics, thermodynamics
-from .transfer_matrix import TransferMatrix
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,7 +147,7 @@ def sweep(
             refused[name] = str(error)
             continue
         curves[name], failed[name], reports[name] = _asked(method, many)
-    exact = [name for name in curves if isinstance(chosen[name], Enumeration | TransferMatrix)]
+    exact = [name for name in curves if chosen[name].exact]
     return Sweep(beta, curves, failed, reports, refused, exact)
 
 

@@ -20,6 +20,7 @@ from .._declared import Declared, restricted
 from ..problem import TokenOrder
 from . import low_rank
 from .low_rank import LowRank
+from .methods import listed
 
 #: Couplings that depend on the field (*batch, N, D), with values (*batch, N, N), (N, N, D, D) or a `LowRank`, and with
 #: `mask=` if they have that.
@@ -248,17 +249,18 @@ class SpinSystem(Declared):
         numbers = readable(self.couplings, wait=wait)
         plain = self.pair_axes == 2 and not is_batched(self.couplings)
         if numbers is not None and plain and _equal_to_mirror(numbers):
-            # One pass where they were made so.
+            # One pass where they were symmetrised.
             return
-        found = None if numbers is None else readable(self._asymmetry(), wait=wait)
-        worst = float(found.amax()) if found is not None and found.numel() else 0.0
-        _validate.require(
-            worst == 0,
-            "couplings",
-            f"be symmetric (J_ij = J_ji^T) for {method}",
-            f"a difference of {worst:.1e}",
-            "symmetrise them, or use GaussianClosure or KineticPlefka for the dynamics of asymmetric couplings",
-        )
+        apart = None if numbers is None else readable(self._asymmetry(), wait=wait)
+        if apart is not None and bool((apart > 0).any()):
+            from .dynamics import DynamicalMethod
+
+            required, received = (
+                f"be symmetric (J_ij = J_ji^T) for {method}",
+                f"a difference of {float(apart.amax()):.1e}",
+            )
+            remedy = f"symmetrise them, or use {listed(DynamicalMethod)} for the dynamics of asymmetric couplings"
+            raise ValueError(_validate.message("couplings", required, received, remedy))
 
     def _asymmetry(self) -> Tensor:
         """The largest |J_ij - J_ji^T| of every set of couplings; 0 where it is rounding, or no number."""

@@ -56,6 +56,7 @@ class TransferMatrix(Approximation):
         tensor([3.0000, 2.0100, 1.3500, 0.9100, 0.6100])
     """
 
+    exact = True
     remedies: ClassVar[Remedies] = {
         **Approximation.remedies,
         Status.MAX_STEPS: "raise `nodes`, which do not resolve the weights of the bonds",

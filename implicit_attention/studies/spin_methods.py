@@ -22,6 +22,7 @@ from ..spins import (
 from ..spins.dynamics import DynamicalMethod
 from ..spins.exact import LARGEST as LARGEST_CHAIN
 from ..spins.exact import stationary_law
+from ..spins.methods import METHODS
 from ..spins.sampling import Samples, heat_bath, synchronous
 from ..spins.sweep import SCALARS as SCALARS
 from ..spins.sweep import at_all as at_all
@@ -31,10 +32,10 @@ from .measure import error_row, median_times
 
 #: Names of methods that are no approximations: Monte Carlo, and the exact law of a small chain.
 SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
-#: Names of methods that are asked in fields that change.
-DRIVEN = ("plefka-1", "gaussian-field")
-#: Magnetizations are compared with those of the first of these that is there.
-REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
+#: Names of the methods for fields that change.
+DRIVEN = tuple(row.name for row in METHODS if row.name and row.driven)
+#: Magnetizations are compared with those of the first of these that has an answer.
+REFERENCES = (*(row.name for row in METHODS if row.name and row.kind.exact), CHAIN, SAMPLER, SYNCHRONOUS)
 #: States that are added up for all samples together; more take minutes.
 LARGEST_ENUMERATION = 2**22
 #: Updates of a spin, by all chains and samples together, that the heat bath may spend; vectors cost several times more.
@@ -135,20 +136,11 @@ class Entry(NamedTuple):
 
 #: In the order of the tables. Of equilibrium methods asymmetric couplings get the reason why they do not apply.
 ENTRIES = (
-    Entry("mean-field", spins.MeanField()),
-    Entry("mean-field-amos", spins.MeanField(response=spins.AmosResponse()), vectors=True),
-    Entry("tap-2", spins.TAP(order=2)),
-    Entry("tap-3", spins.TAP(order=3)),
-    Entry("saddle-point", spins.SaddlePoint()),
-    Entry("one-loop", spins.SaddlePoint(one_loop=True)),
-    Entry("spherical", spins.SaddlePoint(shared=True)),
-    Entry("adatap", spins.AdaTAP()),
-    Entry("bethe", spins.Bethe()),
-    Entry("enumeration", spins.Enumeration()),
-    Entry("transfer-matrix", spins.TransferMatrix()),
-    Entry("plefka-1", spins.KineticPlefka(order=1), equilibrium=False),
-    Entry("plefka-2", spins.KineticPlefka(order=2), equilibrium=False),
-    Entry("gaussian-field", spins.GaussianClosure(), equilibrium=False),
+    *(
+        Entry(row.name, row.method, equilibrium=not issubclass(row.kind, DynamicalMethod), vectors=row.vectors)
+        for row in METHODS
+        if row.name
+    ),
     Entry(CHAIN, Chain(), equilibrium=False),
     Entry(SAMPLER, Sampler(equilibrium=True), dynamics=False),
     Entry(SYNCHRONOUS, Sampler(equilibrium=False), equilibrium=False),
