@@ -15,6 +15,7 @@ from ..solution import Record, SolveReport
 from ..status import Status
 from ._nonfinite import fill
 from .approximation import Approximation, Check
+from .methods import listed
 from .system import SpinSystem
 
 
@@ -25,11 +26,12 @@ def accepted(
     check: Check,
     on_failure: OnFailure,
     kind: type[Approximation] = Approximation,
-    remedy: str = "for example AdaTAP()",
 ) -> SpinSystem:
     """The system in the precision of solves; raises where an argument is wrong, or the method cannot treat it."""
     _validate.check_instance("system", system, SpinSystem, "be a SpinSystem")
-    _validate.check_instance("method", method, kind, f"be an instance of {kind.__name__}", remedy)
+    if not isinstance(method, kind):
+        remedy = f"use {listed(lambda other: issubclass(other, kind), '()')}"
+        raise _validate.not_an_instance("method", method, kind, f"be an instance of {kind.__name__}", remedy)
     check_on_failure(on_failure, policies=False)
     _validate.check_choice("check", check, ("none", "stability"))
     method.check(system)

@@ -129,7 +129,7 @@ class Approximation:
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
         """Raise if no solve can start from these magnetizations."""
         required = f"be None for {type(self).__name__}, which has one answer"
-        remedy = f"leave it out, or use {listed(FixedPointApproximation)}"
+        remedy = f"leave it out, or use {listed(lambda kind: issubclass(kind, FixedPointApproximation))}"
         raise ValueError(_validate.message("initial", required, "a tensor", remedy))
 
     def log_partition(self, system: SpinSystem) -> LogPartition:

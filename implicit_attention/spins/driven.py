@@ -20,7 +20,6 @@ from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
 from ._site import SpinSite, Spread, linear_response, stretched
 from .dynamics import DynamicalMethod
-from .methods import listed
 from .system import CouplingFunction, SpinSystem, couple, mirrored
 
 #: Krylov vectors for the relaxation time, which is exact for N D up to this. With N D = 1024 and random couplings 32
@@ -149,8 +148,7 @@ def drive(
     _validate.require(len(fields) > 0, "fields", "have at least one step", f"shape {tuple(fields.shape)}")
     # The times are samples of one system, so that all but the steps themselves is computed at once.
     system: SpinSystem = SpinSystem(couplings, fields, beta, radius=radius, mask=mask)
-    remedy = f"use {listed(DynamicalMethod, '()')}"
-    system = accepted(system, method, None, "none", on_failure, kind=DynamicalMethod, remedy=remedy)
+    system = accepted(system, method, None, "none", on_failure, kind=DynamicalMethod)
     method.check_step()
     sound, lost = without_nonfinite(system)
     each = _each_step(sound)

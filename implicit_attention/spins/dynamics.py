@@ -20,7 +20,6 @@ from ._nonfinite import fill, without_nonfinite
 from ._request import accepted, told
 from ._site import Spread
 from .approximation import Approximation, Check, LogPartition, ResponseApproximation, SampleProblem
-from .methods import listed
 from .system import SpinSystem, mirrored
 
 
@@ -202,8 +201,7 @@ def stationary_state(
         >>> stationary_state(system, KineticPlefka(order=2)).magnetization.shape
         torch.Size([2, 1])
     """
-    remedy = f"use {listed(DynamicalMethod, '()')}"
-    system = accepted(system, method, initial, check, on_failure, kind=DynamicalMethod, remedy=remedy)
+    system = accepted(system, method, initial, check, on_failure, kind=DynamicalMethod)
     sound, nonfinite = without_nonfinite(system)
     solution = method.solution(sound, method.begin(sound, initial), check=check)
     m, delayed = method.moments(sound, solution.value)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..potentials import AmosResponse, GaussianUnits
-
-if TYPE_CHECKING:
-    from .approximation import Approximation
 
 
 class Row(NamedTuple):
@@ -36,12 +32,12 @@ class Row(NamedTuple):
     driven: bool = False
 
     @property
-    def kind(self) -> type[Approximation]:
-        """The class."""
-        return pkgutil.resolve_name(f"{__package__}.{self.place}")  # type: ignore[no-any-return]
+    def kind(self) -> Any:
+        """The class, a subclass of `Approximation`."""
+        return pkgutil.resolve_name(f"{__package__}.{self.place}")
 
     @property
-    def method(self) -> Approximation:
+    def method(self) -> Any:
         """The method itself."""
         return self.kind(**self.options)
 
@@ -71,8 +67,7 @@ METHODS = (
 )
 
 
-@functools.cache
-def listed(base: type[Approximation], suffix: str = "") -> str:
-    """The classes of the table that derive from `base`, as an error message lists them: "AdaTAP, Bethe or TAP"."""
-    *others, last = sorted({f"{row.kind.__name__}{suffix}" for row in METHODS if issubclass(row.kind, base)})
+def listed(wanted: Callable[[Any], bool], suffix: str = "") -> str:
+    """The names of the wanted classes as an error message lists them, such as "AdaTAP, Bethe or TAP"."""
+    *others, last = sorted({f"{row.kind.__name__}{suffix}" for row in METHODS if wanted(row.kind)})
     return f"{', '.join(others)} or {last}" if others else last

@@ -253,13 +253,12 @@ class SpinSystem(Declared):
             return
         apart = None if numbers is None else readable(self._asymmetry(), wait=wait)
         if apart is not None and bool((apart > 0).any()):
-            from .dynamics import DynamicalMethod
-
             required, received = (
                 f"be symmetric (J_ij = J_ji^T) for {method}",
                 f"a difference of {float(apart.amax()):.1e}",
             )
-            remedy = f"symmetrise them, or use {listed(DynamicalMethod)} for the dynamics of asymmetric couplings"
+            others = listed(lambda kind: not kind.symmetric)
+            remedy = f"symmetrise them, or use {others} for the dynamics of asymmetric couplings"
             raise ValueError(_validate.message("couplings", required, received, remedy))
 
     def _asymmetry(self) -> Tensor:
