@@ -91,6 +91,7 @@ SLOW = (
     # Engines one by one: of compiled models the fast suite watches one.
     r"integrations/test_transformers_watching.py::test_a_compiled_model_(has_the_graphs|with_checkpoints)",
     r"training/test_watch_engines.py::test_(the_watch_adds|a_compiled_layer_inside|watched_after|layers_compiled)",
+    r"test_contributing.py::test_an_approximation_of_spins_is_one_file_and_one_line",
     # The contract of methods for numbers is asked of each method once.
     r"spins/test_contracts.py::Test\w+OfIsingSpins::test_(magnetization_has|derivatives|second|outputs_are|a_sample)",
 )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,8 +18,8 @@ def blocks(heading):
     """The blocks of code in a section of CONTRIBUTING.md."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    found = re.findall(r"^( *)```\w*\n(.*?)^\1```$", section, re.MULTILINE | re.DOTALL)
-    return ["".join(line.removeprefix(indent) for line in block.splitlines(True)) for indent, block in found]
+    fenced = re.findall(r"^( *)```\w*\n(.*?)^\1```$", section, re.MULTILINE | re.DOTALL)
+    return ["".join(line.removeprefix(indent) for line in block.splitlines(True)) for indent, block in fenced]
 
 
 class Copy:
@@ -38,6 +39,11 @@ class Copy:
         head, tail = (self.package / path).read_text().split(before)
         (self.package / path).write_text(f"{head}{line}{before}{tail}")
 
+    def passes(self, test, *options):
+        """Run the tests of a file: whether they pass."""
+        (self.folder / "test_addition.py").write_text(test)
+        return "passed" in self.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_addition.py", *options)
+
     def python(self, *arguments):
         """What `python ...` prints in the folder."""
         environment = os.environ | {"PYTHONPATH": str(self.folder), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
@@ -49,7 +55,7 @@ class Copy:
             text=True,
             check=False,
         )
-        assert ran.returncode == 0, ran.stderr
+        assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
 
@@ -72,3 +78,66 @@ def test_a_command_is_one_file_and_one_line(copy):
     assert len(written["numbers"]) == 7
     assert f"mean of 7 numbers: {sum(written['numbers']) / 7:.3f}" in said
     assert "draw.json written to draw after" in said
+
+
+def test_a_potential_is_one_file_and_its_name(copy):
+    file, imported, name, contract = blocks("A new potential")
+    copy.write("potentials/ridge.py", file)
+    copy.add_line("potentials/__init__.py", imported, before="from .scored_keys import")
+    copy.add_line("potentials/__init__.py", name, before='    "SquaredScores",\n')
+    answers = """
+def test_a_solve_has_its_gradient():
+    from implicit_attention import AnchoredEnergy, solve
+
+    def answer(width, field):
+        return solve(AnchoredEnergy(Ridge(width), field, 0.8), field).value
+
+    inputs = [torch.linspace(1, 2, 3).double().requires_grad_(), torch.randn(2, 3).double().requires_grad_()]
+    z = answer(*inputs)
+    torch.testing.assert_close(0.8 * (z - inputs[1]) + 0.2 * (z - Ridge(inputs[0]).mean(z)), 0 * z, rtol=0, atol=1e-4)
+    assert all(bool(g.any()) for g in torch.autograd.grad(z.sum(), inputs))
+"""
+    assert copy.passes(contract + answers)
+
+
+def test_a_solver_is_one_file_and_its_name(copy):
+    file, imported, name, contract = blocks("A new solver")
+    copy.write("solvers/heavy_ball.py", file)
+    copy.add_line("solvers/__init__.py", imported, before="from .iterate import")
+    copy.add_line("solvers/__init__.py", name, before='    "Iteration",\n')
+    answers = """
+def test_a_layer_is_solved_by_it():
+    import torch
+
+    from implicit_attention import ImplicitAttention
+
+    x = torch.randn(1, 4, 8, requires_grad=True)
+    answer, solution = ImplicitAttention(8, heads=2, solver=HeavyBall())(x, return_solution=True)
+    answer.sum().backward()
+    assert bool(solution.converged.all() and x.grad.any())
+"""
+    assert copy.passes(contract + answers)
+
+
+def test_an_approximation_of_spins_is_one_file_and_one_line(copy):
+    file, line, contract = blocks("A new approximation of spins")
+    copy.write("spins/weak_coupling.py", file)
+    copy.add_line("spins/methods.py", line, before=")\n\n\ndef listed")
+    docs = copy.folder / "docs"
+    (docs / "spin_systems").mkdir(parents=True)
+    (docs / "reference").mkdir()
+    for page in ("spin_systems.md", "spin_systems/methods.py", "reference/spin_methods.md"):
+        shutil.copy(ROOT / "docs" / page, docs / page)
+    copy.python("docs/spin_systems/methods.py")
+    row = "| `WeakCoupling()` | yes | yes | yes | no | yes | yes | yes | (beta J)^2 |\n"
+    assert row in (docs / "spin_systems.md").read_text()
+    assert "::: implicit_attention.spins.WeakCoupling\n" in (docs / "reference" / "spin_methods.md").read_text()
+    numpy.savez(copy.folder / "pair.npz", J=[[0, 0.1], [0.1, 0]], h=[0.3, 0], beta=1.0)
+    options = ("--quick", "--methods", "weak,enumeration")
+    assert "weak" in copy.python("-m", "implicit_attention", "magnetize", "pair.npz", *options)
+    rows = json.loads((copy.folder / "magnetize" / "thermodynamics.json").read_text())["rows"]
+    weak, exact = ({row["method"]: row for row in rows}[name] for name in ("weak", "enumeration"))
+    assert weak["free_energy"] == pytest.approx(exact["free_energy"], abs=0.01)
+    assert weak["distance"] < 0.01
+    # The others take derivatives, of which this method has none of its own.
+    assert copy.passes(contract, "-k", "slopes or masked or company or vmap or evidence")

@@ -7,30 +7,14 @@ from pathlib import Path
 
 import torch
 
-from implicit_attention.spins import (
-    TAP,
-    AdaTAP,
-    Bethe,
-    Enumeration,
-    MeanField,
-    SaddlePoint,
-    SpinSystem,
-    thermodynamics,
-)
+from implicit_attention.spins import Enumeration, SpinSystem, thermodynamics
+from implicit_attention.spins.methods import METHODS as TABLE
 from implicit_attention.spins.sampling import heat_bath
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "accuracy.json", HERE.parent / "spin_systems.md"
 BETAS = (0.25, 0.5, 1.0, 2.0)
-METHODS = {
-    "MeanField()": MeanField(),
-    "TAP()": TAP(),
-    "TAP(order=3)": TAP(order=3),
-    "AdaTAP()": AdaTAP(),
-    "Bethe()": Bethe(),
-    "SaddlePoint()": SaddlePoint(),
-    "SaddlePoint(one_loop=True)": SaddlePoint(one_loop=True),
-}
+METHODS = {row.text: row.method for row in TABLE if row.compared}
 SAMPLES = 32
 BETWEEN = "The same for F, as the mean size of its error per spin, of those systems whose states can be summed:"
 START, END = "<!-- table: python docs/spin_systems/accuracy.py -->", "<!-- end of table -->"

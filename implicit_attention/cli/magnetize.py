@@ -164,9 +164,9 @@ class Magnetize(Command):
 
         assert self.file is not None
         system = load_system(self.file, radius=self.radius, measure=self.measure, dtype=self.dtype)
-        held, lost = not_finite(system)
-        if held and bool(lost.all()):
-            where = f"{held} of every system" if lost.ndim else held
+        names, lost = not_finite(system)
+        if names and bool(lost.all()):
+            where = f"{names} of every system" if lost.ndim else names
             raise InputError(
                 f"`FILE` {self.file.name} must hold finite numbers, got NaN or infinity in {where}; check the program "
                 "that wrote it"
@@ -205,12 +205,12 @@ class Magnetize(Command):
             quick=self.quick,
         )
 
-    def files(self, found: Magnetization) -> Files:
-        """Build the report: everything that was found, and its figures."""
+    def files(self, result: Magnetization) -> Files:
+        """Build the report: all results, and their figures."""
         from ..studies.magnetization_figures import figures
         from .report import options_of
 
-        system, drive = found.system, "" if self.drive is None else self.drive.name
+        system, drive = result.system, "" if self.drive is None else self.drive.name
         content = {
             "settings": options_of(self, "file", "drive")
             | {
@@ -221,74 +221,74 @@ class Magnetize(Command):
                 "radius": system.radius,
                 "measure": system.measure,
                 "beta": torch.as_tensor(system.beta, dtype=torch.float64),
-                "equilibrium": found.equilibrium,
+                "equilibrium": result.equilibrium,
             },
             "threads": torch.get_num_threads(),
-            "rows": [_with_magnetization(row, found) for row in found.rows],
-            "reference": found.reference,
-            "refused": found.refused,
+            "rows": [_with_magnetization(row, result) for row in result.rows],
+            "reference": result.reference,
+            "refused": result.refused,
         }
-        if found.betas is not None:
-            content["sweep"] = {"beta": found.betas, "rows": found.sweep}
+        if result.betas is not None:
+            content["sweep"] = {"beta": result.betas, "rows": result.sweep}
         if drive:
-            content["drive"] = {"source": drive, "rows": found.driven}
-        if found.digits is not None and found.completions is not None:
-            tried = {"completed": len(found.completions.truth), "completions": found.completions.rows}
-            content["digits"] = found.digits.summary | tried
-        return "thermodynamics.json", content, figures(found, self.source, drive)
+            content["drive"] = {"source": drive, "rows": result.driven}
+        if result.digits is not None and result.completions is not None:
+            tried = {"completed": len(result.completions.truth), "completions": result.completions.rows}
+            content["digits"] = result.digits.summary | tried
+        return "thermodynamics.json", content, figures(result, self.source, drive)
 
-    def show(self, found: Magnetization, console: Console) -> None:
-        """Print everything that `magnetize` found."""
-        system, samples = found.system, found.system.batch.numel()
+    def show(self, result: Magnetization, console: Console) -> None:
+        """Print everything that `magnetize` result."""
+        system, samples = result.system, result.system.batch.numel()
         beta = torch.as_tensor(system.beta, dtype=torch.float64).flatten()
         betas = f"beta {float(beta.min()):g}" + (f" to {float(beta.max()):g}" if beta.min() < beta.max() else "")
         title = (
             f"{self.source}: {f'{samples} systems of ' if samples != 1 else ''}{system.num_sites} spins "
             f"in {system.dim} dimension{'s' * (system.dim > 1)}, R = {system.radius:g}, {betas}, "
-            + (f"{system.measure} measure" if found.equilibrium else "asymmetric couplings, synchronous dynamics")
+            + (f"{system.measure} measure" if result.equilibrium else "asymmetric couplings, synchronous dynamics")
             + f", {self.dtype}"
         )
-        columns = magnetization_columns(found.rows, found.reference)
+        columns = magnetization_columns(result.rows, result.reference)
         notes = table.meanings(columns)
-        if found.unreadable:
-            notes.append(found.unreadable)
-        if found.equilibrium:
+        if result.unreadable:
+            notes.append(result.unreadable)
+        if result.equilibrium:
             notes.append(MEASURES[system.measure])
         if samples > 1:
             averaged = next(
-                (sum(torch.tensor(row["averaged"]).flatten().tolist()) for row in found.rows if "averaged" in row), 0
+                (sum(torch.tensor(row["averaged"]).flatten().tolist()) for row in result.rows if "averaged" in row), 0
             )
             notes.append(
                 f"numbers are means over the {averaged} of {samples} samples to which all methods have an answer; "
                 "thermodynamics.json has every sample"
             )
-        if found.completions is not None:
-            plain = found.completions.rows[0]
+        if result.completions is not None:
+            plain = result.completions.rows[0]
             notes.append(f"lower %, without any physics: {tenths(plain['right'])} by the {plain['method']}")
-        notes += table.failures(found.rows)
-        for row in found.rows:
+        notes += table.failures(result.rows)
+        for row in result.rows:
             # So few, and the chains have hardly left where they were after the burn-in.
             fewest = min(torch.tensor(row.get("effective_samples", math.inf)).flatten().tolist(), default=math.inf)
             if fewest < 2 * row.get("chains", 0):
                 notes.append(f"{row['method']} is not to be trusted: its {row['chains']} chains hardly moved")
-        for row in found.sweep:
+        for row in result.sweep:
             failed = torch.tensor(row.get("failed", False)).flatten()
             if "error" in row:
                 notes.append(f"{row['method']} is not in the sweep: {row['message']}")
             elif bool(failed.any()):
                 missing = f"{int(failed.sum())} of {len(failed)} points of the sweep"
                 notes.append(f"{row['method']} has no answer at {missing}, crosses there")
-        # One line each; what to use instead stands in the table, and all of it in the file.
-        refused = [f"{name} does not apply: {reason.split('; ')[0]}" for name, reason in found.refused.items()]
-        table.show(console, method_tables(title, columns, found.rows, console.width), notes, refused)
-        if found.driven:
-            self._show_driven(found, console)
+        # One line each; the file has the remedies as well.
+        refused = [f"{name} does not apply: {reason.split('; ')[0]}" for name, reason in result.refused.items()]
+        table.show(console, method_tables(title, columns, result.rows, console.width), notes, refused)
+        if result.driven:
+            self._show_driven(result, console)
 
-    def _show_driven(self, found: Magnetization, console: Console) -> None:
+    def _show_driven(self, result: Magnetization, console: Console) -> None:
         """Print the steps of every method that was driven: means over samples that have the number."""
         assert self.drive is not None
         source, tables, notes = printable(self.drive.name), [], table.meanings(DRIVEN)
-        for row in found.driven:
+        for row in result.driven:
             if "error" in row:
                 notes.append(f"{row['method']} is not driven: {row['message']}")
                 continue

@@ -65,7 +65,7 @@ def coupling_bound(system: SpinSystem, *, squares: Tensor | None = None, enough:
     Args:
         system: the spins; couplings as matrices count with their norm.
         squares: (*#batch), for couplings that are a number per pair and not low rank.
-        enough: (*#batch), a bound of what the caller needs.
+        enough: (*#batch), a bound that suffices for the caller.
     """
     if system.low_rank:
         # The larger of both ends: U U^T and the diagonal, both of eigenvalues >= 0, are subtracted from each other.
@@ -92,7 +92,7 @@ def _perron_bound(size: Tensor) -> Tensor:
     """An upper bound of the largest eigenvalue of matrices (*batch, N, N) without negative entries."""
 
     def product(x: Tensor) -> Tensor:
-        # Of the same bits whatever else is in the batch.
+        # Its bits do not depend on the rest of the batch.
         summed: Tensor = torch.linalg.vecdot(size, x[..., None, :])
         return summed
 
@@ -121,22 +121,21 @@ def exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
     An estimate above 1 is certain, being from inside the spectrum; one below is taken where its error does not reach 1.
     Else there are more vectors. With N D > 384 an eigenvalue very near to 1 may be missed.
     """
-    rows, start = flattened(product, like), torch.zeros_like(like.flatten(-2))
-    return _above_one(lambda steps: extreme_eigenvalues(rows, start, steps)[1], like)
+    return _above_one(product, like, lambda *arguments: extreme_eigenvalues(*arguments)[1])
 
 
 def radius_exceeds_one(product: LinearMap, like: Tensor) -> Tensor:
     """`exceeds_one` for the spectral radius of a map that need not be symmetric."""
+    return _above_one(product, like, ritz_radius)
+
+
+def _above_one(product: LinearMap, like: Tensor, estimate: Callable[[LinearMap, Tensor, int], Eigenvalue]) -> Tensor:
+    """Whether an estimate, by a number of vectors, is above 1, from as few vectors as decide it."""
     rows, start = flattened(product, like), torch.zeros_like(like.flatten(-2))
-    return _above_one(lambda steps: ritz_radius(rows, start, steps), like)
-
-
-def _above_one(estimate: Callable[[int], Eigenvalue], like: Tensor) -> Tensor:
-    """Whether an estimate, by a number of vectors, is above 1, from as few vectors as tell."""
     look, limit = not is_batched(like), 1 + torch.finfo(like.dtype).eps ** 0.5
     # Where the host cannot look, the largest number is taken at once.
     for steps in STEPS if look else STEPS[-1:]:
-        value, error = estimate(steps)
+        value, error = estimate(rows, start, steps)
         above: Tensor = value > limit
         if steps >= like.shape[-2:].numel() or (look and not bool(((value + error > limit) & ~above).any())):
             break

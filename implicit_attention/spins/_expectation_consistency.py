@@ -17,7 +17,7 @@ from .approximation import SampleProblem
 
 #: A step must lower G by at least this part of what its slope predicts (Armijo's rule).
 ARMIJO = 1e-4
-#: Rounding error of the free energy, in units of eps times the terms that it is made of.
+#: Rounding error of the free energy, in units of eps times its terms.
 ROUNDING = 16.0
 #: Error of the Gaussian's variances in units of eps.
 ACCURACY = 1e3
@@ -112,7 +112,7 @@ class SiteEquations(SampleProblem):
     def overlap(self, x: Tensor) -> Tensor:
         """(N, N) sums of x^2 over the rows of two sites, for one site less those of its mean, divided by rows per site.
 
-        As C_ii = c_i pool(x)_ii changes by -sum_j c_i c_j sum(x^2)_ij dLambda_j, it makes what Lambda - 1/C_ii changes.
+        As C_ii = c_i pool(x)_ii changes by -sum_j c_i c_j sum(x^2)_ij dLambda_j, it gives d(Lambda - 1/C_ii).
         """
         own = x.diagonal(dim1=-2, dim2=-1)
         off = x - torch.diag_embed(self.spread(self.pool(own)))
@@ -202,8 +202,8 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     size = torch.stack(terms).abs().sum((0, -1)) + problem.copies * logdet.abs() / 2
     overlap = problem.overlap(x)
     eye = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device)
-    asked = problem.field + problem.coupled(m) - v[..., None] * m
-    force = torch.cat([asked - theta, (v - own)[..., None]], dim=-1)
+    target = problem.field + problem.coupled(m) - v[..., None] * m
+    force = torch.cat([target - theta, (v - own)[..., None]], dim=-1)
     return _Point(
         z,
         value.masked_fill(~(report.converged & positive), torch.nan),
@@ -219,7 +219,7 @@ def _point(problem: SiteEquations, z: Tensor) -> _Point:
     )
 
 
-def _asked(problem: SiteEquations, point: _Point, change: Tensor) -> Tensor:
+def _requested(problem: SiteEquations, point: _Point, change: Tensor) -> Tensor:
     """The derivative of z' by (m, <|s|^2>/2): minus the Gaussian's part of the Hessian."""
     m, half_square = change[..., :-1], change[..., -1]
     c = 2 * (half_square - (point.mean * m).sum(-1)) / m.shape[-1]
@@ -233,15 +233,15 @@ def _asked(problem: SiteEquations, point: _Point, change: Tensor) -> Tensor:
 def _direction(problem: SiteEquations, point: _Point, answered: LinearMap) -> Tensor:
     """Newton's step by conjugate gradients in the metric of the sites' covariance.
 
-    The Hessian in (m, <|s|^2>/2) is Cov^{-1} - P with P of `_asked`; the step solves x - P Cov x = force. It is cut off
-    where curvature is negative, and is the force itself if it is so there.
+    The Hessian in (m, <|s|^2>/2) is Cov^{-1} - P with P of `_requested`; the step solves x - P Cov x = force. It is cut
+    off where curvature is negative, and is the force itself if the first curvature is.
     """
     x, residual, p, square = torch.zeros_like(point.force), point.force, point.force, point.square
     answer = answered(p)
     goal = square * square.clamp(max=1e-2)
     going = square > 0
     for index in range(PRODUCTS):
-        hessian = p - _asked(problem, point, answer)
+        hessian = p - _requested(problem, point, answer)
         curvature = _dot(answer, hessian)
         fit = going & (curvature > 0)
         rate = torch.where(fit, square / torch.where(fit, curvature, 1.0), 1.0 if index == 0 else 0.0)
@@ -267,22 +267,22 @@ def _events(samples: Tensor) -> Tensor:
     return samples[..., None, None]
 
 
-def _stepped(problem: SiteEquations, here: _Point) -> tuple[_Point, Tensor, Tensor]:
+def _stepped(problem: SiteEquations, point: _Point) -> tuple[_Point, Tensor, Tensor]:
     """(the point after one step, whether it has moved, evaluations): Newton's, halved until G falls."""
-    answered = problem.answering(here.z)
-    x = _direction(problem, here, answered)
-    slope = _dot(answered(here.force), x)
+    answered = problem.answering(point.z)
+    x = _direction(problem, point, answered)
+    slope = _dot(answered(point.force), x)
     # In very strong fields sites are saturated and G is flat, so that a step that long would not find back.
-    asked, longest = (t[..., :-1].abs().amax((-2, -1)) for t in (here.force, x))
-    size = ((LONGEST / problem.radius + 2 * asked) / longest).clamp(max=1.0)
+    largest, longest = (t[..., :-1].abs().amax((-2, -1)) for t in (point.force, x))
+    size = ((LONGEST / problem.radius + 2 * largest) / longest).clamp(max=1.0)
     waiting = torch.ones_like(slope, dtype=torch.bool)
     evals = torch.zeros_like(slope, dtype=torch.int32)
-    new = here
+    new = point
     for _ in range(HALVINGS):
-        there = _point(problem, here.z + _events(size) * x)
+        trial = _point(problem, point.z + _events(size) * x)
         evals += waiting
-        good = waiting & (there.value - here.value <= here.noise - ARMIJO * size * slope)
-        new = _Point(*(where_samples(good, a, b) for a, b in zip(there, new, strict=True)))
+        good = waiting & (trial.value - point.value <= point.noise - ARMIJO * size * slope)
+        new = _Point(*(where_samples(good, a, b) for a, b in zip(trial, new, strict=True)))
         waiting = waiting & ~good
         if not bool(waiting.any()):
             break
@@ -292,24 +292,24 @@ def _stepped(problem: SiteEquations, here: _Point) -> tuple[_Point, Tensor, Tens
 
 def _descend(problem: SiteEquations, theta: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """(z, steps made, evaluations of G) for one axis of samples, each on its own."""
-    here = _point(problem, torch.cat([theta, torch.zeros_like(theta[..., :1])], dim=-1))
-    z = here.z.clone()
-    num_steps = torch.zeros_like(here.value, dtype=torch.int32)
+    point = _point(problem, torch.cat([theta, torch.zeros_like(theta[..., :1])], dim=-1))
+    z = point.z.clone()
+    num_steps = torch.zeros_like(point.value, dtype=torch.int32)
     num_evals = num_steps + 1
     rows = torch.arange(z.shape[0], device=z.device)
-    moved = torch.ones_like(here.value, dtype=torch.bool)
+    moved = torch.ones_like(point.value, dtype=torch.bool)
     for index in range(steps + 1):
         # The V that the Gaussian asks for: where |s| is fixed, the sites' own has no meaning.
-        z[rows] = torch.cat([here.z[..., :-1], here.v[..., None]], dim=-1)
-        # The slope is small, too, where a site is saturated in a wrong direction; the distance tells these apart.
-        away = torch.maximum(here.square, here.distance.square()) > torch.finfo(z.dtype).eps
-        going = moved & torch.isfinite(here.value) & away
+        z[rows] = torch.cat([point.z[..., :-1], point.v[..., None]], dim=-1)
+        # The slope is small, too, where a site is saturated in a wrong direction; the distance distinguishes these.
+        away = torch.maximum(point.square, point.distance.square()) > torch.finfo(z.dtype).eps
+        going = moved & torch.isfinite(point.value) & away
         if index == steps or not bool(going.any()):
             break
         if not bool(going.all()):
-            rows, here = rows[going], _Point(*(field[going] for field in here))
+            rows, point = rows[going], _Point(*(field[going] for field in point))
             problem = problem.replace(problem.field[going], problem.couplings[going])
-        here, moved, evals = _stepped(problem, here)
+        point, moved, evals = _stepped(problem, point)
         num_steps[rows] += moved
         num_evals[rows] += evals
     return z, num_steps, num_evals

@@ -63,5 +63,5 @@ def inverse_and_logdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_mode() -> bool:
-    """Whether tangents can be asked for."""
+    """Whether forward mode is active."""
     return forward_ad._current_level >= 0

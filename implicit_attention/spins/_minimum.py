@@ -15,12 +15,12 @@ from ._multipliers import Multipliers
 class Minimum:
     """phi at its minimum, and the multipliers and the Hessian there, as functions of couplings and field.
 
-    Derivatives in reverse mode are closed forms and right to any order. What nobody asks for is not computed: phi does
-    not change with its multipliers to first order, so that theirs are needed for its second derivative only. In forward
+    Derivatives in reverse mode are closed forms and right to any order. phi does not change with
+    its multipliers to first order, so that theirs are computed for its second derivative only. In forward
     mode t is made a function by Newton steps: five derivatives of phi and four of the others are right.
 
     Args:
-        problem: what is minimised.
+        problem: the function phi.
         t: its solution, (*batch, G).
         converged: where it is one, (*batch). Elsewhere t is a constant.
     """
@@ -28,20 +28,20 @@ class Minimum:
     def __init__(self, problem: Multipliers, t: Tensor, converged: Tensor) -> None:
         self.problem, self.t, self.converged = problem, t, converged
         constant = problem._replace(couplings=problem.couplings.detach(), field=problem.field.detach())
-        self._found = None if forward_mode() else constant.moments(t)
-        own = (t, t, t) if self._found is None else (t, *self._found[:2])
-        #: What the derivatives in reverse mode are made of.
+        self._constant = None if forward_mode() else constant.moments(t)
+        own = (t, t, t) if self._constant is None else (t, *self._constant[:2])
+        #: The inputs of the derivatives in reverse mode.
         self._arguments = (problem.couplings, problem.field, *own, converged, problem.live, problem.tie)
 
     def value(self) -> Tensor:
         """phi, (*batch)."""
-        if self._found is None:
+        if self._constant is None:
             return self.problem.moments(self._attached(steps=2)).value
-        return _Value.apply(self._found.value, *self._arguments)  # type: ignore[no-any-return, no-untyped-call]
+        return _Value.apply(self._constant.value, *self._arguments)  # type: ignore[no-any-return, no-untyped-call]
 
     def multipliers(self) -> Tensor:
         """t, (*batch, G)."""
-        return self._attached(steps=4) if self._found is None else self._response()[0]
+        return self._attached(steps=4) if self._constant is None else self._response()[0]
 
     def mean(self) -> Tensor:
         """m = A^{-1} g, (*batch, n, k)."""
@@ -52,7 +52,7 @@ class Minimum:
         return self.problem.hessian(*self._moments())
 
     def _moments(self) -> tuple[Tensor, Tensor]:
-        if self._found is None:
+        if self._constant is None:
             moments = self.problem.moments(self._attached(steps=4))
             return moments.covariance, moments.mean
         return self._response()[1:]
@@ -61,15 +61,15 @@ class Minimum:
         return _Response.apply(*self._arguments)  # type: ignore[no-any-return, no-untyped-call]
 
     def _attached(self, *, steps: int) -> Tensor:
-        """Each step t + H^{-1} (-grad phi(t)), with the Hessian H held fixed, makes one more derivative of t right, and
+        """Each step t + H^{-1} (-grad phi(t)), with a fixed Hessian H, makes one more derivative of t right, and
         for a solution changes t by no more than its error; k right derivatives of t make 2 k + 1 of phi right."""
-        problem, t, held = self.problem, self.t, None
+        problem, t, factor = self.problem, self.t, None
         for _ in range(steps):
             moments = problem.moments(t)
-            if held is None:
-                held = torch.linalg.cholesky_ex(problem.hessian(*moments[:2]).detach()).L
+            if factor is None:
+                factor = torch.linalg.cholesky_ex(problem.hessian(*moments[:2]).detach()).L
             force = problem.excess(moments) * problem.group_size / 2
-            change = torch.cholesky_solve(force[..., None], held).squeeze(-1)
+            change = torch.cholesky_solve(force[..., None], factor).squeeze(-1)
             t = t + torch.where(self.converged[..., None], change, 0.0)
         return t
 
@@ -98,7 +98,7 @@ class _Value(torch.autograd.Function):
 
 
 class _Response(torch.autograd.Function):
-    """t, X = A^{-1} and m = X g, which are given, as functions of couplings and field.
+    """the known t, X = A^{-1} and m = X g as functions of couplings and field.
 
     A change dJ, dg changes them, with dA = diag(dt) - dJ, by dX = -X dA X and dm = X (dg - dA m), and t so that no
     length changes: H dt = 1/2 d(excess) at fixed t. Couplings stay symmetric: of their gradient that part counts.

@@ -22,14 +22,14 @@ COARSEST = 0.25
 #: A step may end where phi climbs, with a slope of at most this part of the descent at its start.
 UPHILL = 0.5
 #: Squared Newton decrement below which phi is practically quadratic: the full step is accepted, as differences of
-#: phi are rounding errors there.
+#: phi are rounding errors below it.
 CLOSE = 0.01
 #: Factor by which the inverse temperature grows at a time, and how near to 1, as a ratio, squared lengths must be
 #: before it grows.
 COLDER, NEAR = 4.0, 2.0
 # Finished samples leave the working set when fewer than this part of it are running.
 COMPACT_BELOW = 2 / 3
-#: Passes by which `guess` finds what field the spins give each other.
+#: Passes by which `guess` finds the fields of the spins at each other.
 PASSES = 5
 _RUNNING = -1
 
@@ -49,7 +49,7 @@ class GaussianMoments(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The measures by which a step is judged, per sample.
+    """The numbers that decide whether a step is taken, per sample.
 
     value, energy, positive: as in `GaussianMoments`. variance and square: means over a group of X_ii and of |m_i|^2,
     (*batch, G). noise: rounding error of value. floor: of squared lengths, the largest.
@@ -64,7 +64,7 @@ class Level(NamedTuple):
     floor: Tensor
 
     def accuracy(self, rtol: float) -> tuple[Tensor, Tensor]:
-        """The largest error of a group's mean squared length, (*batch), and the largest that is asked for."""
+        """The largest error of a group's mean squared length, (*batch), and the largest that is admitted."""
         residual = (self.variance + self.square - 1).abs().amax(-1)
         return residual, self.floor.clamp(max=COARSEST).clamp(min=rtol)
 
@@ -115,18 +115,17 @@ class Multipliers(NamedTuple):
         """Numbers of groups, (*batch, G), to their rows, (*batch, n): the transpose of `pool`."""
         if self._alone:
             return of_groups
-        each = of_groups[..., None].expand(*of_groups.shape, self.tie)
-        each = each.reshape(*of_groups.shape[:-1], of_groups.shape[-1] * self.tie)
+        each = of_groups[..., None].expand(*of_groups.shape, self.tie).flatten(-2)
         return each if self.live is None else torch.where(self.live, each, elsewhere)
 
     def pool(self, rows: Tensor) -> Tensor:
-        """Sums over groups, (*batch, G), of what belongs to rows."""
+        """Sums of rows over groups, (*batch, G)."""
         if self.live is not None:
             rows = torch.where(self.live, rows, 0.0)
         return _sums(rows, self.tie)
 
     def mean(self, rows: Tensor) -> Tensor:
-        """Means over groups, (*batch, G), of what belongs to rows."""
+        """Means of rows over groups, (*batch, G)."""
         return rows if self._alone else self.pool(rows) / self.group_size
 
     @property
@@ -158,7 +157,7 @@ class Multipliers(NamedTuple):
             c_i = 2/(1 + (1 + 4 |f_i|^2)^(1/2)),    f_i = g_i + sum_j J_ij m_j - r_i m_i,
 
         which is found by passes that take the last m_i from the pass before (Bolthausen). For other couplings A may not
-        be positive here.
+        be positive.
         """
         with exact_precision(self.field):
             # Two digits are more than is true of the approximation.
@@ -213,7 +212,7 @@ class Multipliers(NamedTuple):
     def hessian(self, x: Tensor, m: Tensor, coldness: Tensor | None = None) -> Tensor:
         """Second derivatives of phi by t, (*batch, G, G), where spins have covariance x and mean m."""
         pulled = m if coldness is None else coldness[..., None, None] * m
-        # In place: new memory costs more time than what is written to it.
+        # In place, as new memory takes more time than the products.
         rows = (pulled @ m.mT).add_(x, alpha=0.5).mul_(x)
         if self.live is not None:
             rows = torch.where(self.live[..., :, None] & self.live[..., None, :], rows, 0.0)
@@ -229,7 +228,7 @@ class _State(NamedTuple):
     step as a vector and a size, and the report."""
 
     t: Tensor
-    here: Level
+    current: Level
     coldness: Tensor
     step: Tensor
     size: Tensor
@@ -274,10 +273,10 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
         state = _advanced(problem, state)
     else:
         record = _restored(record, _judged(state, rtol), places)
-    residual, tolerance = record.here.accuracy(rtol)
+    residual, tolerance = record.current.accuracy(rtol)
     status = torch.where(record.status == _RUNNING, int(Status.MAX_STEPS), record.status).to(torch.int8)
-    told = Record(status, residual, tolerance, record.num_steps, record.num_evals)
-    report = SolveReport(told.map(lambda x: x.reshape(batch)))
+    per_sample = Record(status, residual, tolerance, record.num_steps, record.num_evals)
+    report = SolveReport(per_sample.map(lambda x: x.reshape(batch)))
     t = record.t
     if polish:
         t = torch.where(((status == Status.CONVERGED) & (record.coldness == 1))[..., None], t + record.step, t)
@@ -285,22 +284,22 @@ def minimise(problem: Multipliers, *, rtol: float, max_steps: int, polish: bool 
 
 
 def _begin(problem: Multipliers, every: int) -> _State:
-    """At the guess where lengths are near to 1 there, else at the start, which is the second evaluation then."""
+    """At the guess where lengths are near to 1 at it, else at the start, which is then the second evaluation."""
     t = problem.guess()
     coldness = torch.ones_like(t[..., 0])
     moments = problem.moments(t)
-    here = problem.level(t, moments)
-    near = here.positive & _near(here, coldness)
+    current = problem.level(t, moments)
+    near = current.positive & _near(current, coldness)
     if not (every and bool(near.all())):
         t = torch.where(near[..., None], t, problem.start())
         coldness = torch.where(near, coldness, problem.coldness())
         moments = problem.moments(t)
-        here = problem.level(t, moments)
-    fit = here.positive & here.value.isfinite()
+        current = problem.level(t, moments)
+    fit = current.positive & current.value.isfinite()
     status = torch.where(fit, _RUNNING, int(Status.NONFINITE)).to(torch.int8)
     none = torch.zeros_like(status, dtype=torch.int32)
-    step = _direction(problem, moments, here, coldness)
-    return _State(t, here, coldness, step, torch.ones_like(coldness), status, none, none + 2 - near.to(none))
+    step = _direction(problem, moments, current, coldness)
+    return _State(t, current, coldness, step, torch.ones_like(coldness), status, none, none + 2 - near.to(none))
 
 
 def _restored(record: _State, state: _State, places: Tensor | None) -> _State:
@@ -311,29 +310,29 @@ def _restored(record: _State, state: _State, places: Tensor | None) -> _State:
 
 
 def _judged(state: _State, rtol: float) -> _State:
-    residual, tolerance = state.here.accuracy(rtol)
+    residual, tolerance = state.current.accuracy(rtol)
     done = (state.status == _RUNNING) & (residual <= tolerance)
     return state._replace(status=torch.where(done, int(Status.CONVERGED), state.status).to(torch.int8))
 
 
 def _advanced(problem: Multipliers, state: _State) -> _State:
     """After one trial: a step is taken where A > 0 and phi falls, and is halved where not."""
-    t, here, coldness, step, size, status, num_steps, num_evals = state
+    t, current, coldness, step, size, status, num_steps, num_evals = state
     active = status == _RUNNING
     trial = t + size[..., None] * step
     moments = problem.moments(trial)
-    there = problem.level(trial, moments)
-    good = active & _accepted(problem, state, there)
+    trial_level = problem.level(trial, moments)
+    good = active & _accepted(problem, state, trial_level)
     # A step too short to change t cannot improve it.
     stalled = active & ~good & (trial == t).all(-1)
     t = torch.where(good[..., None], trial, t)
-    here = Level(*(where_samples(good, new, old) for new, old in zip(there, here, strict=True)))
-    coldness = torch.where(good & _near(here, coldness), COLDER * coldness, coldness).clamp(max=1.0)
+    current = Level(*(where_samples(good, new, old) for new, old in zip(trial_level, current, strict=True)))
+    coldness = torch.where(good & _near(current, coldness), COLDER * coldness, coldness).clamp(max=1.0)
     return _State(
         t,
-        here,
+        current,
         coldness,
-        torch.where(good[..., None], _direction(problem, moments, there, coldness), step),
+        torch.where(good[..., None], _direction(problem, moments, trial_level, coldness), step),
         torch.where(good, 1.0, size / 2),
         torch.where(stalled, int(Status.STALLED), status).to(torch.int8),
         num_steps + good.to(num_steps),
@@ -381,10 +380,10 @@ def _direction(problem: Multipliers, moments: GaussianMoments, level: Level, col
     return torch.where((info == 0)[..., None], newton * short, force / hessian.diagonal(dim1=-2, dim2=-1))
 
 
-def _accepted(problem: Multipliers, state: _State, there: Level) -> Tensor:
+def _accepted(problem: Multipliers, state: _State, trial_level: Level) -> Tensor:
     """Whether phi falls as its slope promises, but for its rounding error, and the step ends well before the barrier:
-    there the slope has turned uphill."""
-    here, coldness, step, size = state.here, state.coldness, state.step, state.size
-    slope, slope_there = (-(_force(problem, level, coldness) * step).sum(-1) for level in (here, there))
-    falls = there.value_at(coldness) - here.value_at(coldness) <= ARMIJO * size * slope + here.noise
-    return there.positive & (falls | (slope >= -CLOSE)) & (slope_there <= -UPHILL * slope)
+    beside it the slope has turned uphill."""
+    current, coldness, step, size = state.current, state.coldness, state.step, state.size
+    slope, trial_slope = (-(_force(problem, level, coldness) * step).sum(-1) for level in (current, trial_level))
+    falls = trial_level.value_at(coldness) - current.value_at(coldness) <= ARMIJO * size * slope + current.noise
+    return trial_level.positive & (falls | (slope >= -CLOSE)) & (trial_slope <= -UPHILL * slope)

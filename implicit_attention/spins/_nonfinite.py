@@ -11,12 +11,12 @@ from .system import SpinSystem
 
 
 def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[SpinSystem, Bool[Tensor, "*batch"]]:
-    """The system with spins without field or couplings in place of samples that cannot be solved, and which these are.
+    """Replace samples that cannot be solved by spins without field or couplings, and say which these are.
 
-    Such a sample holds a number that is not finite, or fields so strong that the square of the field at a site is not
-    finite. In derivatives with respect to what it shares with other samples 0 * NaN would spoil theirs. The caller
-    makes its answers NaN at the end. With `symmetric`, a sample whose couplings are not symmetric is replaced, too;
-    wherever the host can look, `Approximation.check` has refused it already.
+    Such a sample has a number that is not finite, or fields so strong that the square of the field at a site is not
+    finite. In derivatives by tensors that samples share, its 0 * NaN would spoil the others. The caller makes its
+    answers NaN at the end. With `symmetric`, a sample with asymmetric couplings is replaced as well; wherever the host
+    can look, `Approximation.check` has refused it already.
     """
     field, couplings, beta = system.field, system.couplings, system.beta_over(0)
     with torch.no_grad():
@@ -41,23 +41,19 @@ def without_nonfinite(system: SpinSystem, *, symmetric: bool = False) -> tuple[S
 
 @torch.no_grad()
 def nonfinite_sites(system: SpinSystem) -> tuple[Bool[Tensor, "*batch N"], Tensor]:
-    """The sites of such samples that are at fault, and sum_j |J_ij|, (*#batch, N)."""
+    """The sites that make a sample unsolvable, and sum_j |J_ij|, (*#batch, N)."""
     if system.low_rank:
         sizes = torch.linalg.vector_norm(system.live_factors, dim=-1)
         strongest = sizes * sizes.sum(-1, keepdim=True)
     else:
-        strongest = _sums_of_sizes(system.live_couplings, (-3, -2, -1) if system.block else (-1,))
+        couplings, axes = system.live_couplings, (-3, -2, -1) if system.block else (-1,)
+        if host_may_look(couplings) and couplings.numel() and bool(couplings.amin() >= 0):
+            # Two such passes take a quarter of the time of one that takes sizes.
+            strongest = couplings.sum(axes)
+        else:
+            strongest = torch.linalg.vector_norm(couplings, ord=1, dim=axes)
     reach = system.live_field.norm(dim=-1) + system.radius * strongest
     return ~(system.beta_over(1) * system.radius * reach).square().isfinite(), strongest
-
-
-def _sums_of_sizes(couplings: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """sum |J| over `axes`."""
-    if host_may_look(couplings) and couplings.numel() and bool(couplings.amin() >= 0):
-        # Two such passes take a quarter of the time of one that takes sizes.
-        return couplings.sum(axes)
-    sums: Tensor = torch.linalg.vector_norm(couplings, ord=1, dim=axes)
-    return sums
 
 
 def fill(x: Tensor, samples: Tensor, value: float = torch.nan) -> Tensor:

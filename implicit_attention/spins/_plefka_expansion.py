@@ -28,7 +28,7 @@ from .._autograd import vjp
 from ..potentials import SphericalLaw
 from ..problem import Linearization, pullback
 from ._site import outer, stretched
-from .approximation import SampleProblem
+from .approximation import SampleProblem, gradient
 from .system import couple
 
 # Number of power iterations for the largest eigenvalue of a matrix without negative entries.
@@ -61,7 +61,7 @@ class Expansion(SampleProblem, general=True):
         self.own_axes = {"field": 2, "bonds": 4 if self.block else 2, "onsite": 3}
 
     def correction(self, x: Tensor) -> Tensor:
-        """G, what log Z has beyond first order, (*batch)."""
+        """G, the part of log Z beyond first order, (*batch)."""
         raise NotImplementedError
 
     def log_partition(self, x: Tensor) -> Tensor:
@@ -108,22 +108,16 @@ class IsingExpansion(Expansion):
         return self._answer(self.response.magnetization(z, 1.0, self.radius))
 
     def _answer(self, m: Tensor) -> Tensor:
-        return self.field + couple(self.bonds, m, block=False) + _gradient(self._correction, m)
+        return self.field + couple(self.bonds, m, block=False) + gradient(self._correction, m)
 
     def linearize(self, z: Tensor) -> Linearization:
         _, back = vjp(self._answer, self.response.magnetization(z, 1.0, self.radius))
         variance = self.response.covariance_parts(z, 1.0, self.radius)[0][..., None]
 
         # In m the Jacobian is symmetric, A = K + d^2 G/dm dm. It is A S in x.
-        def product(v: Tensor) -> Tensor:
-            result: Tensor = back(variance * v)[0]
-            return result
-
-        def transposed(u: Tensor) -> Tensor:
-            result: Tensor = variance * back(u)[0]
-            return result
-
-        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+        return Linearization(
+            lambda v: back(variance * v)[0], lambda u: variance * back(u)[0], lambda u: pullback(self, z, u)
+        )
 
 
 class VectorExpansion(Expansion):
@@ -151,7 +145,7 @@ class VectorExpansion(Expansion):
         def correction(y: Tensor) -> Tensor:
             return self._correction(y, _continued(ladder, x, y)[: self.order])
 
-        reaction = _unresponded(_gradient(correction, x), x, ladder, rho)
+        reaction = _unresponded(gradient(correction, x), x, ladder, rho)
         return self.field + couple(self.bonds, ladder[0][..., None] * x, block=self.block) + reaction
 
     def linearize(self, z: Tensor) -> Linearization:
@@ -165,14 +159,11 @@ class VectorExpansion(Expansion):
         _, back = vjp(answer, z)
 
         # In m the Jacobian is symmetric, A = K + d^2 G/dm dm. It is A S in x, and S A transposed.
-        def transposed(u: Tensor) -> Tensor:
-            result: Tensor = back(u)[0]
-            return result
-
-        def product(v: Tensor) -> Tensor:
-            return _unresponded(transposed(stretched(v, z, *ladder[:2])), z, ladder, rho)
-
-        return Linearization(product, transposed, lambda u: pullback(self, z, u))
+        return Linearization(
+            lambda v: _unresponded(back(stretched(v, z, *ladder[:2]))[0], z, ladder, rho),
+            lambda u: back(u)[0],
+            lambda u: pullback(self, z, u),
+        )
 
     def _ladder(self, x: Tensor, count: int) -> list[Tensor]:
         """The first `count` of tau, slope, bend, ..., each (*batch, N)."""
@@ -248,13 +239,6 @@ def _half_square(y: Tensor, x: Tensor) -> Tensor:
     return (y.square().sum(-1) - x.square().sum(-1)) / 2
 
 
-def _gradient(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    """The derivative of a number per sample."""
-    value, back = vjp(function, z)
-    result: Tensor = back(torch.ones_like(value))[0]
-    return result
-
-
 def _derivative(function: Callable[[Tensor], Tensor], order: int) -> Callable[[Tensor], Tensor]:
     """The derivative of a function that acts entry by entry."""
-    return function if order == 0 else _derivative(lambda t: _gradient(function, t), order - 1)
+    return function if order == 0 else _derivative(lambda t: gradient(function, t), order - 1)

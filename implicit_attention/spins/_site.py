@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._autograd import vjp
 from ..potentials import SphereUnits, SphericalLaw
-from .system import SpinSystem
+from .system import SpinSystem, mirrored
 
 
 class Spread(NamedTuple):
@@ -64,7 +64,7 @@ class SpinSite:
 
     def product(self, v: Tensor) -> Tensor:
         """Sigma v."""
-        return stretched(v, self.field, self.tau, self.slope)
+        return stretched(v, *self.spread)
 
     def inverse_product(self, v: Tensor) -> Tensor:
         """Sigma^{-1} v by the formula of Sherman and Morrison; zero where tau is."""
@@ -103,6 +103,17 @@ class SpinSite:
             return -2 / 3 * scale * self.response.gain(t, 1) * self.tau, torch.zeros_like(t)
         by_t = vjp(lambda t: self.response.gain_slope(t, self.dim), t)[1](torch.ones_like(t))[0]
         return self.slope, 4 * (scale * self.radius) ** 2 * by_t
+
+
+def sum_pairs(system: SpinSystem, x: Tensor) -> Tensor:
+    """The sum over all pairs, and over the entries of their matrices, (*batch)."""
+    return x.sum((-4, -3, -2, -1) if system.block else (-2, -1))
+
+
+def antisymmetric_sum(system: SpinSystem, delayed: Tensor) -> Tensor:
+    """sum_ij Tr (J_ij - J_ji^T)^T D_ij, (*batch), which beta makes the entropy production of a stationary state."""
+    couplings = system.live_couplings
+    return sum_pairs(system, (couplings - mirrored(couplings, block=system.block)) * delayed)
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:

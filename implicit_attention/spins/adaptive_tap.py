@@ -13,7 +13,7 @@ from .._solve import solve
 from ..potentials import GaussianUnits, SiteLaw, SphereUnits, SphericalLaw
 from ..problem import widened
 from ..solution import Remedies, Solution, SolveReport
-from ..solvers import NewtonKrylov, Solver
+from ..solvers import NewtonKrylov
 from ..status import Status
 from ._expectation_consistency import SiteEquations, descended, guarded_inverse
 from ._request import closed_form
@@ -103,14 +103,10 @@ class AdaTAP(FixedPointApproximation):
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         self.prior.check("system", system.dim, system.radius)
-        name = type(self.prior).__name__
-        _validate.require(
-            system.measure == "uniform" or self.prior.fixed_length,
-            "measure",
-            f"be 'uniform' for {name}, whose states are weighted by itself and not counted",
-            repr(system.measure),
-            "use SpinSystem(..., measure='uniform'), or SignUnits()",
-        )
+        weighted = system.measure == "uniform" or self.prior.fixed_length
+        required = f"be 'uniform' for {type(self.prior).__name__}, whose states are weighted by itself and not counted"
+        remedy = "use SpinSystem(..., measure='uniform'), or SignUnits()"
+        _validate.require(weighted, "measure", required, repr(system.measure), remedy)
 
     def site_response(self) -> SphericalLaw:
         name = type(self.prior).__name__
@@ -204,13 +200,10 @@ class AdaTAP(FixedPointApproximation):
         if self.solver is not None:
             return solve(problem, start, solver=self.solver, adjoint=self.adjoint, on_failure="ignore")
         near, num_steps, num_evals = descended(problem, start[..., :-1])
-        found = solve(problem, near, solver=_finisher(near.dtype, self.rtol), adjoint=self.adjoint, on_failure="ignore")
-        return found.amended(num_steps=found.num_steps + num_steps, num_evals=found.num_evals + num_evals)
-
-
-def _finisher(dtype: torch.dtype, rtol: float | None) -> Solver:
-    tolerance = (1e-5 if dtype == torch.float32 else 1e-11) if rtol is None else rtol
-    return NewtonKrylov(rtol=tolerance, atol=tolerance, forcing=1e-3, max_steps=50)
+        rtol = (1e-5 if near.dtype == torch.float32 else 1e-11) if self.rtol is None else self.rtol
+        finisher = NewtonKrylov(rtol=rtol, atol=rtol, forcing=1e-3, max_steps=50)
+        solution = solve(problem, near, solver=finisher, adjoint=self.adjoint, on_failure="ignore")
+        return solution.amended(num_steps=solution.num_steps + num_steps, num_evals=solution.num_evals + num_evals)
 
 
 def _gaussian(problem: SiteEquations) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -22,9 +22,10 @@ from ..solution import AdjointReport, Record, Remedies, Solution, SolveReport
 from ..solvers import Anderson, Picard, Solver
 from ..status import Status
 from ._curvature import everywhere
+from .methods import listed
 from .system import SpinSystem
 
-#: What is checked of a solution: only that it solves the equations ("none"), or that it is a minimum ("stability").
+#: The check of a solution: none beyond its equations, or "stability", that it is a minimum.
 Check: TypeAlias = Literal["none", "stability"]
 
 
@@ -53,7 +54,7 @@ class Answer(NamedTuple):
         state: of the method's own equations, None where there are none to be solved.
         report: of the solve, whose problems are the samples.
 
-    Not for couplings that are a function of the field: `magnetization` adds what they answer.
+    Not for couplings that are a function of the field: `magnetization` adds their part.
 
     Examples:
         >>> import torch
@@ -71,12 +72,12 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Approximation:
-    """Base of the methods. A subclass defines `log_partition`, and what it cannot do in `check`.
+    """Base of the methods. A subclass defines `log_partition`, and `check`, which refuses what it cannot treat.
 
     log Z has to be differentiable with respect to field, couplings and beta, each with the others fixed, as often as
     derivatives of F are wanted: magnetizations are the first with respect to the field, susceptibilities the second.
-    The numbers that it gets are finite: samples with others are taken out, and their answers NaN. So are, unless
-    `symmetric` is False, samples whose couplings are not symmetric, where `check` could not look at them.
+    A method receives finite numbers alone: samples with others are taken out, and their answers are NaN. Unless
+    `symmetric` is False, so are samples with asymmetric couplings that `check` could not look at.
 
     Not for use by itself: use one of its subclasses, such as `AdaTAP()`, or derive your own method.
 
@@ -90,9 +91,11 @@ class Approximation:
         [-0.164, -0.058]
     """
 
+    #: Whether log Z is the true one of every system that `check` lets pass.
+    exact: ClassVar[bool] = False
     #: Whether couplings have to be symmetric, J_ij = J_ji^T.
     symmetric: ClassVar[bool] = True
-    #: What to do about a sample that ended with a status.
+    #: Advice for the statuses with which a sample may end.
     remedies: ClassVar[Remedies] = {
         Status.MAX_STEPS: "raise max_steps, or lower beta",
         Status.STALLED: "use a larger rtol, or float64",
@@ -108,12 +111,11 @@ class Approximation:
 
     def check(self, system: SpinSystem) -> None:
         """Raise if the method cannot treat the system."""
-        name = type(self).__name__
-        required, received = f"be a tensor for {name}, which reads every pair", "a LowRank"
-        remedy = "use LowRank(...).dense(), or MeanField()"
-        _validate.require(self.by_products or not system.low_rank, "couplings", required, received, remedy)
+        name, fits = type(self).__name__, self.by_products or not system.low_rank
+        required, remedy = f"be a tensor for {name}, which reads every pair", "use LowRank(...).dense(), or MeanField()"
+        _validate.require(fits, "couplings", required, "a LowRank", remedy)
         if self.symmetric:
-            system.check_symmetric(type(self).__name__)
+            system.check_symmetric(name)
 
     def site_response(self) -> SphericalLaw:
         """The law by which a spin without neighbours answers its field."""
@@ -126,7 +128,7 @@ class Approximation:
     def check_initial(self, system: SpinSystem, initial: Tensor) -> None:
         """Raise if no solve can start from these magnetizations."""
         required = f"be None for {type(self).__name__}, which has one answer"
-        remedy = "leave it out, or use MeanField, TAP, AdaTAP, Bethe, GaussianClosure or KineticPlefka"
+        remedy = f"leave it out, or use {listed(lambda kind: issubclass(kind, FixedPointApproximation))}"
         raise ValueError(_validate.message("initial", required, "a tensor", remedy))
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
@@ -154,8 +156,8 @@ class FixedPointApproximation(Approximation):
 
     There may be several such points; each is a branch. Solvers of equations also find those where the free energy has
     no minimum, so that the default is short damped steps first, which descend, and `Anderson` once near. A solver that
-    is given starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status UNSTABLE
-    where `check="stability"` asks for it, and CONVERGED else: to find out costs more than most solves.
+    the user passes starts at once. A solution that is no minimum, such as m = 0 below a transition, has the status
+    UNSTABLE with `check="stability"`, and CONVERGED without: the check costs more than most solves.
 
     Not for methods that need no iteration: derive these from `Approximation`.
 
@@ -183,12 +185,9 @@ class FixedPointApproximation(Approximation):
             _validate.check_number("rtol", self.rtol, low=0.0, high=1.0, open_low=True)
             remedy = "give the solver its own rtol"
             _validate.require(self.solver is None, "rtol", "be None beside a solver", self.rtol, remedy)
-        _validate.check_instance(
-            "solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()"
-        )
-        _validate.check_instance(
-            "adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()"
-        )
+        check = _validate.check_instance
+        check("solver", self.solver, (Solver, NoneType), "be None or a Solver", "for example Anderson()")
+        check("adjoint", self.adjoint, (Adjoint, NoneType), "be None or an Adjoint", "for example Implicit()")
 
     def problem(self, system: SpinSystem) -> Problem:
         """The fixed-point problem, whose last two axes make a sample."""
@@ -231,7 +230,7 @@ class FixedPointApproximation(Approximation):
         _validate.require(initial.device == device, "initial", f"be on the field's {device}", initial.device, remedy)
 
     def begin(self, system: SpinSystem, initial: Tensor | None) -> Tensor:
-        """The state that the solver starts from: that of magnetizations `initial`, if given."""
+        """The state that the solver starts from: that of the magnetizations `initial` unless they are None."""
         if initial is None:
             return self.start(system)
         m = initial.detach().to(system.field.dtype)
@@ -249,14 +248,12 @@ class FixedPointApproximation(Approximation):
         return LogPartition(self.value(system, solution.value), solution.report)
 
     def magnetization_at(self, system: SpinSystem, state: Tensor) -> Tensor:
-        """<s_i> at a solution; here by the derivative of log Z at a fixed state, in which it is stationary."""
+        """<s_i> at a solution, by default the derivative of log Z at a fixed state, in which log Z is stationary."""
 
         def log_z(field: Tensor) -> Tensor:
             return self.value(system.at(field, system.couplings, system.beta), state)
 
-        value, pullback = vjp(log_z, system.field)
-        by_field: Tensor = pullback(torch.ones_like(value))[0]
-        return by_field / system.beta_over(2)
+        return gradient(log_z, system.field) / system.beta_over(2)
 
     def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
         solution = self.solution(system, self.begin(system, initial), check=check)
@@ -270,13 +267,13 @@ class FixedPointApproximation(Approximation):
         if solver is None:
             solver = physics_solver(start.dtype, self.rtol)
             if system.token_order is not None:
-                # Nothing that a whole sample decides. A longer history mixes in what those before did on their way, and
-                # plain steps settle them first: softmax couplings took 8 evaluations in the place of 8 to 13.
+                # No decision may depend on the whole sample. Plain steps settle the tokens before, and a short history
+                # forgets their way: softmax couplings took 8 evaluations in the place of 8 to 13.
                 solver = dataclasses.replace(solver, history=1, plain_steps=5)
             elif (certain := self.contracting(system)) is None or not everywhere(certain):
                 near, spent = _settled(problem, start, self.damping(system))
                 if certain is not None:
-                    # Where there is one solution, any solver may go there at once.
+                    # Where there is one solution, any solver may start at once.
                     near, spent = torch.where(certain[..., None, None], start, near), spent.masked_fill(certain, 0)
                 start = near
         # `free_energy`, `thermodynamics` and their like report failures.
@@ -300,15 +297,14 @@ class FixedPointApproximation(Approximation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponseApproximation(FixedPointApproximation):
-    """Base of methods in which every spin answers a field by a `SphericalLaw`. Their state is m, unless said."""
+    """Base of methods in which every spin answers a field by a `SphericalLaw`. The state is m by default."""
 
     response: SphericalLaw = dataclasses.field(default_factory=SphereUnits)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _validate.check_instance(
-            "response", self.response, SphericalLaw, "be a SphericalLaw", "for example SphereUnits()"
-        )
+        remedy = "for example SphereUnits()"
+        _validate.check_instance("response", self.response, SphericalLaw, "be a SphericalLaw", remedy)
 
     def check(self, system: SpinSystem) -> None:
         super().check(system)
@@ -328,9 +324,9 @@ class ResponseApproximation(FixedPointApproximation):
 
 
 class SampleProblem(Problem, general=True):
-    """Base of problems of which all sites of a sample are one, in two axes, and whose tensors are all attributes.
+    """Base of problems that solve all sites of a sample together, on two axes. All their tensors are attributes.
 
-    `own_axes` says for each attribute that has one tensor per sample how many of its axes belong to one.
+    `own_axes` gives, for every attribute that may differ between samples, the number of its axes for one sample.
     """
 
     event_ndim = 2
@@ -341,16 +337,15 @@ class SampleProblem(Problem, general=True):
         return restricted(self, index, **self.own_axes)
 
     def check_undeclared(self, z: Tensor) -> None:
-        """Nothing is read but attributes."""
+        """Accept every problem: it reads nothing but attributes."""
 
 
 @torch.no_grad()
 def _settled(problem: Problem, start: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
     """A state near the end of damped steps, and the number of evaluations that they took."""
-    held = problem.replace(*(t.detach() for t in problem.tensors()))
+    constant = problem.replace(*(t.detach() for t in problem.tensors()))
     step = torch.as_tensor(damping, dtype=start.dtype, device=start.device).detach()
-
-    near = solve(_Damped(held, step), start, solver=_SETTLING, on_failure="ignore")
+    near = solve(_Damped(constant, step), start, solver=_SETTLING, on_failure="ignore")
     sound = torch.isfinite(near.value).flatten(-2).all(-1)[..., None, None]
     return torch.where(sound, near.value, start), near.num_evals
 
@@ -384,20 +379,25 @@ _SETTLING = Picard(rtol=1e-3, atol=1e-6, max_steps=200)
 
 
 def physics_solver(dtype: torch.dtype, rtol: float | None = None) -> Anderson:
-    """The solver of mean-field equations where none is given: numbers are compared to ten digits."""
+    """The solver of mean-field equations where the user passes none: it makes ten digits."""
     tolerance = (1e-6 if dtype == torch.float32 else 1e-11) if rtol is None else rtol
     return Anderson(rtol=tolerance, atol=tolerance, max_steps=1000)
 
 
+def gradient(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """The derivative of a number per sample."""
+    value, pullback = vjp(function, z)
+    derivative: Tensor = pullback(torch.ones_like(value))[0]
+    return derivative
+
+
 def require_ising(method: Approximation, system: SpinSystem) -> None:
     """Raise unless spins are numbers."""
-    _validate.require(
-        system.dim == 1,
-        "system",
+    required, remedy = (
         f"have spins of dimension 1 for {type(method).__name__}",
-        f"D = {system.dim}",
         "use MeanField or SaddlePoint for vectors",
     )
+    _validate.require(system.dim == 1, "system", required, f"D = {system.dim}", remedy)
 
 
 def require_numbers(method: str, system: SpinSystem, remedy: str) -> None:

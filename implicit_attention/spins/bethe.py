@@ -43,7 +43,7 @@ class Bethe(FixedPointApproximation):
     Gradients: with respect to field, couplings and beta, to any order.
 
     Reference: Yedidia, Freeman and Weiss (2005), section IV; Ricci-Tersenghi (2012), eq. 22, for the inverse covariance
-    whose sign tells stability.
+    whose sign decides on stability.
 
     Not for dense couplings, whose loops are short: use `AdaTAP()` or `TAP()`; nor for magnetizations of lattices below
     their transition, where m is off by .4 and F by .02 a spin (open 3 x 3, beta J = 1): `SaddlePoint(one_loop=True)`.
@@ -104,7 +104,7 @@ class Bethe(FixedPointApproximation):
         rest = rest - variance - variance.mT
         weights = torch.exp((size - rest).clamp(max=math.log(torch.finfo(size.dtype).max) / 4))
         r = torch.exp(size)
-        # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by what its rows add up to.
+        # The inverse covariance, 1 + sum_j r^2/(1 - r^2) on the diagonal and -r/(1 - r^2), by the sums of its rows.
         own = 1 - (r / (1 + r)).sum(-1)
         return _indefinite(own + torch.finfo(own.dtype).eps ** 0.5, torch.sign(bonds) * weights)
 

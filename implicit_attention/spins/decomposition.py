@@ -25,9 +25,9 @@ class Decomposition:
 
     Attributes:
         field: gain_i h_i, the answer to the spin's own input: the residual connection.
-        coupling: gain_i sum_j J_ij m_j, what the other spins add, without regard to D: token mixing.
+        coupling: gain_i sum_j J_ij m_j, the answer to the other spins, whatever D is: token mixing.
         onsager: gain_i o_i, the correction for a spin's own effect on the others: a local function of the spin.
-        coupling_function: 1/2 sum_mn <s_m . s_n> dJ_mn/dh_i: what couplings that are a function of the field add.
+        coupling_function: 1/2 sum_mn <s_m . s_n> dJ_mn/dh_i: the part of couplings that are a function of the field.
         gain: how a lone spin in the same local field answers to its parts, (*batch, N).
 
     Not for the magnetization alone: use `magnetization`.
@@ -64,7 +64,7 @@ def decompose(system: SpinSystem, method: Approximation, *, on_failure: OnFailur
     J_ij <s_j> is strong enough, that.
 
     Args:
-        system: the spins. A diagonal that is given counts to the couplings (and is taken back by the Onsager term).
+        system: the spins. A diagonal counts to the couplings (and is taken back by the Onsager term).
         method: such as `TAP()`; the lone spin answers as `method.site_response` does.
         on_failure: for samples whose solve failed: "raise", "warn" or "ignore".
 

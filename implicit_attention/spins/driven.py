@@ -1,4 +1,4 @@
-"""Synchronous dynamics in fields that change: the trajectory, and what every step of it produces."""
+"""Synchronous dynamics in fields that change: the trajectory, and the entropy that every step produces."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..linear import spectral_radius
 from ..solution import SolveReport
 from ._curvature import flattened, local_field
 from ._nonfinite import fill, without_nonfinite
-from ._request import accepted, told
-from ._site import SpinSite, Spread, linear_response, stretched
+from ._request import reported, validated
+from ._site import SpinSite, Spread, antisymmetric_sum, linear_response, stretched, sum_pairs
 from .dynamics import DynamicalMethod
 from .system import CouplingFunction, SpinSystem, couple, mirrored
 
 #: Krylov vectors for the relaxation time, which is exact for N D up to this. With N D = 1024 and random couplings 32
-#: were off by 3 % and 64 by 1 %, at three times the time, which then is most of what all of `drive` takes.
+#: were off by 3 % and 64 by 1 %, at three times the time, which is most of the time of `drive`.
 KRYLOV = 32
 
 
@@ -36,7 +36,7 @@ class DrivenPath:
         states: m_0 to m_T, (T + 1, *batch, N, D): `states[t]` is the state after t steps.
         entropy_production: sigma of every step, (T, *batch), in units of Boltzmann's constant.
         housekeeping: the part of sigma that keeps spins out of equilibrium, (T, *batch).
-        field_change: the rest: what spins produce on their way to the stationary state of the momentary field.
+        field_change: the rest, which spins produce on their way to the stationary state of the momentary field.
         stationary: magnetizations of that state, (T, *batch, N, D).
         mismatch: of the state after every step to it, (T, *batch): the relative entropy of spins on their own.
         relaxation_time: steps in which a small deviation from it falls by 1/e, (T, *batch); inf where it grows. For
@@ -105,12 +105,12 @@ def drive(
     symmetric. In the method's closure laws have independent spins, S(p) = sum_i S(m_i), and <s'_i s_j^T> = m'_i m_j^T +
     D_ij. The averages of log Z_1, and of log pi_t with the correlations of the stationary law, are taken to the order
     J^2 around the mean field, which is the order of D. Then housekeeping, itself of order J^2, is off by O(J^3).
-    sigma and field_change are off by what m is, O(J^2) for `KineticPlefka()` and, for D = 1, O(J^3) for
+    sigma and field_change have the error of m, O(J^2) for `KineticPlefka()` and, for D = 1, O(J^3) for
     `GaussianClosure()`. Parts as small as their errors may be negative.
 
     Args:
         method: `KineticPlefka()` or `GaussianClosure()`, whose magnetizations follow by one evaluation a step.
-        couplings: J as in `SpinSystem`; a function of the field is asked for J of every h_t.
+        couplings: J as in `SpinSystem`; a function of the field is evaluated at every h_t.
         fields: h_1 to h_T, of the steps.
         beta: inverse temperature > 0.
         initial: magnetizations before the first step, of spins that are independent; None is 0. For D > 1 they are
@@ -148,8 +148,7 @@ def drive(
     _validate.require(len(fields) > 0, "fields", "have at least one step", f"shape {tuple(fields.shape)}")
     # The times are samples of one system, so that all but the steps themselves is computed at once.
     system: SpinSystem = SpinSystem(couplings, fields, beta, radius=radius, mask=mask)
-    remedy = "use KineticPlefka() or GaussianClosure()"
-    system = accepted(system, method, None, "none", on_failure, kind=DynamicalMethod, remedy=remedy)
+    system = validated(system, method, None, "none", on_failure, kind=DynamicalMethod)
     method.check_step()
     sound, lost = without_nonfinite(system)
     each = _each_step(sound)
@@ -158,7 +157,7 @@ def drive(
     for now in each:
         states.append(method.problem(now).fixed_point_map(states[-1]))
     before, after = torch.stack(states[:-1]), torch.stack(states[1:])
-    # A state that is not known makes all later ones unknown.
+    # An unknown state makes all later ones unknown.
     lost = (lost.cumsum(0) > 0) | unusable
     p, q, delayed = _laws(method, sound, each[0], before, after)
     sigma = _entropy_production(method, sound, p, q, delayed)
@@ -180,17 +179,15 @@ def _each_step(system: SpinSystem) -> list[SpinSystem]:
         # In one piece: the gradient of an index is as large as all steps together.
         return x.expand(steps, *x.shape[1:]).unbind(0)
 
-    made = []
     columns = parts(system.field, 2), parts(system.couplings, system.pair_axes), parts(system.beta, 0)
-    for field, couplings, beta, mask in zip(*columns, parts(system.mask, 1), strict=True):
-        now = system.at(field, couplings, beta)
+    systems = [system.at(*numbers) for numbers in zip(*columns, strict=True)]
+    for now, mask in zip(systems, parts(system.mask, 1), strict=True):
         now.mask = mask
-        made.append(now)
-    return made
+    return systems
 
 
 def _start(method: DynamicalMethod, system: SpinSystem, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The magnetizations before the first step, and the samples, (*batch), in which they are none."""
+    """The magnetizations before the first step, and the samples, (*batch), in which these are invalid."""
     if initial is None:
         return torch.zeros_like(system.field), torch.zeros(system.batch, dtype=torch.bool, device=system.field.device)
     method.check_initial(system, initial)
@@ -232,9 +229,8 @@ def _entropy(method: DynamicalMethod, system: SpinSystem, m: Tensor, field: Tens
 def _entropy_production(
     method: DynamicalMethod, system: SpinSystem, p: _Law, q: _Law, delayed: Tensor
 ) -> Float[Tensor, "T *batch"]:
-    m, following, couplings = p.magnetization, q.magnetization, system.live_couplings
-    asymmetry = couplings - mirrored(couplings, block=system.block)
-    heat = (system.live_field * (following - m)).sum((-1, -2)) + (asymmetry * delayed).sum(_pairs(system))
+    m, following = p.magnetization, q.magnetization
+    heat = (system.live_field * (following - m)).sum((-1, -2)) + antisymmetric_sum(system, delayed)
     heat = heat + (following * system.coupled(m) - m * system.coupled(following)).sum((-1, -2))
     weight = _mean_log_partition(method, system, q) - _mean_log_partition(method, system, p)
     return system.beta_over(0) * heat + weight + q.entropy - p.entropy
@@ -249,12 +245,7 @@ def _mean_log_partition(method: DynamicalMethod, system: SpinSystem, law: _Law) 
 
 def _fluctuation(system: SpinSystem, at_i: Spread, at_j: Spread) -> Tensor:
     """(beta^2/2) sum_ij Tr J_ij^T A_i J_ij B_j, (T, *batch)."""
-    pairs = system.live_couplings * linear_response(system, at_i, at_j)
-    return system.beta_over(0) * pairs.sum(_pairs(system)) / 2
-
-
-def _pairs(system: SpinSystem) -> tuple[int, ...]:
-    return (-4, -3, -2, -1) if system.block else (-2, -1)
+    return system.beta_over(0) * sum_pairs(system, system.live_couplings * linear_response(system, at_i, at_j)) / 2
 
 
 def _with_stationary(
@@ -266,8 +257,8 @@ def _with_stationary(
     lost: Bool[Tensor, "T *batch"],
     on_failure: OnFailure,
 ) -> DrivenPath:
-    """The path, with what is asked of the stationary states of the momentary fields."""
-    # What the driven spins are on their way to: it is near, and of several states it is theirs.
+    """The path with all that concerns the stationary states of the momentary fields."""
+    # The driven spins are on their way to the solution from their own state, which is near.
     solution = method.solution(system, method.begin(system, q.magnetization))
     m, beta = solution.value, system.beta_over(0)
     f = system.live_field + system.coupled(m)
@@ -293,7 +284,7 @@ def _with_stationary(
         stationary=fill(m, lost),
         mismatch=fill(mismatch, lost),
         relaxation_time=fill(_relaxation_time(method, system, m.detach()), lost),
-        report=told(method, solution.report, lost, "none", on_failure),
+        report=reported(method, solution.report, lost, "none", on_failure),
     )
 
 

@@ -17,10 +17,10 @@ from ..solution import Remedies, SolveReport
 from ..status import Status
 from ._curvature import local_field, radius_exceeds_one
 from ._nonfinite import fill, without_nonfinite
-from ._request import accepted, told
-from ._site import Spread
+from ._request import reported, validated
+from ._site import Spread, antisymmetric_sum
 from .approximation import Approximation, Check, LogPartition, ResponseApproximation, SampleProblem
-from .system import SpinSystem, mirrored
+from .system import SpinSystem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DynamicalMethod(ResponseApproximation):
 
     Every spin is drawn anew at every step, from the field that all of them made at the step before. Couplings need not
     be symmetric, and J_ii is the memory of a spin. There is no energy, hence no free energy: `stationary_state` and
-    `magnetization` are what can be asked. For symmetric couplings the chain obeys detailed balance, but its law is
+    `magnetization` answer for it. For symmetric couplings the chain obeys detailed balance, but its law is
     Peretto's, not Boltzmann's, so that even there magnetizations differ from those of an equilibrium method.
 
     Args:
@@ -76,8 +76,8 @@ class DynamicalMethod(ResponseApproximation):
     A fixed point from which small deviations grow under the closure's own steps has the status UNSTABLE, where
     `check="stability"` asks for it.
 
-    A subclass defines `problem`, `start`, `state_at`, `moments`, for `drive` also `spreads`, and what it cannot do in
-    `check` and `check_step`.
+    A subclass defines `problem`, `start`, `state_at`, `moments`, for `drive` also `spreads`, and the
+    refusals `check` and `check_step`.
 
     Not for use by itself: use `GaussianClosure()` or `KineticPlefka()`, or derive your own closure.
 
@@ -103,7 +103,7 @@ class DynamicalMethod(ResponseApproximation):
         return radius_exceeds_one(self.step_jacobian(system, state), state)
 
     def step_jacobian(self, system: SpinSystem, state: Tensor) -> LinearMap:
-        """The Jacobian of the closure's step in time at a solution; here that of the problem's map."""
+        """The Jacobian of the closure's step in time at a solution, by default that of the problem's map."""
         return self.problem(system).linearize(state).jvp
 
     def moments(self, system: SpinSystem, state: Tensor) -> Moments:
@@ -120,7 +120,7 @@ class DynamicalMethod(ResponseApproximation):
         """
         others = couplings @ self.magnetization_at(system, state)
         joined = system.at(system.field + others, system.couplings, system.beta)
-        joined.held_couplings, joined.held_state = couplings, state
+        joined.known_couplings, joined.known_state = couplings, state
         return joined
 
     def check_step(self) -> None:
@@ -154,7 +154,7 @@ class StepProblem(SampleProblem, general=True):
 
 
 def no_free_energy(method: Approximation) -> NoReturn:
-    """Raise for what is asked of a free energy that dynamics does not have."""
+    """Raise, as dynamics has no free energy."""
     name = type(method).__name__
     remedy = "use stationary_state(system, method) or magnetization(system, method); for symmetric couplings, MeanField"
     raise TypeError(_validate.message("method", "have a free energy", f"{name}, which describes dynamics", remedy))
@@ -175,7 +175,7 @@ def stationary_state(
 
         sigma = beta sum_ij Tr (J_ij - J_ji^T)^T <s_i(t + 1) s_j(t)^T>,
 
-    for a number per pair beta sum_ij (J_ij - J_ji) D_ij: log Z_1 and the field drop out of what a step produces.
+    for a number per pair beta sum_ij (J_ij - J_ji) D_ij: log Z_1 and the field drop out.
 
     Args:
         system: the spins, with couplings of any kind.
@@ -201,20 +201,16 @@ def stationary_state(
         >>> stationary_state(system, KineticPlefka(order=2)).magnetization.shape
         torch.Size([2, 1])
     """
-    remedy = "use GaussianClosure() or KineticPlefka()"
-    system = accepted(system, method, initial, check, on_failure, kind=DynamicalMethod, remedy=remedy)
+    system = validated(system, method, initial, check, on_failure, kind=DynamicalMethod)
     sound, nonfinite = without_nonfinite(system)
     solution = method.solution(sound, method.begin(sound, initial), check=check)
     m, delayed = method.moments(sound, solution.value)
-    couplings = sound.live_couplings
-    pairs = (-4, -3, -2, -1) if sound.block else (-2, -1)
-    asymmetry = couplings - mirrored(couplings, block=sound.block)
-    entropy = sound.beta_over(0) * (asymmetry * delayed).sum(pairs)
+    entropy = sound.beta_over(0) * antisymmetric_sum(sound, delayed)
     if sound.block:
         delayed = delayed.diagonal(dim1=-2, dim2=-1).sum(-1)
     return StationaryState(
         magnetization=fill(m, nonfinite),
         delayed_correlations=fill(delayed, nonfinite),
         entropy_production=fill(entropy, nonfinite),
-        report=told(method, solution.report, nonfinite, check, on_failure),
+        report=reported(method, solution.report, nonfinite, check, on_failure),
     )

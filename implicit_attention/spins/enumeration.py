@@ -38,13 +38,14 @@ class Enumeration(Approximation):
         tensor([0.2910, 0.1350])
     """
 
+    exact = True
+
     def check(self, system: SpinSystem) -> None:
         super().check(system)
         require_ising(self, system)
         remedy = "use AdaTAP, on lattices SaddlePoint(one_loop=True), or sample"
-        _validate.require(
-            system.num_sites <= LARGEST, "system", f"have at most {LARGEST} sites", system.num_sites, remedy
-        )
+        required, n = f"have at most {LARGEST} sites", system.num_sites
+        _validate.require(n <= LARGEST, "system", required, n, remedy)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
         count = 2**system.num_sites

@@ -1,4 +1,4 @@
-"""Synchronous dynamics in the Gaussian-field closure: what the others make of the field has a normal distribution."""
+"""Synchronous dynamics in the Gaussian-field closure: the field of the others has a normal distribution."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class GaussianClosureProblem(StepProblem):
         system = self.system
         variance = system.radius**2 - m.square().sum(-1, keepdim=True)
         spread = system.coupled_squares(variance)[..., 0]
-        if system.held_couplings is not None and system.held_state is not None:
-            held = system.radius**2 - system.held_state.square().sum(-1, keepdim=True)
-            spread = spread + (system.held_couplings.square() @ held)[..., 0]
+        if system.known_couplings is not None and system.known_state is not None:
+            known = system.radius**2 - system.known_state.square().sum(-1, keepdim=True)
+            spread = spread + (system.known_couplings.square() @ known)[..., 0]
         return system.live_field + system.coupled(m), spread
 
     def fixed_point_map(self, z: Tensor) -> Tensor:
@@ -141,8 +141,7 @@ def _mean_tanh_slope(mean: Tensor, variance: Tensor) -> Tensor:
 def _kolmogorov(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """k^2 and weights of a quadrature over Kolmogorov's law."""
     scales, weights = _kolmogorov_rule()
-    make = functools.partial(torch.tensor, dtype=dtype, device=device)
-    return make(scales), make(weights)
+    return torch.tensor(scales, dtype=dtype, device=device), torch.tensor(weights, dtype=dtype, device=device)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Couplings and fields of an Ising system from what was seen of it: inverse Ising problems by mean-field equations."""
+"""Couplings and fields of an Ising system from samples or moments: inverse Ising problems by mean-field equations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fit_ising(
 
     those of samples each of whose spins has been drawn anew, +-1 with equal odds, with probability a. Spins that never
     change then have a finite field, and are coupled to nothing. (Adding samples of independent spins instead would
-    couple them: together they would tell the two kinds of samples apart.)
+    couple them: together they would distinguish the two kinds of samples.)
 
     Args:
         samples: M configurations of N spins, -1 or 1, (*batch, M, N).
@@ -130,9 +130,8 @@ def fit_ising_moments(
     _validate.check_choice("method", method, METHODS)
     _validate.check_number("shrinkage", shrinkage, low=0.0, high=1.0)
     shape = (*magnetization.shape, magnetization.shape[-1])
-    _validate.require(
-        covariance.shape == shape, "covariance", f"have shape (*batch, N, N) = {shape}", tuple(covariance.shape)
-    )
+    required = f"have shape (*batch, N, N) = {shape}"
+    _validate.require(covariance.shape == shape, "covariance", required, tuple(covariance.shape))
     m, covariance = at_least_single(magnetization), at_least_single(covariance)
     remedy = "use a pseudocount, or leave out spins that never change"
     m = _checked("magnetization", m, m.abs() < 1, "have |m_i| < 1 everywhere", "a spin that never changes", remedy)
@@ -172,7 +171,7 @@ def _inverse(covariance: Tensor) -> Tensor:
 
 
 def _checked(argument: str, value: Tensor, good: Tensor, requirement: str, received: str, remedy: str) -> Tensor:
-    """`value`, NaN where it is not `good`; or raise, where the host can look and what is wrong is a number."""
+    """Return `value`, NaN where it is not `good`; where the host can look, raise for a wrong number."""
     if host_may_look(value):
         _validate.require(not bool((~good & value.isfinite()).any()), argument, requirement, received, remedy)
     return torch.where(good, value, torch.nan)

@@ -39,7 +39,7 @@ class KineticPlefka(DynamicalMethod):
     where couplings are weak, and often worse where they are strong. There `GaussianClosure` holds.
 
     Args:
-        order: 1 or 2. A matrix for each pair, (N, N, D, D), goes with 1.
+        order: 1 or 2. A matrix for each pair, (N, N, D, D), needs 1.
         response: of one spin to its field.
         solver: None is damped steps and then `Anderson`.
         adjoint: None is `Implicit()`.
@@ -133,9 +133,9 @@ class PlefkaProblem(StepProblem):
         site = past if z is before else SpinSite(self.response, z, self.system)
         local = self.system.live_field + self.system.coupled(past.mean)
         along, trace = _second_moments(self.system.live_couplings, past, z)
-        if self.system.held_couplings is not None and self.system.held_state is not None:
-            held = SpinSite(self.response, self.system.held_state, self.system)
-            more_along, more_trace = _second_moments(self.system.held_couplings, held, z)
+        if self.system.known_couplings is not None and self.system.known_state is not None:
+            known = SpinSite(self.response, self.system.known_state, self.system)
+            more_along, more_trace = _second_moments(self.system.known_couplings, known, z)
             along, trace = along + more_along, trace + more_trace
         return local + site.onsager(along, trace)
 
@@ -147,12 +147,10 @@ class PlefkaProblem(StepProblem):
         rows = [own(axis.expand(theta.shape))[0] for axis in basis]
         inverse = _matrices.inverse(basis - torch.stack(rows, -2))
 
-        def product(v: Tensor) -> Tensor:
-            moved = jvp_by_vjp(lambda before: self.next(theta, before), (theta,), (v,))
-            result: Tensor = (inverse @ moved[..., None])[..., 0]
-            return result
+        def moved(v: Tensor) -> Tensor:
+            return jvp_by_vjp(lambda before: self.next(theta, before), (theta,), (v,))
 
-        return product
+        return lambda v: (inverse @ moved(v)[..., None])[..., 0]
 
 
 def _second_moments(couplings: Tensor, past: SpinSite, theta: Tensor) -> tuple[Tensor, Tensor]:

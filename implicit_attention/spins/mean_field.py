@@ -110,7 +110,7 @@ class MeanField(ResponseApproximation):
         adjoint: default `Implicit()`.
 
     Below a transition there are several branches; the one downhill from the response to the bare field is taken, or
-    from `initial=`. It need not be a minimum: m = 0 without a field is none, which `check="stability"` tells.
+    from `initial=`. It need not be a minimum: m = 0 without a field is none, which `check="stability"` reports.
 
     Reference: Plefka (1982), first order.
 

@@ -45,7 +45,7 @@ class SaddlePoint(Approximation):
     Args:
         shared: one multiplier for all sites of a sample, the spherical model: only sum_i <|s_i|^2> = N R^2.
         one_loop: add the fluctuations of the multipliers.
-        rtol: largest error of <|s_i|^2>/R^2, or of its mean if shared; what rounding does not resolve is not asked for.
+        rtol: largest error of <|s_i|^2>/R^2, or of its mean if shared; rounding errors are admitted.
             The error of log Z is of second order in it.
         max_steps: largest number of steps tried, shortened ones included.
 
@@ -91,35 +91,35 @@ class SaddlePoint(Approximation):
         return scale * self.multipliers(system).expand(*system.batch, system.num_sites)
 
     def log_partition(self, system: SpinSystem) -> LogPartition:
-        problem, copies = self._problem(system)
-        found, report = self._solved(problem)
-        value = copies * found.value()
+        minimum, copies, report = self._minimum(system)
+        value = copies * minimum.value()
         if self.one_loop:
-            size = torch.as_tensor(problem.group_size, device=value.device)[..., None]
-            value = value - inverse_and_logdet(2 * found.hessian() / size)[1] / 2
-        return LogPartition(value.to(system.field.dtype), _told(report, value, system.field.dtype))
+            size = torch.as_tensor(minimum.problem.group_size, device=value.device)[..., None]
+            value = value - inverse_and_logdet(2 * minimum.hessian() / size)[1] / 2
+        return LogPartition(value.to(system.field.dtype), _judged(report, value, system.field.dtype))
 
     def answer(self, system: SpinSystem, *, initial: Tensor | None = None, check: Check = "none") -> Answer:
         if self.one_loop:
             return super().answer(system, initial=initial, check=check)
-        problem, copies = self._problem(system)
-        found, report = self._solved(problem)
-        value, field = found.value().detach(), system.field
-        m = system.radius * found.mean().reshape(field.shape) * math.sqrt(copies / system.dim)
+        minimum, copies, report = self._minimum(system)
+        value, field = minimum.value().detach(), system.field
+        m = system.radius * minimum.mean().reshape(field.shape) * math.sqrt(copies / system.dim)
         m = m.masked_fill(~value.isfinite()[..., None, None], torch.nan)
-        return Answer(m.to(field.dtype), None, _told(report, value, field.dtype))
+        return Answer(m.to(field.dtype), None, _judged(report, value, field.dtype))
 
     def multipliers(self, system: SpinSystem) -> Tensor:
         """lambda, (*batch, N), or, with `shared`, (*batch, 1), with its derivatives."""
         self.check(system)
-        return self._solved(self._problem(system)[0])[0].multipliers().to(system.field.dtype)
+        return self._minimum(system)[0].multipliers().to(system.field.dtype)
 
-    def _solved(self, problem: Multipliers) -> tuple[Minimum, SolveReport]:
+    def _minimum(self, system: SpinSystem) -> tuple[Minimum, int, SolveReport]:
+        """The minimum, how many copies of it log Z consists of, and the report."""
+        problem, copies = self._problem(system)
         t, report = minimise(problem, rtol=self.rtol, max_steps=self.max_steps, polish=True)
-        return Minimum(problem, t, report.converged), report
+        return Minimum(problem, t, report.converged), copies, report
 
     def _problem(self, system: SpinSystem) -> tuple[Multipliers, int]:
-        """The convex problem, and how many copies of it log Z is made of: D, or 1 where couplings mix dimensions."""
+        """The convex problem, and how many copies of it log Z consists of: D, or 1 where couplings mix dimensions."""
         n, d, radius = system.num_sites, system.dim, system.radius
         field, couplings, tie = _wide(system.live_field), _wide(system.flat_couplings), 1
         if system.block:
@@ -142,7 +142,7 @@ class SaddlePoint(Approximation):
         return Multipliers(scaled, scale * field / radius, tie, live), 1 if system.block else d
 
 
-def _told(report: SolveReport, value: Tensor, dtype: torch.dtype) -> SolveReport:
+def _judged(report: SolveReport, value: Tensor, dtype: torch.dtype) -> SolveReport:
     """The report in the precision of the system; a minimum at which A or the Hessian is not positive in the precision
     of the solve has no log Z."""
     nowhere = report.converged & value.detach().isnan()

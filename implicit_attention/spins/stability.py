@@ -25,11 +25,10 @@ from ._site import SpinSite
 from .adaptive_tap import AdaTAP
 from .approximation import Approximation, FixedPointApproximation
 from .bethe import Bethe
-from .enumeration import Enumeration
+from .methods import METHODS
 from .saddle_point import SaddlePoint
 from .system import SpinSystem, couple
 from .thermodynamics import Thermodynamics, thermodynamics
-from .transfer_matrix import TransferMatrix
 
 #: Neighbours of an Ising spin, in the mean, up to which one loop is nearer to the truth than `AdaTAP`.
 FEW = 6
@@ -59,14 +58,14 @@ class Stability:
         magnetizations: m there, (*batch, starts + 1, N, D): `initial=magnetizations[..., k, :, :]` leads to the branch
             of start k.
         first: whether a start was the first to find its minimum, (*batch, starts + 1): `branches` of them are.
-        recommended_method: the method to trust: an exact one where there is one for all samples (a sum over the states
+        recommended_method: the method to trust: an exact one if one treats all samples (a sum over the states
             of up to 20 Ising spins, a chain, a tree), else the one whose magnetizations were measured to be nearest to
             the truth over all temperatures: `Bethe` on rings, one loop for vectors and for Ising spins with few
             neighbours, such as a lattice, `AdaTAP` for many neighbours. Where `reliable` is False it is a guess: draw
             samples. Where it is True each is wrong at times on lattices, by up to .3 in m at beta J = 1.
         report: of the method's own solve.
 
-    Not for how well the equations were solved: `report` tells that. Printed it is a table with a line per sample, and
+    Not for how well the equations were solved, which is in `report`. Printed it is a table with a line per sample, and
     one with a line per branch.
 
     Examples:
@@ -98,7 +97,7 @@ class Stability:
 
     @property
     def lowest(self) -> Float[Tensor, "*batch N D"]:
-        """m on the lowest branch found, from which `thermodynamics(..., initial=)` starts; NaN if there is none."""
+        """m on the lowest branch found, from which `thermodynamics(..., initial=)` starts; NaN without any."""
         which = self.free_energies.nan_to_num(nan=torch.inf).argmin(-1)[..., None, None, None]
         return self.magnetizations.take_along_dim(which, -3)[..., 0, :, :]
 
@@ -111,21 +110,20 @@ class Stability:
 
     def __repr__(self) -> str:
         samples = list(np.ndindex(tuple(self.branches.shape)))
-        held = {name: getattr(self, name).cpu() for name in ("free_energies", "first", "magnetizations", "reliable")}
+        values = {name: getattr(self, name).cpu() for name in ("free_energies", "first", "magnetizations", "reliable")}
         low, high = self.susceptibility
         numbers = [t.cpu() for t in (self.spectral_radius, self.smallest_eigenvalue, low, high, self.almeida_thouless)]
-        lines: list[tuple[str, ...]] = [
-            ("sample", "radius", "smallest of A", "chi from", "to", "AT", "branches", "reliable")
-        ]
+        heads = ("sample", "radius", "smallest of A", "chi from", "to", "AT", "branches", "reliable")
+        lines: list[tuple[str, ...]] = [heads]
         branches = [("sample", "start", "F", "above the lowest", "|m|, mean over sites")]
         for at in samples[:LINES]:
             name = ", ".join(map(str, at)) or "-"
             shown = (f"{float(t[at]):.3g}" for t in numbers)
-            lines.append((name, *shown, str(int(self.branches[at])), "yes" if held["reliable"][at] else "no"))
-            energies = held["free_energies"][at]
+            lines.append((name, *shown, str(int(self.branches[at])), "yes" if values["reliable"][at] else "no"))
+            energies = values["free_energies"][at]
             lowest = float(energies.nan_to_num(nan=math.inf).min())
-            for start in held["first"][at].nonzero()[:, 0].tolist():
-                free, size = float(energies[start]), float(held["magnetizations"][at][start].norm(dim=-1).mean())
+            for start in values["first"][at].nonzero()[:, 0].tolist():
+                free, size = float(energies[start]), float(values["magnetizations"][at][start].norm(dim=-1).mean())
                 branches.append((name, str(start), f"{free:.6g}", f"{free - lowest:.3g}", f"{size:.3g}"))
         more = len(samples) - LINES
         left = [f"and {more} samples more"] if more > 0 else []
@@ -147,7 +145,7 @@ def stability(
     generator: torch.Generator | None = None,
     on_failure: OnFailure = "raise",
 ) -> Stability:
-    """The eigenvalues and the number of branches that tell how near a method is to its breakdown.
+    """The eigenvalues and the number of branches that show how near a method is to its breakdown.
 
     Args:
         system: the spins.
@@ -180,7 +178,7 @@ def stability(
     _validate.check_integer("starts", starts, low=0)
     _validate.check_integer("steps", steps, low=1)
     with torch.enable_grad():
-        # The report tells more of an unstable solution than the warning of `thermodynamics` would.
+        # The report says more about an unstable solution than the warning of `thermodynamics` would.
         found = thermodynamics(system, method, on_failure="ignore")
         report_failures(on_failure, type(method).__name__, found.report.record, method.remedies)
         m = found.magnetization.detach()
@@ -220,12 +218,13 @@ def stability(
 
 def _recommended(system: SpinSystem) -> Approximation:
     """The method that is exact for the system, or else the best."""
-    for exact in (Enumeration(), TransferMatrix()):
+    exact: list[Approximation] = [row.method for row in METHODS if row.kind.exact]
+    for method in exact:
         try:
-            exact.check(system)
+            method.check(system)
         except ValueError:
             continue
-        return exact
+        return method
     if system.dim > 1:
         return SaddlePoint(one_loop=True)
     if system.low_rank:
@@ -329,5 +328,4 @@ def _strongest_mode(system: SpinSystem, start: Tensor) -> Tensor:
     weights = torch.linalg.eigh(tridiagonal.nan_to_num()).eigenvectors[..., -1]
     mode = (weights[..., None, :] @ found.basis)[..., 0, :].reshape(start.shape).nan_to_num()
     longest = torch.linalg.vector_norm(mode, dim=-1, keepdim=True).amax(-2, keepdim=True)
-    scaled: Tensor = mode / torch.where(longest > 0, longest, 1.0)
-    return scaled
+    return torch.div(mode, torch.where(longest > 0, longest, 1.0))

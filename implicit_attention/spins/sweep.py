@@ -1,4 +1,4 @@
-"""`sweep`: what methods say of one system at many temperatures, by one solve for each method."""
+"""`sweep`: the answers of methods for one system at many temperatures, by one solve of every method."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from ..solution import SolveReport
 from ..status import Status
 from .approximation import Approximation
 from .dynamics import DynamicalMethod, StationaryState, stationary_state
-from .enumeration import Enumeration
 from .system import SpinSystem
 from .thermodynamics import Thermodynamics, thermodynamics
-from .transfer_matrix import TransferMatrix
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Numbers of an equilibrium, as `Thermodynamics` calls them.
 SCALARS = ("free_energy", "internal_energy", "entropy", "heat_capacity")
-#: Rows of a susceptibility that is computed as a matrix; a larger one is asked LANCZOS_STEPS times.
+#: Rows of a susceptibility that is computed as a matrix; a larger one makes LANCZOS_STEPS products.
 DENSE, LANCZOS_STEPS = 64, 30
-#: What is drawn, with the labels of the axes.
+#: The quantities of the figure, with the labels of their axes.
 PANELS = {
     "mean_length": "mean of |m_i|/R",
     "largest_susceptibility": "largest eigenvalue of chi",
@@ -47,7 +45,7 @@ class Sweep:
             equilibrium also "free_energy", "internal_energy", "entropy", "heat_capacity", "largest_susceptibility" and
             "largest_susceptibility_error" (of its estimate); of synchronous dynamics "entropy_production". NaN where
             `failed`.
-        failed: by method, (K, *batch): where a solve failed, or ended on what is no minimum and does not come back.
+        failed: by method, (K, *batch): where a solve failed, or ended at an unstable point.
         reports: by method, of its solve.
         refused: by method, why it cannot treat the system.
 
@@ -107,8 +105,8 @@ def sweep(
 
     Args:
         system: the spins; its own beta is not used.
-        methods: such as `[MeanField(), Bethe()]`, or by name. Methods for synchronous dynamics are asked for the
-            stationary state, all others for thermodynamics.
+        methods: such as `[MeanField(), Bethe()]`, or by name. Methods for synchronous dynamics give the
+            stationary state, all others thermodynamics.
         beta: inverse temperatures > 0, (K,).
 
     Returns:
@@ -138,19 +136,15 @@ def sweep(
     beta = beta.detach().to(system.field)
     many = at_all(system, beta)
     chosen = _named(methods)
-    curves: dict[str, dict[str, Tensor]] = {}
-    failed: dict[str, Tensor] = {}
-    reports: dict[str, SolveReport] = {}
-    refused: dict[str, str] = {}
+    results = Sweep(beta, {}, {})
     for name, method in chosen.items():
         try:
             method.check(many)
         except ValueError as error:
-            refused[name] = str(error)
+            results.refused[name] = str(error)
             continue
-        curves[name], failed[name], reports[name] = _asked(method, many)
-    exact = [name for name in curves if isinstance(chosen[name], Enumeration | TransferMatrix)]
-    return Sweep(beta, curves, failed, reports, refused, exact)
+        results.curves[name], results.failed[name], results.reports[name] = _curves(method, many)
+    return dataclasses.replace(results, exact=[name for name in results.curves if chosen[name].exact])
 
 
 def _named(methods: Any) -> dict[str, Approximation]:
@@ -159,31 +153,27 @@ def _named(methods: Any) -> dict[str, Approximation]:
             remedy = "for example [MeanField(), Bethe()]"
             raise TypeError(_validate.message("methods", "be several, in a list or by name", repr(methods), remedy))
         kinds = [type(method).__name__ for method in methods]
-        # The options tell two methods of one kind apart.
+        # Options distinguish two methods of one kind.
         methods = {k if kinds.count(k) == 1 else repr(m): m for k, m in zip(kinds, methods, strict=True)}
     _validate.require(len(methods) > 0, "methods", "name one method at least", "none", "for example [MeanField()]")
+    required, remedy = "be an instance of Approximation", "such as Bethe()"
     for name, method in methods.items():
-        _validate.check_instance(
-            f"methods[{name!r}]", method, Approximation, "be an instance of Approximation", "such as Bethe()"
-        )
+        _validate.check_instance(f"methods[{name!r}]", method, Approximation, required, remedy)
     return dict(methods)
 
 
-def _asked(method: Approximation, many: SpinSystem) -> tuple[dict[str, Tensor], Tensor, SolveReport]:
+def _curves(method: Approximation, many: SpinSystem) -> tuple[dict[str, Tensor], Tensor, SolveReport]:
     """The curves of a method, where it failed, and the report of its solve."""
-    found, numbers = solved(method, many)
-    numbers["mean_length"] = mean_length(found.magnetization, many)
-    if isinstance(found, Thermodynamics):
-        largest = largest_susceptibility(found)
+    answer, numbers = solved(method, many)
+    numbers["mean_length"] = mean_length(answer.magnetization, many)
+    if isinstance(answer, Thermodynamics):
+        largest = largest_susceptibility(answer)
         numbers |= {"largest_susceptibility": largest.value, "largest_susceptibility_error": largest.error_bound}
-    # Read after the susceptibility, whose linear solves are evidence as well. What is no minimum, or does not come
-    # back, is a solution but no state of the system.
-    failed = failed_of(found.report) | (found.report.status == Status.UNSTABLE)
-    return (
-        {name: value.detach().masked_fill(failed, torch.nan) for name, value in numbers.items()},
-        failed,
-        found.report,
-    )
+    # The susceptibility comes first, as its linear solves are evidence as well. An unstable solution is no state of
+    # the system.
+    failed = failed_of(answer.report) | (answer.report.status == Status.UNSTABLE)
+    curves = {name: value.detach().masked_fill(failed, torch.nan) for name, value in numbers.items()}
+    return curves, failed, answer.report
 
 
 def solved(method: Approximation, system: SpinSystem) -> tuple[Thermodynamics | StationaryState, dict[str, Tensor]]:
@@ -191,8 +181,8 @@ def solved(method: Approximation, system: SpinSystem) -> tuple[Thermodynamics | 
     if isinstance(method, DynamicalMethod):
         state = stationary_state(system, method, check="stability", on_failure="ignore")
         return state, {"entropy_production": state.entropy_production}
-    found = thermodynamics(system, method, on_failure="ignore")
-    return found, {name: getattr(found, name) for name in SCALARS}
+    answer = thermodynamics(system, method, on_failure="ignore")
+    return answer, {name: getattr(answer, name) for name in SCALARS}
 
 
 def failed_of(report: SolveReport) -> Tensor:

@@ -1,4 +1,4 @@
-"""A system of coupled spins in fields: what the free energies are functions of."""
+"""A system of coupled spins in fields, of which free energies are functions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .._declared import Declared, restricted
 from ..problem import TokenOrder
 from . import low_rank
 from .low_rank import LowRank
+from .methods import listed
 
 #: Couplings that depend on the field (*batch, N, D), with values (*batch, N, N), (N, N, D, D) or a `LowRank`, and with
 #: `mask=` if they have that.
@@ -37,7 +38,7 @@ class SpinSystem(Declared):
     Z = \langle e^{-\beta E(s)} \rangle, \qquad F = -\frac1\beta \log Z
     ```
 
-    Both orders of a pair are summed, hence the 1/2; a diagonal J_ii that is given counts. D = 1 with radius 1 is the
+    Both orders of a pair are summed, hence the 1/2; a diagonal J_ii counts. D = 1 with radius 1 is the
     Ising model. A sequence of vectors is the field h; a free energy answers it with magnetizations m = -dF/dh.
 
     Args:
@@ -51,9 +52,9 @@ class SpinSystem(Declared):
         beta: inverse temperature > 0, a float or a tensor that broadcasts to *batch.
         radius: R: "sqrt_dim" is sqrt(D), at which a lone spin answers with beta h to first order whatever D is;
             "bessel" is sqrt(D/2 - 1); or a number > 0.
-        measure: what partition functions are relative to: "uniform", of total weight 1 per site, or, for D = 1,
-            "counting", of weight 2, which counts states: F is lower by N log(2)/beta then, and S higher by N log 2, all
-            else is the same. The command `magnetize` counts Ising states unless it is told otherwise.
+        measure: the base of partition functions: "uniform", of total weight 1 per site, or, for D = 1, "counting", of
+            weight 2, which counts states: F is lower by N log(2)/beta then, and S higher by N log 2, all
+            else is the same. The command `magnetize` counts Ising states unless `--measure` says otherwise.
         mask: which sites exist, boolean, broadcasts to (*batch, N). The others change nothing and have m = 0.
 
     Raises:
@@ -93,17 +94,17 @@ class SpinSystem(Declared):
         _validate.require(measure == "uniform" or dim == 1, "measure", "be 'uniform' for D > 1", measure, remedy)
         if mask is not None:
             check_sites("mask", mask, field, "True = the site exists")
-        given: Any = couplings
+        numbers: Any = couplings
         # Its parameters are not declared: they act through `couplings`, which were computed from them.
-        self.coupling_function = None if isinstance(given, Tensor | LowRank) else _Undeclared(given)
+        self.coupling_function = None if isinstance(numbers, Tensor | LowRank) else _Undeclared(numbers)
         if self.coupling_function is not None:
-            given = self.coupling_function(field, mask)
+            numbers = self.coupling_function(field, mask)
         #: Whether `couplings` are the factors U, (*#batch, N, r), of a `LowRank`.
-        self.low_rank = isinstance(given, LowRank)
-        self.couplings = _checked_couplings(given, field)
+        self.low_rank = isinstance(numbers, LowRank)
+        self.couplings = _checked_couplings(numbers, field)
         #: Set by `DynamicalMethod.beside`: couplings to sites whose state is known, (*batch, N, M), and that state.
-        self.held_couplings: Tensor | None = None
-        self.held_state: Tensor | None = None
+        self.known_couplings: Tensor | None = None
+        self.known_state: Tensor | None = None
         #: Set by causal layers: sites read none behind them, and each is solved for whatever stands there.
         self.token_order: TokenOrder | None = None
         #: Set by `without_nonfinite`, which needs them: sum_j |J_ij| of numbers per pair, (*#batch, N).
@@ -121,7 +122,7 @@ class SpinSystem(Declared):
         """The system of E(s) = -sum_ij s_i^T J_ij s_j - sum_i h_i . s_i, both orders of a pair and no 1/2.
 
         Args:
-            couplings: in that convention; J + J^T is what is kept.
+            couplings: in that convention; the system has J + J^T.
             field: as in the class.
             beta: as in the class.
             options: radius, measure and mask, as in the class.
@@ -179,10 +180,8 @@ class SpinSystem(Declared):
         couplings = self.couplings[..., 0, 0] if self.dim == 1 and self.pair_axes == 4 else self.couplings
         if self.mask is None:
             return couplings
-        pairs = self.mask[..., :, None] & self.mask[..., None, :]
-        if self.block:
-            return torch.where(pairs[..., None, None], couplings, 0.0)
-        return couplings.masked_fill(~pairs, 0.0)
+        absent = ~(self.mask[..., :, None] & self.mask[..., None, :])
+        return couplings.masked_fill(absent[..., None, None] if self.block else absent, 0.0)
 
     @property
     def flat_couplings(self) -> Tensor:
@@ -191,7 +190,7 @@ class SpinSystem(Declared):
         return couplings.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1) if self.block else couplings
 
     def beta_over(self, axes: int) -> float | Tensor:
-        """Beta, shaped to multiply what has so many axes after the batch; NaN where a tensor has left its range."""
+        """Beta, shaped to multiply tensors with so many axes after the batch; NaN where a tensor has left its range."""
         if not isinstance(self.beta, Tensor):
             return self.beta
         beta = _validate.inside(self.beta, low=0.0, open_low=True)
@@ -202,7 +201,7 @@ class SpinSystem(Declared):
         return torch.as_tensor(self.beta_over(axes), dtype=self.field.dtype, device=self.field.device)
 
     def coupled(self, m: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
-        """sum_j J_ij m_j, what the other sites add to the field."""
+        """sum_j J_ij m_j, the field of the other sites."""
         if self.low_rank:
             return low_rank.product(self.live_factors, m)
         return couple(self.live_couplings, m, block=self.block)
@@ -231,9 +230,8 @@ class SpinSystem(Declared):
 
     def select(self, index: Tensor) -> Self:
         """The samples `index` (*batch[:-1], K) of the last axis of the batch; couplings do not follow the field."""
-        own = {"field": 2, "couplings": self.pair_axes, "beta": 0, "mask": 1, "held_couplings": 2, "held_state": 2}
-        own["row_sums"] = 1
-        return restricted(self, index, **own)
+        axes = {"couplings": self.pair_axes, "beta": 0, "row_sums": 1, "known_couplings": 2, "known_state": 2}
+        return restricted(self, index, field=2, mask=1, **axes)
 
     def asymmetric(self) -> Bool[Tensor, "*batch"]:
         """Return the samples in which J_ij differs from J_ji^T beyond rounding."""
@@ -248,17 +246,15 @@ class SpinSystem(Declared):
         numbers = readable(self.couplings, wait=wait)
         plain = self.pair_axes == 2 and not is_batched(self.couplings)
         if numbers is not None and plain and _equal_to_mirror(numbers):
-            # One pass where they were made so.
+            # One pass where they were symmetrised.
             return
-        found = None if numbers is None else readable(self._asymmetry(), wait=wait)
-        worst = float(found.amax()) if found is not None and found.numel() else 0.0
-        _validate.require(
-            worst == 0,
-            "couplings",
-            f"be symmetric (J_ij = J_ji^T) for {method}",
-            f"a difference of {worst:.1e}",
-            "symmetrise them, or use GaussianClosure or KineticPlefka for the dynamics of asymmetric couplings",
-        )
+        apart = None if numbers is None else readable(self._asymmetry(), wait=wait)
+        if apart is not None and bool((apart > 0).any()):
+            required = f"be symmetric (J_ij = J_ji^T) for {method}"
+            received = f"a difference of {float(apart.amax()):.1e}"
+            others = listed(lambda kind: not kind.symmetric)
+            remedy = f"symmetrise them, or use {others} for the dynamics of asymmetric couplings"
+            raise ValueError(_validate.message("couplings", required, received, remedy))
 
     def _asymmetry(self) -> Tensor:
         """The largest |J_ij - J_ji^T| of every set of couplings; 0 where it is rounding, or no number."""
@@ -278,7 +274,7 @@ class _Undeclared:
         self.function = function
         try:
             signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-        except (TypeError, ValueError):  # of what is not written in Python
+        except (TypeError, ValueError):  # a function that is not written in Python
             signature = inspect.Signature()
         named = signature.parameters.get("mask")
         self.masked = named is not None and named.kind in (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY)
@@ -330,14 +326,14 @@ def _is_block(couplings: Tensor, field: Tensor) -> bool:
     return couplings.shape[-4:] == (n, n, d, d) and not per_sample
 
 
-def _checked_field(field: Any) -> Tensor:
+def _checked_field(field: Tensor) -> Tensor:
     """The field (*batch, N, D); numbers alone, (N,), are those of spins of dimension 1."""
     _validate.check_float_tensor("field", field, min_ndim=1)
     _validate.check_numbers("field", field)
-    held: Tensor = field[:, None] if field.ndim == 1 else field
-    fits = min(held.shape[-2:]) > 0
+    sites = field[:, None] if field.ndim == 1 else field
+    fits = min(sites.shape[-2:]) > 0
     _validate.require(fits, "field", "have at least one site and one dimension", f"shape {tuple(field.shape)}")
-    return held
+    return sites
 
 
 def kept(couplings: Tensor | LowRank) -> Tensor:
@@ -345,7 +341,7 @@ def kept(couplings: Tensor | LowRank) -> Tensor:
     return couplings.factors if isinstance(couplings, LowRank) else couplings
 
 
-def _checked_couplings(couplings: Any, field: Tensor) -> Tensor:
+def _checked_couplings(couplings: Tensor | LowRank, field: Tensor) -> Tensor:
     n, d = field.shape[-2:]
     if isinstance(couplings, LowRank):
         factors = kept(couplings)
@@ -356,17 +352,12 @@ def _checked_couplings(couplings: Any, field: Tensor) -> Tensor:
         return factors
     _validate.check_float_tensor("couplings", couplings, min_ndim=2)
     _validate.check_same_kind([("field", field), ("couplings", couplings)])
-    held: Tensor = couplings
-    if _is_block(held, field):
-        return held
-    _validate.require(
-        couplings.shape[-2:] == (n, n),
-        "couplings",
-        f"have shape (N, N) = {(n, n)}, (*batch, N, N) or (N, N, D, D) = {(n, n, d, d)}",
-        f"shape {tuple(couplings.shape)}",
-    )
-    _validate.check_broadcast("couplings", couplings.shape[:-2], field.shape[:-2], "the leading axes of `field`")
-    return held
+    if not _is_block(couplings, field):
+        required = f"have shape (N, N) = {(n, n)}, (*batch, N, N) or (N, N, D, D) = {(n, n, d, d)}"
+        received = f"shape {tuple(couplings.shape)}"
+        _validate.require(couplings.shape[-2:] == (n, n), "couplings", required, received)
+        _validate.check_broadcast("couplings", couplings.shape[:-2], field.shape[:-2], "the leading axes of `field`")
+    return couplings
 
 
 def _both_orders(couplings: Any, field: Tensor) -> Tensor | LowRank:

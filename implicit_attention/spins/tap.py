@@ -50,7 +50,7 @@ class TAP(ResponseApproximation):
         order: 2 or 3.
         response: of one spin to its field, such as `SphereUnits()` (exact) or `AmosResponse()`.
         solver: None is damped steps from the bare field, which leave solutions beyond the criterion alone, and then
-            `Anderson` to the precision of the dtype. A solver that is given starts at the bare field.
+            `Anderson` to the precision of the dtype. A solver that the user passes starts at the bare field.
         adjoint: default `Implicit()`.
 
     Gradients: with respect to field, couplings and beta, to any order.
@@ -106,8 +106,7 @@ class TAP(ResponseApproximation):
         return exceeds_one(lambda v: inverse(transposed(root(v))), state)
 
     def out_of_range(self, system: SpinSystem, state: Tensor) -> Tensor:
-        beyond: Tensor = self.problem(system).instability(state) > 1
-        return beyond
+        return torch.gt(self.problem(system).instability(state), 1)
 
     def _expansion(self, system: SpinSystem) -> tuple[Expansion, Tensor]:
         """The fixed-point problem, and the constant of the diagonal, (*batch)."""

@@ -15,7 +15,7 @@ from .._autograd import grad, in_own_precision, vjp
 from .._types import OnFailure
 from ..solution import AdjointReport, SolveReport
 from ._nonfinite import fill, without_nonfinite
-from ._request import accepted, told
+from ._request import reported, validated
 from .approximation import Answer, Approximation, Check, FixedPointApproximation, LogPartition
 from .dynamics import DynamicalMethod, no_free_energy
 from .system import SpinSystem, kept
@@ -128,7 +128,7 @@ def thermodynamics(
         >>> found.magnetization.shape, found.correlations.shape, bool(found.report.converged)
         (torch.Size([2, 1]), torch.Size([2, 2]), True)
     """
-    system = accepted(system, method, initial, check, on_failure)
+    system = validated(system, method, initial, check, on_failure)
     required = "be a tensor for thermodynamics, whose correlations are derivatives with respect to every pair"
     remedy = "use LowRank(...).dense(), or free_energy and magnetization"
     _validate.require(not system.low_rank, "couplings", required, "a LowRank", remedy)
@@ -140,15 +140,12 @@ def thermodynamics(
 
     def log_z(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[Tensor, Any]:
         nonlocal adjoint
-        found, lost = _answer(method, system.at(field, couplings, beta), initial, check, on_failure)
-        adjoint = found.report.adjoint
-        return found.value.masked_fill(lost, 0.0).sum(), (found.value, lost, found.report.record)
+        (value, report), lost = _answer(method, system.at(field, couplings, beta), initial, check, on_failure)
+        adjoint = report.adjoint
+        return value.masked_fill(lost, 0.0).sum(), (value, lost, report.record)
 
-    def first(field: Tensor, couplings: Tensor, beta: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        derivative: Callable[..., tuple[tuple[Tensor, ...], Any]] = grad(log_z, argnums=(0, 1, 2), has_aux=True)
-        return derivative(field, couplings, beta)
-
-    (by_field, by_couplings, by_beta), pullback, aux = vjp(first, field, couplings, beta, has_aux=True)
+    derivatives = grad(log_z, argnums=(0, 1, 2), has_aux=True)
+    (by_field, by_couplings, by_beta), pullback, aux = vjp(derivatives, field, couplings, beta, has_aux=True)
     value, lost, record = aux
     nothing = (torch.zeros_like(by_field), torch.zeros_like(by_couplings))
     curvature = pullback((*nothing, torch.ones_like(by_beta)))[2]
@@ -196,9 +193,9 @@ def free_energy(
         >>> round(float(free_energy(system, Enumeration())), 3)
         -0.164
     """
-    system = accepted(system, method, initial, check, on_failure)
-    found, lost = _answer(method, system, initial, check, on_failure)
-    return fill(-(found.value + system.base_measure()) / system.beta_over(0), lost)
+    system = validated(system, method, initial, check, on_failure)
+    (value, _), lost = _answer(method, system, initial, check, on_failure)
+    return fill(-(value + system.base_measure()) / system.beta_over(0), lost)
 
 
 @in_own_precision
@@ -221,7 +218,7 @@ def magnetization(
         method: such as `SaddlePoint()`.
         split: return both terms instead of their sum.
         initial: magnetizations <s_i> that the solve starts from, as in `thermodynamics`.
-        check: as in `thermodynamics`; with "none" a solution that is no minimum, such as m = 0, is not told.
+        check: as in `thermodynamics`; with "none" a solution that is no minimum, such as m = 0, is not reported.
         on_failure: "raise", "warn" or "ignore".
         return_answer: return also the `Answer`: <s_i>, from which the next call may start, with the solve's report.
 
@@ -243,7 +240,7 @@ def magnetization(
     """
     if split and isinstance(method, DynamicalMethod):
         no_free_energy(method)
-    wide = accepted(system, method, initial, check, on_failure)
+    wide = validated(system, method, initial, check, on_failure)
     function = None if isinstance(method, DynamicalMethod) else wide.coupling_function
     answer = _explicit(method, wide, initial, check, on_failure)
     direct = answer.magnetization
@@ -252,10 +249,10 @@ def magnetization(
     else:
         by_couplings = _by_couplings(method, wide, answer)
         # The function gets the field in its original precision.
-        made, pullback = vjp(lambda field: kept(function(field, system.mask)), system.field)
-        through = pullback(by_couplings.to(made.dtype))[0].to(direct.dtype) / wide.beta_over(2)
-    found = (direct, through) if split else direct + through
-    return (found, answer) if return_answer else found
+        couplings, pullback = vjp(lambda field: kept(function(field, system.mask)), system.field)
+        through = pullback(by_couplings.to(couplings.dtype))[0].to(direct.dtype) / wide.beta_over(2)
+    m = (direct, through) if split else direct + through
+    return (m, answer) if return_answer else m
 
 
 def _explicit(
@@ -264,7 +261,7 @@ def _explicit(
     """The method's answer at fixed couplings, NaN in samples that have none."""
     sound, nonfinite = without_nonfinite(system, symmetric=method.symmetric)
     answer = method.answer(sound, initial=initial, check=check)
-    report = told(method, answer.report, nonfinite, check, on_failure)
+    report = reported(method, answer.report, nonfinite, check, on_failure)
     return Answer(fill(answer.magnetization, nonfinite), answer.state, report)
 
 
@@ -278,7 +275,7 @@ def _by_couplings(method: Approximation, system: SpinSystem, answer: Answer) -> 
         if answer.state is None or not isinstance(method, FixedPointApproximation):
             value = method.log_partition(sound).value
         else:
-            # In the state log Z is stationary: to hold it changes no first derivative.
+            # log Z is stationary in the state, so that a fixed state changes no first derivative.
             value = method.value(sound, answer.state)
         return value.masked_fill(nonfinite | ~value.isfinite(), 0.0).sum()
 
@@ -295,6 +292,6 @@ def _answer(
         value, report = method.log_partition(sound, initial=initial, check=check)
     else:
         value, report = method.log_partition(sound)
-    report = told(method, report, nonfinite, check, on_failure)
+    report = reported(method, report, nonfinite, check, on_failure)
     # A method may find no log Z although all numbers are finite: then its derivatives are NaN as well.
     return LogPartition(value, report), nonfinite | ~value.isfinite()

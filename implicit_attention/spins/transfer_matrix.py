@@ -12,8 +12,9 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import host_may_look, is_plain
 from ..potentials import SphereUnits
-from ..solution import Record, Remedies, SolveReport
+from ..solution import Remedies
 from ..status import Status
+from ._request import closed_form
 from .approximation import Approximation, LogPartition, require_numbers
 from .system import SpinSystem
 
@@ -25,7 +26,7 @@ SLACK = 64.0
 class TransferMatrix(Approximation):
     """log Z of spins of which only neighbours i, i + 1 are coupled, by numbers, and whose fields lie on one axis.
 
-    Summed site by site: what the sites before i leave to it is a function of x = cos(angle between s_i and the axis),
+    Summed site by site: the sum over the sites before i is a function of x = cos(angle between s_i and the axis),
     held at Gauss-Gegenbauer nodes; a bond is averaged over the angle around the axis in closed form. Masked sites cut
     the chain. D = 1 has two nodes and is exact at any temperature.
 
@@ -56,6 +57,7 @@ class TransferMatrix(Approximation):
         tensor([3.0000, 2.0100, 1.3500, 0.9100, 0.6100])
     """
 
+    exact = True
     remedies: ClassVar[Remedies] = {
         **Approximation.remedies,
         Status.MAX_STEPS: "raise `nodes`, which do not resolve the weights of the bonds",
@@ -91,7 +93,11 @@ class TransferMatrix(Approximation):
         fixed = _Chain(*(t.detach() for t in chain))
         fewer = _nodes(system.dim, 3 * self.nodes // 4, system.field)
         coarse = _sums(fixed, fewer, _kernels(fixed, fewer)[0])[-1].logsumexp(-1) + fixed.constant
-        return LogPartition(value, _report(value.detach(), coarse, len(nodes.x)))
+        residual = (value.detach() - coarse).abs()
+        tolerance = torch.finfo(value.dtype).eps ** 0.75 * (1 + value.detach().abs())
+        report = closed_form(value, residual, tolerance)
+        count = torch.full_like(report.num_steps, len(nodes.x))
+        return LogPartition(value, report.amended(num_steps=count, num_evals=count))
 
 
 class _Chain(NamedTuple):
@@ -166,7 +172,7 @@ def _nodes(dim: int, count: int, like: Tensor) -> _Nodes:
 
 
 def _kernels(chain: _Chain, nodes: _Nodes) -> tuple[Tensor, Tensor]:
-    """Log of what a bond weighs on average over the angle around the axis, and the mean cosine of that angle.
+    """Log of the weight of a bond, averaged over the angle around the axis, and the mean cosine of that angle.
 
     Both (*batch, N - 1, n, n). s . s' = x x' + sin sin' u . u' with units u across the axis: a spin in D - 1 dimensions
     in the field of another.
@@ -222,14 +228,14 @@ def _pair_correlations(
     rest = [torch.zeros_like(sums[0])]
     for j in reversed(range(1, last + 1)):
         rest.append(_through(rest[-1] + sites[..., j, :], kernels[..., j - 1, :, :]))
-    # Row i of these: what x_i, and the unit across the axis times sin_i along that of s_j, are on average, given s_j.
+    # Row i: the averages of x_i, and of sin_i times its unit across the axis along that of s_j, for a fixed s_j.
     own = nodes.x.expand_as(sums[0])[..., None, :], nodes.sin.expand_as(sums[0])[..., None, :]
     along, across = own
     columns = []
     for j in range(last + 1):
         if j:
             kernel = kernels[..., j - 1, :, :]
-            # The law of s_(j-1) given s_j, as far as the sites up to j tell: columns that sum to 1.
+            # The law of s_(j-1) for a fixed s_j, from the sites up to j: columns that sum to 1.
             law = (sums[j - 1][..., :, None] + kernel).softmax(-2)
             along = torch.cat([along @ law, own[0]], dim=-2)
             across = torch.cat([across @ (law * cosine[..., j - 1, :, :]), own[1]], dim=-2)
@@ -245,16 +251,6 @@ def _symmetric(upper: Tensor) -> Tensor:
     return upper + upper.triu(1).mT
 
 
-def _report(value: Tensor, coarse: Tensor, nodes: int) -> SolveReport:
-    """The report: as residual the change of log Z with fewer nodes, as tolerance its rounding error."""
-    residual = (value - coarse).abs()
-    tolerance = torch.finfo(value.dtype).eps ** 0.75 * (1 + value.abs())
-    status = torch.where(residual <= tolerance, int(Status.CONVERGED), int(Status.MAX_STEPS))
-    status = torch.where(torch.isfinite(value), status, int(Status.NONFINITE)).to(torch.int8)
-    count = torch.full_like(status, nodes, dtype=torch.int32)
-    return SolveReport(Record(status, residual, tolerance, count, count))
-
-
 def _axis(field: Tensor) -> Tensor:
     """The direction of the largest field of every sample, (*batch, 1, D); some direction where there is none."""
     field = field.detach()
@@ -262,8 +258,7 @@ def _axis(field: Tensor) -> Tensor:
     largest = size.argmax(-1, keepdim=True)[..., None].expand(*field.shape[:-2], 1, field.shape[-1])
     axis = field.gather(-2, largest)
     norm = torch.linalg.vector_norm(axis, dim=-1, keepdim=True)
-    first = torch.zeros_like(axis)
-    first[..., 0] = 1.0
+    first = torch.eye(field.shape[-1], dtype=field.dtype, device=field.device)[0]
     unit: Tensor = torch.where(norm == 0, first, axis / norm.where(norm != 0, 1.0))
     return unit
 

@@ -1,4 +1,4 @@
-"""The methods that `magnetize` puts side by side, and what each of them says of a system, as plain numbers."""
+"""The methods that `magnetize` puts side by side, and the answer of each to a system, as plain numbers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..spins import (
 from ..spins.dynamics import DynamicalMethod
 from ..spins.exact import LARGEST as LARGEST_CHAIN
 from ..spins.exact import stationary_law
+from ..spins.methods import METHODS
 from ..spins.sampling import Samples, heat_bath, synchronous
 from ..spins.sweep import SCALARS as SCALARS
 from ..spins.sweep import at_all as at_all
@@ -31,10 +32,10 @@ from .measure import error_row, median_times
 
 #: Names of methods that are no approximations: Monte Carlo, and the exact law of a small chain.
 SAMPLER, SYNCHRONOUS, CHAIN = "heat-bath", "synchronous", "markov-chain"
-#: Names of methods that are asked in fields that change.
-DRIVEN = ("plefka-1", "gaussian-field")
-#: Magnetizations are compared with those of the first of these that is there.
-REFERENCES = ("enumeration", "transfer-matrix", CHAIN, SAMPLER, SYNCHRONOUS)
+#: Names of the methods for fields that change.
+DRIVEN = tuple(row.name for row in METHODS if row.name and row.driven)
+#: Magnetizations are compared with those of the first of these that has an answer.
+REFERENCES = (*(row.name for row in METHODS if row.name and row.kind.exact), CHAIN, SAMPLER, SYNCHRONOUS)
 #: States that are added up for all samples together; more take minutes.
 LARGEST_ENUMERATION = 2**22
 #: Updates of a spin, by all chains and samples together, that the heat bath may spend; vectors cost several times more.
@@ -93,24 +94,24 @@ class Sampler:
         sweeps = max(20, updates // max(1, system.num_sites))
         draw = heat_bath if self.equilibrium else synchronous
         generator = torch.Generator().manual_seed(seed)
-        found = draw(system, chains=CHAINS, burn_in=sweeps // 2, sweeps=sweeps, generator=generator, progress=progress)
-        known = found.magnetization.isfinite().flatten(-2).all(-1)
+        drawn = draw(system, chains=CHAINS, burn_in=sweeps // 2, sweeps=sweeps, generator=generator, progress=progress)
+        known = drawn.magnetization.isfinite().flatten(-2).all(-1)
         row: dict[str, Any] = {"chains": CHAINS, "sweeps": sweeps, "status": _known("SAMPLED", known)}
         numbers = {
-            "heat_capacity": (found.heat_capacity, found.heat_capacity_error),
-            "internal_energy": (found.energy, found.energy_error) if self.equilibrium else (None, None),
-            "entropy_production": (found.entropy_production, found.entropy_production_error),
+            "heat_capacity": (drawn.heat_capacity, drawn.heat_capacity_error),
+            "internal_energy": (drawn.energy, drawn.energy_error) if self.equilibrium else (None, None),
+            "entropy_production": (drawn.entropy_production, drawn.entropy_production_error),
         }
         for name, (value, error) in numbers.items():
             if value is not None and error is not None:
                 row |= {name: value.tolist(), f"{name}_error": error.tolist()}
-        row["magnetization_error"] = found.magnetization_error.tolist()
-        row["effective_samples"] = found.effective_samples.tolist()
-        return MethodAnswer(row, found.magnetization, found)
+        row["magnetization_error"] = drawn.magnetization_error.tolist()
+        row["effective_samples"] = drawn.effective_samples.tolist()
+        return MethodAnswer(row, drawn.magnetization, drawn)
 
 
 def _known(name: str, known: Tensor) -> dict[str, int]:
-    """Counts by status of what needs no solve: `name`, but for samples whose numbers are not finite."""
+    """Counts by status of samples that need no solve: `name`, or NONFINITE."""
     counts = {name: int(known.sum()), Status.NONFINITE.name: int((~known).sum())}
     return {name: count for name, count in counts.items() if count}
 
@@ -120,10 +121,10 @@ class Entry(NamedTuple):
 
     Attributes:
         name: on the command line and in all tables.
-        method: an approximation, or what samples or adds up.
-        equilibrium: whether it is asked without `--methods` where couplings are symmetric.
-        dynamics: whether it is asked without `--methods` where they are not.
-        vectors: whether it says something of its own only for D > 1.
+        method: an approximation, a sampler, or the exact law of a chain.
+        equilibrium: whether it runs without `--methods` where couplings are symmetric.
+        dynamics: whether it runs without `--methods` where they are not.
+        vectors: whether it runs for D > 1 only.
     """
 
     name: str
@@ -135,20 +136,11 @@ class Entry(NamedTuple):
 
 #: In the order of the tables. Of equilibrium methods asymmetric couplings get the reason why they do not apply.
 ENTRIES = (
-    Entry("mean-field", spins.MeanField()),
-    Entry("mean-field-amos", spins.MeanField(response=spins.AmosResponse()), vectors=True),
-    Entry("tap-2", spins.TAP(order=2)),
-    Entry("tap-3", spins.TAP(order=3)),
-    Entry("saddle-point", spins.SaddlePoint()),
-    Entry("one-loop", spins.SaddlePoint(one_loop=True)),
-    Entry("spherical", spins.SaddlePoint(shared=True)),
-    Entry("adatap", spins.AdaTAP()),
-    Entry("bethe", spins.Bethe()),
-    Entry("enumeration", spins.Enumeration()),
-    Entry("transfer-matrix", spins.TransferMatrix()),
-    Entry("plefka-1", spins.KineticPlefka(order=1), equilibrium=False),
-    Entry("plefka-2", spins.KineticPlefka(order=2), equilibrium=False),
-    Entry("gaussian-field", spins.GaussianClosure(), equilibrium=False),
+    *(
+        Entry(row.name, row.method, equilibrium=not issubclass(row.kind, DynamicalMethod), vectors=row.vectors)
+        for row in METHODS
+        if row.name
+    ),
     Entry(CHAIN, Chain(), equilibrium=False),
     Entry(SAMPLER, Sampler(equilibrium=True), dynamics=False),
     Entry(SYNCHRONOUS, Sampler(equilibrium=False), equilibrium=False),
@@ -156,7 +148,7 @@ ENTRIES = (
 
 
 def warm_up(system: SpinSystem) -> None:
-    """Solve two spins, so that what torch loads on its first call is in no method's time."""
+    """Solve two spins, so that no method's time includes the first call of torch."""
     two = SpinSystem(system.couplings.new_zeros(2, 2), system.field.new_ones(2, system.dim), radius=system.radius)
     thermodynamics(two, spins.MeanField(), on_failure="ignore")
 
@@ -204,22 +196,22 @@ def evaluate(
         entry: the method. One that raises keeps its row, with the error in it.
         system: all samples of it.
         max_seconds: no further timed run is begun after so long; 0 for one run that is not repeated.
-        seed: of what is sampled.
+        seed: of the samples.
         quick: with fewer samples.
-        progress: is told how many of how many sweeps are done.
+        progress: gets the numbers of sweeps done and of all sweeps.
     """
 
     def answer() -> MethodAnswer:
         if isinstance(entry.method, Chain):
-            found = entry.method.answer(system)
+            own = entry.method.answer(system)
         elif isinstance(entry.method, Sampler):
-            found = entry.method.answer(system, seed, quick, progress)
+            own = entry.method.answer(system, seed, quick, progress)
         else:
             state, numbers = solved(entry.method, system)
             row = {name: number.tolist() for name, number in numbers.items()}
-            found = MethodAnswer(row | evidence_of(state.report), state.magnetization.detach())
-        m = found.magnetization
-        return found if m is None else found._replace(row=found.row | {"mean_length": mean_length(m, system).tolist()})
+            own = MethodAnswer(row | evidence_of(state.report), state.magnetization.detach())
+        m = own.magnetization
+        return own if m is None else own._replace(row=own.row | {"mean_length": mean_length(m, system).tolist()})
 
     return _timed(entry.name, answer, 0.0 if isinstance(entry.method, Sampler) else max_seconds)
 
@@ -229,10 +221,10 @@ def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
 
     def answer() -> MethodAnswer:
         assert isinstance(entry.method, Approximation)
-        found = spins.sweep(system, {entry.name: entry.method}, beta=betas)
-        numbers = {quantity: values.tolist() for quantity, values in found.curves[entry.name].items()}
-        status = status_counts(found.reports[entry.name].status)
-        return MethodAnswer({"status": status, "failed": found.failed[entry.name].tolist()} | numbers)
+        results = spins.sweep(system, {entry.name: entry.method}, beta=betas)
+        numbers = {quantity: values.tolist() for quantity, values in results.curves[entry.name].items()}
+        status = status_counts(results.reports[entry.name].status)
+        return MethodAnswer({"status": status, "failed": results.failed[entry.name].tolist()} | numbers)
 
     return _timed(entry.name, answer, max_seconds=0.0).row
 
@@ -240,7 +232,7 @@ def sweep(entry: Entry, system: SpinSystem, betas: Tensor) -> dict[str, Any]:
 def driven(entry: Entry, system: SpinSystem, fields: Tensor) -> tuple[dict[str, Any], DrivenPath | None]:
     """The path of the system's spins in fields (T, *batch, N, D), and its numbers by step, lists of (T, *batch).
 
-    Parts of the entropy production, and what else is asked of stationary states, are NaN where a solve failed.
+    Parts of the entropy production, and all that concerns stationary states, are NaN where a solve failed.
     """
     path: DrivenPath | None = None
 
@@ -252,9 +244,11 @@ def driven(entry: Entry, system: SpinSystem, fields: Tensor) -> tuple[dict[str, 
         assert path.report is not None
         evidence = evidence_of(path.report)
         failed = torch.as_tensor(evidence["failed"])
-        asked = ("housekeeping", "field_change", "mismatch", "relaxation_time")
-        path = dataclasses.replace(path, **{name: getattr(path, name).masked_fill(failed, torch.nan) for name in asked})
-        numbers = {name: getattr(path, name) for name in ("entropy_production", *asked)}
+        stationary = ("housekeeping", "field_change", "mismatch", "relaxation_time")
+        path = dataclasses.replace(
+            path, **{name: getattr(path, name).masked_fill(failed, torch.nan) for name in stationary}
+        )
+        numbers = {name: getattr(path, name) for name in ("entropy_production", *stationary)}
         numbers["mean_length"] = mean_length(path.states[1:], system)
         lists = {name: value.tolist() for name, value in numbers.items()}
         return MethodAnswer(lists | {"status": evidence["status"], "failed": evidence["failed"]})
@@ -279,14 +273,14 @@ def evidence_of(report: SolveReport) -> dict[str, Any]:
 
 def _timed(name: str, answer: Callable[[], MethodAnswer], max_seconds: float) -> MethodAnswer:
     """The answer with its name and time; that of a method that raises has the error instead."""
-    held: list[MethodAnswer] = []
+    answers: list[MethodAnswer] = []
 
     def run() -> None:
-        held[:] = [answer()]
+        answers[:] = [answer()]
 
     repeats, warmup = (3, 1) if max_seconds > 0 else (1, 0)
     try:
         (seconds,) = median_times(run, device=CPU, repeats=repeats, warmup=warmup, max_seconds=max_seconds)
     except Exception as error:
         return MethodAnswer({"method": name} | error_row(error))
-    return held[0]._replace(row={"method": name} | held[0].row | {"seconds": seconds})
+    return answers[0]._replace(row={"method": name} | answers[0].row | {"seconds": seconds})

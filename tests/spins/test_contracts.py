@@ -9,6 +9,7 @@ from implicit_attention.spins import (
     TAP,
     AdaTAP,
     Bethe,
+    DynamicalMethod,
     Enumeration,
     GaussianClosure,
     KineticPlefka,
@@ -17,6 +18,7 @@ from implicit_attention.spins import (
     SpinSystem,
     TransferMatrix,
 )
+from implicit_attention.spins.methods import METHODS
 from implicit_attention.testing.approximation import ApproximationContract
 from implicit_attention.testing.numerics import random
 
@@ -129,6 +131,16 @@ class TestChain(ApproximationContract):
 
     def make(self):
         return TransferMatrix()
+
+
+COVERED = {repr(contract().make()) for contract in ApproximationContract.__subclasses__()}
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in METHODS if not issubclass(row.kind, DynamicalMethod)], ids=lambda r: r.text
+)
+def test_every_method_with_a_free_energy_has_its_contract(row):
+    assert repr(row.method) in COVERED, "add a subclass of ApproximationContract to this file"
 
 
 PLAIN = Picard(rtol=1e-12, atol=1e-12, max_steps=1000)

@@ -1,6 +1,6 @@
 """The table of the docs that says which method supports what: every entry is tried."""
 
-import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,72 +9,60 @@ import torch
 from implicit_attention import ConvergenceError, spins
 from implicit_attention.spins import (
     DynamicalMethod,
-    GaussianUnits,
+    FixedPointApproximation,
     SpinSystem,
     Status,
     free_energy,
     magnetization,
     stationary_state,
 )
-from implicit_attention.testing.numerics import random
+from implicit_attention.spins.methods import METHODS, listed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "spin_systems.md").read_text()
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in re.search(r"(\| method \| log Z .*?)\n\n", PAGE, re.DOTALL)[1].splitlines()
-]
+DOCS = Path(__file__).parents[2] / "docs"
+SCRIPT = runpy.run_path(str(DOCS / "spin_systems" / "methods.py"))
+PAGE = (DOCS / "spin_systems.md").read_text().split(SCRIPT["START"])[1].split(SCRIPT["END"])[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.strip().splitlines()]
 FEATURES = ROWS[0][2:-1]
 TABLE = {row[0].strip("`"): dict(zip(ROWS[0][1:], row[1:], strict=True)) for row in ROWS[2:]}
-N = 3
-
-
-def make(text):
-    return eval(text, {**vars(spins), "GaussianUnits": GaussianUnits})
-
-
-def system(feature, chain):
-    """A system with the one feature that is asked for; a chain in collinear fields for the method that needs one."""
-    dim = 3 if feature in ("D > 1", "matrices J_ij") else 1
-    field = 0.5 * random(N, 1, seed=1) * torch.ones(dim)
-    upper = 0.3 * random(N, N, seed=2)
-    upper = torch.diag(upper.diagonal(1), 1) if chain else upper.triu(1)
-    couplings = upper + upper.mT
-    mask = None
-    if feature == "asymmetric J":
-        couplings = upper - 0.5 * upper.mT
-    if feature == "matrices J_ij":
-        turn = torch.eye(dim) + 0.2 * random(dim, dim, seed=3) * (1 - torch.eye(dim))
-        turned = upper[..., None, None] * turn
-        couplings = turned + turned.permute(1, 0, 3, 2)
-    if feature == "a diagonal":
-        couplings = couplings + torch.diag(torch.tensor([0.2, -0.3, 0.4]).double())
-    if feature == "masks":
-        mask = torch.tensor([True, True, False])
-    return SpinSystem(couplings, field.double(), 0.8, mask=mask)
+STATED = {row.text: row for row in METHODS if row.error is not None}
 
 
 def test_every_method_is_in_the_table():
-    named = {type(make(text)) for text in TABLE}
     known = {
         value for value in vars(spins).values() if isinstance(value, type) and issubclass(value, spins.Approximation)
     }
+    named = {row.kind for row in METHODS}
     assert known - {spins.Approximation, spins.FixedPointApproximation, DynamicalMethod} == named
+    assert named == {row.kind for row in STATED.values()}
+
+
+def test_the_guide_has_the_table_and_the_reference_has_the_classes():
+    command = "run python docs/spin_systems/methods.py"
+    assert list(TABLE) == list(STATED), command
+    assert [cells["error of log Z"] for cells in TABLE.values()] == [row.error for row in STATED.values()], command
+    for text, cells in TABLE.items():
+        assert cells["log Z"] == ("no" if issubclass(STATED[text].kind, DynamicalMethod) else "yes"), command
+    assert SCRIPT["classes"]() in (DOCS / "reference" / "spin_methods.md").read_text(), command
+
+
+def test_messages_list_the_methods_of_the_table():
+    assert listed(lambda kind: not kind.symmetric, "()") == "GaussianClosure() or KineticPlefka()"
+    fixed = listed(lambda kind: issubclass(kind, FixedPointApproximation))
+    assert fixed == "AdaTAP, Bethe, GaussianClosure, KineticPlefka, MeanField or TAP"
 
 
 @pytest.mark.parametrize("text", TABLE)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_method_supports_what_the_table_says(text, feature):
-    method = make(text)
-    given = system(feature, chain=text == "TransferMatrix()" or text == "Bethe()")
-    if text in ("Bethe()", "Enumeration()") and feature == "matrices J_ij":
-        assert given.dim == 1 or TABLE[text]["D > 1"] == "no"
-        given = SpinSystem(given.couplings[..., :1, :1], given.field[..., :1], 0.8)
-    said = TABLE[text][feature]
+    method, said = STATED[text].method, TABLE[text][feature]
     assert said in ("yes", "no")
+    systems = SCRIPT["systems"](method, feature)
     if said == "no":
-        with pytest.raises((TypeError, ValueError), match=r"must .*; "):
-            magnetization(given, method)
+        for given in systems:
+            with pytest.raises((TypeError, ValueError), match=r"must .*; "):
+                magnetization(given, method)
         return
+    given = systems[isinstance(method, spins.TransferMatrix)]
     if TABLE[text]["log Z"] == "yes":
         m = magnetization(given, method)
         assert bool(free_energy(given, method).isfinite())
@@ -91,12 +79,12 @@ def test_a_method_supports_what_the_table_says(text, feature):
 def test_dynamics_have_no_free_energy(text):
     for function in (free_energy, spins.thermodynamics):
         with pytest.raises((TypeError, ValueError), match="free energy"):
-            function(system("D = 1", chain=False), make(text))
+            function(SCRIPT["system"]("D = 1"), STATED[text].method)
 
 
 @pytest.mark.parametrize("text", [*TABLE, "DynamicalMethod()"])
 def test_every_method_says_a_remedy_of_its_own_for_every_failure(text):
-    method = make(text) if text in TABLE else DynamicalMethod()
+    method = STATED[text].method if text in TABLE else DynamicalMethod()
     assert set(method.remedies) >= {status for status in Status if status.failed}
     assert all("anchor" not in remedy for remedy in method.remedies.values())
 

@@ -38,7 +38,7 @@ class Schedule:
         burn_in: sweeps that are left out.
         sweeps: sweeps after these.
         thin: every thin-th of them is measured.
-        keep: hold every measured state.
+        keep: whether every measured state is stored.
         progress: called after every sweep with (sweeps done, sweeps in all).
     """
 
@@ -68,7 +68,7 @@ class Ensemble:
     and for matrices, and the spins at one site are D long rows. -E = s.K s/2 + g.s with K = R^2 J and g = R h.
 
     Args:
-        system: what is sampled.
+        system: the spins to sample.
         chains: C.
         betas: temperatures (T), which number the first axis of the batch, instead of the system's own.
     """
@@ -101,7 +101,7 @@ class Ensemble:
         return torch.bmm(self.couplings, self.columns(state)).view(state.shape)
 
     def columns(self, state: Tensor) -> Tensor:
-        """The state as what the coupling matrix multiplies, a view."""
+        """The state as columns for the coupling matrix, a view."""
         return state.view(len(state), self.num_sites * self.rows, self.dim // self.rows * self.chains)
 
     def energy(self, state: Tensor) -> Tensor:
@@ -116,17 +116,17 @@ class Ensemble:
         clone.__dict__ = {**vars(self), "couplings": self.couplings.double(), "field": self.field.double()}
         return clone
 
-    def start(self, given: Tensor | None, generator: torch.Generator) -> Tensor:
-        """The first state: as given, (chains, *batch, N, D), or drawn uniformly."""
+    def start(self, spins: Tensor | None, generator: torch.Generator) -> Tensor:
+        """The first state: `spins`, (chains, *batch, N, D), or drawn uniformly."""
         shape = (self.chains, *self.batch, self.num_sites, self.dim)
-        if given is None:
+        if spins is None:
             rest = self.field.new_zeros(*self.field.shape[:3], self.chains)
             return unit_spins(rest, draw_noise(rest, generator), generator) * self.exists[..., None, None]
-        _validate.check_float_tensor("start", given, min_ndim=2)
+        _validate.check_float_tensor("start", spins, min_ndim=2)
         on = self.field.device
-        _validate.require(given.device == on, "start", f"be on the device of the field ({on})", given.device)
-        _validate.check_broadcast("start", given.shape, shape, "(chains, *batch, N, D)")
-        spins = given.detach().to(self.field.dtype).expand(shape).reshape(self.chains, *self.field.shape[:3])
+        _validate.require(spins.device == on, "start", f"be on the device of the field ({on})", spins.device)
+        _validate.check_broadcast("start", spins.shape, shape, "(chains, *batch, N, D)")
+        spins = spins.detach().to(self.field.dtype).expand(shape).reshape(self.chains, *self.field.shape[:3])
         state = spins.permute(1, 2, 3, 0).contiguous().masked_fill_(~self.exists[..., None, None], 0.0)
         length = torch.linalg.vector_norm(state, dim=2, keepdim=True)
         wrong = (length - self.radius).abs() > 1e-2 * self.radius
@@ -136,7 +136,7 @@ class Ensemble:
             remedy = "normalise them, or continue from the `final` of earlier samples"
             _validate.require(False, "start", f"hold spins of length {self.radius:.6g}", received, remedy)
         self.lost = self.lost | state.isnan().flatten(1).any(1)
-        # Spins given in half precision have rounded lengths.
+        # Spins in half precision have rounded lengths.
         return state.div_(length.masked_fill_(length == 0, 1.0))
 
     def public(self, state: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Ensemble:
         return self.radius * spins.reshape(self.chains, *self.batch, self.num_sites, self.dim)
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        """The batch as one axis; what it shares stays shared."""
+        """The tensor with the batch as one axis."""
         event = tensor.shape[-2:]
         return tensor.expand(*self.batch, *event).reshape(len(self.beta), *event)
 

@@ -29,7 +29,7 @@ class Samples:
     The chains are independent. Their averages, in groups if there are more than 32 chains, scatter by the standard
     error, however slowly each chain moves. With fewer than 17 chains every chain is cut into blocks of time as well,
     which have to be long against the autocorrelation time. Where one number is all there is, the error is infinite;
-    what too few states show to scatter, such as a spin that hardly ever turns, has an error that is too small.
+    a spin that hardly ever turns, and others that scatter in few states alone, have an error that is too small.
     Masked sites are zero, and samples with numbers that are not finite NaN.
 
     Attributes:
@@ -150,31 +150,31 @@ class Estimates:
 
     def samples(self, final: Tensor, *, exchange_rate: Tensor | None = None) -> Samples:
         """Return the estimates."""
-        found: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor] = {}
 
-        def tell(name: str, scale: Any, mean: Tensor, error: Tensor) -> None:
-            found[name], found[f"{name}_error"] = self._public(scale * mean), self._public(scale * error)
+        def add(name: str, scale: Any, mean: Tensor, error: Tensor) -> None:
+            numbers[name], numbers[f"{name}_error"] = self._public(scale * mean), self._public(scale * error)
 
         radius, beta = self.ensemble.radius, self.ensemble.beta.double()
         spin, spin_error = self._summary(self._means("spin"))
-        tell("magnetization", radius, spin, spin_error)
-        tell("correlations", radius**2, *self._summary(self._means("pair")))
+        add("magnetization", radius, spin, spin_error)
+        add("correlations", radius**2, *self._summary(self._means("pair")))
         excess, energy_error = self._summary(self._means("energy"))
         assert self.reference is not None
         energy = excess + self.reference
-        tell("energy", 1, energy, energy_error)
+        add("energy", 1, energy, energy_error)
         # A variance is a nonlinear function of averages: its error is that of its linear part.
         linear = (q - 2 * excess * e for q, e in zip(self._means("square"), self._means("energy"), strict=True))
         shifted, variance_error = self._summary(linear)
         variance = shifted + excess.square()
         if not self.dynamics:
-            tell("heat_capacity", beta.square(), variance, variance_error)
+            add("heat_capacity", beta.square(), variance, variance_error)
         else:
             old, _ = self._summary(self._means("old"))
             parts = zip(self._means("delayed"), self._means("spin"), self._means("old"), strict=True)
             shifted, error = self._summary(d - s @ old.mT - spin @ o.mT for d, s, o in parts)
-            tell("delayed_correlations", radius**2, shifted + spin @ old.mT, error)
-            tell("entropy_production", beta, *self._summary(self._means("flow")))
+            add("delayed_correlations", radius**2, shifted + spin @ old.mT, error)
+            add("entropy_production", beta, *self._summary(self._means("flow")))
         total, sites = sum(self.counts), self.ensemble.exists.sum(-1)
         still = sites - spin.square().sum((-1, -2))
         effective = torch.minimum(
@@ -182,7 +182,7 @@ class Estimates:
             _effective(still, torch.linalg.vector_norm(spin_error, dim=(-1, -2)), 1e-12 * sites, total),
         )
         return Samples(
-            **found,
+            **numbers,
             effective_samples=self._public(effective),
             num_samples=total,
             final=self.ensemble.public(final),
@@ -201,7 +201,7 @@ class Estimates:
         self._current(name, values, values.shape[1:]).add_(values)
 
     def _add_products(self, name: str, left: Tensor, right: Tensor) -> None:
-        """Add sum_k left_ik right_jk for rows (groups, B, N, k), without a tensor for what is added."""
+        """Add sum_k left_ik right_jk for rows (groups, B, N, k), without a tensor of the products."""
         sites = left.shape[2]
         into = self._current(name, left, torch.Size([left.shape[1], sites, sites]))
         into.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1).mT)
@@ -231,7 +231,7 @@ class Estimates:
         return (part / count for part, count in zip(self.sums[name], self.counts, strict=True))
 
     def _summary(self, parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean of what the parts say, weighted by their size, and its standard error."""
+        """The mean of the parts, weighted by their size, and its standard error."""
         total, mean, spread = 0, torch.zeros(()), torch.zeros(())
         for value, count in zip(parts, self.counts, strict=True):
             total += count

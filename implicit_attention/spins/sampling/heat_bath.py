@@ -37,7 +37,7 @@ def heat_bath(
         system: symmetric couplings, numbers or matrices. A diagonal J_ii of numbers is a constant of the energy.
         generator: where randomness comes from, on the field's device. The same state gives the same samples; the
             samples of a batch share it.
-        start: the first states, of length R, broadcast to (chains, *batch, N, D); drawn uniformly if not given.
+        start: the first states, of length R, broadcast to (chains, *batch, N, D); drawn uniformly if None.
         clamp: True where a spin stays as in `start`, broadcasts to (*batch, N). What is sampled is then the law of the
             others given these.
         **schedule: `chains` = 64 independent chains per sample; `burn_in` = 200 sweeps that are left out; `sweeps` =
@@ -86,13 +86,10 @@ def check_boltzmann(system: SpinSystem, name: str) -> None:
     mean = own.diagonal(dim1=-2, dim2=-1).mean(-1)
     apart = (own - mean[..., None, None] * torch.eye(system.dim).to(own)).abs()
     scale = float(own.abs().sum())
-    _validate.require(
-        float(apart.sum()) <= 64 * torch.finfo(own.dtype).eps * scale,
-        "couplings",
-        f"have multiples of the unit matrix on the diagonal for {name}",
-        f"entries that differ from these by up to {float(apart.max()) if apart.numel() else 0.0:.1e}",
-        "leave the diagonal out",
-    )
+    fits = float(apart.sum()) <= 64 * torch.finfo(own.dtype).eps * scale
+    required = f"have multiples of the unit matrix on the diagonal for {name}"
+    received = f"entries that differ from these by up to {float(apart.max()) if apart.numel() else 0.0:.1e}"
+    _validate.require(fits, "couplings", required, received, "leave the diagonal out")
 
 
 class HeatBath:
@@ -102,7 +99,7 @@ class HeatBath:
         self.ensemble, self.generator = ensemble, generator
         beta, rows = ensemble.beta[:, None, None], ensemble.rows
         site = torch.arange(ensemble.num_sites * rows, device=beta.device) // max(rows, 1)
-        #: beta K without what couples a spin to itself, and beta g.
+        #: beta K without couplings of a spin to itself, and beta g.
         self.couplings = (beta * ensemble.couplings).masked_fill_(site[:, None] == site, 0.0)
         self.field = beta[..., None] * ensemble.field
         stays = ~ensemble.exists if fixed is None else ~ensemble.exists | fixed

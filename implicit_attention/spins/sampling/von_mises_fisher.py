@@ -39,7 +39,7 @@ def sample_spins(
 
     The cosine with the field is drawn by inversion for D = 3 and by rejection for D = 2 and D > 3, the direction across
     the field uniformly; D = 1 is R with probability sigmoid(2 beta R f), else -R. Exact to rounding for every
-    kappa = beta R |f|: what is small, such as 1 - cosine ~ 1/kappa, is never a difference of large numbers.
+    kappa = beta R |f|: small numbers, such as 1 - cosine ~ 1/kappa, are never differences of large ones.
 
     Args:
         field: f, (*batch, N, D).
