@@ -15,6 +15,7 @@ from .._autograd import check_graph, sum_to_shape
 from .._declared import restricted
 from ..failure_policy import Word
 from ..potentials import Potential
+from ..potentials._shapes import PerBatch, States
 from ..problem import Evaluation, Linearization, Problem
 from ._bounds import check_bounded, falls
 from .base import Energy
@@ -149,12 +150,7 @@ class AnchoredEnergy(Anchored, Energy):
     _square: ClassVar[float] = 0.5
 
     def __init__(
-        self,
-        potential: Potential,
-        field: Float[Tensor, "*batch N D"],
-        anchor: float | Float[Tensor, "*#batch"] = 0.0,
-        *,
-        unbounded: Word = "raise",
+        self, potential: Potential, field: States, anchor: PerBatch = 0.0, *, unbounded: Word = "raise"
     ) -> None:
         remedy = "for example LogSumExp(keys, beta)"
         _validate.check_instance("potential", potential, Potential, remedy=remedy)
@@ -187,7 +183,7 @@ class AnchoredEnergy(Anchored, Energy):
         """Return no remedy: the bounds of the library's potentials are known, and unbounded ones are refused."""
         return "" if self.knows_own else super().if_bottomless
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(z), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
         return self._energy(z, self.potential.value(z))
 
@@ -200,7 +196,7 @@ class AnchoredEnergy(Anchored, Energy):
             anchor = anchor[..., 0] if self.event_ndim == 1 else anchor[..., 0, 0]
         return (z * pull).sum(tuple(range(-self.event_ndim, 0))) - (1 - anchor) * value
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(z) = anchor x + (1 - anchor) mean(z)."""
         return self._map(self.potential.mean(z), z)
 

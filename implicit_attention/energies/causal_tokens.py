@@ -13,6 +13,7 @@ from .. import _validate
 from ..potentials import Potential
 from ..potentials._query_side import QuerySide
 from ..potentials._read import check_masks_fit
+from ..potentials._shapes import States
 from ..potentials.layer_norm import LayerNormPotential
 from ..potentials.token_attention import TokenAttention
 from ..problem import Linearization, Problem, pullback
@@ -69,11 +70,11 @@ class _Causal(Problem, general=True):
         if not self.knows_own:
             super().check_undeclared(z)
 
-    def activation(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def activation(self, z: States) -> States:
         """g = grad L(x), the normalised tokens."""
         return self.lagrangian.mean(z)
 
-    def pull(self, z: Float[Tensor, "*batch N D"], keys: Tensor | None = None) -> Float[Tensor, "*batch N D"]:
+    def pull(self, z: States, keys: Tensor | None = None) -> States:
         """Return the sum of attention and memory for each token of x, at g = LN(x)."""
         g = self.activation(z)
         pull = self.attention.query_pull(g, keys)
@@ -141,7 +142,7 @@ class CausalTokens(_Causal, Fielded):
         lagrangian: LayerNormPotential,
         attention: TokenAttention,
         memory: Potential | None,
-        field: Float[Tensor, "*batch N D"],
+        field: States,
         *,
         keys: Float[Tensor, "*batch H M Y"] | None = None,
     ) -> None:
@@ -150,7 +151,7 @@ class CausalTokens(_Causal, Fielded):
         self.keys = keys
         self._check("field", field, keys)
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(x) = b + pull(LN(x))."""
         return self.field + self.pull(z, self.keys)
 
@@ -263,6 +264,6 @@ class CausalDynamics(_Causal):
         required = "make a fixed number of steps: these dynamics have no fixed point"
         _validate.require(fixed, "solver", required, f"{type(solver).__name__} with rtol={solver.rtol:g}", remedy)
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """x + pull(LN(x))."""
         return z + self.pull(z)

@@ -6,12 +6,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import host_may_look
+from ..potentials._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from ..potentials.masked_keys import MaskedKeys, Read, common
 from ..problem import Evaluation, Linearization, pullback
 from .base import Energy
@@ -78,15 +78,7 @@ class Epanechnikov(Energy):
     if_bottomless = ""
     if_outside = "no key is within sqrt(2/beta) of the state, which stays: lower beta, or start nearer to the keys"
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        eps: float = 0.0,
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, eps: float = 0.0, *, mask: Mask = None, bias: Bias = None) -> None:
         self.memory = MaskedKeys(keys, beta, mask=mask, bias=bias)
         self.eps: float = _validate.check_number("eps", eps, low=0.0)
 
@@ -97,11 +89,11 @@ class Epanechnikov(Energy):
     def check_state(self, z: Tensor) -> None:
         self.memory.check_state("initial", z)
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def energy(self, z: States) -> PerRow:
         """E(z), one number per query, (*batch, N, D) -> (*batch, N)."""
         return self._energy(self._cell(z))
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(z), the mean of the keys in range; z where there are none."""
         return self._cell(z).mean(z)
 
@@ -109,14 +101,12 @@ class Epanechnikov(Energy):
         cell = self._cell(z)
         return Evaluation(cell.mean(z), self._energy(cell) if energy else None)
 
-    def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def gradient(self, z: States) -> States:
         """Grad E(z) = a (z - m)."""
         cell = self._cell(z)
         return cell.steepness(self.eps)[..., None] * (z - cell.mean(z))
 
-    def hessian_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def hessian_product(self, z: States, v: States) -> States:
         """Hess E(z) v = a v + beta grad E <grad E, v>."""
         cell = self._cell(z)
         steepness = cell.steepness(self.eps)[..., None]

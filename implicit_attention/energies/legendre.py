@@ -12,6 +12,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._declared import restricted
 from ..potentials import Potential
+from ..potentials._shapes import States
 from ..potentials.layer_norm import LayerNormPotential
 from ..problem import Evaluation, Linearization, Problem, pullback
 from .anchored import Fielded
@@ -34,7 +35,7 @@ class _Activated(Problem, general=True):
     def row_block(self) -> int:  # type: ignore[override]
         return self.potential.row_block
 
-    def activation(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def activation(self, z: States) -> States:
         """g = grad L(x), the normalised tokens."""
         return self.lagrangian.mean(z)
 
@@ -108,9 +109,7 @@ class LegendreEnergy(_Activated, Fielded):
     #: The attributes for which closed forms are written.
     _held: ClassVar[tuple[str, ...]] = ("lagrangian", "potential", "field")
 
-    def __init__(
-        self, lagrangian: LayerNormPotential, potential: Potential, field: Float[Tensor, "*batch N D"]
-    ) -> None:
+    def __init__(self, lagrangian: LayerNormPotential, potential: Potential, field: States) -> None:
         self._hold(lagrangian, potential)
         super().__init__(field)
         lagrangian.check_state("field", field)
@@ -125,7 +124,7 @@ class LegendreEnergy(_Activated, Fielded):
     def knows_own(self) -> bool:  # type: ignore[override]
         return super().knows_own and self.potential.knows_own and self.lagrangian.knows_own
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(x), one number per problem."""
         g = self.activation(z)
         return self._energy(z, g, self.potential.value(g))
@@ -134,7 +133,7 @@ class LegendreEnergy(_Activated, Fielded):
         self.potential.check_value(value, z)
         return self._summed(self.lagrangian.conjugate_at(z) - (self.field * g).sum(-1)) - value
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(x) = b + mean(g)."""
         return self.field + self.potential.mean(self.activation(z))
 
@@ -145,7 +144,7 @@ class LegendreEnergy(_Activated, Fielded):
         value, mean = self.potential.evaluate(g)
         return Evaluation(self.field + mean, self._energy(z, g, value))
 
-    def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def gradient(self, z: States) -> States:
         """Grad E(x) = M (x - f(x))."""
         return self.metric_product(z, z - self.fixed_point_map(z))
 
@@ -244,11 +243,11 @@ class PublishedDynamics(_Activated):
         required = "make a fixed number of steps: these dynamics have no fixed point"
         _validate.require(fixed, "solver", required, f"{type(solver).__name__} with rtol={solver.rtol:g}", remedy)
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """-Phi(g), one number per problem."""
         return -self.potential.value(self.activation(z))
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """x + mean(g)."""
         return z + self.potential.mean(self.activation(z))
 
@@ -258,6 +257,6 @@ class PublishedDynamics(_Activated):
         value, mean = self.potential.evaluate(self.activation(z))
         return Evaluation(z + mean, -value)
 
-    def gradient(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def gradient(self, z: States) -> States:
         """Grad E(x) = -M mean(g)."""
         return -self.metric_product(z, self.potential.mean(self.activation(z)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import vjp
 from ..potentials import Potential
+from ..potentials._shapes import PerBatch, States
 from ..problem import Evaluation, Linearization, pullback
 from .anchored import AnchoredEnergy
 
@@ -71,9 +72,9 @@ class SphereEnergy(AnchoredEnergy):
     def __init__(
         self,
         potential: Potential,
-        field: Float[Tensor, "*batch N D"],
-        anchor: float | Float[Tensor, "*#batch"] = 0.0,
-        radius: float | Float[Tensor, "*#batch"] = 1.0,
+        field: States,
+        anchor: PerBatch = 0.0,
+        radius: PerBatch = 1.0,
         *,
         mean_zero: bool = False,
     ) -> None:
@@ -102,16 +103,16 @@ class SphereEnergy(AnchoredEnergy):
     def falls(self) -> None:
         """No energy falls without end on a sphere."""
 
-    def retract(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def retract(self, z: States) -> States:
         """r z/|z|, and 0 for 0."""
         return self._radius * self._sized(z)[0]
 
-    def energy(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(r z/|z|), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
         z = self.retract(z)
         return self._energy(z, self.potential.value(z))
 
-    def fixed_point_map(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def fixed_point_map(self, z: States) -> States:
         """f(z) = r g/|g|."""
         z = self.retract(z)
         return self._map(self.potential.mean(z), z)

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from .._autograd import at_least_single, exact_precision, sum_to_shape
 from .._declared import restricted
+from ._shapes import PerRow, ReadOut, States, Values, Weights
 from .base import Composite, CovarianceMap, Potential
 from .log_sum_exp import LogSumExp
 from .scored_keys import ReadsOut
@@ -30,9 +31,7 @@ class Clamped(Composite):
 
     declares_all = True
 
-    def __init__(
-        self, potential: Potential, known: Bool[Tensor, "*batch N D"], at: Float[Tensor, "*batch N D"]
-    ) -> None:
+    def __init__(self, potential: Potential, known: Bool[Tensor, "*batch N D"], at: States) -> None:
         super().__init__(potential)
         self.known, self.at = known, at
 
@@ -42,20 +41,18 @@ class Clamped(Composite):
     def _unknown(self, v: Tensor) -> Tensor:
         return v.where(~self.known, 0.0)
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(y) + <x, P z - x>, (*batch, N, D) -> (*batch, N)."""
         return self.parts[0].value(self._there(z)) + self._held(z)
 
     def _held(self, z: Tensor) -> Tensor:
         return (self.at * (z - self.at)).where(self.known, 0.0).sum(-1)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """The known entries, and the mean of the others, (*batch, N, D) -> (*batch, N, D)."""
         return self._there(self.parts[0].mean(self._there(z)))
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """The covariance among the unknown entries times theirs, zeros for the known ones."""
         return self._unknown(self.parts[0].covariance_product(self._there(z), self._unknown(v)))
 
@@ -83,13 +80,11 @@ class Clamped(Composite):
         clone.parts = (part,)
         return clone
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """Those of Phi at y, (*batch, N, M)."""
         return self._weighing.probabilities(self._there(z))
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; see `LogSumExp.readout`."""
         return self._weighing.readout(self._there(z), values, dropout_p=dropout_p)
 
@@ -108,11 +103,8 @@ class Clamped(Composite):
 
 
 def filled(
-    queries: Float[Tensor, "*batch N D"],
-    known: Bool[Tensor, "*#batch #N #D"],
-    patterns: Float[Tensor, "M D"],
-    beta: float | Tensor,
-) -> Float[Tensor, "*batch N D"]:
+    queries: States, known: Bool[Tensor, "*#batch #N #D"], patterns: Float[Tensor, "M D"], beta: float | Tensor
+) -> States:
     """Queries with what the patterns say of the unknown entries, by the distances over the known ones.
 
     These are sum_j p_j k_j with p = softmax_j(-beta |P (query - k_j)|^2/2): the mean that Gaussians of variance 1/beta

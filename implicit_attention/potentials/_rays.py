@@ -28,12 +28,7 @@ class Ray(NamedTuple):
 
 
 def quadratic_ray(
-    keys: Tensor,
-    strength: float | Tensor,
-    scale: float | Tensor,
-    *,
-    rectified: bool = False,
-    together: bool = True,
+    keys: Tensor, strength: float | Tensor, scale: float | Tensor, *, rectified: bool = False, together: bool = True
 ) -> Ray:
     """Return the ray of a Phi that grows like (strength/2) sum_j <k_j, z>^2, over positive <k_j, z> if `rectified`.
 

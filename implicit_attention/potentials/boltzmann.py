@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import _validate
 from .._autograd import HALF, host_may_look, in_own_precision, is_differentiated, transforms_active
+from ._shapes import PerRow, States
 from .hidden_units import HiddenUnits
 from .laws import BernoulliUnits, ConstantUnits, DiscreteUnits, GaussianUnits
 from .sphere import SignUnits
@@ -24,7 +25,7 @@ LARGEST = 2**24
 #: Most numbers of one block of states.
 BLOCK = 2**21
 
-Visible: TypeAlias = Float[Tensor, "*batch N D"]
+Visible: TypeAlias = States
 #: From states of a layer and their log weights, W and a to the log of the sum of their weights in Z.
 _Sums: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -91,7 +92,7 @@ class RestrictedBoltzmannMachine:
             self._check_domain()
 
     @in_own_precision
-    def effective_energy(self, v: Visible) -> Float[Tensor, "*batch N"]:
+    def effective_energy(self, v: Visible) -> PerRow:
         """E(v), (*batch, N, D) -> (*batch, N); infinite where a row is no state of the visible units."""
         self.potential.check_state("v", v)
         return -self._log_weight(v) - v @ self.field - self.potential.value(v)
@@ -111,7 +112,7 @@ class RestrictedBoltzmannMachine:
         _validate.require(h.shape[-1] == self.weights.shape[1], "h", required, f"shape {tuple(h.shape)}")
         return self.visible.mean(self.field + h @ self.weights.mT)
 
-    def log_prob(self, v: Visible) -> Float[Tensor, "*batch N"]:
+    def log_prob(self, v: Visible) -> PerRow:
         """log p(v) = -E(v) - log Z, of a state or, for Gaussian visible units, the density; -inf for what is no state.
 
         Raises as `log_partition` does.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .._autograd import at_least_single, host_may_look, sum_to_shape
+from ._shapes import Keys, PerBatch, ReadOut, States, Values, Weights
 from .log_sum_exp import LogSumExp, OverLogSumExp
 from .masked_keys import Masks
 
@@ -62,12 +62,7 @@ class DistanceLogSumExp(OverLogSumExp):
 
     declares_all = True
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, **masks: Unpack[Masks]) -> None:
         super().__init__(LogSumExp(keys, beta, **masks))
 
     def whole(self) -> LogSumExp:
@@ -110,14 +105,12 @@ class DistanceLogSumExp(OverLogSumExp):
         """|k_j|^2, (*batch, M)."""
         return self._finite().square().sum(-1)
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """softmax(-beta |z - k_j|^2/2 + bias), (*batch, N, M); zeros for a query that attends to no key."""
         whole, read = self._whole_at(z)
         return whole.probabilities(read).to(z.dtype)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; see `LogSumExp.readout`."""
         whole, read = self._whole_at(z)
         return whole.readout(read, values.to(read.dtype), dropout_p=dropout_p).to(z.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _matrices, _validate
 from .._autograd import host_may_look, in_own_precision, transforms_active
+from ._shapes import PerRow, States
 from .base import Potential
 from .gaussian_mixture import GaussianMixture
 
@@ -22,7 +23,7 @@ _ROOT_STEPS = 3
 
 
 @in_own_precision
-def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Tensor:
+def bregman(potential: Potential, a: States, b: States) -> Tensor:
     """The Bregman divergence Phi(a) - Phi(b) - <grad Phi(b), a - b>, also where a is near b.
 
     Of a log-partition function G it is the relative entropy KL(p_b || p_a); `LogSumExp` has Phi = G/beta, so that beta
@@ -81,7 +82,7 @@ def bregman(potential: Potential, a: Float[Tensor, "*batch N D"], b: Float[Tenso
 
 
 @in_own_precision
-def fisher(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D D"]:
+def fisher(potential: Potential, eta: States) -> Float[Tensor, "*batch N D D"]:
     """The dense Hessian of Phi at eta: of a log-partition function the Fisher information, which is the covariance.
 
     I = Hess Phi(eta) = E[x x^T] - E[x] E[x]^T, centred (for `LogSumExp` beta times the covariance of the keys).
@@ -120,9 +121,7 @@ def fisher(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tens
 
 
 @in_own_precision
-def contrastive_loss(
-    potential: Potential, eta: Float[Tensor, "*batch N D"], x: Float[Tensor, "*#batch N D"]
-) -> Float[Tensor, "*batch N"]:
+def contrastive_loss(potential: Potential, eta: States, x: Float[Tensor, "*#batch N D"]) -> PerRow:
     """Phi(eta) - <x, eta>, the loss of natural parameters eta for data x; its gradient is mean(eta) - x.
 
     Of a log-partition function it is -log p(x; eta) without log h(x), the weight of x itself. For `LogSumExp` with
@@ -178,7 +177,7 @@ def contrastive_loss(
 
 
 @in_own_precision
-def jensen_bound(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+def jensen_bound(potential: Potential, eta: States) -> PerRow:
     """A lower bound of G(eta): the average of the components' exponents in place of the log of their average.
 
     G(eta) >= log W + sum_n (pi_n/W) (<mu_n, eta> + <eta, Sigma_n eta>/2), W = sum_n pi_n, by Jensen's inequality. It is
@@ -220,9 +219,7 @@ def jensen_bound(potential: Potential, eta: Float[Tensor, "*batch N D"]) -> Floa
 
 
 @in_own_precision
-def renormalise(
-    x: Float[Tensor, "*batch N D"], mean: Float[Tensor, "*#batch D"], covariance: Float[Tensor, "*#batch D D"]
-) -> Float[Tensor, "*batch N D"]:
+def renormalise(x: States, mean: Float[Tensor, "*#batch D"], covariance: Float[Tensor, "*#batch D D"]) -> States:
     """The particles x moved affinely until their mean and covariance are those asked for.
 
     x -> mean + C^(1/2) S^(-1/2) (x - average), C the covariance asked for, S the centred covariance of the N particles

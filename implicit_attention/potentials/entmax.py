@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -12,6 +11,7 @@ from .. import _validate
 from .._autograd import at_least_single, exact_precision, sum_to_shape
 from .._declared import Withdrawn
 from ._entmax import by_order, entmax, maximum, slopes
+from ._shapes import Keys, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .base import CovarianceMap
 from .log_sum_exp import LogSumExp
 from .masked_keys import Masks, Read, in_blocks
@@ -82,14 +82,7 @@ class Entmax(ScoredKeys):
     readout_with_logsumexp = Withdrawn("readout_with_logsumexp", "value", "ScoredKeys")
     _held = (*ScoredKeys._held, "alpha")
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        alpha: float | Float[Tensor, "*#batch"] = 1.5,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, alpha: PerBatch = 1.5, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         # Torch's kernels weigh by softmax.
         self._dense = True
@@ -108,12 +101,12 @@ class Entmax(ScoredKeys):
         _validate.check_fits_batch("alpha", self.alpha, argument, z)
 
     @in_blocks
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._valued(*self._weighed(z))
 
     @in_blocks
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """Sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         read, _, p = self._weighed(z)
         return _averaged(read, p)
@@ -123,9 +116,7 @@ class Entmax(ScoredKeys):
         read, scores, p = self._weighed(z)
         return self._valued(read, scores, p), _averaged(read, p)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v = beta sum_j w_j (k_j - m) <k_j - m, v> with m the mean by weights w, per row."""
         read, _, p = self._weighed(z, centred=True)
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
@@ -175,14 +166,12 @@ class Entmax(ScoredKeys):
 
         return CovarianceMap(product, pullback)
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """The weights alpha-entmax(s), (*batch, N, M); zeros for a query that attends to no key."""
         read, _, p = self._weighed(z)
         return read.finish(p.to(z.dtype), rows=True)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; arguments, masks and errors as in `LogSumExp.readout`, any order of derivatives."""
         self._check_readout(z, values, dropout_p)
         if torch.finfo(z.dtype).bits < 32:

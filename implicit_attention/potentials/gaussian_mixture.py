@@ -13,6 +13,7 @@ from .. import _validate
 from .._autograd import host_may_look, sum_to_shape, transforms_active
 from .._types import LinearMap
 from ._rays import Ray
+from ._shapes import Keys, PerRow, States, Weights
 from .base import CovarianceMap, Potential
 from .masked_keys import in_double
 from .scored_keys import common
@@ -62,10 +63,7 @@ class GaussianMixture(Potential):
     declares_all = True
 
     def __init__(
-        self,
-        means: Float[Tensor, "*batch M D"],
-        covariances: Float[Tensor, "*#batch D D"],
-        log_weights: Float[Tensor, "*#batch M"],
+        self, means: Keys, covariances: Float[Tensor, "*#batch D D"], log_weights: Float[Tensor, "*#batch M"]
     ) -> None:
         _validate.check_float_tensor("means", means, min_ndim=2)
         required = "hold at least one component, shape (*batch, M, D)"
@@ -92,18 +90,16 @@ class GaussianMixture(Potential):
         _validate.check_same_kind([("means", self.means), (argument, z)])
         _validate.check_broadcast("means", self.means.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """G(eta), (*batch, N, D) -> (*batch, N)."""
         return self._scores(z, self._pushed(z)).logsumexp(-1)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_n p_n (mu_n + Sigma_n eta), (*batch, N, D) -> (*batch, N, D)."""
         pushed = self._pushed(z)
         return self._mixed(self._scores(z, pushed).softmax(-1), pushed)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess G(eta) v, per row: within the components and between them."""
         return self._covariance(z)[-1](v)
 
@@ -112,7 +108,7 @@ class GaussianMixture(Potential):
         scores = self._scores(z, pushed)
         return scores.logsumexp(-1), self._mixed(scores.softmax(-1), pushed)
 
-    def responsibilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def responsibilities(self, z: States) -> Weights:
         """p_n, the probability of each component under the law tilted by eta, (*batch, N, M)."""
         return self._scores(z, self._pushed(z)).softmax(-1)
 

@@ -11,6 +11,7 @@ from typing_extensions import Self
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._rays import Ray, finite, spectral_norm
+from ._shapes import PerRow, States
 from .base import CovarianceMap, Potential
 from .laws import units_ray
 from .masked_keys import in_double
@@ -72,17 +73,15 @@ class HiddenUnits(Potential):
         _validate.check_same_kind([("weights", self.weights), (argument, z)])
         _validate.check_broadcast("weights", self.weights.shape[:-2], z.shape[:-2], f"the leading axes of `{argument}`")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(v), (*batch, N, D) -> (*batch, N)."""
         return self.units.cumulant(z @ self.weights).sum(-1)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """W <h|v>, (*batch, N, D) -> (*batch, N, D)."""
         return self.units.mean(z @ self.weights) @ self.weights.mT
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """W Cov(h|z) W^T v, per row; the hidden units are independent, and Cov(h|z) is diagonal."""
         return (self.units.variance(z @ self.weights) * (v @ self.weights)) @ self.weights.mT
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
@@ -15,6 +15,7 @@ from .. import _validate
 from .._autograd import HALF, at_least_single, check_graph, host_may_look, vjp
 from .._declared import restricted
 from ._read import check_masks, joined
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .kernel_features import OWN, Features, running_logsumexp
 from .scored_keys import SMALL_PRODUCT, KeyPotential
 
@@ -80,12 +81,12 @@ class KernelPotential(KeyPotential):
 
     def __init__(
         self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
+        keys: Keys,
+        beta: PerBatch,
         *,
         features: Callable[[Tensor], Tensor],
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        mask: Mask = None,
+        bias: Bias = None,
         causal: bool = False,
     ) -> None:
         super().__init__(keys, beta)
@@ -126,11 +127,11 @@ class KernelPotential(KeyPotential):
         size = self.keys.shape[-1] * self.state.shape[-1]
         return -(-max(SMALL_PRODUCT // max(size, 1), 1) // 32) * 32
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._value(self._kernel(z)).to(z.dtype)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """J^T S/(sqrt(beta) <phi(x), S>), (*batch, N, D) -> (*batch, N, D)."""
         return self._mean(self._kernel(z)).to(z.dtype)
 
@@ -147,13 +148,7 @@ class KernelPotential(KeyPotential):
             return None
         return self._without_keys(restricted(self, index, state=1).state) if self.causal else self
 
-    def append(
-        self,
-        keys: Float[Tensor, "*batch n D"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> Self:
+    def append(self, keys: Float[Tensor, "*batch n D"], *, mask: Mask = None, bias: Bias = None) -> Self:
         """The potential of these keys too, S + sum_j exp(bias_j) phi(sqrt(beta) k_j), at a cost that knows no M.
 
         Args:
@@ -185,7 +180,7 @@ class KernelPotential(KeyPotential):
         both = torch.stack([state.masked_fill(nothing, 0.0) for state in (self.state, added)])
         return self._without_keys(both.logsumexp(0).masked_fill(nothing, -torch.inf))
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """The weights exp(bias_j) <phi(x), phi(sqrt(beta) k_j)>/<phi(x), S>, (*batch, N, M).
 
         Zeros where value and mean are 0. An (N, M) tensor by definition: `readout` does without.
@@ -198,9 +193,7 @@ class KernelPotential(KeyPotential):
         rows = [self._pairs(p, slice(n, n + 1), weights, places[None] > n) for n in range(p.shape[-2])]
         return torch.cat(rows, -2).to(z.dtype)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """Linear attention, <phi(x), sum_j exp(bias_j) phi(sqrt(beta) k_j) v_j^T>/<phi(x), S>: probabilities(z) V.
 
         Args:

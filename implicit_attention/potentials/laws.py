@@ -335,12 +335,7 @@ class ConstantUnits(Units):
 
 
 def units_ray(
-    units: Units,
-    keys: Callable[[], Tensor],
-    beta: float | Tensor,
-    scale: float | Tensor,
-    *,
-    together: bool = True,
+    units: Units, keys: Callable[[], Tensor], beta: float | Tensor, scale: float | Tensor, *, together: bool = True
 ) -> Ray | None:
     """Return the ray of (1/beta) sum_j K(beta <k_j, z>) for a law's cumulant K; `keys` are computed only if needed."""
     if type(units) is GaussianUnits:

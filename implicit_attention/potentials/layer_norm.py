@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import sum_to_shape
 from .._types import LinearMap
+from ._shapes import PerBatch, PerRow, States
 from .base import CovarianceMap, Potential
 
 
@@ -52,9 +53,7 @@ class LayerNormPotential(Potential):
     convex = True
     declares_all = True
 
-    def __init__(
-        self, gamma: float | Float[Tensor, "*#batch"] = 1.0, delta: Float[Tensor, "D"] | None = None, eps: float = 1e-5
-    ) -> None:
+    def __init__(self, gamma: PerBatch = 1.0, delta: Float[Tensor, "D"] | None = None, eps: float = 1e-5) -> None:
         remedy = "parametrise it by a softplus"
         self.gamma: float | Tensor = _validate.check_per_batch("gamma", gamma, low=0.0, open_low=True, remedy=remedy)
         if delta is not None:
@@ -71,27 +70,23 @@ class LayerNormPotential(Potential):
             required = f"have one entry for each of the {self.delta.shape[0]} of `delta` on its last axis"
             _validate.require(z.shape[-1] == self.delta.shape[0], argument, required, f"shape {tuple(z.shape)}")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """L(x), (*batch, N, D) -> (*batch, N)."""
         _, s = self._centred(z)
         value = (z.shape[-1] * self.gain * s).squeeze(-1)
         return value if self.delta is None else value + z @ self.delta
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """The normalised token, gamma (x - mean x)/s + delta."""
         centred, s = self._centred(z)
         mean = centred * (self.gain / s)
         return mean if self.delta is None else mean + self.delta
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """M v = (gamma/s) (v' - c <c, v>/(D s^2)), with c and v' the centred x and v."""
         return self._products(z)[0](v)
 
-    def root_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def root_product(self, z: States, v: States) -> States:
         """M^(1/2) v, with the symmetric root of the covariance M."""
         return self._products(z, root=True)[0](v)
 
@@ -108,7 +103,7 @@ class LayerNormPotential(Potential):
 
         return CovarianceMap(product, pullback)
 
-    def conjugate(self, g: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def conjugate(self, g: States) -> PerRow:
         """L*(g) = sup_x <g, x> - L(x) = -D gamma sqrt(eps) sqrt(1 - |g - delta|^2/(D gamma^2)), (*batch, N).
 
         Between -D gamma sqrt(eps) and 0 on the ball where the root is real, in the plane where g - delta has mean zero;
@@ -124,12 +119,12 @@ class LayerNormPotential(Potential):
         value = -(g.shape[-1] * self.eps**0.5) * gain * root
         return torch.where(inside | g.isnan().any(-1, keepdim=True), value, torch.inf).squeeze(-1)
 
-    def conjugate_at(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def conjugate_at(self, z: States) -> PerRow:
         """L*(mean(x)) = <mean(x), x> - L(x) = -D gamma eps/s, without the cancellation of the two, (*batch, N)."""
         _, s = self._centred(z)
         return (-(z.shape[-1] * self.eps) * self.gain / s).squeeze(-1)
 
-    def divergence(self, a: Float[Tensor, "*batch N D"], b: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def divergence(self, a: States, b: States) -> PerRow:
         """D_L(a, b) = L(a) - L(b) - <mean(b), a - b> >= 0, (*batch, N), precise for a near b too."""
         # With d the direction of u = (x - mean x, sqrt(D eps)), whose length is sqrt(D) s: gamma D s_a |d_a - d_b|^2/2.
         (centred, s), (_, s_a) = self._centred(b), self._centred(a)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from .._autograd import sum_to_shape
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from .base import Composite, CovarianceMap, Potential
 from .scored_keys import ScoredKeys
 
@@ -70,11 +70,11 @@ class LogSumExp(ScoredKeys):
 
     def __init__(
         self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
+        keys: Keys,
+        beta: PerBatch,
         *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        mask: Mask = None,
+        bias: Bias = None,
         query_offset: int | None = None,
     ) -> None:
         super().__init__(keys, beta, mask=mask, bias=bias)
@@ -86,14 +86,12 @@ class LogSumExp(ScoredKeys):
 
     # The three numbers, differentiable to any order; `value` is that of `ScoredKeys`.
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """Softmax attention of z over the keys, (*batch, N, D) -> (*batch, N, D)."""
         read = self._read(z, fused=True)
         return read.finish(self._average(z, read), rows=True)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v = beta sum_j p_j (k_j - mean) <k_j - mean, v>, per row."""
         read = self._read(z).centred()
         fold, keys, v = read.fold, read.keys, read.fold.moved(v)
@@ -185,19 +183,17 @@ class OverLogSumExp(Composite):
         clone.parts = (self.parts[0].written_out(),)
         return clone
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         whole, read = self._whole_at(z)
         return whole.value(read).to(z.dtype)
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_j p_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         whole, read = self._whole_at(z)
         return whole.mean(read).to(z.dtype)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v, per row."""
         whole, read = self._whole_at(z)
         return whole.covariance_product(read, v.to(read.dtype)).to(z.dtype)

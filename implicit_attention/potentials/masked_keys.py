@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self, TypedDict
 
@@ -21,6 +20,7 @@ from ..ops.fold import row_block as row_block
 from ..ops.problem import common as common
 from ..ops.problem import triangle as triangle
 from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan, without_nan_before
+from ._shapes import Bias, Keys, Mask, PerBatch
 from .base import CovarianceMap, Potential
 
 _P = TypeVar("_P", bound="MaskedKeys")
@@ -35,8 +35,8 @@ LOST = 64.0
 class Masks(TypedDict, total=False):
     """Which pairs there are: the keyword arguments of every potential whose keys are masked."""
 
-    mask: Bool[Tensor, "..."] | None
-    bias: Float[Tensor, "..."] | None
+    mask: Mask
+    bias: Bias
 
 
 class KeyPotential(Potential):
@@ -110,14 +110,7 @@ class MaskedKeys(KeyPotential):
     #: The index of the first query where each reads keys up to its own only; None where a mask says all.
     query_offset: int | None = None
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
         super().__init__(keys, beta)
         check_masks(mask, bias, keys)
         self.mask = mask

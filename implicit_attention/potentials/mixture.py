@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, MultivariateNormal, Normal
 
 from .. import _validate
 from .._autograd import host_may_look, transforms_active
 from ._read import joined
+from ._shapes import States
 from .base import Potential
 from .gaussian_mixture import GaussianMixture
 from .log_sum_exp import LogSumExp, as_log_sum_exp
 
 
-def as_distribution(potential: Potential, tilt: Float[Tensor, "*batch N D"] | None = None) -> MixtureSameFamily:
+def as_distribution(potential: Potential, tilt: States | None = None) -> MixtureSameFamily:
     """The law p(v) whose posterior mean is attention, as a mixture that torch samples and evaluates.
 
     `LogSumExp`: p(v) = exp(<tilt, v> - beta (|v|^2/2 - Phi(v)))/Z, with the components N(k_j + tilt/beta, I/beta) and

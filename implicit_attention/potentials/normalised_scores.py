@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
+from ._shapes import Keys, PerBatch, PerRow, States
 from .base import CovarianceMap
 from .masked_keys import MaskedKeys, Masks, Read, in_blocks
 
@@ -61,24 +61,17 @@ class NormalisedScores(MaskedKeys):
     select = MaskedKeys.select
     row_block = MaskedKeys.row_block
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        eps: float = 1e-5,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, eps: float = 1e-5, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         self.eps: float = _validate.check_number("eps", eps, low=0.0)
 
     @in_blocks
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._length(*self._normalised(z))
 
     @in_blocks
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_j w_j k_j, (*batch, N, D) -> (*batch, N, D)."""
         return self._pull(*self._normalised(z))
 
@@ -87,9 +80,7 @@ class NormalisedScores(MaskedKeys):
         normalised = self._normalised(z)
         return self._length(*normalised), self._pull(*normalised)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z) v, per row."""
         read, centred, count, square = self._normalised(z)
         fold, keys = read.fold, read.keys

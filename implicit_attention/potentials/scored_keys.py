@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
@@ -26,6 +25,7 @@ from ..ops.attention import (
 )
 from ..ops.dispatch import by_attention
 from ._read import surely_finite
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .masked_keys import SMALL_PRODUCT as SMALL_PRODUCT
 from .masked_keys import KeyPotential as KeyPotential
 from .masked_keys import MaskedKeys, Read
@@ -58,14 +58,7 @@ class ScoredKeys(MaskedKeys):
                     setattr(cls, name, vars(ScoredKeys)[name])
         super().__init_subclass__(**options)
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
         super().__init__(keys, beta, mask=mask, bias=bias)
         # Whether every product is written out, without torch's fused kernels.
         self._dense = False
@@ -76,19 +69,17 @@ class ScoredKeys(MaskedKeys):
         clone._dense = True
         return clone
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         read = self._read(z, fused=True)
         return read.finish(self._scores(z, read).logsumexp(-1)) / self._row_scale
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """The attention weights softmax(c(s) + bias), (*batch, N, M); zeros for a query that attends to no key."""
         read = self._read(z)
         return read.finish(self._scores(z, read).softmax(-1), rows=True)
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """Attention of z over the keys, read out in other values than the keys themselves: probabilities(z) V.
 
         Args:
@@ -130,9 +121,7 @@ class ScoredKeys(MaskedKeys):
             kernel = partial(sdpa, dropout_p=dropout_p) if dropout_p > 0 else differentiable
             return read.finish(self._flash(z, read, kernel)[0], rows=True)
 
-    def readout_with_logsumexp(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"]
-    ) -> tuple[Float[Tensor, "*batch N E"], Float[Tensor, "*batch N"]]:
+    def readout_with_logsumexp(self, z: States, values: Values) -> tuple[ReadOut, PerRow]:
         """`readout`, and log sum_j exp(c(s_j) + bias_j), -inf for a query that attends to no key.
 
         Outputs o_i over different sets of keys with log-sum-exps l_i merge to the output over all of them,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from .. import _validate
+from ._shapes import Bias, Keys, Mask, PerBatch, ReadOut, States, Values, Weights
 from .log_sum_exp import LogSumExp, OverLogSumExp
 
 
@@ -49,14 +48,7 @@ class Softmax1(OverLogSumExp):
 
     declares_all = True
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
         # Validate the arguments as given, so that errors name what the user passed.
         given = LogSumExp(keys, beta, mask=mask, bias=bias)
         count = keys.shape[-2]
@@ -69,13 +61,11 @@ class Softmax1(OverLogSumExp):
             )
         )
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N M"]:
+    def probabilities(self, z: States) -> Weights:
         """p, (*batch, N, M), whose rows sum to less than 1."""
         return self.parts[0].probabilities(z)[..., :-1]
 
-    def readout(
-        self, z: Float[Tensor, "*batch N D"], values: Float[Tensor, "*#batch M E"], *, dropout_p: float = 0.0
-    ) -> Float[Tensor, "*batch N E"]:
+    def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:
         """probabilities(z) V; see `LogSumExp.readout`."""
         _validate.check_float_tensor("values", values, min_ndim=2)
         keys = self.parts[0].keys

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from .. import _validate
 from .._autograd import at_least_single
+from ._shapes import PerBatch
 from .unit import Sites, Vectors
 
-Beta: TypeAlias = float | Float[Tensor, "*#batch"]
+Beta: TypeAlias = PerBatch
 
 
 class Site(NamedTuple):

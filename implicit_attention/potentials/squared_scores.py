@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from einops import einsum
-from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
 from ._rays import Ray, finite, quadratic_ray, spectral_norm
 from ._read import check_masks
+from ._shapes import Keys, PerBatch, PerRow, States
 from .masked_keys import in_double
 from .scored_keys import SMALL_PRODUCT, KeyPotential
 
@@ -48,14 +48,7 @@ class SquaredScores(KeyPotential):
     convex = True
     declares_all = True
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, mask: Tensor | None = None, bias: Tensor | None = None) -> None:
         super().__init__(keys, beta)
         _validate.require(
             bias is None, "bias", "be None for SquaredScores", "a tensor", "use LogSumExp for additive biases"
@@ -79,17 +72,15 @@ class SquaredScores(KeyPotential):
         count, dim = self.keys.shape[-2:]
         return -(-max(SMALL_PRODUCT // max(count * dim, 1), 1) // 32) * 32
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._row_scale * self._project(z).square().sum(-1) / 2
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """beta K^T K z, per row."""
         return self._scale * einsum(self._project(z), self._counted(), "... n m, ... m d -> ... n d")
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """beta K^T K v, whatever z."""
         return self.mean(v)
 

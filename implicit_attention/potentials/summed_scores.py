@@ -6,13 +6,13 @@ import math
 from functools import partial
 from typing import Protocol
 
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._rays import Ray, faster_ray, quadratic_ray
+from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from .base import CovarianceMap
 from .laws import units_ray
 from .masked_keys import MaskedKeys, Masks, Read, in_blocks
@@ -36,12 +36,12 @@ class SummedScores(MaskedKeys):
     _largest_curvature: float = math.inf
 
     @in_blocks
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N"]:
+    def value(self, z: States) -> PerRow:
         """Phi(z), (*batch, N, D) -> (*batch, N)."""
         return self._sum(*self._scored(z))
 
     @in_blocks
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_j g'(s_j) k_j, (*batch, N, D) -> (*batch, N, D)."""
         return self._pull(*self._scored(z))
 
@@ -50,9 +50,7 @@ class SummedScores(MaskedKeys):
         scored = self._scored(z)
         return self._sum(*scored), self._pull(*scored)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """beta sum_j g''(s_j) k_j <k_j, v>, per row."""
         read, scores, beta = self._scored(z)
         fold, keys = read.fold, read.keys
@@ -158,14 +156,7 @@ class Polynomial(SummedScores):
     declares_all = True
     _held = (*SummedScores._held, "degree")
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        degree: int = 2,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, *, degree: int = 2, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         self.degree: int = _validate.check_integer("degree", degree, low=2, remedy="degree 1 pulls all alike")
 
@@ -266,13 +257,7 @@ class UnitScores(SummedScores):
     declares_all = True
     _held = (*SummedScores._held, "units")
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        units: Units,
-        **masks: Unpack[Masks],
-    ) -> None:
+    def __init__(self, keys: Keys, beta: PerBatch, units: Units, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
         self.units = units
 
@@ -298,14 +283,7 @@ class UnitScores(SummedScores):
 
 
 class _Factory(Protocol):
-    def __call__(
-        self,
-        keys: Float[Tensor, "*batch M D"],
-        beta: float | Float[Tensor, "*#batch"],
-        *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> UnitScores: ...
+    def __call__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> UnitScores: ...
 
 
 def units_potential(units: Units) -> _Factory:

@@ -12,6 +12,7 @@ from .. import _validate
 from .._autograd import sum_to_shape
 from .._declared import restricted
 from ._rays import Ray
+from ._shapes import States
 from .base import Composite, CovarianceMap, Potential
 
 
@@ -56,17 +57,15 @@ class Tilted(Composite):
         _validate.check_same_kind([("tilt", self.tilt), (argument, z)])
         _validate.check_broadcast("tilt", self.tilt.shape, z.shape, f"the shape of `{argument}`")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*lead"]:
+    def value(self, z: States) -> Float[Tensor, "*lead"]:
         """Phi(z + tilt) - Phi(tilt), one number per problem."""
         return self.parts[0].value(z + self.tilt) - self.parts[0].value(self.tilt.expand_as(z))
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """mean(z + tilt) of the potential, (*batch, N, D) -> (*batch, N, D)."""
         return self.parts[0].mean(z + self.tilt)
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(z + tilt) v."""
         return self.parts[0].covariance_product(z + self.tilt, v)
 

@@ -7,7 +7,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +15,7 @@ from .. import _validate
 from .._autograd import is_plain, sum_to_shape, transforms_active
 from ._query_side import QuerySide
 from ._read import check_masks, check_masks_fit, restricted_to
+from ._shapes import Mask, States
 from .base import CovarianceMap, Potential
 from .self_attention import softmax_tangent
 
@@ -72,7 +73,7 @@ class TokenAttention(Potential):
         w_key: Float[Tensor, "H Y D"],
         beta: float | Float[Tensor, "#H"],
         *,
-        mask: Bool[Tensor, "..."] | None = None,
+        mask: Mask = None,
         exclude_self: bool = False,
     ) -> None:
         for name, weight in (("w_query", w_query), ("w_key", w_key)):
@@ -105,24 +106,22 @@ class TokenAttention(Potential):
         _validate.check_same_kind([(argument, z), ("w_query", self.w_query)])
         check_masks_fit(self.mask, None, argument, z, z.shape[-2], "(*batch, N, N)")
 
-    def value(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch"]:
+    def value(self, z: States) -> Float[Tensor, "*batch"]:
         """Phi(g), (*batch, N, D) -> (*batch)."""
         return TokenPairs(self, z).value()
 
-    def mean(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch N D"]:
+    def mean(self, z: States) -> States:
         """sum_h (P_h k_h) W_query_h + (P_h^T q_h) W_key_h."""
         return TokenPairs(self, z).mean()
 
-    def covariance_product(
-        self, z: Float[Tensor, "*batch N D"], v: Float[Tensor, "*batch N D"]
-    ) -> Float[Tensor, "*batch N D"]:
+    def covariance_product(self, z: States, v: States) -> States:
         """Hess Phi(g) v."""
         return TokenPairs(self, z).curvature(v)
 
     def evaluate(self, z: Tensor) -> tuple[Tensor, Tensor]:
         return TokenPairs(self, z).evaluate()
 
-    def probabilities(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N N"]:
+    def probabilities(self, z: States) -> Float[Tensor, "*batch H N N"]:
         """P(g): row C of a head says how token C attends to all tokens; zeros where it may attend to none."""
         return TokenPairs(self, z).probabilities()
 
@@ -138,9 +137,7 @@ class TokenAttention(Potential):
 
         return CovarianceMap(pairs.curvature, pullback)
 
-    def query_pull(
-        self, z: Float[Tensor, "*batch N D"], keys: Float[Tensor, "*batch H M Y"] | None = None
-    ) -> Float[Tensor, "*batch N D"]:
+    def query_pull(self, z: States, keys: Float[Tensor, "*batch H M Y"] | None = None) -> States:
         """sum_h (P_h k_h) W_query_h, the query side of `mean` alone, over given keys and those of z, causally.
 
         keys: of M earlier tokens, to which all of z attend. Token C of z attends to the tokens of z up to itself (with
@@ -151,7 +148,7 @@ class TokenAttention(Potential):
 
     # The heads.
 
-    def keys_of(self, z: Float[Tensor, "*batch N D"]) -> Float[Tensor, "*batch H N Y"]:
+    def keys_of(self, z: States) -> Float[Tensor, "*batch H N Y"]:
         """k_h = g W_key_h^T."""
         return self._heads(z, self.w_key)
 
