@@ -22,13 +22,13 @@ from .base import Energy
 
 
 class Fielded(Problem):
-    """A problem that holds a field of the shape of its states, which no other of its problems reads.
+    """A problem with a field of the shape of its states; each problem of a batch reads its own part of the field.
 
     Args:
         field: (*batch, N, D).
     """
 
-    #: Whether every tensor that the class reads is certain to be held in an attribute, so that `solve` need not check.
+    #: Whether every tensor that the class reads is certainly in an attribute, so that `solve` need not check.
     declares_all: ClassVar[bool] = False
 
     def __init__(self, field: Tensor) -> None:
@@ -37,7 +37,7 @@ class Fielded(Problem):
 
     @property
     def knows_own(self) -> bool:  # type: ignore[override]
-        """This library's classes make a NaN of every NaN that counts, so that the others do not read it."""
+        """Whether a NaN in a tensor certainly reaches the problems that read it, as in this library's own classes."""
         return bool(vars(type(self)).get("declares_all"))
 
     def without(self, left_out: Tensor) -> Self:
@@ -51,7 +51,7 @@ class Fielded(Problem):
         return clone
 
     def check_undeclared(self, z: Tensor) -> None:
-        # Problems of this library declare what they read by construction; a subclass or a user's potential may not.
+        # This library's problems declare what they read by construction; a subclass or a user's potential may not.
         if not self.knows_own:
             super().check_undeclared(z)
 
@@ -63,7 +63,7 @@ class Fielded(Problem):
 
 
 class Anchored(Fielded):
-    """A problem z = anchor x + (1 - anchor) g(z): what holds the field x and the anchor.
+    """A problem z = anchor x + (1 - anchor) g(z) with the field x and the anchor.
 
     Args:
         field: x, (*batch, N, D).
@@ -85,7 +85,7 @@ class Anchored(Fielded):
 
     @property
     def _forgets(self) -> bool:
-        """Whether the field is not read at all, so that what it holds does not matter."""
+        """Whether the field is not read at all, so that a NaN in it does not matter."""
         return not isinstance(self.anchor, Tensor) and self.anchor == 0
 
     def _anchored(self, mean: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Anchored(Fielded):
         return mean if self._forgets else between(mean, self.field, self._anchor)
 
     def _by_own(self, u: Tensor, mean: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        """(df/dt)^T u for the field, and for the anchor if it is a tensor; `mean` is asked for only then."""
+        """Return (df/dt)^T u for the field, and for the anchor if it is a tensor; only then `mean` is computed."""
         by_field = self._anchor * u
         if not isinstance(self.anchor, Tensor):
             return (by_field,)
@@ -121,7 +121,7 @@ class AnchoredEnergy(Anchored, Energy):
         unbounded: what to do about an energy that certainly falls without end along a ray, where the host can look at
             the tensors at no cost (on a CPU, outside of torch.func and torch.compile): "raise", "warn" or "ignore". A
             solve of such an energy may still find a local minimum or a saddle; if it runs away, its status is DIVERGED.
-            A potential is asked once, and again only where its tensors have changed.
+            A potential is checked once, and again only after its tensors have changed.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; an anchor outside [0, 1]; an energy without a
@@ -142,10 +142,10 @@ class AnchoredEnergy(Anchored, Energy):
     """
 
     declares_all = True
-    # Whether the rays of the potential were looked at, and the energy falls along none of them.
+    # Whether the rays of the potential were checked, and the energy falls along none of them.
     _checked: bool = False
-    #: The attributes for which `select` is written out.
-    _held: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
+    #: The attributes of the class: its closed forms do not hold for a subclass with more.
+    _attributes: ClassVar[tuple[str, ...]] = ("potential", "field", "anchor")
     #: The factor of |z|^2.
     _square: ClassVar[float] = 0.5
 
@@ -157,7 +157,7 @@ class AnchoredEnergy(Anchored, Energy):
         potential.check_state("field", field)
         self.potential = potential
         super().__init__(field, anchor)
-        # A subclass that changes the energy may give it a bound.
+        # A subclass that overrides `falls` may have an energy with a bound.
         if type(self).falls is AnchoredEnergy.falls and check_bounded(potential, self.anchor, unbounded):
             self._checked = True
 
@@ -245,7 +245,7 @@ class AnchoredEnergy(Anchored, Energy):
         return (along * self.hessian_product(z, along)).sum(-1) < 0
 
     def _is_own(self) -> bool:
-        return tuple(name for name in vars(self) if name != "_checked") == self._held
+        return tuple(name for name in vars(self) if name != "_checked") == self._attributes
 
     def lipschitz(self) -> Tensor | None:
         bound = self.potential.lipschitz()
@@ -261,8 +261,8 @@ class AnchoredEnergy(Anchored, Energy):
 
 
 def between(mean: Tensor, field: Tensor, anchor: float | Tensor) -> Tensor:
-    """Anchor field + (1 - anchor) mean, exact at both ends."""
+    """Return anchor field + (1 - anchor) mean, exact at both ends."""
     if isinstance(anchor, Tensor) or anchor < 0.5:
         return mean.lerp(field, anchor)
-    # 1 - anchor is formed here, in double precision: near 1 a float32 keeps few of its digits.
+    # Python forms 1 - anchor in double precision: near 1 a float32 keeps few of its digits.
     return field.lerp(mean, 1 - anchor)

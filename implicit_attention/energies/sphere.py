@@ -66,7 +66,7 @@ class SphereEnergy(AnchoredEnergy):
     row_block = AnchoredEnergy.row_block
     plain_steps_descend = AnchoredEnergy.plain_steps_descend
     select = AnchoredEnergy.select
-    _held = (*AnchoredEnergy._held, "radius", "mean_zero")
+    _attributes = (*AnchoredEnergy._attributes, "radius", "mean_zero")
     _square: ClassVar[float] = 0.0
 
     def __init__(
@@ -126,7 +126,7 @@ class SphereEnergy(AnchoredEnergy):
 
     def _map(self, mean: Tensor, z: Tensor) -> Tensor:
         mapped = self.retract(super()._map(mean, z))
-        # A constant direction: I - df/dz is not singular there.
+        # Its direction is a constant, so that I - df/dz is not singular.
         radius = self._radius
         stays = z.detach() * (radius / radius.detach()) if isinstance(radius, Tensor) else z.detach()
         stays = stays.where((stays != 0).any(-1, keepdim=True), torch.nan)
@@ -134,8 +134,8 @@ class SphereEnergy(AnchoredEnergy):
 
     def gradient(self, z: Tensor) -> Tensor:
         """Grad of z -> E(r z/|z|): -(r/|z|) (I - z z^T/|z|^2) g, tangential."""
-        there, back = vjp(self.retract, z)
-        gradient: Tensor = back(-self._anchored(self.potential.mean(there)))[0]
+        point, back = vjp(self.retract, z)
+        gradient: Tensor = back(-self._anchored(self.potential.mean(point)))[0]
         return gradient
 
     def linearize(self, z: Tensor) -> Linearization:
@@ -162,11 +162,11 @@ class SphereEnergy(AnchoredEnergy):
         return z - z.mean(-1, keepdim=True) if self.mean_zero else z
 
     def _sized(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """z/|z| (0 for 0) and |z| (*batch, N, 1), of the centred z where the mean is zero, whatever their size."""
+        """Return z/|z| (0 for 0) and |z| (*batch, N, 1), with `mean_zero` of the centred z, at every size of z."""
         centred = self._centred(z)
         largest = centred.detach().abs().amax(-1, keepdim=True)
         if self.mean_zero:
-            # What rounding leaves of entries that are all the same is no direction.
+            # Entries that are all the same leave rounding errors, which are no direction.
             whole = z.detach().abs().amax(-1, keepdim=True)
             nothing = largest <= 4 * torch.finfo(z.dtype).eps * whole
             centred, largest = centred.masked_fill(nothing, 0.0), largest.masked_fill(nothing, 0.0)

@@ -66,37 +66,37 @@ class DistanceLogSumExp(OverLogSumExp):
         super().__init__(LogSumExp(keys, beta, **masks))
 
     def whole(self) -> LogSumExp:
-        """Log-sum-exp with the bias -beta |k_j|^2/2 of every key, made of the keys as they are now.
+        """Log-sum-exp with the bias -beta |k_j|^2/2 of every key, computed from the present keys.
 
         So it is exact where a solve widens half precision, in which the squares have three digits.
         """
-        made = copy.copy(self.parts[0])
-        of_keys = -made._scale / 2 * self._squares()[..., None, :]
-        # Far away is not masked.
-        of_keys = of_keys.clamp(min=torch.finfo(made.keys.dtype).min).to(made.keys.dtype)
-        bias = made.bias
-        made.bias = of_keys if bias is None else (bias + of_keys).where(torch.ne(bias, -torch.inf), -torch.inf)
-        return made
+        whole = copy.copy(self.parts[0])
+        squares = -whole._scale / 2 * self._squares()[..., None, :]
+        # A key that is far away is not masked.
+        squares = squares.clamp(min=torch.finfo(whole.keys.dtype).min).to(whole.keys.dtype)
+        bias = whole.bias
+        whole.bias = squares if bias is None else (bias + squares).where(torch.ne(bias, -torch.inf), -torch.inf)
+        return whole
 
     def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        (given,) = self.parts
-        *found, by_whole = gradients
-        assert found[0] is not None
-        assert by_whole is not None
-        # What is summed over the queries is all that the squares need.
-        by_key = by_whole.sum(-2)
-        shares = sum_to_shape(-given._row_scale * by_key, given.keys.shape[:-1])
-        found[0] = found[0] + shares[..., None] * self._finite()
-        if isinstance(given.beta, Tensor):
-            assert found[1] is not None
-            found[1] = found[1] - sum_to_shape((by_key * self._squares()).sum(-1) / 2, given.beta.shape)
-        if given.bias is not None:
-            summed = by_whole.shape[-2] == 1 < given.bias.ndim and given.bias.shape[-2] > 1
-            found.append(None if summed else sum_to_shape(by_whole, given.bias.shape))
-        return tuple(found)
+        (part,) = self.parts
+        *own, by_bias = gradients
+        assert own[0] is not None
+        assert by_bias is not None
+        # The squares need no more than the sum over the queries.
+        by_key = by_bias.sum(-2)
+        shares = sum_to_shape(-part._row_scale * by_key, part.keys.shape[:-1])
+        own[0] = own[0] + shares[..., None] * self._finite()
+        if isinstance(part.beta, Tensor):
+            assert own[1] is not None
+            own[1] = own[1] - sum_to_shape((by_key * self._squares()).sum(-1) / 2, part.beta.shape)
+        if part.bias is not None:
+            summed = by_bias.shape[-2] == 1 < part.bias.ndim and part.bias.shape[-2] > 1
+            own.append(None if summed else sum_to_shape(by_bias, part.bias.shape))
+        return tuple(own)
 
     def _finite(self) -> Tensor:
-        """The keys, zeros for numbers that are not finite: a key says so itself, to the queries that read it."""
+        """The keys with zeros for numbers that are not finite: the queries that read such a key are NaN anyway."""
         keys = self.parts[0].keys
         finite: Tensor = at_least_single(keys.where(torch.isfinite(keys), 0.0))
         return finite
@@ -116,11 +116,11 @@ class DistanceLogSumExp(OverLogSumExp):
         return whole.readout(read, values.to(read.dtype), dropout_p=dropout_p).to(z.dtype)
 
     def loses_digits(self) -> bool:
-        given = self.parts[0]
-        if given.keys.dtype != torch.float32 or not host_may_look(*given.tensors()):
+        part = self.parts[0]
+        if part.keys.dtype != torch.float32 or not host_may_look(*part.tensors()):
             return False
         with torch.no_grad():
-            return bool((given._row_scale * self._squares() > LARGEST).any())
+            return bool((part._row_scale * self._squares() > LARGEST).any())
 
     def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
         if not self.loses_digits():

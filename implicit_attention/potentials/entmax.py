@@ -14,8 +14,8 @@ from ._entmax import by_order, entmax, maximum, slopes
 from ._shapes import Keys, PerBatch, PerRow, ReadOut, States, Values, Weights
 from .base import CovarianceMap
 from .log_sum_exp import LogSumExp
-from .masked_keys import Masks, Read, in_blocks
-from .scored_keys import ScoredKeys, in_double
+from .masked_keys import Masks, Read, in_blocks, in_double
+from .scored_keys import ScoredKeys
 
 
 class Entmax(ScoredKeys):
@@ -80,11 +80,11 @@ class Entmax(ScoredKeys):
     bounded_below = LogSumExp.bounded_below
     # Outputs over parts of the keys do not merge by log-sum-exps here.
     readout_with_logsumexp = Withdrawn("readout_with_logsumexp", "value", "ScoredKeys")
-    _held = (*ScoredKeys._held, "alpha")
+    _attributes = (*ScoredKeys._attributes, "alpha")
 
     def __init__(self, keys: Keys, beta: PerBatch, *, alpha: PerBatch = 1.5, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
-        # Torch's kernels weigh by softmax.
+        # Torch's kernels compute a softmax.
         self._dense = True
         self.alpha: float | Tensor
         if isinstance(alpha, Tensor):
@@ -148,21 +148,11 @@ class Entmax(ScoredKeys):
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             u = fold.moved(u)
-            weighted = centred(u)
-            rows, scaled = fold.rows, fold.moved(self._scale * z)
-            by_keys = rows(p).mT @ rows(u) + rows(weighted).mT @ rows(scaled)
-            gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
-            if isinstance(self.beta, Tensor):
-                by_beta = (fold.restored(fold.product(weighted, keys)) * z).sum((-1, -2))
-                gradients.append(sum_to_shape(by_beta, self.beta.shape))
-            if self.mask is not None:
-                gradients.append(None)
-            if self.bias is not None:
-                gradients.append(sum_to_shape(fold.restored(weighted), self.bias.shape))
-            if isinstance(self.alpha, Tensor) and turn is not None:
-                by_row = read.zero_empty((fold.product(u, keys.mT) * turn).sum(-1))
-                gradients.append(sum_to_shape(fold.restored(by_row).sum(-1), self.alpha.shape))
-            return tuple(gradients)
+            gradients = self._by_tensors(z, read, u, p, centred(u))
+            if not isinstance(self.alpha, Tensor) or turn is None:
+                return gradients
+            by_row = read.zero_empty((fold.product(u, keys.mT) * turn).sum(-1))
+            return *gradients, sum_to_shape(fold.restored(by_row).sum(-1), self.alpha.shape)
 
         return CovarianceMap(product, pullback)
 
@@ -190,12 +180,13 @@ class Entmax(ScoredKeys):
         keys = in_double(self.keys)
         keys = keys - keys.mean(-2, keepdim=True)
         spread = torch.linalg.matrix_norm(keys, ord=2).square() * (1 + 1e-9)
-        count = float(keys.shape[-2]) ** (_detached(self.alpha) - 1)
+        alpha = self.alpha.detach() if isinstance(self.alpha, Tensor) else self.alpha
+        count = float(keys.shape[-2]) ** (alpha - 1)
         return self.beta * torch.minimum(count * self.diameter().square() / 4, spread.to(self.keys))
 
     def _is_own(self) -> bool:
         """See `LogSumExp._is_own`."""
-        return type(self) is Entmax and self._has_only(*self._held)
+        return type(self) is Entmax and self._has_only(*self._attributes)
 
     def _order(self, read: Read) -> float | Tensor:
         """alpha - 1, shaped for the pairs of `read`."""
@@ -207,10 +198,9 @@ class Entmax(ScoredKeys):
     def _weighed(
         self, z: Tensor, values: Tensor | None = None, *, centred: bool = False
     ) -> tuple[Read, Tensor, Tensor]:
-        """Return the keys read, scores and weights; in float32 at least: bfloat16 finds no threshold."""
+        """Return the keys that are read, scores and weights, in float32 at least: bfloat16 resolves no threshold."""
         read = self._read(z, values)
-        if centred:
-            read = read.centred()
+        read = read.centred() if centred else read
         scores = at_least_single(self._scores(z, read))
         return read, scores, entmax(scores, self._order(read))
 
@@ -220,7 +210,3 @@ class Entmax(ScoredKeys):
 
 def _averaged(read: Read, p: Tensor) -> Tensor:
     return read.finish(read.fold.product(p.to(read.values.dtype), read.values), rows=True)
-
-
-def _detached(number: float | Tensor) -> float | Tensor:
-    return number.detach() if isinstance(number, Tensor) else number

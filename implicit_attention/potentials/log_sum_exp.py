@@ -7,13 +7,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _validate
-from .._autograd import sum_to_shape
 from ._shapes import Bias, Keys, Mask, PerBatch, PerRow, States
 from .base import Composite, CovarianceMap, Potential
 from .scored_keys import ScoredKeys
 
-# Probabilities below exp(-cutoff) are set to zero in `linearize`: they are invisible at that precision, and products
-# of subnormal numbers cost ten times as much on a CPU.
+# Probabilities below exp(-cutoff) are set to zero in `linearize`: they do not show at that precision, and products of
+# subnormal numbers cost ten times as much on a CPU.
 CUTOFF = {torch.float32: 40.0, torch.float64: 300.0}
 
 
@@ -64,7 +63,7 @@ class LogSumExp(ScoredKeys):
         torch.Size([3, 2])
     """
 
-    _held = (*ScoredKeys._held, "query_offset")
+    _attributes = (*ScoredKeys._attributes, "query_offset")
     convex = True
     declares_all = True
 
@@ -125,18 +124,8 @@ class LogSumExp(ScoredKeys):
 
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             u = fold.moved(u)
-            centred = fold.product(u, keys.mT).sub_((mean * u).sum(-1, keepdim=True)).mul_(p)
-            rows, scaled = fold.rows, fold.moved(self._scale * z)
-            by_keys = rows(p).mT @ rows(u) + rows(centred).mT @ rows(scaled)
-            gradients: list[Tensor | None] = [by_keys.reshape(self.keys.shape)]
-            if isinstance(self.beta, Tensor):
-                by_beta = (fold.restored(fold.product(centred, keys)) * z).sum((-1, -2))
-                gradients.append(sum_to_shape(by_beta, self.beta.shape))
-            if self.mask is not None:
-                gradients.append(None)
-            if self.bias is not None:
-                gradients.append(sum_to_shape(fold.restored(centred), self.bias.shape))
-            return tuple(gradients)
+            weighted = fold.product(u, keys.mT).sub_((mean * u).sum(-1, keepdim=True)).mul_(p)
+            return self._by_tensors(z, read, u, p, weighted)
 
         return CovarianceMap(product, pullback)
 
@@ -149,14 +138,14 @@ class LogSumExp(ScoredKeys):
         return self.beta * self.diameter().square() / 4
 
     def _is_own(self) -> bool:
-        """Whether what is written out for this class is what the object computes: a subclass may compute otherwise."""
-        return type(self) is LogSumExp and self._has_only(*self._held)
+        """Whether the closed forms of this class hold for the object: a subclass may compute something else."""
+        return type(self) is LogSumExp and self._has_only(*self._attributes)
 
 
 class OverLogSumExp(Composite):
-    """Base of potentials that are `LogSumExp` over keys and biases made of those that they are given, their one part.
+    """Base of potentials that `LogSumExp` computes, over keys and biases that are derived from those of the one part.
 
-    The kernels and fused solves of `LogSumExp` are theirs.
+    They share the kernels and fused solves of `LogSumExp`.
     """
 
     parts: tuple[LogSumExp]
@@ -166,7 +155,7 @@ class OverLogSumExp(Composite):
         return self.parts[0]
 
     def loses_digits(self) -> bool:
-        """Whether the precision of the keys is too low for `whole()`, so that evaluations take a higher one."""
+        """Whether the precision of the keys is too low for `whole()`, so that evaluations use a higher one."""
         return False
 
     def _whole_at(self, z: Tensor) -> tuple[LogSumExp, Tensor]:
@@ -174,11 +163,11 @@ class OverLogSumExp(Composite):
         return self.whole(), z
 
     def own_gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Gradients of the tensors of this potential from those of `whole()`."""
+        """Return the gradients of the tensors of this potential from those of `whole()`."""
         return gradients
 
     def written_out(self) -> Self:
-        """The same potential with every product written out, to compare with."""
+        """Return the potential with every product written out, as a reference."""
         clone = self.replace(*self.tensors())
         clone.parts = (self.parts[0].written_out(),)
         return clone

@@ -53,7 +53,7 @@ class SoftcapLogSumExp(ScoredKeys):
 
     declares_all = True
     bounded_below = LogSumExp.bounded_below
-    _held = (*ScoredKeys._held, "cap")
+    _attributes = (*ScoredKeys._attributes, "cap")
 
     def __init__(self, keys: Keys, beta: PerBatch, cap: float, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
@@ -91,6 +91,6 @@ class SoftcapLogSumExp(ScoredKeys):
         return self.cap * (scores / self.cap).tanh()
 
     def _squashed(self, z: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        """tanh(s / cap), and the capped scores with bias and mask."""
+        """Return tanh(s / cap), and the capped scores with bias and mask."""
         squashed = (self._products(z, read) / self.cap).tanh()
         return squashed, read.restricted(self.cap * squashed)

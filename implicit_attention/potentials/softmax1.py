@@ -17,8 +17,8 @@ class Softmax1(OverLogSumExp):
     \nabla\Phi(z) = \sum_j p_j\, k_j, \qquad p_j = \frac{e^{s_j}}{1 + \sum_i e^{s_i}}
     ```
 
-    The weights sum to less than 1: the rest attends to nothing.
-    It is computed as that: fused solves and kernels are those of `LogSumExp` with one key more.
+    The weights sum to less than 1: the rest attends to nothing. `LogSumExp` with one key more computes it, with its
+    fused solves and kernels.
 
     Args:
         keys: (*batch, M, D), as in `LogSumExp`.
@@ -49,20 +49,16 @@ class Softmax1(OverLogSumExp):
     declares_all = True
 
     def __init__(self, keys: Keys, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
-        # Validate the arguments as given, so that errors name what the user passed.
-        given = LogSumExp(keys, beta, mask=mask, bias=bias)
-        count = keys.shape[-2]
-        super().__init__(
-            LogSumExp(
-                F.pad(keys, (0, 0, 0, 1)),
-                given.beta,
-                mask=None if mask is None else F.pad(mask.expand(*mask.shape[:-1], count), (0, 1), value=True),
-                bias=None if bias is None else F.pad(bias.expand(*bias.shape[:-1], count), (0, 1)),
-            )
-        )
+        # Validated before a key is added, so that errors name the shapes that the user passed.
+        beta = LogSumExp(keys, beta, mask=mask, bias=bias).beta
+        if mask is not None:
+            mask = F.pad(mask.expand(*mask.shape[:-1], keys.shape[-2]), (0, 1), value=True)
+        if bias is not None:
+            bias = F.pad(bias.expand(*bias.shape[:-1], keys.shape[-2]), (0, 1))
+        super().__init__(LogSumExp(F.pad(keys, (0, 0, 0, 1)), beta, mask=mask, bias=bias))
 
     def probabilities(self, z: States) -> Weights:
-        """p, (*batch, N, M), whose rows sum to less than 1."""
+        """The weights p, (*batch, N, M), whose rows sum to less than 1."""
         return self.parts[0].probabilities(z)[..., :-1]
 
     def readout(self, z: States, values: Values, *, dropout_p: float = 0.0) -> ReadOut:

@@ -10,10 +10,9 @@ from typing_extensions import Self
 
 from .. import _validate
 from ._rays import Ray, finite, quadratic_ray, spectral_norm
-from ._read import check_masks
+from ._read import check_masks, check_per_key
 from ._shapes import Keys, PerBatch, PerRow, States
-from .masked_keys import in_double
-from .scored_keys import SMALL_PRODUCT, KeyPotential
+from .masked_keys import SMALL_PRODUCT, KeyPotential, in_double
 
 
 class SquaredScores(KeyPotential):
@@ -50,25 +49,17 @@ class SquaredScores(KeyPotential):
 
     def __init__(self, keys: Keys, beta: PerBatch, *, mask: Tensor | None = None, bias: Tensor | None = None) -> None:
         super().__init__(keys, beta)
-        _validate.require(
-            bias is None, "bias", "be None for SquaredScores", "a tensor", "use LogSumExp for additive biases"
-        )
+        remedy = "use LogSumExp for additive biases"
+        _validate.require(bias is None, "bias", "be None for SquaredScores", "a tensor", remedy)
         check_masks(mask, None, keys)
         if mask is not None:
-            _validate.require(
-                mask.ndim == 1 or mask.shape[-2] == 1,
-                "mask",
-                "be the same for all queries, shape (*batch, 1, M)",
-                f"shape {tuple(mask.shape)}",
-                "use one SquaredScores per group of queries",
-            )
-            shape = mask.shape[:-2] if mask.ndim > 1 else mask.shape[:0]
+            shape = check_per_key("mask", mask, "use one SquaredScores per group of queries")
             _validate.check_broadcast("mask", shape, keys.shape[:-2], "the leading axes of `keys`")
         self.mask = mask
 
     @property
     def row_block(self) -> int:  # type: ignore[override]
-        # As many as make no product so small that torch multiplies it by itself, with other bits.
+        # Torch multiplies smaller products by itself, with other bits.
         count, dim = self.keys.shape[-2:]
         return -(-max(SMALL_PRODUCT // max(count * dim, 1), 1) // 32) * 32
 
@@ -100,7 +91,7 @@ class SquaredScores(KeyPotential):
         return self.beta * spectral_norm(self._counted()).square()
 
     def _counted(self) -> Tensor:
-        """The keys, those that do not count as zeros."""
+        """Return the keys, with zeros in place of those that do not count."""
         if self.mask is None:
             return self.keys
         return self.keys.where((self.mask if self.mask.ndim == 1 else self.mask.squeeze(-2))[..., None], 0.0)

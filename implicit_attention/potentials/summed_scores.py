@@ -72,7 +72,7 @@ class SummedScores(MaskedKeys):
 
     @property
     def _read_together(self) -> bool:
-        """Whether every query reads the same keys, as far as shapes tell."""
+        """Whether the shapes say that every query reads the same keys."""
         return all(pairs is None or pairs.ndim == 1 or pairs.shape[-2] == 1 for pairs in (self.mask, self.bias))
 
     def lipschitz(self) -> Tensor | None:
@@ -97,7 +97,7 @@ class SummedScores(MaskedKeys):
     # Parts.
 
     def _scored(self, z: Tensor) -> tuple[Read, Tensor, float | Tensor]:
-        """Return the keys that are read, and the scores and beta in their layout."""
+        """Return the keys that are read, and scores and beta in their layout."""
         read, beta = self._read(z), self._scale
         return read, self._scores_read(z, read), read.fold.moved(beta) if isinstance(beta, Tensor) else beta
 
@@ -154,7 +154,7 @@ class Polynomial(SummedScores):
     """
 
     declares_all = True
-    _held = (*SummedScores._held, "degree")
+    _attributes = (*SummedScores._attributes, "degree")
 
     def __init__(self, keys: Keys, beta: PerBatch, *, degree: int = 2, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)
@@ -244,18 +244,14 @@ class Exponential(SummedScores):
     def _summand(self, scores: Tensor, beta: float | Tensor) -> Tensor:
         return scores.exp()
 
-    def _slope(self, scores: Tensor, beta: float | Tensor) -> Tensor:
-        return scores.exp()
-
-    def _curvature(self, scores: Tensor, beta: float | Tensor) -> Tensor:
-        return scores.exp()
+    _slope = _curvature = _summand
 
 
 class UnitScores(SummedScores):
     """The potential that `units_potential` makes: g is the cumulant K of a law."""
 
     declares_all = True
-    _held = (*SummedScores._held, "units")
+    _attributes = (*SummedScores._attributes, "units")
 
     def __init__(self, keys: Keys, beta: PerBatch, units: Units, **masks: Unpack[Masks]) -> None:
         super().__init__(keys, beta, **masks)

@@ -79,12 +79,8 @@ class TokenAttention(Potential):
         for name, weight in (("w_query", w_query), ("w_key", w_key)):
             _validate.check_float_tensor(name, weight)
             _validate.require(weight.ndim == 3, name, "have three axes, (H, Y, D)", f"shape {tuple(weight.shape)}")
-        _validate.require(
-            w_key.shape == w_query.shape,
-            "w_key",
-            f"have the shape {tuple(w_query.shape)} of `w_query`",
-            tuple(w_key.shape),
-        )
+        required = f"have the shape {tuple(w_query.shape)} of `w_query`"
+        _validate.require(w_key.shape == w_query.shape, "w_key", required, tuple(w_key.shape))
         _validate.check_same_kind([("w_query", w_query), ("w_key", w_key)])
         remedy = "parametrise it, for example as an exponential"
         self.w_query, self.w_key = w_query, w_key
@@ -98,12 +94,16 @@ class TokenAttention(Potential):
             raise TypeError(_validate.message("exclude_self", "be True or False", repr(exclude_self)))
         self.exclude_self = exclude_self
 
-    def check_state(self, argument: str, z: Tensor) -> None:
-        _validate.check_float_tensor(argument, z, min_ndim=2)
+    def _check_width(self, argument: str, z: Tensor) -> None:
+        """Raise unless tokens have the width of the weights."""
         width = self.w_query.shape[-1]
         required = f"have the width {width} of `w_query` on its last axis"
         _validate.require(z.shape[-1] == width, argument, required, f"shape {tuple(z.shape)}")
         _validate.check_same_kind([(argument, z), ("w_query", self.w_query)])
+
+    def check_state(self, argument: str, z: Tensor) -> None:
+        _validate.check_float_tensor(argument, z, min_ndim=2)
+        self._check_width(argument, z)
         check_masks_fit(self.mask, None, argument, z, z.shape[-2], "(*batch, N, N)")
 
     def value(self, z: States) -> Float[Tensor, "*batch"]:
