@@ -15,7 +15,7 @@ from .._autograd import check_graph, sum_to_shape
 from .._declared import restricted
 from ..failure_policy import Word
 from ..potentials import Potential
-from ..potentials._shapes import PerBatch, States
+from ..potentials._shapes import PerBatch, States, per_state
 from ..problem import Evaluation, Linearization, Problem
 from ._bounds import check_bounded, falls
 from .base import Energy
@@ -70,18 +70,14 @@ class Anchored(Fielded):
         anchor: in [0, 1], a float or a tensor that broadcasts to *batch.
     """
 
+    #: The anchor, shaped to multiply states.
+    _anchor: float | Tensor = per_state("anchor", high=1.0, open_low=False)
+
     def __init__(self, field: Tensor, anchor: float | Tensor) -> None:
         super().__init__(field)
         remedy = "parametrise it by a sigmoid"
         self.anchor: float | Tensor = _validate.check_per_batch("anchor", anchor, low=0.0, high=1.0, remedy=remedy)
         _validate.check_fits_batch("anchor", anchor, "field", field)
-
-    @property
-    def _anchor(self) -> float | Tensor:
-        """The anchor, shaped to multiply states."""
-        if not isinstance(self.anchor, Tensor):
-            return self.anchor
-        return _validate.inside(self.anchor, low=0.0, high=1.0)[..., None, None]
 
     @property
     def _forgets(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import vjp
 from ..potentials import Potential
-from ..potentials._shapes import PerBatch, States
+from ..potentials._shapes import PerBatch, States, per_state
 from ..problem import Evaluation, Linearization, pullback
 from .anchored import AnchoredEnergy
 
@@ -68,6 +68,8 @@ class SphereEnergy(AnchoredEnergy):
     select = AnchoredEnergy.select
     _attributes = (*AnchoredEnergy._attributes, "radius", "mean_zero")
     _square: ClassVar[float] = 0.0
+    #: The radius, shaped to multiply states.
+    _radius: float | Tensor = per_state("radius")
 
     def __init__(
         self,
@@ -92,13 +94,6 @@ class SphereEnergy(AnchoredEnergy):
     def symmetric(self) -> bool:  # type: ignore[override]
         """Whether df/dz is symmetric at solutions: not of tokens together, where each has a factor r/|g| itself."""
         return self.potential.event_ndim == 1
-
-    @property
-    def _radius(self) -> float | Tensor:
-        """The radius, shaped to multiply states."""
-        if not isinstance(self.radius, Tensor):
-            return self.radius
-        return _validate.inside(self.radius, low=0.0, open_low=True)[..., None, None]
 
     def falls(self) -> None:
         """No energy falls without end on a sphere."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import math
+from typing import Any, TypeAlias
 
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from .. import _validate
 
 #: States, queries or tokens, and vectors beside them.
 States: TypeAlias = Float[Tensor, "*batch N D"]
@@ -22,3 +25,19 @@ ReadOut: TypeAlias = Float[Tensor, "*batch N E"]
 #: Which keys each query reads, and what is added to its scores: both broadcast to (*batch, N, M).
 Mask: TypeAlias = Bool[Tensor, "..."] | None
 Bias: TypeAlias = Float[Tensor, "..."] | None
+
+
+def per_state(name: str, axes: int = 2, *, high: float = math.inf, open_low: bool = True) -> Any:
+    """A property: the attribute `name`, a number or a tensor (*batch), shaped to multiply states (or so many axes).
+
+    Entries of a tensor outside of (0, high], or [0, high] without `open_low`, are NaN.
+    """
+    place = (..., *(None,) * axes)
+
+    def shaped(owner: Any) -> float | Tensor:
+        number: float | Tensor = getattr(owner, name)
+        if not isinstance(number, Tensor):
+            return number
+        return _validate.inside(number, low=0.0, high=high, open_low=open_low)[place]
+
+    return property(shaped)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,13 +20,13 @@ from .laws import BernoulliUnits, ConstantUnits, DiscreteUnits, GaussianUnits
 from .sphere import SignUnits
 from .unit import Units, check_generator
 
-#: Most states that `log_partition` adds up.
+#: The largest number of states that `log_partition` adds up.
 LARGEST = 2**24
-#: Most numbers of one block of states.
+#: The largest number of tilts in one block of states.
 BLOCK = 2**21
 
 Visible: TypeAlias = States
-#: From states of a layer and their log weights, W and a to the log of the sum of their weights in Z.
+#: Maps states of a layer, their log weights, W and a to the log of the sum of their weights in Z.
 _Sums: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -133,14 +133,12 @@ class RestrictedBoltzmannMachine:
         if isinstance(self.visible, GaussianUnits) and isinstance(self.hidden, GaussianUnits):
             return self._gaussian_log_partition(self.visible, self.hidden)
         layer, sums = self._enumerable()
-        # torch.func refuses the hooks of a checkpoint; there every block is kept.
+        # torch.func refuses the hooks of a checkpoint: every block is kept there.
         again = is_differentiated(self.weights, self.field) and not transforms_active()
         parts = []
-        for block in _blocks(layer, self.weights):
-            if len(block.states) < layer.total and again:
-                parts.append(checkpoint(sums, *block, self.weights, self.field, use_reentrant=False))
-            else:
-                parts.append(sums(*block, self.weights, self.field))
+        for states, logs in _blocks(layer, self.weights):
+            call = partial(checkpoint, sums, use_reentrant=False) if len(states) < layer.total and again else sums
+            parts.append(call(states, logs, self.weights, self.field))
         return torch.stack(parts).logsumexp(0)
 
     @in_own_precision
@@ -231,7 +229,7 @@ class RestrictedBoltzmannMachine:
         return exponents.logsumexp(-1) + self._log_mass()
 
     def _log_mass(self) -> Tensor | float:
-        """log of what w adds up to."""
+        """Return the logarithm of the sum, or integral, of w over all visible states."""
         if isinstance(self.visible, GaussianUnits):
             return (2 * math.pi * self._visible_variance()).log().sum() / 2
         return len(self.field) * math.log(len(_counted(self.visible, self.field)[0]))
@@ -249,16 +247,15 @@ class RestrictedBoltzmannMachine:
         """1/variance - W spread W^T, (D, D)."""
         return self._visible_variance().reciprocal().diag_embed() - (self.weights * spread) @ self.weights.mT
 
-    # What cannot be normalised.
+    # Checks that the machine can be normalised.
 
     def _check_visible(self) -> None:
         remedy = "use SignUnits(), BernoulliUnits(p), DiscreteUnits(values) or GaussianUnits(mean, variance)"
         if not isinstance(self.visible, BernoulliUnits | DiscreteUnits | GaussianUnits | SignUnits):
             required = "be discrete or Gaussian units"
             raise TypeError(_validate.message("visible", required, repr(self.visible), remedy))
-        for name, units, size in zip(
-            ("visible", "hidden"), (self.visible, self.hidden), self.weights.shape, strict=True
-        ):
+        for name, size in zip(("visible", "hidden"), self.weights.shape, strict=True):
+            units = getattr(self, name)
             if isinstance(units, GaussianUnits) and isinstance(units.spread, tuple):
                 required = f"have a variance for each of the {size} {name} units"
                 _validate.require(len(units.spread) == size, name, required, len(units.spread))
@@ -282,11 +279,11 @@ class RestrictedBoltzmannMachine:
         smallest = float(torch.linalg.eigvalsh(precision)[0]) if bool(precision.isfinite().all()) else math.nan
         required = "leave the precision 1/variance - W K'' W^T of the visible units positive definite"
         remedy = "make them smaller, or the variance of a layer"
-        # NaN is bad data, not a bad argument: it is found again in log Z.
+        # NaN is bad data, not a bad argument: it shows in log Z.
         _validate.require(not smallest <= 0, "weights", required, f"the eigenvalue {smallest:.6g}", remedy)
 
     def _check_domain(self) -> None:
-        """Raise where K is infinite at a state: being convex, it is finite at all if it is at the extreme tilts."""
+        """Raise where K is infinite at a state: as K is convex, it is enough to look at the extreme tilts."""
         values, _ = _counted(self.visible, self.weights)
         ends = self.weights.detach()[..., None] * torch.stack([values.min(), values.max()])
         extreme = torch.stack([ends.amin(-1).sum(0), ends.amax(-1).sum(0)])
@@ -310,22 +307,18 @@ class _Layer(NamedTuple):
         return int(len(self.values) ** self.units)
 
 
-class _Block(NamedTuple):
-    """Some states of a layer, (S, units), and their log weights, (S,)."""
+def _blocks(layer: _Layer, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield all states of a layer in blocks, (S, units), with their log weights, (S,).
 
-    states: Tensor
-    logs: Tensor
-
-
-def _blocks(layer: _Layer, weights: Tensor) -> Iterator[_Block]:
-    """All states of a layer, so many at a time that the other layer's tilts are at most BLOCK numbers."""
+    The tilts of the other layer are at most BLOCK numbers for each block.
+    """
     base, device = len(layer.values), weights.device
     size = max(1, BLOCK // max(weights.shape))
     place = base ** torch.arange(layer.units, device=device)
     for start in range(0, layer.total, size):
         number = torch.arange(start, min(start + size, layer.total), device=device)[:, None]
         digits = (number // place) % base
-        yield _Block(layer.values[digits], layer.logs[digits].sum(-1))
+        yield layer.values[digits], layer.logs[digits].sum(-1)
 
 
 def _counted(units: Units, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,6 +336,6 @@ def _counted(units: Units, like: Tensor) -> tuple[Tensor, Tensor]:
         values = units.values
         total = units.weights or (1.0,) * len(values)
         chances = tuple(w / sum(total) for w in total)
-    # Not `new_tensor`, which a tensor that is still to be negated refuses.
-    made = functools.partial(torch.tensor, dtype=like.dtype, device=like.device)
-    return made(values), made([math.log(len(values) * p) for p in chances])
+    # `new_tensor` fails for a tensor whose negation torch has postponed.
+    tensor = partial(torch.tensor, dtype=like.dtype, device=like.device)
+    return tensor(values), tensor([math.log(len(values) * p) for p in chances])

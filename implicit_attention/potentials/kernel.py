@@ -95,9 +95,10 @@ class KernelPotential(KeyPotential):
         causal: bool = False,
     ) -> None:
         super().__init__(keys, beta)
-        if isinstance(features, type) and issubclass(features, Features):
+        self.features: Any = features
+        if isinstance(self.features, type) and issubclass(self.features, Features):
             _validate.check_instance("features", features, Features)
-        if not callable(features):
+        if not callable(self.features):
             required = "be a function of (..., D) with results (..., m)"
             raise TypeError(_validate.message("features", required, repr(features), "for example EluFeatures()"))
         check_masks(mask, bias, keys)
@@ -107,8 +108,7 @@ class KernelPotential(KeyPotential):
                 _validate.check_together(name, lead, keys.shape[:-2], "the leading axes of `keys`")
         # A solve requires one dtype and device of all tensors.
         if isinstance(features, Features):
-            features = features.replace(*(t.to(keys) for t in features.tensors()))
-        self.features: Any = features
+            self.features = features.replace(*(t.to(keys) for t in features.tensors()))
         self.mask = mask
         self.bias = bias
         self.causal = causal

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import sum_to_shape
 from .._types import LinearMap
-from ._shapes import PerBatch, PerRow, States
+from ._shapes import PerBatch, PerRow, States, per_state
 from .base import CovarianceMap, Potential
 
 
@@ -52,6 +52,8 @@ class LayerNormPotential(Potential):
 
     convex = True
     declares_all = True
+    #: Gamma, shaped to multiply states.
+    gain: float | Tensor = per_state("gamma")
 
     def __init__(self, gamma: PerBatch = 1.0, delta: Float[Tensor, "D"] | None = None, eps: float = 1e-5) -> None:
         remedy = "parametrise it by a softplus"
@@ -114,7 +116,7 @@ class LayerNormPotential(Potential):
         rest = 1 - shifted.square().mean(-1, keepdim=True) / (gain * gain)
         slack = 8 * torch.finfo(g.dtype).eps
         inside = (shifted.mean(-1, keepdim=True).abs() <= slack * size) & (rest >= -slack)
-        # Of 0 no root is taken: its gradient is infinite, and 0 * inf is NaN.
+        # No root of 0 is taken: its gradient is infinite, and 0 * inf is NaN.
         root = rest.masked_fill(rest <= 0, 1.0).sqrt().masked_fill(rest <= 0, 0.0)
         value = -(g.shape[-1] * self.eps**0.5) * gain * root
         return torch.where(inside | g.isnan().any(-1, keepdim=True), value, torch.inf).squeeze(-1)
@@ -136,23 +138,16 @@ class LayerNormPotential(Potential):
 
     # Parts.
 
-    @property
-    def gain(self) -> float | Tensor:
-        """Gamma, shaped to multiply states."""
-        if not isinstance(self.gamma, Tensor):
-            return self.gamma
-        return _validate.inside(self.gamma, low=0.0, open_low=True)[..., None, None]
-
     def _centred(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """x - mean x, and s (*batch, N, 1)."""
         centred = z - z.mean(-1, keepdim=True)
         return centred, (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
 
     def _products(self, z: Tensor, *, root: bool = False) -> tuple[LinearMap, tuple[Tensor, Tensor]]:
-        """v -> M v, or M^(1/2) v, at z, and what `_centred` found there."""
+        """Return v -> M v, or M^(1/2) v, at z, and the results of `_centred`."""
         centred, s = self._centred(z)
         direction = centred / (z.shape[-1] ** 0.5 * s)
-        # |direction|^2 = 1 - eps/s^2, so that the eigenvalue gamma eps/s^3 along it is gamma/s times what is left of 1.
+        # |direction|^2 = 1 - eps/s^2, so that the eigenvalue gamma eps/s^3 along it is gamma/s (1 - |direction|^2).
         across = self.gain / s
         if root:
             # 1 - (1 - sqrt(eps)/s) |direction|^2/|direction|^2, written without dividing by a direction of 0.

@@ -20,7 +20,7 @@ from ..ops.fold import row_block as row_block
 from ..ops.problem import common as common
 from ..ops.problem import triangle as triangle
 from ._read import check_masks, check_masks_fit, joined, restricted_to, surely_finite, without_nan, without_nan_before
-from ._shapes import Bias, Keys, Mask, PerBatch
+from ._shapes import Bias, Keys, Mask, PerBatch, per_state
 from .base import CovarianceMap, Potential
 
 _P = TypeVar("_P", bound="MaskedKeys")
@@ -47,6 +47,10 @@ class KeyPotential(Potential):
 
     keys: Tensor
     beta: float | Tensor
+    #: Beta, shaped to multiply one number per row.
+    _row_scale: float | Tensor = per_state("beta", axes=1)
+    #: Beta, shaped to multiply scores or states.
+    _scale: float | Tensor = per_state("beta")
 
     def __init__(self, keys: Tensor, beta: float | Tensor) -> None:
         _validate.check_float_tensor("keys", keys, min_ndim=2)
@@ -59,19 +63,6 @@ class KeyPotential(Potential):
         if isinstance(beta, Tensor):
             _validate.check_same_kind([("keys", keys), ("beta", beta)])
             _validate.check_together("beta", beta.shape, keys.shape[:-2], "the leading axes of `keys`")
-
-    @property
-    def _row_scale(self) -> float | Tensor:
-        """Beta, shaped to multiply one number per row."""
-        if not isinstance(self.beta, Tensor):
-            return self.beta
-        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None]
-
-    @property
-    def _scale(self) -> float | Tensor:
-        """Beta, shaped to multiply scores or states."""
-        scale = self._row_scale
-        return scale[..., None] if isinstance(scale, Tensor) else scale
 
     def check_state(self, argument: str, z: Tensor) -> None:
         _validate.check_float_tensor(argument, z, min_ndim=2)

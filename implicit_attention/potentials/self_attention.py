@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _validate
 from .._autograd import sum_to_shape
 from ._read import check_masks, check_masks_fit, joined, restricted_to
-from ._shapes import Bias, Mask, PerBatch, States
+from ._shapes import Bias, Mask, PerBatch, States, per_state
 from .base import CovarianceMap, Potential
 
 
@@ -52,6 +52,8 @@ class SelfAttention(Potential):
 
     event_ndim = 2
     declares_all = True
+    #: Beta, shaped to multiply states or scores.
+    scale: float | Tensor = per_state("beta")
 
     def __init__(self, beta: PerBatch, *, mask: Mask = None, bias: Bias = None) -> None:
         remedy = "parametrise it, for example as an exponential"
@@ -106,15 +108,8 @@ class SelfAttention(Potential):
 
     # Parts.
 
-    @property
-    def scale(self) -> float | Tensor:
-        """Beta, shaped to multiply states or scores."""
-        if not isinstance(self.beta, Tensor):
-            return self.beta
-        return _validate.inside(self.beta, low=0.0, open_low=True)[..., None, None]
-
     def by_tensors(self, z: Tensor, by_scores: Tensor) -> tuple[Tensor | None, ...]:
-        """(d mean/dt)^T u for each of `tensors()`, from (d mean/d scores)^T u."""
+        """Return (d mean/dt)^T u for each of `tensors()`, from (d mean/d scores)^T u."""
         gradients: list[Tensor | None] = []
         if isinstance(self.beta, Tensor):
             gradients.append(sum_to_shape((by_scores * (z @ z.mT)).sum((-1, -2)), self.beta.shape))
