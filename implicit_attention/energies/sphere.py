@@ -104,20 +104,14 @@ class SphereEnergy(AnchoredEnergy):
 
     def energy(self, z: States) -> Float[Tensor, "*lead"]:
         """E(r z/|z|), one number per query, (*batch, N, D) -> (*batch, N), or per sample, (*batch)."""
-        z = self.retract(z)
-        return self._energy(z, self.potential.value(z))
+        return super().energy(self.retract(z))
 
     def fixed_point_map(self, z: States) -> States:
         """f(z) = r g/|g|."""
-        z = self.retract(z)
-        return self._map(self.potential.mean(z), z)
+        return super().fixed_point_map(self.retract(z))
 
     def evaluate(self, z: Tensor, *, energy: bool) -> Evaluation:
-        if not energy:
-            return Evaluation(self.fixed_point_map(z), None)
-        z = self.retract(z)
-        value, mean = self.potential.evaluate(z)
-        return Evaluation(self._map(mean, z), self._energy(z, value))
+        return super().evaluate(self.retract(z) if energy else z, energy=energy)
 
     def _map(self, mean: Tensor, z: Tensor) -> Tensor:
         mapped = self.retract(super()._map(mean, z))

@@ -140,7 +140,8 @@ class QuerySide:
     def _by_z(self, by_q: Tensor, by_k: Tensor) -> Tensor:
         attention = self.attention
         by_z: Tensor = attention._joined(attention._scale * by_q, attention.w_query)
-        return by_z + attention._joined(by_k[..., self.before :, :], attention.w_key)
+        by_z = by_z + attention._joined(by_k[..., self.before :, :], attention.w_key)
+        return by_z
 
     def _by_rows(self, heads: list[Tensor]) -> Tensor:
         """Join the parts of the tiles and sum over the heads."""

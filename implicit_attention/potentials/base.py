@@ -181,7 +181,7 @@ class Potential(Declared, general=True):
         """
         return bool(vars(type(self)).get("declares_all")) and all(part.knows_own for part in self.parts)
 
-    # Potentials made of potentials.
+    # Multiples, sums and maps of potentials.
 
     def __mul__(self, weight: float | Tensor) -> Scaled:
         return Scaled(self, weight)

@@ -57,7 +57,7 @@ class RestrictedBoltzmannMachine:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; a visible law that is none of these; a machine
             that cannot be normalised: a K that is infinite at a state; with Gaussian visible units, a K that grows
             faster than any square (`PoissonUnits`), or a precision 1/variance - W K'' W^T that is not positive definite
-            for the largest K''. Numbers on an accelerator are not looked at: log Z is NaN or infinite there.
+            for the largest K''. Numbers on an accelerator are not checked: log Z is NaN or infinite there.
 
     Gradients: of `effective_energy`, `log_partition` and `log_prob` with respect to v, weights and field, to any order.
 
@@ -148,8 +148,8 @@ class RestrictedBoltzmannMachine:
     ) -> Float[Tensor, "chains D"]:
         """States v after steps of block Gibbs sampling, one for each independent chain, (chains, D).
 
-        Chains begin with the visible units in their field alone. What `steps` has to be depends on the machine: compare
-        averages over twice as many.
+        Chains begin with the visible units in their field alone. The necessary number of steps depends on the machine:
+        compare averages over twice as many.
 
         Args:
             chains: how many, >= 0.
@@ -206,8 +206,7 @@ class RestrictedBoltzmannMachine:
         dim, count = self.weights.shape
         layers: list[tuple[_Layer, _Sums]] = []
         if not isinstance(self.visible, GaussianUnits):
-            values, logs = _counted(self.visible, self.field)
-            layers.append((_Layer(values, logs, dim), self._sum_of_visible))
+            layers.append((_Layer(*_counted(self.visible, self.field), dim), self._sum_of_visible))
         if isinstance(self.hidden, BernoulliUnits | ConstantUnits | DiscreteUnits | SignUnits):
             values, logs = _counted(self.hidden, self.field)
             layers.append((_Layer(values, logs - math.log(len(values)), count), self._sum_of_hidden))

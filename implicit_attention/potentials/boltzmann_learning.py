@@ -63,7 +63,7 @@ def exact_gradient(machine: RestrictedBoltzmannMachine, v: Visible) -> Likelihoo
         v: data, (*batch, N, D); the mean is over all rows.
 
     Raises:
-        TypeError, ValueError: no machine; data that do not fit, or are none; too many states.
+        TypeError, ValueError: no machine; data that do not fit, or without rows; too many states.
 
     Gradients: none; `machine.log_prob` has a graph.
 
@@ -90,8 +90,8 @@ def contrastive_divergence(
 ) -> LikelihoodGradient:
     """CD-k: `exact_gradient` with k steps of Gibbs sampling from the data in place of the machine's averages.
 
-    It is biased: at few steps it does not vanish at the largest likelihood, and does not see patterns of the machine
-    that are far from the data. In the limit of many steps it is the gradient, up to noise.
+    It is biased: at few steps it does not vanish at the largest likelihood, and misses patterns of the machine that
+    are far from the data. In the limit of many steps it is the gradient, up to noise.
 
     Args:
         machine: any.

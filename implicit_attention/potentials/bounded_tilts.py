@@ -71,7 +71,7 @@ class _BoundedTilt(Units):
         return (1 - (self.soft_barrier or 0.0)) * self._limit
 
     def _split(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tilt, NaN outside of the domain, and None; or the tilt up to the barrier, and the rest beyond it."""
+        """Return the tilt, NaN outside of the domain, and None; or the tilt up to the barrier, and the rest."""
         if self.soft_barrier is None:
             return torch.where((t.abs() if self._symmetric else t) < self._limit, t, torch.nan), None
         inside = t.clamp(min=-self._barrier if self._symmetric else None, max=self._barrier)

@@ -1,4 +1,4 @@
-"""Potentials as log-partition functions: divergence, Fisher information, loss, bound, and particles with set moments."""
+"""Potentials as log-partition functions: divergence, Fisher information, loss, bound, and particles of set moments."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Entmax(ScoredKeys):
         **masks: `mask`, boolean, broadcasts to (*batch, N, M); True = the query attends to the key; `bias`, added to
             the scaled scores, broadcasts to (*batch, N, M); -inf masks.
 
-    A query that attends to no key has value 0 and mean 0, with zero gradients. What a masked key holds, a NaN too, does
-    not reach the queries that do not attend to it.
+    A query that attends to no key has value 0 and mean 0, with zero gradients. A masked key, also one of NaN, does not
+    reach the queries that do not attend to it.
 
     Raises:
         TypeError, ValueError: as `LogSumExp`; alpha outside (1, 2] (on an accelerator a tensor alpha is not waited for:

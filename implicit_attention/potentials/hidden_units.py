@@ -91,14 +91,11 @@ class HiddenUnits(Potential):
         weights, t = self.weights, z @ self.weights
         hidden, variance = self.units.mean(t), self.units.variance(t)
 
-        def product(v: Tensor) -> Tensor:
-            return (variance * (v @ weights)) @ weights.mT
-
         def pullback(u: Tensor) -> tuple[Tensor | None, ...]:
             by_weights = u.mT @ hidden + z.mT @ (variance * (u @ weights))
             return (sum_to_shape(by_weights, weights.shape),)
 
-        return CovarianceMap(product, pullback)
+        return CovarianceMap(lambda v: (variance * (v @ weights)) @ weights.mT, pullback)
 
     def select(self, index: Tensor) -> Self | None:
         return self if self._has_only("weights", "units") else None

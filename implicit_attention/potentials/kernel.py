@@ -55,8 +55,7 @@ class KernelPotential(KeyPotential):
 
     Where all keys are masked, and where the kernel of z with all keys is 0 (or underflows, without `log`), value and
     mean are 0, with zero gradients. With `ReluFeatures` these are the z without an entry that is positive in a key too:
-    towards their border Phi falls without end, and beyond it is 0. What a masked key holds, a NaN too, reaches no
-    query.
+    towards their border Phi falls without end, and beyond it is 0. A masked key, also one of NaN, reaches no query.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit; a mask or bias per query; beta <= 0; features
@@ -95,20 +94,21 @@ class KernelPotential(KeyPotential):
         causal: bool = False,
     ) -> None:
         super().__init__(keys, beta)
-        self.features: Any = features
-        if isinstance(self.features, type) and issubclass(self.features, Features):
-            _validate.check_instance("features", features, Features)
-        if not callable(self.features):
+        phi: Any = features
+        if isinstance(phi, type) and issubclass(phi, Features):
+            _validate.check_instance("features", phi, Features)
+        if not callable(phi):
             required = "be a function of (..., D) with results (..., m)"
-            raise TypeError(_validate.message("features", required, repr(features), "for example EluFeatures()"))
+            raise TypeError(_validate.message("features", required, repr(phi), "for example EluFeatures()"))
         check_masks(mask, bias, keys)
         for name, pairs in (("mask", mask), ("bias", bias)):
             if pairs is not None:
                 lead = check_per_key(name, pairs, PER_QUERY)
                 _validate.check_together(name, lead, keys.shape[:-2], "the leading axes of `keys`")
         # A solve requires one dtype and device of all tensors.
-        if isinstance(features, Features):
-            self.features = features.replace(*(t.to(keys) for t in features.tensors()))
+        if isinstance(phi, Features):
+            phi = phi.replace(*(t.to(keys) for t in phi.tensors()))
+        self.features: Any = phi
         self.mask = mask
         self.bias = bias
         self.causal = causal

@@ -21,9 +21,9 @@ class LayerNormPotential(Potential):
     s = \sqrt{\operatorname{mean}_i\, (x_i - \bar x)^2 + \varepsilon}
     ```
 
-    mean(x) = gamma (x - mean x)/s + delta is layer norm with one gain for all entries; with another for each it is the
-    gradient of no function. The covariance M = Hess L(x) has the eigenvalue gamma/s across x - mean x, gamma eps/s^3
-    along it and 0 along (1, ..., 1): L is convex for gamma > 0, and grows like |x|.
+    mean(x) = gamma (x - mean x)/s + delta is layer norm with one gain for all entries; with a gain for each entry it is
+    the gradient of no function. The covariance M = Hess L(x) has the eigenvalue gamma/s across x - mean x,
+    gamma eps/s^3 along it and 0 along (1, ..., 1): L is convex for gamma > 0, and grows like |x|.
 
     Args:
         gamma: gain > 0, a float or a tensor that broadcasts to *batch.

@@ -39,8 +39,8 @@ class LogSumExp(ScoredKeys):
             sequence and query i attends to keys up to query_offset + i. No mask is written for that; beside a mask or
             bias it is refused. None: every query attends to every key.
 
-    A query that attends to no key has value 0 and mean 0, with zero gradients. What a masked key holds, a NaN too, does
-    not reach the queries that do not attend to it.
+    A query that attends to no key has value 0 and mean 0, with zero gradients. A masked key, also one of NaN, does not
+    reach the queries that do not attend to it.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit, beta <= 0 (on an accelerator a tensor beta is
