@@ -23,8 +23,8 @@ class SphereEnergy(AnchoredEnergy):
     E(z) = -a\,\langle x, z\rangle - (1 - a)\,\Phi(z), \qquad |z| = r
     ```
 
-    f(z) = r g/|g| with g = anchor x + (1 - anchor) mean(z). States that f leaves where they are are stationary on the
-    sphere: g is r |g| times the normal there. With P = I - z z^T/r^2 the Hessian on the tangent space is
+    f(z) = r g/|g| with g = anchor x + (1 - anchor) mean(z). Fixed points of f are stationary on the sphere: g is
+    r |g| times the normal there. With P = I - z z^T/r^2 the Hessian on the tangent space is
     (|g|/r) P - (1 - anchor) P Cov(z) P, and the adjoint is solved there. As |z| is fixed, potentials without a bound
     (`Polynomial`, `Exponential`) have solutions too: over `SquaredScores` f is power iteration.
 

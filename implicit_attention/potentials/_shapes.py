@@ -19,10 +19,10 @@ PerBatch: TypeAlias = float | Float[Tensor, "*#batch"]
 Keys: TypeAlias = Float[Tensor, "*batch M D"]
 #: The attention weights of states over keys.
 Weights: TypeAlias = Float[Tensor, "*batch N M"]
-#: One value for each key, and what states read of them.
+#: One value for each key, and the averages of them that states read.
 Values: TypeAlias = Float[Tensor, "*#batch M E"]
 ReadOut: TypeAlias = Float[Tensor, "*batch N E"]
-#: Which keys each query reads, and what is added to its scores: both broadcast to (*batch, N, M).
+#: The keys that each query reads, and numbers that are added to its scores: both broadcast to (*batch, N, M).
 Mask: TypeAlias = Bool[Tensor, "..."] | None
 Bias: TypeAlias = Float[Tensor, "..."] | None
 

@@ -113,7 +113,7 @@ class RestrictedBoltzmannMachine:
         return self.visible.mean(self.field + h @ self.weights.mT)
 
     def log_prob(self, v: Visible) -> PerRow:
-        """log p(v) = -E(v) - log Z, of a state or, for Gaussian visible units, the density; -inf for what is no state.
+        """log p(v) = -E(v) - log Z, of a state or, for Gaussian visible units, the density; -inf where v is no state.
 
         Raises as `log_partition` does.
 

@@ -38,9 +38,9 @@ class DistanceLogSumExp(OverLogSumExp):
         TypeError, ValueError: as `LogSumExp`.
 
     Far from the origin, where beta |k_j|^2 > 256, distances are small differences of large products: float32 keys on a
-    CPU are then read in float64 at every evaluation, which takes several times as long. On an accelerator, where nobody
-    looks at their size, subtract a mean from keys and queries first: distances stay as they are. That also makes `rtol`
-    what it is meant to be, which is relative to |z|, offset included.
+    CPU are then read in float64 at every evaluation, which takes several times as long. On an accelerator, where their
+    size is not checked, subtract a mean from keys and queries first: distances stay the same, and `rtol`, which is
+    relative to |z|, no longer includes the offset.
 
     Gradients: with respect to z, keys, beta and bias, to any order, those of the squares among them.
 

@@ -49,7 +49,7 @@ def bregman(potential: Potential, a: States, b: States) -> Tensor:
 
     Gradients: with respect to a, b and the tensors of the potential, to the orders that the potential has.
 
-    Not for a training loss towards data points: `contrastive_loss` differs by what does not depend on eta.
+    Not for a training loss towards data points: `contrastive_loss` differs by a term that does not depend on eta.
 
     Examples:
         >>> import torch

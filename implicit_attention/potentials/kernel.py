@@ -41,7 +41,7 @@ class KernelPotential(KeyPotential):
     mean(z) = J^T S/(sqrt(beta) <phi(x), S>); covariance_product(z, v) is its derivative along v.
 
     Not convex: from a plain step the energy may rise, and equilibria may be saddles. The mean is the gradient of Phi
-    and not what linear attention puts out, which is `readout`.
+    and not the output of linear attention, which is `readout`.
 
     Args:
         keys: stored patterns, (*batch, M, D).
@@ -156,12 +156,12 @@ class KernelPotential(KeyPotential):
         return self._without_keys(restricted(self, index, state=1).state) if self.causal else self
 
     def append(self, keys: Float[Tensor, "*batch n D"], *, mask: Mask = None, bias: Bias = None) -> Self:
-        """The potential of these keys too, S + sum_j exp(bias_j) phi(sqrt(beta) k_j), at a cost that knows no M.
+        """The potential of more keys, S + sum_j exp(bias_j) phi(sqrt(beta) k_j), at a cost that does not depend on M.
 
         Args:
-            keys: those that are added, (*batch, n, D).
+            keys: the additional keys, (*batch, n, D).
             mask: which of them count, as in the class.
-            bias: theirs, as in the class.
+            bias: one for each of them, as in the class.
 
         Returns:
             A new potential; this one does not change. The new one holds S but no keys, and has no weights and read-out.

@@ -1,4 +1,4 @@
-"""Keys with a mask and a bias per query: arguments, layout, what each query reads of them, restriction to rows."""
+"""Potentials over keys with a mask and a bias per query: arguments, layout, the keys that are read, blocks of rows."""
 
 from __future__ import annotations
 
@@ -205,11 +205,11 @@ class MaskedKeys(KeyPotential):
         return Read(fold, sources[0], sources[-1], pairs, empty, poison, first)
 
     def _products(self, z: Tensor, read: Read) -> Tensor:
-        """The scores s without function, bias and mask."""
+        """Return the scores s without function, bias and mask."""
         return read.fold.product(read.fold.moved(self._scale * z), read.keys.mT)
 
     def _scores_read(self, z: Tensor, read: Read) -> Tensor:
-        """The scores with bias, zeros where the query does not attend to the key."""
+        """Return the scores with bias, and zeros where the query does not attend to the key."""
         scores, pairs = self._products(z, read), read.pairs
         if pairs is not None and pairs.dtype != torch.bool:
             scores = scores + pairs
@@ -218,9 +218,9 @@ class MaskedKeys(KeyPotential):
     def _covariance_map(
         self, z: Tensor, read: Read, pull: Tensor, change: Callable[[Tensor], Tensor]
     ) -> CovarianceMap | None:
-        """`linearize` of mean = sum_j w_j(s) k_j, given w (zero where a key is not read) and dw/ds, which is symmetric.
+        """Linearize mean = sum_j w_j(s) k_j, from w (`pull`, zero where a key is not read) and the symmetric dw/ds.
 
-        None for a subclass that holds more than its class: its tensors would have no gradients.
+        None for a subclass with further attributes, whose tensors would have no gradients.
         """
         if not self._has_only(*self._attributes):
             return None

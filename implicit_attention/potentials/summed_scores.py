@@ -293,17 +293,17 @@ def units_potential(units: Units) -> _Factory:
         units: the law, for example `BernoulliUnits(0.5)`.
 
     Returns:
-        What layers take as `potential`, to be called with keys (*batch, M, D), beta > 0 (a float or a tensor that
-        broadcasts to *batch), and by name a boolean mask or a bias that broadcast to (*batch, N, M). A masked key, or
-        one of bias -inf, adds nothing; a low finite bias does not mask, as K may be anything there.
+        A function that layers take as `potential`. Its arguments are keys (*batch, M, D), beta > 0 (a float or a tensor
+        that broadcasts to *batch), and by name a boolean mask or a bias that broadcast to (*batch, N, M). A masked key,
+        or one of bias -inf, adds nothing; a low finite bias does not mask, as K may have any value there.
 
     A row with a score outside the domain of K (`ExponentialUnits`, `LaplaceUnits`) has value and mean NaN; no other row
     is changed. The anchored energy is bounded below for laws of linear growth, and for others while
     (1 - anchor) beta max K'' lambda < 1 with lambda the largest eigenvalue of sum_j k_j k_j^T.
 
     Raises:
-        TypeError, ValueError: units that are no `Units`, or `SphereUnits()` without a dimension; by what is returned,
-            as `LogSumExp`.
+        TypeError, ValueError: units that are no `Units`, or `SphereUnits()` without a dimension; from the returned
+            function, as `LogSumExp`.
 
     Gradients: with respect to z, keys, beta and bias, to any order.
 
